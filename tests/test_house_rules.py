@@ -424,6 +424,33 @@ def test_calls_do_not_pack_arguments() -> None:
     assert not bad, "\n".join(bad)
 
 
+# Words of names that the library no longer uses: the field has others for what they meant.
+RETIRED_WORDS = {"beside", "came", "held", "mine", "ours", "standin", "told", "victim", "victims"}
+
+
+def _defined_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and name of every function, class, argument, variable and attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+
+
+def test_names_have_no_retired_words() -> None:
+    bad = [
+        f"{file}:{line}: {name}"
+        for file in _with_suffix(".py", under="emblib/")
+        for line, name in _defined_names(_tree(file))
+        if RETIRED_WORDS & set(name.replace("StandIn", "standin").lower().split("_"))
+    ]
+    assert not bad, "use the glossary's words:\n" + "\n".join(sorted(bad))
+
+
 def test_class_names_are_unique() -> None:
     """`emblib.compat` has the names of other libraries."""
     places: dict[str, list[str]] = {}

@@ -148,7 +148,7 @@ def check_kind(
     table: str,
     path: Path,
     content: Mapping[str, Any],
-    ours: Mapping[str, Any],
+    current: Mapping[str, Any],
     with_optimizer: bool,
 ) -> None:
     """Check that a table was dumped by one of the same kind.
@@ -159,12 +159,12 @@ def check_kind(
     """
     names = ["evict_strategy", *(["opt_type"] if with_optimizer else [])]
     for name in names:
-        if name not in content or name not in ours:
+        if name not in content or name not in current:
             continue
         saved = field(path, content, name, str)
-        if saved != ours[name]:
+        if saved != current[name]:
             raise ValueError(
-                f"{name} of table {table!r} is {saved} in the dump and {ours[name]} here; "
+                f"{name} of table {table!r} is {saved} in the dump and {current[name]} here; "
                 "load into a table of the same options"
                 + (", or with optim=False" if name == "opt_type" else "")
             )
@@ -495,8 +495,8 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
         for name, threshold in named_thresholds.items():
             if name not in self._names:
                 raise ValueError(f"no table is called {name!r}, there are {self._names}")
-            mine = self._rows_since(self._names.index(name), threshold)
-            every = ranks.gather_objects(mine)
+            local_rows = self._rows_since(self._names.index(name), threshold)
+            every = ranks.gather_objects(local_rows)
             keys, rows = (torch.cat(parts) for parts in zip(*every, strict=True))
             order = keys.argsort()
             found[name] = (keys[order], rows[order])
@@ -554,9 +554,9 @@ def _names(names: list[str] | None, count: int) -> list[str]:
 
 def agree(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
     """Raise on every rank what went wrong on any, and the outcome; all ranks call this."""
-    told = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    messages = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for rank, message in enumerate(told):
+    for rank, message in enumerate(messages):
         if message is not None:
             raise RuntimeError(f"rank {rank} failed, {outcome}: {message}")

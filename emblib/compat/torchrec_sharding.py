@@ -154,7 +154,7 @@ class ShardingPlan:
     """Plan of each collection, by its path in the model."""
 
     plan: dict[str, EmbeddingModuleShardingPlan]
-    told: str = ""  # what a planner has to say of it
+    report: str = ""  # what a planner has to say of it
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
         """Return the plan of one collection, if there is one."""
@@ -170,7 +170,7 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         parts = [f"module: {path}\n{tables}" for path, tables in self.plan.items()]
-        return self.told or "\n\n".join(parts)
+        return self.report or "\n\n".join(parts)
 
 
 class ShardingEnv:
@@ -279,8 +279,8 @@ def grid_shard(host_indexes: Sequence[int], compute_kernel: str | None = None) -
 
 def configs_of(module: Any) -> Iterator[TableConfig]:
     """Return the configurations of a collection's tables."""
-    told = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
-    yield from told()
+    configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
+    yield from configs()
 
 
 def apply_to_all(
@@ -434,7 +434,7 @@ class EmbeddingShardingPlanner:
     def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
         """Plan on this rank; the memory includes the optimizers of `sharders`."""
         native = self._native(RankGroup())
-        return _told(native, module, sharders)
+        return _plan_with_report(native, module, sharders)
 
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
@@ -443,12 +443,14 @@ class EmbeddingShardingPlanner:
         ranks = RankGroup.from_value(pg)
         native = self._native(ranks)
         found: ShardingPlan = invoke_on_rank_and_broadcast_result(
-            ranks, 0, lambda: _told(native, module, sharders)
+            ranks, 0, lambda: _plan_with_report(native, module, sharders)
         )
         return found
 
 
-def _told(native: planner.Planner, module: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
+def _plan_with_report(
+    native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
+) -> ShardingPlan:
     """Plan with the optimizers of the sharders."""
     works = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
@@ -464,7 +466,7 @@ def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequ
     return fitting[0] if fitting else None
 
 
-def plan_of(plan: sharding.ShardingPlan, device_type: str, told: str = "") -> ShardingPlan:
+def plan_of(plan: sharding.ShardingPlan, device_type: str, report: str = "") -> ShardingPlan:
     """Convert a plan of emblib to TorchRec's."""
     fused = EmbeddingComputeKernel.FUSED.value
     modules = {
@@ -473,4 +475,4 @@ def plan_of(plan: sharding.ShardingPlan, device_type: str, told: str = "") -> Sh
         )
         for path, tables in plan.modules.items()
     }
-    return ShardingPlan(modules, told)
+    return ShardingPlan(modules, report)

@@ -262,8 +262,12 @@ class HashModel:
         free = [table.bucket(number).count(None) for number in (first, second)]
         if any(free):
             return (first if free[0] > PREFER_FIRST or free[0] >= free[1] else second), False
-        victims = [(self._victim(table, number), number) for number in (first, second)]
-        ranked = [(self._rank(victim), number) for victim, number in victims if victim is not None]
+        candidates = [(self._candidate(table, number), number) for number in (first, second)]
+        ranked = [
+            (self._rank(candidate), number)
+            for candidate, number in candidates
+            if candidate is not None
+        ]
         if not ranked or self._gives_up(new, min(ranked)[0]):
             return None
         return min(ranked)[1], True
@@ -280,11 +284,11 @@ class HashModel:
     def _replace(self, table: ReferenceHashTable, number: int, new: tuple[Miss, HashEntry]) -> bool:
         """Evict an entry of the bucket, as it is now, for the new; False if refused."""
         miss, entry = new
-        victim = self._victim(table, number)
-        if victim is None or self._gives_up(entry, self._rank(victim)):
+        candidate = self._candidate(table, number)
+        if candidate is None or self._gives_up(entry, self._rank(candidate)):
             return False
-        miss.slot, miss.status = number * SLOTS + table.bucket(number).index(victim), EVICTING
-        miss.evicted, table.slots[miss.slot] = victim, entry
+        miss.slot, miss.status = number * SLOTS + table.bucket(number).index(candidate), EVICTING
+        miss.evicted, table.slots[miss.slot] = candidate, entry
         return True
 
     def _rank(self, entry: HashEntry) -> tuple[int, int, int]:
@@ -293,13 +297,13 @@ class HashModel:
         stamp = 0 if self.order == "lfu" else entry.stamp
         return entry.score if scored else 0, stamp, entry.key
 
-    def _victim(self, table: ReferenceHashTable, number: int) -> HashEntry | None:
+    def _candidate(self, table: ReferenceHashTable, number: int) -> HashEntry | None:
         """Return the bucket's eviction candidate: the least entry that this batch did not use."""
         older = [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
         return None if self.order == "none" else min(older, key=self._rank, default=None)
 
-    def _gives_up(self, new: HashEntry, victim: tuple[int, int, int]) -> bool:
-        return self.insert_policy == "competes" and self._rank(new) < victim
+    def _gives_up(self, new: HashEntry, candidate: tuple[int, int, int]) -> bool:
+        return self.insert_policy == "competes" and self._rank(new) < candidate
 
     # Calls of their own
 

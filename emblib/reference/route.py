@@ -59,10 +59,10 @@ def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[t
         bag = torch.repeat_interleave(offsets[bags + 1] - offsets[bags])
         block, local = places(ids[begin:end], feature, blocks)
         for b in range(int(feature[0]), int(feature[:2].sum())):
-            mine = (block == b).nonzero().flatten()
+            selected = (block == b).nonzero().flatten()
             _, first_copy, num_copies = blocks[b].tolist()
             for unit in copies[first_copy : first_copy + num_copies].tolist():
-                found[unit] = (begin + mine, bag[mine], bags, local[mine])
+                found[unit] = (begin + selected, bag[selected], bags, local[selected])
     return found
 
 

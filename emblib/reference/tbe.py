@@ -90,9 +90,9 @@ def _rows(
     cache = tiers[Tier.CACHE][: tiers[Tier.CACHE].numel() // stride * stride].view(-1, stride)[
         :, :dim
     ]
-    held = (slots >= 0) & (slots < cache.size(0))
+    cached = (slots >= 0) & (slots < cache.size(0))
     values = values.clone()
-    values[held] = cache[slots[held].long()].to(values.dtype)
+    values[cached] = cache[slots[cached].long()].to(values.dtype)
     return values
 
 
@@ -127,14 +127,14 @@ def lookup(
     start = start.to(indices.device)
     out = tiers[0].new_zeros(math.prod(shape))
     for f, described in enumerate(features.tolist()):
-        mine = ((feature == f) & (index >= 0)).nonzero().squeeze(1)
-        slots = None if extras.slots is None else extras.slots[mine]
-        values = _rows(tiers, described, index[mine], slots)
+        selected = ((feature == f) & (index >= 0)).nonzero().squeeze(1)
+        slots = None if extras.slots is None else extras.slots[selected]
+        values = _rows(tiers, described, index[selected], slots)
         if sample_weights is not None:
-            values = values * sample_weights[mine].to(values.dtype).unsqueeze(1)
+            values = values * sample_weights[selected].to(values.dtype).unsqueeze(1)
         if pooling is Pooling.MEAN:
-            values = values / lengths[bag[mine]].to(values.dtype).unsqueeze(1)
-        first = start[mine if none else bag[mine]]
+            values = values / lengths[bag[selected]].to(values.dtype).unsqueeze(1)
+        first = start[selected if none else bag[selected]]
         elements = first.unsqueeze(1) + torch.arange(described[3], device=first.device)
         out = out.index_add(0, elements.flatten(), values.flatten())
     return out.view(shape)
@@ -195,13 +195,13 @@ def update_(
     slots = torch.full_like(groups.rows, -1) if row_slots is None else row_slots.long()
     todo = torch.ones_like(groups.rows, dtype=torch.bool)
     for offset, base, rows, dim, _, table_tier, state_base, stride in features.tolist():
-        mine = todo & (groups.rows >= base) & (groups.rows < base + rows)
-        todo &= ~mine
+        selected = todo & (groups.rows >= base) & (groups.rows < base + rows)
+        todo &= ~selected
         capacity = (
             weights[Tier.CACHE].numel() // stride if stride and len(weights) > Tier.CACHE else 0
         )
-        held = mine & (slots >= 0) & (slots < capacity)
-        for tier, chosen in ((table_tier, mine & ~held), (Tier.CACHE, held)):
+        cached = selected & (slots >= 0) & (slots < capacity)
+        for tier, chosen in ((table_tier, selected & ~cached), (Tier.CACHE, cached)):
             linear = groups.rows[chosen]
             if linear.numel() == 0:
                 continue
@@ -209,12 +209,12 @@ def update_(
             source = (offset + (linear - base) * dim).unsqueeze(1) + columns
             at = (slots[chosen] * stride).unsqueeze(1) + columns if tier == Tier.CACHE else source
             entry = slots[chosen] if tier == Tier.CACHE else state_base + linear - base
-            mine_of_tier = states[tier * len(per_row) : (tier + 1) * len(per_row)]
+            tier_states = states[tier * len(per_row) : (tier + 1) * len(per_row)]
             places = [entry if by_row else at for by_row in per_row]
-            local = [state[i] for state, i in zip(mine_of_tier, places, strict=True)]
+            local = [state[i] for state, i in zip(tier_states, places, strict=True)]
             new, new_states = optim.step_rows(
                 optimizer, weights[tier][at], weight_grad[table_tier][source], local, hyper
             )
             optim.store(weights[tier], at, new, hyper, linear, 0)
-            for k, state in enumerate(mine_of_tier):
+            for k, state in enumerate(tier_states):
                 optim.store(state, places[k], new_states[k], hyper, linear, 1 + k)

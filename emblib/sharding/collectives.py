@@ -195,13 +195,13 @@ def alltoall_pooled(
         )
     received_sizes = [batch * n for n in columns]
 
-    def beside(received: Tensor) -> Tensor:
+    def join_columns(received: Tensor) -> Tensor:
         pieces = zip(received.split(received_sizes), columns, strict=True)
         return torch.cat([piece.view(batch, n) for piece, n in pieces], 1)
 
     how = _Pattern.PARTS, comm_precision, gradients
     return _exchange(values, [n * width for n in batch_sizes], received_sizes, ranks, how=how).then(
-        beside
+        join_columns
     )
 
 
@@ -234,10 +234,10 @@ def alltoallv(
             "dtype that all ranks' values have"
         )
     empty = torch.empty(sum(batch_sizes), 0, dtype=dtype, device=ranks.device, requires_grad=True)
-    beside = torch.cat(list(values), 1) if values else empty
+    joined = torch.cat(list(values), 1) if values else empty
     widths = list(itertools.chain(*columns))
     together = alltoall_pooled(
-        beside,
+        joined,
         batch_sizes,
         [sum(n) for n in columns],
         ranks,

@@ -59,7 +59,7 @@ class _SequenceRoute:
     `order` brings unit-major pieces into rank-major order, `index` says where a piece that comes
     back goes in the output, seen as pieces; `copies` which vectors are those of copies.
     `copies_order` brings vectors of copies of all ranks, rank-major, into unit-major order. `sent`,
-    `came` and `copied` count pieces and vectors by rank.
+    `num_received` and `copied` count pieces and vectors by rank.
     """
 
     order: Tensor
@@ -67,7 +67,7 @@ class _SequenceRoute:
     copies: Tensor | None
     copies_order: Tensor
     sent: list[int]
-    came: list[int]
+    num_received: list[int]
     copied: list[int]
     total: int
 
@@ -133,7 +133,7 @@ class SequenceTables(ShardedTables):
         pending = DecodedAwaitable(
             sent.view(-1),
             [n * width for n in vector_route.sent],
-            [n * width for n in vector_route.came],
+            [n * width for n in vector_route.num_received],
             self.ranks,
             self.exchange.comm_precision.forward,
             Content.ROWS,
@@ -182,18 +182,18 @@ class SequenceTables(ShardedTables):
         index = self._input_dist.positions(received)
         if self._equal and self.dim == self.exchange.width:
             num_sent = received.num_ids
-            num_came = [n - sent.num_replicated_ids for n in sent.num_ids]
+            num_received = [n - sent.num_replicated_ids for n in sent.num_ids]
         else:
             counts = counts * counts.new_tensor(self._pieces)
             num_sent = counts.sum(1).tolist()
-            index, num_came = self._pieces_of(index, received)
+            index, num_received = self._pieces_of(index, received)
         return _SequenceRoute(
             _transposed(counts.t(), sum(num_sent)),
             index,
             self._copies_index(received),
             _transposed(replica_grads, received.num_replicated_ids),
             num_sent,
-            num_came,
+            num_received,
             replica_grads.sum(1).tolist(),
             inputs.ids.numel(),
         )
@@ -217,8 +217,8 @@ class SequenceTables(ShardedTables):
         within = torch.arange(int(pieces.sum()), device=index.device)
         within -= torch.repeat_interleave(ends_of - pieces, pieces)
         by_unit = (ids * self.pieces).tolist()
-        came = [sum(by_unit[a:b]) for a, b in pairwise(ends)]
-        return torch.repeat_interleave(begin, pieces) + within, came
+        num_received = [sum(by_unit[a:b]) for a, b in pairwise(ends)]
+        return torch.repeat_interleave(begin, pieces) + within, num_received
 
     def _copies_index(self, received: IncomingBatch) -> Tensor | None:
         if self.replicated is None:
@@ -251,9 +251,9 @@ class _SequenceFunction(torch.autograd.Function):
         tables: SequenceTables,
     ) -> Tensor:
         width = tables.exchange.width
-        came = pending.wait().view(-1, width)
-        out = torch.empty(vector_route.total, tables.dim, device=came.device)
-        out.view(-1, width).index_copy_(0, vector_route.index, came.float())
+        vectors = pending.wait().view(-1, width)
+        out = torch.empty(vector_route.total, tables.dim, device=vectors.device)
+        out.view(-1, width).index_copy_(0, vector_route.index, vectors.float())
         if copies is not None and vector_route.copies is not None:
             out.index_copy_(0, vector_route.copies, copies.float())
         ctx.vector_route, ctx.tables, ctx.rows = vector_route, tables, local.shape
@@ -272,7 +272,7 @@ class _SequenceFunction(torch.autograd.Function):
             sent.mul_(scale)
         pending = DecodedAwaitable(
             sent.view(-1),
-            [n * width for n in vector_route.came],
+            [n * width for n in vector_route.num_received],
             [n * width for n in vector_route.sent],
             ranks,
             tables.exchange.comm_precision.backward,
@@ -285,13 +285,13 @@ class _SequenceFunction(torch.autograd.Function):
             assert copies is not None
             if scale != 1.0:
                 copies.mul_(scale)
-            came_sizes = [n * tables.dim for n in vector_route.copied]
+            sizes = [n * tables.dim for n in vector_route.copied]
             flat = copies.view(-1)
-            grad_sink = start_all_gather(flat, came_sizes, ranks, content=Content.GRADIENTS).wait()
+            grad_sink = start_all_gather(flat, sizes, ranks, content=Content.GRADIENTS).wait()
             grad_sink = grad_sink.view(-1, tables.dim).index_select(0, vector_route.copies_order)
             copies = None
-        came = pending.wait().view(-1, width)
-        rows = torch.empty_like(came).index_copy_(0, vector_route.order, came).view(ctx.rows)
+        grads = pending.wait().view(-1, width)
+        rows = torch.empty_like(grads).index_copy_(0, vector_route.order, grads).view(ctx.rows)
         return None, rows, copies, grad_sink, None, None, None
 
 
@@ -351,7 +351,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             )
             for (_, width), configs in classes.items()
         )
-        handles = [held for one in self._equal() for held in one.handles()]
+        handles = [handle for one in self._equal() for handle in one.handles()]
         self.embeddings = ShardParameters(handles, self.ranks)
         self._outputs = self._find_outputs()
 
@@ -409,20 +409,20 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def prefetch(self, received: Sequence[IncomingBatch]) -> None:
         """Prefetch the rows of a batch into the caches of their tables."""
-        for one, came in zip(self._equal(), received, strict=True):
-            one.prefetch(came)
+        for one, batch in zip(self._equal(), received, strict=True):
+            one.prefetch(batch)
 
     def compute(self, received: Sequence[IncomingBatch]) -> list[Rows]:
         """Return vectors looked up for all ranks, and replicated tables' vectors of this batch."""
-        return [one.compute(came) for one, came in zip(self._equal(), received, strict=True)]
+        return [one.compute(batch) for one, batch in zip(self._equal(), received, strict=True)]
 
     def output_dist(
         self, rows: Sequence[Rows], received: Sequence[IncomingBatch]
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Start to return the vectors."""
         pending = [
-            one.output_dist(own, came)
-            for one, own, came in zip(self._equal(), rows, received, strict=True)
+            one.output_dist(own, batch)
+            for one, own, batch in zip(self._equal(), rows, received, strict=True)
         ]
         return LazyDeferredAwaitable(in_this_grad_mode(partial(self._output, pending, received)))
 
@@ -442,7 +442,9 @@ class ShardedEmbeddingCollection(StateOfTables):
         self, pending: Sequence[Awaitable[Tensor]], received: Sequence[IncomingBatch]
     ) -> dict[str, JaggedTensor]:
         vectors = [awaitable.wait() for awaitable in pending]
-        split = [_by_feature(values, came) for values, came in zip(vectors, received, strict=True)]
+        split = [
+            _by_feature(values, batch) for values, batch in zip(vectors, received, strict=True)
+        ]
         result = {}
         for c, f, name in self._outputs:
             values, lengths, ids = split[c][f]

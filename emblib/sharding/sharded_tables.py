@@ -398,18 +398,18 @@ class ShardedTables(nn.Module):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the table shards on this rank, including replicas."""
-        held = [(self._own.parts, self.groups)]
+        pairs = [(self._own.parts, self.groups)]
         if self.replicated is not None:
-            held.append((self.layout.replicated.parts, self.replicated.groups))
+            pairs.append((self.layout.replicated.parts, self.replicated.groups))
         return [
             LocalShard(self.configs[part.table].name, part.shard, groups, index)
-            for parts, groups in held
+            for parts, groups in pairs
             for index, part in enumerate(parts)
         ]
 
     def handles(self) -> list[ShardHandle]:
         """Return the handle of each shard on this rank."""
-        held = []
+        shard_handles = []
         for part in self.local_shards():
             first = others = GradientShare.SHARD
             if self.replicated is not None and part.groups is self.replicated.groups:
@@ -419,8 +419,8 @@ class ShardedTables(nn.Module):
             ):
                 others = GradientShare.COUNTED_ELSEWHERE  # cores that all slices have
             handle = part.groups.handles[part.index]
-            held.append(ShardHandle(part.table, handle, first, others))
-        return held
+            shard_handles.append(ShardHandle(part.table, handle, first, others))
+        return shard_handles
 
     def storage_config(self, table: str) -> Config:
         """Return the configuration of a table with the storage that the plan selects."""

@@ -80,15 +80,17 @@ def summed(values: Tensor, ranks: RankGroup, holders: Sequence[int]) -> Tensor:
     ends = [min(share * k, values.numel()) for k in range(len(holders) + 1)]
     sizes = [end - begin for begin, end in pairwise(ends)]
     pieces = list(values.split(sizes))
-    came = [pieces[me] if k == me else torch.empty_like(pieces[me]) for k in range(len(holders))]
-    _swap(ranks, holders, pieces, came)
-    mine = came[0].clone()
-    for other in came[1:]:
-        mine += other
+    received = [
+        pieces[me] if k == me else torch.empty_like(pieces[me]) for k in range(len(holders))
+    ]
+    _swap(ranks, holders, pieces, received)
+    reduced = received[0].clone()
+    for other in received[1:]:
+        reduced += other
     total = torch.empty_like(values)
     sums = list(total.split(sizes))
-    sums[me].copy_(mine)
-    _swap(ranks, holders, [mine] * len(holders), sums)
+    sums[me].copy_(reduced)
+    _swap(ranks, holders, [reduced] * len(holders), sums)
     return total
 
 

@@ -374,14 +374,14 @@ class BatchId(NamedTuple):
 
     def fits(self, other: "BatchId") -> bool:
         """Return whether both may be one batch: equal, or, on a GPU, asserted there to be equal."""
-        for mine, theirs in zip(self, other, strict=True):
-            if mine is theirs:
+        for tensor, other_tensor in zip(self, other, strict=True):
+            if tensor is other_tensor:
                 continue
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            if tensor.shape != other_tensor.shape or tensor.dtype != other_tensor.dtype:
                 return False
-            if mine.is_cuda:
-                torch._assert_async((mine == theirs).all(), _ORDER)
-            elif not torch.equal(mine, theirs):
+            if tensor.is_cuda:
+                torch._assert_async((tensor == other_tensor).all(), _ORDER)
+            elif not torch.equal(tensor, other_tensor):
                 return False
         return True
 

@@ -171,9 +171,9 @@ def caller_level() -> int:
     """Return the `stacklevel` at which a warning names the code that called the module."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_INTERNAL_MODULES):
         frame, level = frame.f_back, level + 1
     return level
 
 
-_OURS = ("emblib.", "torch.nn.modules.", "torch._dynamo.")
+_INTERNAL_MODULES = ("emblib.", "torch.nn.modules.", "torch._dynamo.")

@@ -37,8 +37,8 @@ def difference(saved: Tensor | None, own: Tensor) -> str:
             return ""
         return (
             f"there is no {NAME}, as in state dicts of older versions, and the shapes of the cores "
-            f"fit other tensor trains than {_told(here)}, e.g. {_told(others[0])}: if they are of "
-            f"this one, add the {NAME} that state_dict() has here"
+            f"fit other tensor trains than {_describe(here)}, e.g. {_describe(others[0])}: if they "
+            f"are of this one, add the {NAME} that state_dict() has here"
         )
     if saved.dim() != 1 or saved.numel() < _FEWEST:
         return f"{NAME} must be that of a tensor train, got a tensor {tuple(saved.shape)}"
@@ -48,7 +48,7 @@ def difference(saved: Tensor | None, own: Tensor) -> str:
     differing = ", ".join(key for key in here if found[key] != here[key])
     return (
         f"the cores are of another tensor train, which differs in {differing}: saved are "
-        f"{_told(found)}, here are {_told(here)}; make the table with those that were saved"
+        f"{_describe(found)}, here are {_describe(here)}; make the table with those that were saved"
     )
 
 
@@ -94,7 +94,7 @@ def _fields(numbers: Tensor) -> dict[str, Any]:
     }
 
 
-def _told(fields: dict[str, Any]) -> str:
+def _describe(fields: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in fields.items())
 
 

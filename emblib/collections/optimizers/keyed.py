@@ -400,9 +400,9 @@ class CombinedOptimizer(KeyedOptimizer):
         first = 0
         for prefix, optimizer in self._optimizers:
             count = len(optimizer.state_dict()["param_groups"])
-            mine = groups[first : first + count]
+            selected = groups[first : first + count]
             first += count
-            names = {name for group in mine for name in group["params"]}
+            names = {name for group in selected for name in group["params"]}
             names |= set(
                 optimizer.state_dict()["state"]
             )  # state of wrappers that belongs to no parameter
@@ -415,7 +415,7 @@ class CombinedOptimizer(KeyedOptimizer):
                     },
                     "param_groups": [
                         {**group, "params": [_bare(prefix, name) for name in group["params"]]}
-                        for group in mine
+                        for group in selected
                     ],
                 }
             )

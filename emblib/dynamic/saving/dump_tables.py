@@ -73,8 +73,8 @@ def write(
     with Writer(directory, part) as writer:
         described = [_write_table(writer, table, report) for table in tables]
         named = {key: _write_array(writer, tensor) for key, tensor in (others or {}).items()}
-        told = {**header._asdict(), "numbers": list(header.numbers)}
-        writer.commit({**told, "tables": described, "others": named})
+        described_header = {**header._asdict(), "numbers": list(header.numbers)}
+        writer.commit({**described_header, "tables": described, "others": named})
 
 
 def _write_table(writer: Writer, table: DumpedTable, report: Report | None) -> dict[str, Any]:

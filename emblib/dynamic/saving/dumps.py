@@ -308,10 +308,10 @@ class PartReader:
             data = self.array(description).reshape(-1).view(torch.uint8)
             crc = 0
             for piece in data.split(_PIECE):
-                held = bytearray(piece.numel())
-                if held:
-                    torch.frombuffer(held, dtype=torch.uint8).copy_(piece)
-                crc = zlib.crc32(held, crc)
+                buffer = bytearray(piece.numel())
+                if buffer:
+                    torch.frombuffer(buffer, dtype=torch.uint8).copy_(piece)
+                crc = zlib.crc32(buffer, crc)
             if crc != description["crc32"]:
                 path = self.path.parent / description["file"]
                 raise DumpError(f"{path} is damaged: its checksum is wrong; take another dump")
@@ -354,8 +354,8 @@ def read_parts(directory: str | Path) -> list[PartReader]:
 
 def _identity(content: dict[str, Any]) -> str:
     since = content.get("since")
-    told = str(content.get("identity"))
-    return told if since is None else f"{told} (changes since {since})"
+    identity = str(content.get("identity"))
+    return identity if since is None else f"{identity} (changes since {since})"
 
 
 _PART = re.compile(r"part_(\d{5})_of_(\d{5})\.")
@@ -471,8 +471,8 @@ def check_list(name: str, tree: Any, length: int, of: str) -> Sequence[Any]:
 def check_presence(name: str, tree: Any, own: Any) -> None:
     """Raise ValueError unless a snapshot and a module both have something, or neither has it."""
     if (tree is None) != (own is None):
-        theirs, ours = ("none" if each is None else "some" for each in (tree, own))
-        raise ValueError(f"{name}: there is {theirs} in the snapshot, {ours} in this module")
+        saved, current = ("none" if each is None else "some" for each in (tree, own))
+        raise ValueError(f"{name}: there is {saved} in the snapshot, {current} in this module")
 
 
 def check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:

@@ -67,12 +67,12 @@ class DynamicEmbTable:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     counts: tuple[Tensor, Tensor] | None = None
 
-    def owned(self, mine: Callable[[Tensor], Tensor]) -> "DynamicEmbTable":
-        """Return the entries of a rank; `mine` maps keys to a bool per key."""
-        chosen = mine(self.entries.keys).nonzero().view(-1)
+    def owned(self, is_owned: Callable[[Tensor], Tensor]) -> "DynamicEmbTable":
+        """Return the entries of a rank; `is_owned` maps keys to a bool per key."""
+        chosen = is_owned(self.entries.keys).nonzero().view(-1)
         counts = self.counts
         if counts is not None:
-            kept = mine(counts[0])
+            kept = is_owned(counts[0])
             counts = (counts[0][kept], counts[1][kept])
         return DynamicEmbTable(self.entries.view(chosen), self.arguments, counts)
 

@@ -51,10 +51,10 @@ class Joined:
         part_of = torch.bucketize(index, self._ends, right=True)
         out = torch.empty(index.numel(), *self.shape[1:], dtype=self.dtype)
         for number, part in enumerate(self._parts):
-            mine = (part_of == number).nonzero().view(-1)
-            if mine.numel():
+            selected = (part_of == number).nonzero().view(-1)
+            if selected.numel():
                 first = int(self._ends[number]) - part.shape[0]
-                out[mine] = part[index[mine] - first].to(out)
+                out[selected] = part[index[selected] - first].to(out)
         return out
 
 
@@ -128,8 +128,8 @@ class Entries:
         """Those whose key belongs to a rank."""
         if world_size == 1:
             return self
-        mine = routing.owner(self.keys, world_size) == rank
-        return self.view(mine.nonzero().view(-1))
+        is_owned = routing.owner(self.keys, world_size) == rank
+        return self.view(is_owned.nonzero().view(-1))
 
     def newest_stamp(self) -> int:
         """0 where there are none."""
@@ -330,8 +330,8 @@ def _is_by_key(part: Mapping[str, Tensor], stem: str, key: str) -> bool:
 
 
 def _owned(part: Mapping[str, Tensor], stem: str, key: str, rank: int, world_size: int) -> Tensor:
-    mine = routing.owner(part[f"{stem}keys"], world_size) == rank
-    return part[key] if bool(mine.all()) else part[key][mine]
+    is_owned = routing.owner(part[f"{stem}keys"], world_size) == rank
+    return part[key] if bool(is_owned.all()) else part[key][is_owned]
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor:

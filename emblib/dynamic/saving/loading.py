@@ -133,13 +133,13 @@ class _Room:
 
     def _shift(self, bucket: int, mover: Tensor, entry: int) -> None:
         """Let every entry of a chain take the slot that the one before it leaves."""
-        mine = int(mover[bucket])
+        current = int(mover[bucket])
         slot = bucket * SLOTS + int((self._holder[bucket] < 0).int().argmax())
         self.free[bucket] -= 1
-        while mine != entry:
-            left = int(self.slots[mine])
-            self._hold(torch.tensor([mine]), torch.tensor([slot]))
-            slot, mine = left, int(mover[left // SLOTS])
+        while current != entry:
+            left = int(self.slots[current])
+            self._hold(torch.tensor([current]), torch.tensor([slot]))
+            slot, current = left, int(mover[left // SLOTS])
         self._hold(torch.tensor([entry]), torch.tensor([slot]))
 
     def _other(self, entries: Tensor) -> Tensor:
@@ -362,7 +362,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     """
     index, table = target.index, target.table
     there = index.export(table)
-    device, held = there.keys.device, there.slots.numel()
+    device, num_slots = there.keys.device, there.slots.numel()
     keys = torch.cat([there.keys.cpu(), refused])
     before = torch.cat([there.slots.cpu(), torch.full_like(refused, -1)])
     hash_key = index.hash_key(table)
@@ -376,14 +376,14 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     placed = (after >= 0).nonzero().view(-1)
     tags.zero_()
     tags[after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
-    new = placed[placed >= held]
+    new = placed[placed >= num_slots]
     at = after[new].to(device)
     entries[at, HashEntryColumn.KEY] = keys[new].to(device)
     entries[at, HashEntryColumn.STAMP] = index.tick
     index.tables[table, HashTableColumn.SIZE] = placed.numel()
     index.version += 1
     index.note_inserted(table, at)
-    return int((after[:held] < 0).sum())
+    return int((after[:num_slots] < 0).sum())
 
 
 def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:

@@ -91,10 +91,10 @@ class SlotAllocator:
             capacity *= _STEP
         there = self._index.export(0)
         crowded = torch.tensor([*self._crowded.items()], dtype=torch.int64).view(-1, 2)
-        held = torch.cat([there.keys, crowded[:, 0]])
+        all_keys = torch.cat([there.keys, crowded[:, 0]])
         places = torch.cat([self._by_slot[there.slots], crowded[:, 1]])
         self._make(capacity)
-        self._set(held, places)
+        self._set(all_keys, places)
 
     def _use(self, table: int, before: int, rows: int) -> None:
         memory.use(self._by_slot, 0, before, rows)
@@ -321,9 +321,9 @@ class RowFile:
 
     def differing(self, places: Tensor, rows: StoredRows) -> Tensor:
         """Which of `rows` are not what their places hold."""
-        mine = self.rows(places)
-        same = (mine.keys == rows.keys) & (mine.values == rows.values).all(dim=1)
-        same &= (mine.stamps == rows.stamps) & (mine.scores == rows.scores)
+        current = self.rows(places)
+        same = (current.keys == rows.keys) & (current.values == rows.values).all(dim=1)
+        same &= (current.stamps == rows.stamps) & (current.scores == rows.scores)
         return ~(same & (self._words()[places, 0] != 0))
 
     def here(self, keys: Tensor) -> tuple[Tensor, Tensor]:

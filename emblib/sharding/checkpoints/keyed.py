@@ -46,7 +46,7 @@ def joined(
         {key: value.cpu() for key, value in state.items() if key not in result}
         for state in states.values()
     ]
-    for other in (other for told in ranks.gather_objects(rest) for other in told):
+    for other in (other for local in ranks.gather_objects(rest) for other in local):
         for key, value in other.items():
             result[key] = torch.maximum(result[key], value) if key in result else value
     return result
@@ -113,8 +113,8 @@ def keyed_rows(
     Raises:
         ValueError: a shard has keys that another shard owns, where lookups would not find them.
     """
-    told = ranks.gather_objects(_described(parts, len(owners)))
-    known = {number: columns for mine in told for number, columns in mine.items()}
+    gathered = ranks.gather_objects(_described(parts, len(owners)))
+    known = {number: columns for local in gathered for number, columns in local.items()}
     first, *_ = known.values()
     counts = [known[number][KEYS][1][0] for number in range(len(owners))]
     starts = [sum(counts[:number]) for number in range(len(counts))]
@@ -124,8 +124,8 @@ def keyed_rows(
             Shard(rank, (start, start + count), (0, shape[0] if shape else 1))
             for rank, start, count in zip(owners, starts, counts, strict=True)
         ]
-        mine = {number: columns[name] for number, columns in parts.items()}
-        result[name] = KeyedRows((sum(counts), *shape), shards, mine, ranks, dtype)
+        local = {number: columns[name] for number, columns in parts.items()}
+        result[name] = KeyedRows((sum(counts), *shape), shards, local, ranks, dtype)
     return result
 
 
@@ -147,7 +147,7 @@ def _described(
 
 def is_keyed(name: str, saved: Mapping[str, Any]) -> bool:
     """Return whether a saved tensor has one row per key, as many as its `keys`."""
-    keys = saved.get(_keys_beside(name))
+    keys = saved.get(_keys_entry(name))
     rows = getattr(saved[name], "size", None)
     return (
         keys is not None
@@ -160,7 +160,7 @@ def is_keyed(name: str, saved: Mapping[str, Any]) -> bool:
     )
 
 
-def _keys_beside(name: str) -> str:
+def _keys_entry(name: str) -> str:
     return f"{_stem_of(name)}{KEYS}"
 
 
@@ -176,7 +176,7 @@ class KeyReader:
         """Return the range of saved rows for each shard of the table on this rank."""
         if not isinstance(leaf.value, KeyedRows):
             return {}
-        name, count = _keys_beside(leaf.name), len(leaf.value.shards)
+        name, count = _keys_entry(leaf.name), len(leaf.value.shards)
         found = self._found.setdefault((name, count), {})
         for number in leaf.value.parts:
             if number not in found:

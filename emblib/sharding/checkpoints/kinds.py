@@ -87,7 +87,7 @@ class Entry:
         return rows if self.cuts or value.dim() == 1 else rows[:, slice(*shard.columns)]
 
 
-class Held(Protocol):
+class StoredShard(Protocol):
     """A part of a table that is here: slice `index` of `groups`."""
 
     table: str
@@ -103,7 +103,7 @@ class Tables(Protocol):
     plan: Mapping[str, ParameterSharding]
     groups: TableGroups
 
-    def local_shards(self) -> Sequence[Held]:
+    def local_shards(self) -> Sequence[StoredShard]:
         """Return the shards of this rank."""
 
     def storage_config(self, table: str) -> Any:
@@ -113,14 +113,14 @@ class Tables(Protocol):
 class Table:
     """A table of a collection, and the shards of it that this rank holds."""
 
-    def __init__(self, tables: Tables, name: str, held: Sequence[Held]) -> None:
+    def __init__(self, tables: Tables, name: str, local: Sequence[StoredShard]) -> None:
         self.ranks, self.name = tables.ranks, name
         self.config, self.sharding = tables.storage_config(name), tables.plan[name]
         self.optimizer: Optimizer = self.config.optimizer or tables.groups.optimizer or NO_UPDATE
         self.is_fused = autograd.is_fused(self.optimizer)
         self.storage: Storage = self.config.storage
         self._layouts = self._layouts_of_views()
-        self.held = {0 if not self.shards else self.shards.index(p.shard): p for p in held}
+        self.local = {0 if not self.shards else self.shards.index(p.shard): p for p in local}
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -129,11 +129,11 @@ class Table:
 
     def kernels(self) -> list[Any]:
         """Return the modules that hold its shards."""
-        return [part.groups.module_of(part.index)[0] for part in self.held.values()]
+        return [part.groups.module_of(part.index)[0] for part in self.local.values()]
 
     def fused_parameters(self) -> dict[str, Any]:
         """Of the first part that is here."""
-        first = next(iter(self.held.values()), None)
+        first = next(iter(self.local.values()), None)
         return {} if first is None else first.groups.handles[first.index].fused_parameters()
 
     @property
@@ -146,8 +146,10 @@ class Table:
         """Return the entry of a tensor that every rank with a shard stores in full."""
         columns = (0, size[1] if len(size) > 1 else 1)
         shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
-        mine = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
-        return Entry(size, dtype, shards, self.ranks, dict.fromkeys(mine, memory) if memory else {})
+        local_shards = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
+        return Entry(
+            size, dtype, shards, self.ranks, dict.fromkeys(local_shards, memory) if memory else {}
+        )
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the entries of the collection's state dict."""
@@ -211,12 +213,12 @@ class Table:
             parts = {k: e.parts_of(given[k], f"{self.name}.{k}") for k, e in entries.items()}
             for key, entry in entries.items():
                 entry.write(parts[key])
-        for part in self.held.values():
+        for part in self.local.values():
             part.groups.handles[part.index].commit()
 
     def entries(self, keys: Sequence[str]) -> dict[str, Entry]:
         """How these tensors are cut, and their memory."""
-        views = {i: part.groups.views(part.index) for i, part in self.held.items()}
+        views = {i: part.groups.views(part.index) for i, part in self.local.items()}
         return {key: self._entry(key, {i: v[key] for i, v in views.items()}) for key in keys}
 
     def _layouts_of_views(self) -> dict[str, tuple[TensorLayout, bool]]:
@@ -259,7 +261,7 @@ class KeyedTable(Table):
         order = sorted(range(len(self.shards)), key=lambda i: self.shards[i].rows)
         return {
             order.index(i) if self.shards else 0: part.groups.handles[part.index]
-            for i, part in self.held.items()
+            for i, part in self.local.items()
         }
 
     def _owners(self) -> list[int]:
@@ -349,8 +351,8 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
                 raise KeyError(f"the state of the optimizer lacks {table.name}.{parameter}")
             table.set_states(parameter, given)
             if HYPER in given:
-                mine = table.numbers.parts_of(given[HYPER], HYPER)
-                numbers += [(k, hyper) for k in table.kernels() for hyper in mine.values()]
+                hyper_entries = table.numbers.parts_of(given[HYPER], HYPER)
+                numbers += [(k, hyper) for k in table.kernels() for hyper in hyper_entries.values()]
     newest: dict[int, tuple[Any, Tensor]] = {}
     for kernel, hyper in numbers:
         known = newest.get(id(kernel))
@@ -376,12 +378,12 @@ def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
 
 
 def _tables(tables: Tables) -> list[Table]:
-    held: dict[str, list[Held]] = {name: [] for name in tables.plan}
+    local: dict[str, list[StoredShard]] = {name: [] for name in tables.plan}
     for part in tables.local_shards():
-        held[part.table].append(part)
+        local[part.table].append(part)
     return [
         (KeyedTable if tables.storage_config(name).storage.is_keyed else Table)(tables, name, parts)
-        for name, parts in held.items()
+        for name, parts in local.items()
     ]
 
 
@@ -398,8 +400,8 @@ class StateOfTables(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # The kernels of a copy have created new parameters.
-        held: Any = self._modules[self.handles_name]
-        held.bind()
+        handles: Any = self._modules[self.handles_name]
+        handles.bind()
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -254,10 +254,10 @@ class _Loading:
             if not isinstance(value, torch.optim.Optimizer):
                 continue
             states = self.tree[key]["state"]
-            held = {leaf.name for leaf in leaves(self.tree[key], f"{key}.")}
+            names = {leaf.name for leaf in leaves(self.tree[key], f"{key}.")}
             parameters = _parameters(value)
             for name, steps in paths.items():
-                if name in held or steps[:2] != (key, "state") or len(steps) != 4:
+                if name in names or steps[:2] != (key, "state") or len(steps) != 4:
                     continue
                 if name not in self.saved:
                     continue
@@ -288,7 +288,7 @@ class _Loading:
             for leaf in every
             if leaf.name.endswith(f".sketches.{HASH_KEYS}")
             and leaf.name not in self.saved
-            and _beside(leaf.name, "counters") in self.saved
+            and _sibling(leaf.name, "counters") in self.saved
         }
         for leaf in older.values():
             del leaf.container[leaf.key]
@@ -310,10 +310,12 @@ class _Loading:
             read(found, self.reader, RankGroup.single())
         # Older checkpoints have cores without one.
         lacking = {
-            name for name in layouts.keys() - found.keys() if _beside(name, "cores.0") in self.saved
+            name
+            for name in layouts.keys() - found.keys()
+            if _sibling(name, "cores.0") in self.saved
         }
         wrong = [
-            f"{_beside(name, 'cores')}: {problem}"
+            f"{_sibling(name, 'cores')}: {problem}"
             for name in sorted(found.keys() | lacking)
             if (problem := layout_entry.difference(found.get(name), layouts[name].value))
         ]
@@ -355,8 +357,8 @@ class _Loading:
         """Return the target that each value is read into; a collective."""
         reader = KeyReader(self.reader, self.saved)
         keyed = [leaf for leaf in self.leaves if is_keyed(leaf.name, self.saved)]
-        mine = agreed(ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed})
-        every = ranks.gather_objects(mine)
+        local_spans = agreed(ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed})
+        every = ranks.gather_objects(local_spans)
         return agreed(ranks, lambda: {leaf.name: self._target(leaf, every) for leaf in self.leaves})
 
     def _target(self, leaf: Leaf, spans: list[dict[str, dict[int, tuple[int, int]]]]) -> Target:
@@ -364,7 +366,7 @@ class _Loading:
         if size is not None and is_keyed(leaf.name, self.saved):
             if not isinstance(value, KeyedRows):
                 return Target(leaf, torch.empty(size, dtype=value.dtype))
-            known = {block: s for told in spans for block, s in told[leaf.name].items()}
+            known = {block: s for rank_spans in spans for block, s in rank_spans[leaf.name].items()}
             return Target(leaf, _room(value, size, known))
         cuts = self.cuts.get(leaf.name)
         if size is not None and (cuts is not None or isinstance(value, RowStates)):
@@ -387,7 +389,7 @@ def _is_layout(leaf: Leaf) -> bool:
     return name == layout_entry.NAME and isinstance(leaf.value, Tensor)
 
 
-def _beside(name: str, other: str) -> str:
+def _sibling(name: str, other: str) -> str:
     return f"{name[: name.rfind('.') + 1]}{other}"
 
 

@@ -64,10 +64,10 @@ class ShardedTable(Tensor):
         self.shards = tuple(shards)
         self.parts = dict(parts)
         self.ranks = ranks
-        mine = [i for i, shard in enumerate(self.shards) if shard.rank == ranks.rank]
-        if sorted(self.parts) != mine:
+        local = [i for i, shard in enumerate(self.shards) if shard.rank == ranks.rank]
+        if sorted(self.parts) != local:
             raise ValueError(
-                f"rank {ranks.rank} has the shards {mine} of {list(self.shards)}, got parts for "
+                f"rank {ranks.rank} has the shards {local} of {list(self.shards)}, got parts for "
                 f"{sorted(self.parts)}"
             )
         for i, part in self.parts.items():
@@ -185,10 +185,10 @@ class ShardedTable(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        mine = [shard for shard in self.shards if shard.rank == self.ranks.rank]
+        local = [shard for shard in self.shards if shard.rank == self.ranks.rank]
         return (
             f"{type(self).__name__}({tuple(self.size())}, {self.dtype}, {len(self.shards)} shards, "
-            f"on this rank {mine})"
+            f"on this rank {local})"
         )
 
 
@@ -298,7 +298,7 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
             else:
                 whole[region] = _received(sizes, table.dtype, shard.rank, ranks)
     if rank is None and ranks.size > 1:
-        return _told_to_all(whole, table, ranks)
+        return _broadcast_whole(whole, table, ranks)
     return whole
 
 
@@ -333,7 +333,7 @@ def _received(sizes: tuple[int, ...], dtype: torch.dtype, source: int, ranks: Ra
     return piece.cpu()
 
 
-def _told_to_all(whole: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
+def _broadcast_whole(whole: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
     if ranks.rank:
         whole = torch.empty(table.size(), dtype=table.dtype)
     step = max(PIECE_BYTES // max(whole[:1].numel() * whole.element_size(), 1), 1)

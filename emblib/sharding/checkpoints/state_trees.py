@@ -94,10 +94,10 @@ def agreed(ranks: RankGroup, function: Callable[[], T]) -> T:
         value = function()
     except Exception as raised:
         error = raised
-    told = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    messages = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    failed = {rank: text for rank, text in enumerate(told) if text is not None}
+    failed = {rank: text for rank, text in enumerate(messages) if text is not None}
     if failed:
         raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
     result: T = value

@@ -78,7 +78,7 @@ def read_metadata(data: bytes, path: Path) -> Metadata:
         ) from error
 
 
-class _StandIn:
+class _Placeholder:
     """A placeholder for an instance of a class, or a result of a function, that metadata names.
 
     It keeps the arguments and the state that the pickle gives it. The subclass for a name is
@@ -90,7 +90,7 @@ class _StandIn:
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> "_StandIn":
+    def __new__(cls, *arguments: Any) -> "_Placeholder":
         """Keep the arguments."""
         made = super().__new__(cls)
         made.arguments, made.state = arguments, {}
@@ -116,13 +116,13 @@ class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, path: Path) -> None:
         super().__init__(io.BytesIO(data))
         self._path = path
-        self._made: dict[str, type[_StandIn]] = {}
+        self._classes: dict[str, type[_Placeholder]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _ADMITTED.get(module, ()) or (module in _PATHS and name.endswith("Path")):
-            if name not in self._made:
-                self._made[name] = type(name, (_StandIn,), {"__slots__": (), "name": name})
-            return self._made[name]
+            if name not in self._classes:
+                self._classes[name] = type(name, (_Placeholder,), {"__slots__": (), "name": name})
+            return self._classes[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(
@@ -166,7 +166,7 @@ def _entry(
             raise ValueError(f"it does not say where {name} is")
         return BytesStorageMetadata()
     fields = _fields(value, "TensorStorageMetadata")
-    properties = getattr(_stand_in(fields["properties"], "TensorProperties"), "state", None)
+    properties = getattr(_placeholder(fields["properties"], "TensorProperties"), "state", None)
     dtype = properties["dtype"] if type(properties) is dict else properties[0]  # type: ignore[index]
     dtype = _of_type(torch.dtype, dtype, "the dtype of a tensor")
     size = _size(fields["size"])
@@ -214,7 +214,7 @@ def _storage_info(value: Any) -> _StorageInfo:
 
 
 def _size(value: Any) -> torch.Size:
-    arguments = _stand_in(value, "Size").arguments
+    arguments = _placeholder(value, "Size").arguments
     numbers = _of_type(tuple, arguments[0] if arguments else (), "a size")
     for number in numbers:
         _count(number, "a size")
@@ -227,14 +227,14 @@ def _count(value: Any, what: str) -> int:
     return value
 
 
-def _stand_in(value: Any, name: str) -> _StandIn:
-    if not isinstance(value, _StandIn) or value.name != name:
+def _placeholder(value: Any, name: str) -> _Placeholder:
+    if not isinstance(value, _Placeholder) or value.name != name:
         raise TypeError(f"it has a {type(value).__name__} in the place of a {name}")
     return value
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
-    return _of_type(dict, _stand_in(value, name).state, name)
+    return _of_type(dict, _placeholder(value, name).state, name)
 
 
 def _of_type(kind: type[T], value: Any, what: str) -> T:

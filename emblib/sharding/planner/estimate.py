@@ -248,8 +248,8 @@ class CostModel:
         """
         traffic = self.traffic / self.topology.world_size
         own = ids * part.dim
-        held = self._costs.near_bytes * (min(1.0, own / traffic) if traffic else 1.0)
-        share = min(1.0, held / max(part.num_rows * row_nbytes, 1.0))
+        near_bytes = self._costs.near_bytes * (min(1.0, own / traffic) if traffic else 1.0)
+        share = min(1.0, near_bytes / max(part.num_rows * row_nbytes, 1.0))
         return share * at(near, row_nbytes) + (1.0 - share) * at(far, row_nbytes)
 
     def _lookup(self, work: TableWorkload, part: TableSlice, ids: float, rows_out: float) -> float:

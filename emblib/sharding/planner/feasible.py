@@ -299,9 +299,9 @@ def _short_alone(problem: Problem, t: int) -> float:
 
 
 def _names(works: Sequence[TableWorkload], needs: Sequence[float], tables: Sequence[int]) -> str:
-    told = ", ".join(f"{works[t].name} ({size(needs[t])})" for t in tables[:_MAX_NAMES])
+    described = ", ".join(f"{works[t].name} ({size(needs[t])})" for t in tables[:_MAX_NAMES])
     more = len(tables) - _MAX_NAMES
-    return told + (f" and {more} more" if more > 0 else "")
+    return described + (f" and {more} more" if more > 0 else "")
 
 
 def _ways(

@@ -91,7 +91,7 @@ def computing(device: torch.device, sizes: Sizes) -> Calibration:
         for nbytes in (_SMALL, sizes.large_bytes // 4, sizes.large_bytes)
     )
     slow, between, fast = (rows.costs(64, SGD(0.1)).update_ns for rows in (far, middle, near))
-    held = min(1.0, max(0.02, (slow - between) / max(slow - fast, 1e-3)))
+    near_fraction = min(1.0, max(0.02, (slow - between) / max(slow - fast, 1e-3)))
     route_ns, arrange_ns = _routing(device, sizes.rounds)
     return replace(
         base,
@@ -102,7 +102,7 @@ def computing(device: torch.device, sizes: Sizes) -> Calibration:
         update_far=far.updates(),
         bag=near.bags(),
         bag_gradient=near.bag_gradients(),
-        near_bytes=held * sizes.large_bytes / 4,
+        near_bytes=near_fraction * sizes.large_bytes / 4,
         unit_s=unit,
         step_s=step,
         route_ns=route_ns,
@@ -395,14 +395,14 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
     own = [r for r in node if r != ranks.rank]
     others = [r for r in range(ranks.size) if r not in node]
     latency = _exchange(ranks, [*own, *others], 1, sizes.rounds)
-    told = [*_overheads(ranks, step_s, sizes.rounds)]
+    costs = [*_overheads(ranks, step_s, sizes.rounds)]
     for peers in (own, others):
         if not ranks.gather_objects(len(peers))[0]:
-            told.append(0.0)
+            costs.append(0.0)
             continue
         seconds = _exchange(ranks, peers, _MESSAGE, sizes.rounds)
-        told.append(max(seconds - latency, 1e-9) / (len(peers) * _MESSAGE * 4))
-    return tuple(told)
+        costs.append(max(seconds - latency, 1e-9) / (len(peers) * _MESSAGE * 4))
+    return tuple(costs)
 
 
 def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:

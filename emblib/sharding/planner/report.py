@@ -130,10 +130,10 @@ def _prediction(
     phases = {name: loads.phase(number) for number, name in enumerate(PHASES)}
     phases["arrange"] = loads.arrange * crowd
     phases["overhead"] = loads.overhead_s
-    held = [0] * topology.world_size
+    num_shards = [0] * topology.world_size
     for table in tables:
         for rank in table.sharding.ranks or range(topology.world_size):
-            held[rank] += 1
+            num_shards[rank] += 1
     ranks = tuple(
         RankPrediction(
             tuple(
@@ -144,7 +144,7 @@ def _prediction(
                 *(taken[r] + c for taken, c in zip(loads.nbytes, loads.common, strict=True))
             ),
             MemoryBytes(*loads.free_memory[r][1:]),
-            held[r],
+            num_shards[r],
         )
         for r in range(topology.world_size)
     )
@@ -185,16 +185,16 @@ def _ms(seconds: float) -> str:
 def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows in columns: the first two aligned left, numbers aligned right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    told = []
+    formatted = []
     for number, row in enumerate(rows):
         cells = [
             cell.ljust(w) if i < 2 else cell.rjust(w)
             for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
-        told.append("  ".join(cells).rstrip())
+        formatted.append("  ".join(cells).rstrip())
         if number == 0:
-            told.append("  ".join("-" * w for w in widths))
-    return told
+            formatted.append("  ".join("-" * w for w in widths))
+    return formatted
 
 
 def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
@@ -251,9 +251,9 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
 
 
 def _phases(prediction: Prediction) -> list[str]:
-    told = ", ".join(f"{name} {_ms(s)}" for name, s in prediction.phases.items())
+    phase_times = ", ".join(f"{name} {_ms(s)}" for name, s in prediction.phases.items())
     longest = max(prediction.phases, key=prediction.phases.__getitem__)
-    lines = [f"Phases, ms: {told}."]
+    lines = [f"Phases, ms: {phase_times}."]
     if longest in PHASES:
         number = PHASES.index(longest)
         slowest = max(
