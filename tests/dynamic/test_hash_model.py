@@ -119,13 +119,13 @@ class IndexMachine(RuleBasedStateMachine):
         found = self.index.insert(
             Keys(*batch.keys), batch.counts, batch_scores=given, admit=admit, rows=self.rows
         )
-        slots = self.model.use(batch.positions, batch.uses, scores)
+        slots = self.model.touch(batch.positions, batch.uses, scores)
         misses = self.model.misses(batch.positions, slots, batch.uses)
         flat = [miss for missing in misses for miss in missing]
         for miss, into in zip(flat, chosen.tolist(), strict=False):
             miss.admitted = into
         self.model.grow(misses)
-        self.model.place(misses, scores)
+        self.model.insert(misses, scores)
         for miss in flat:
             for position in miss.positions:
                 t = batch.positions[position][0]
