@@ -17,7 +17,7 @@ from experiments.report import figures as timed_figures
 from experiments.report import text
 from experiments.report.data import Run
 from experiments.report.style import INK, Drawing, Figure, Panel
-from experiments.report.tables import Table, Value
+from experiments.report.tables import Column, Table, Value
 
 NOTES = (
     anchors.RULE,
@@ -30,7 +30,7 @@ NAMED = 3  # figures that a sentence names
 
 
 def answer(run: Run) -> list[str]:
-    """How many came out; then what a run of the kind `time` would say."""
+    """Count the verdicts; append the answer of a run of the kind `time`."""
     found = anchors.of_run(run)
     if not found:
         return [f"No figure in reports/published names {run.config.name} as its experiment."]
@@ -56,7 +56,7 @@ def _pair(finding: Finding) -> str:
 
 
 def tables(run: Run) -> list[tuple[str, str, Table]]:
-    """(title, words, table) of every publication that the run is beside."""
+    """Return (title, explanation, table) of each publication that the run is compared with."""
     found = anchors.of_run(run)
     sources = {f.source.key: f.source for f in found}
     published = [
@@ -74,27 +74,29 @@ def table(found: Sequence[Finding]) -> Table:
     """Return one row per figure, conclusive verdicts first; equal reasons are stated once."""
     order = list(Verdict)
     rows = sorted(found, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
-    heads = ["figure", "theirs", "ours", "unit", "verdict", "why", "theirs is of", "ours is of"]
-    return Table(heads, [_line(f) for f in rows])
+    columns: dict[str, Column] = {
+        "figure": lambda f: f.figure.name,
+        "theirs": lambda f: Value(shown(f.figure.value), f.figure.value),
+        "ours": _ours,
+        "unit": lambda f: f.figure.unit,
+        "verdict": lambda f: f.verdict.value,
+        "why": lambda f: f.reason,
+        "theirs is of": lambda f: anchors.theirs(f.figure),
+        "ours is of": _measured,
+    }
+    return Table.of(rows, columns)
 
 
-def _line(finding: Finding) -> list[Value]:
-    figure = finding.figure
-    ours = text.digits(finding.ours, 4)
+def _ours(finding: Finding) -> Value:
+    words = text.digits(finding.ours, 4)
     if math.isfinite(finding.lo) and math.isfinite(finding.hi):
-        ours += f" [{text.digits(finding.lo)}, {text.digits(finding.hi)}]"
-    where = figure.ours
-    arm = f"{_label(where.arm)}, {finding.device}" if where and finding.device else text.NONE
-    return [
-        Value(figure.name),
-        Value(shown(figure.value), figure.value),
-        Value(ours, finding.ours),
-        Value(figure.unit),
-        Value(finding.verdict.value),
-        Value(finding.reason),
-        Value(anchors.theirs(figure)),
-        Value(arm),
-    ]
+        words += f" [{text.digits(finding.lo)}, {text.digits(finding.hi)}]"
+    return Value(words, finding.ours)
+
+
+def _measured(finding: Finding) -> str:
+    where = finding.figure.ours
+    return f"{_label(where.arm)}, {finding.device}" if where and finding.device else text.NONE
 
 
 def _label(arm: str) -> str:
@@ -106,7 +108,7 @@ def _label(arm: str) -> str:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Ours beside theirs; then what a run of the kind `time` draws."""
+    """Return published figures and ours, then the figures of a run of the kind `time`."""
     pairs = [f for f in anchors.of_run(run) if f.verdict is not Verdict.NOT_RUN]
     found = []
     if pairs:
@@ -134,7 +136,7 @@ SHADES = {
 
 
 def _beside(found: Sequence[Finding]) -> Drawing:
-    """Every pair on a line of its own, both numbers written out, on the scale of their ratio."""
+    """Draw one line per pair, with both numbers, on the scale of their ratio."""
 
     def draw(axes: Axes) -> None:
         for line, finding in enumerate(found):

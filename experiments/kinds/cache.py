@@ -33,9 +33,9 @@ NOTES_ON_IDEALS = (
     "this trace. Among rows due in the same batch it keeps those with more lookups.",
     "'Static top-k' takes in the k most frequent rows of the trace and no others. Both ideals know "
     "the whole trace; as any cache, they can hold a row only after its first lookup.",
-    "The dotted line is the law's own top-k: the expected hit rate if the k most likely rows were "
-    "always there, as in an endless trace. It can lie above the others where a trace is too short "
-    "for every popular row to have been looked up once.",
+    "The dotted line is the top-k of the distribution: the expected hit rate if the k most likely "
+    "rows were always there, as in an endless trace. It can lie above the others where a trace is "
+    "too short for every popular row to have been looked up once.",
 )
 
 

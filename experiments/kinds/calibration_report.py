@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +11,7 @@ from experiments.report import text
 from experiments.report.charts import Curve, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
-from experiments.report.tables import Table, Value
+from experiments.report.tables import Column, Table, Value, seconds
 
 ROW = 256  # bytes: of D = 64 in float32
 CURVES = {  # constant -> (what it is, whose colour)
@@ -50,13 +50,13 @@ NOTES = (
 
 
 def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
-    """World size -> its constants."""
+    """Return the constants of each world size."""
     good = [r for r in run.records if r["status"] == "ok" and "calibration" in r]
     return {int(r["world_size"]): r["calibration"] for r in good}
 
 
 def at(curve: Sequence[Sequence[float]], nbytes: float) -> float:
-    """Nanoseconds at so many bytes, linear between the two points beside it."""
+    """Return the nanoseconds for `nbytes`, interpolated linearly between measured points."""
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if x0 <= nbytes <= x1:
             return float(y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0))
@@ -93,30 +93,28 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     found = calibrations(run)
     if not found:
         return []
-    worlds = sorted(found)
-    heads = ["what", "constant", *(text.count(w, "rank") for w in worlds)]
-    lines = [
-        [Value(f"{what}, row of {ROW} bytes"), Value(name)]
-        + [_seconds(at(found[w][name], ROW) * 1e-9) for w in worlds]
-        for name, (what, _) in CURVES.items()
-    ]
-    for names, unit in ((NANOSECONDS, 1e-9), (SECONDS, 1.0)):
-        lines += [
-            [Value(what), Value(name)]
-            + [_seconds(found[w][name] * unit, measured=_has(run, w, name)) for w in worlds]
-            for name, what in names.items()
-        ]
-    lines += [
-        [Value(what), Value(name)]
-        + [_rate(found[w][name], measured=_has(run, w, name)) for w in worlds]
-        for name, what in LINKS.items()
-    ]
-    words = f"Constants: {found[worlds[-1]]['source']}."
-    return [("Constants of the cost model", words, Table(heads, lines))]
+    columns: dict[str, Column] = {"what": lambda r: str(r[1]), "constant": lambda r: str(r[0])}
+    for world in sorted(found):
+        columns[text.count(world, "rank")] = functools.partial(_cost, run, found[world], world)
+    curves_of = [(name, f"{what}, row of {ROW} bytes") for name, (what, _) in CURVES.items()]
+    rows = [*curves_of, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
+    words = f"Constants: {found[max(found)]['source']}."
+    return [("Constants of the cost model", words, Table.of(rows, columns))]
+
+
+def _cost(run: Run, costs: Mapping[str, Any], world: int, row: tuple[str, str]) -> Value:
+    name, _ = row
+    if not _has(run, world, name):
+        return Value("not measured")
+    if name in LINKS:
+        return Value.of(costs[name], lambda rate: f"{text.digits(rate / 1e9)} GB/s")
+    if name in CURVES:
+        return seconds(at(costs[name], ROW) * 1e-9)
+    return seconds(costs[name] * (1e-9 if name in NANOSECONDS else 1.0))
 
 
 def _has(run: Run, world: int, name: str) -> bool:
-    """Whether a world of so many ranks has what this constant is of; else it is a default."""
+    """Return whether a world of that size measures a constant; otherwise it is a default."""
     if name not in BETWEEN:
         return True
     nodes = next((r["nodes"] for r in run.records if r["world_size"] == world and "nodes" in r), 1)
@@ -125,17 +123,8 @@ def _has(run: Run, world: int, name: str) -> bool:
     return bool(world > nodes if name == "link_bytes_per_s" else world > 1)
 
 
-def _seconds(value: float, *, measured: bool = True) -> Value:
-    return Value(text.seconds(value), value) if measured else Value("not measured", math.nan)
-
-
-def _rate(value: float, *, measured: bool) -> Value:
-    shown = f"{text.digits(value / 1e9)} GB/s"
-    return Value(shown, value) if measured else Value("not measured", math.nan)
-
-
 def figures(run: Run) -> list[Figure]:
-    """Return what a row costs by its bytes."""
+    """Return the figure of a row's cost by its bytes."""
     found = calibrations(run)
     if not found:
         return []

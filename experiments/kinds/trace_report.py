@@ -18,7 +18,7 @@ from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Scale, curves, percent_scale
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, Figure, Panel
-from experiments.report.tables import Table, Value, percent
+from experiments.report.tables import Column, Table, Value, count, digits, percent
 from experiments.results.store import Record
 from experiments.workloads import production
 from experiments.workloads.distributions import describe_distribution, zipf_probabilities
@@ -63,7 +63,7 @@ def _names_a_file(run: Run) -> bool:
 
 
 def answer(run: Run) -> list[str]:
-    """Repetition, concentration and what a cache could serve; then the fit, then the others."""
+    """State repetition, concentration and the best hit rate; then the fit, then other lookups."""
     record = subject(run)
     if record is None and _names_a_file(run):
         failed = next((r for r in run.failures() if r["section"] == SWEEP), None)
@@ -108,13 +108,13 @@ def fraction(run: Run) -> float:
 
 
 def concentration(record: Record, share: str) -> float:
-    """Fewest rows with that share of the lookups ÷ rows looked up; means over the tables."""
+    """Return the fewest rows with that share of the lookups ÷ rows looked up, over all tables."""
     rows = sum(own["rows_of"][share] for own in record["tables"])
     return rows / max(1, sum(own["distinct"] for own in record["tables"]))
 
 
 def _at(record: Record, policy: str, size: float) -> float:
-    """Hit rate per lookup at the size nearest to a fraction of the distinct rows."""
+    """Return the hit rate per lookup at the size nearest to a fraction of the distinct rows."""
     points = record["analysis"]["hit_rates"][policy]
     wanted = size * record["analysis"]["hit_rates"]["distinct"]
     nearest = min(points, key=lambda p: abs(math.log(p["cache_rows"] / max(wanted, 1))))
@@ -150,15 +150,28 @@ def _others(run: Run, record: Record) -> list[str]:
 
 def section_table(run: Run, section: str) -> Table:
     """Return one row per table."""
-    heads = ["table", "lookups", "distinct rows", "distinct in a batch", "once", "rows with 50 %"]
-    heads += ["rows with 90 %", "ids per bag", "s", "q", "misfit", "LRU 10 %", "best 10 %"]
-    lines = []
-    for record in trace.looked_at(run.records):
-        if record["section"] == section:
-            several = sum(r["section"] == section for r in trace.looked_at(run.records)) > 1
-            prefix = f"{_point(record)} · " if several else ""
-            lines += [_line(own, prefix) for own in record["tables"]]
-    return Table(heads, lines)
+    records = [r for r in trace.looked_at(run.records) if r["section"] == section]
+    rows = [
+        own | {"label": (f"{_point(record)} · " if len(records) > 1 else "") + own["name"]}
+        for record in records
+        for own in record["tables"]
+    ]
+    columns: dict[str, Column] = {
+        "table": "label",
+        "lookups": lambda t: count(t["lookups"]),
+        "distinct rows": _distinct,
+        "distinct in a batch": lambda t: percent(t["batch_distinct_share"]),
+        "once": lambda t: percent(t["once"]),
+        "rows with 50 %": lambda t: percent(t["rows_of"]["0.5"] / max(1, t["distinct"])),
+        "rows with 90 %": lambda t: percent(t["rows_of"]["0.9"] / max(1, t["distinct"])),
+        "ids per bag": lambda t: digits(t["bag_mean"]),
+        "s": lambda t: Value.of(_fitted(t, "s"), lambda s: f"{s:.2f}"),
+        "q": lambda t: digits(_fitted(t, "q")),
+        "misfit": lambda t: percent(_fitted(t, "misfit")),
+        "LRU 10 %": lambda t: percent(t["lru"]),
+        "best 10 %": lambda t: percent(t["offline"]),
+    }
+    return Table.of(rows, columns)
 
 
 def _point(record: Record) -> str:
@@ -166,23 +179,13 @@ def _point(record: Record) -> str:
     return f"E={p['E']:,} B={p['B']:,} L={p['L']} s={p['s']:g}"
 
 
-def _line(own: dict[str, Any], prefix: str) -> list[Value]:
-    fit = own["fit"] or {"s": math.nan, "q": math.nan, "misfit": math.nan}
-    distinct = max(1, own["distinct"])
-    known = own["rows"] if own["rows_known"] else 0
-    of = f" of {known:,}" if known else ""
-    half, ninety = (own["rows_of"][share] for share in ("0.5", "0.9"))
-    shares = [own["batch_distinct_share"], own["once"], half / distinct, ninety / distinct]
-    return [
-        Value(prefix + own["name"]),
-        Value(f"{own['lookups']:,}", own["lookups"]),
-        Value(f"{own['distinct']:,}{of}", own["distinct"]),
-        *(percent(value) for value in shares),
-        Value(text.digits(own["bag_mean"]), own["bag_mean"]),
-        Value(text.NONE if text.missing(fit["s"]) else f"{fit['s']:.2f}", fit["s"]),
-        Value(text.digits(fit["q"]), fit["q"]),
-        *(percent(value) for value in (fit["misfit"], own["lru"], own["offline"])),
-    ]
+def _distinct(table: dict[str, Any]) -> Value:
+    of = f" of {table['rows']:,}" if table["rows_known"] and table["rows"] else ""
+    return Value(f"{table['distinct']:,}{of}", table["distinct"])
+
+
+def _fitted(table: dict[str, Any], name: str) -> float | None:
+    return table["fit"][name] if table["fit"] else None
 
 
 # Lookups are no contenders: they take the colours in order.

@@ -230,32 +230,28 @@ def _changing(table: KeyTable, away: Tensor, some: Tensor) -> None:
         _values(table, "find", away, values_of(away, dim))
         _values(table, "find_or_insert", some, values_of(some, dim), other=True)
     if "insert_or_assign" in table.operations:
-        table.insert_or_assign(_prepare(table, away, -values_of(away, dim)))
+        table.insert_or_assign(table.prepare(away, -values_of(away, dim)))
         _values(table, "find", away, -values_of(away, dim))
     if "insert_and_evict" in table.operations:
-        evicted = table.insert_and_evict(_prepare(table, away, values_of(away, dim))).cpu()
+        evicted = table.insert_and_evict(table.prepare(away, values_of(away, dim))).cpu()
         _values(table, "find", away, values_of(away, dim))
-        gone = _told(table, "find_slots", evicted)
+        gone = _run(table, "find_slots", evicted)
         if len(evicted) and (gone != table.absent).any():
             raise Wrong("insert_and_evict: a key that it reports as evicted is still there")
     table.erase(away.to(table.task.device))
-    if (_told(table, "find_slots", away) != table.absent).any():
+    if (_run(table, "find_slots", away) != table.absent).any():
         raise Wrong("erase: a key is still there")
 
 
-def _prepare(table: KeyTable, keys: Tensor, values: Tensor) -> object:
-    return table.prepare(keys, values)
-
-
-def _told(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
-    prepared = _prepare(table, keys, values_of(keys, table.task.dim))
-    told: Tensor = getattr(table, operation)(prepared)
-    return told.cpu()
+def _run(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
+    prepared = table.prepare(keys, values_of(keys, table.task.dim))
+    result: Tensor = getattr(table, operation)(prepared)
+    return result.cpu()
 
 
 def _slots(table: KeyTable, operation: str, keys: Tensor, there: int, away: int) -> None:
     """Check the slots of `there` present keys, `away` absent keys, and the first ones once more."""
-    slots = _told(table, operation, keys)
+    slots = _run(table, operation, keys)
     if slots.shape != keys.shape:
         raise Wrong(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
     own = slots[:there]
@@ -273,9 +269,9 @@ def _slots(table: KeyTable, operation: str, keys: Tensor, there: int, away: int)
 def _values(
     table: KeyTable, operation: str, keys: Tensor, want: Tensor, *, other: bool = False
 ) -> None:
-    """Return the operation's values: the wanted ones, or others that known keys must ignore."""
-    given = want + 1 if other else want
-    got: Tensor = getattr(table, operation)(_prepare(table, keys, given))
+    """Check an operation's values; `other` passes values that known keys must ignore."""
+    passed = want + 1 if other else want
+    got: Tensor = getattr(table, operation)(table.prepare(keys, passed))
     if not torch.equal(got.cpu(), want):
         raise Wrong(f"{operation}: values differ from those that were put in")
 
@@ -401,7 +397,7 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
 
 
 def fill(table: KeyTable, calls: Calls) -> int:
-    """Put keys in until as many are there as were asked for; how many that took.
+    """Insert keys until the wanted number is present; return how many were inserted.
 
     A full table takes more: some of the last ones evict others before every slot is taken. Those
     that the calls use, the last ones, are inserted once more then, as some of them were evicted.
