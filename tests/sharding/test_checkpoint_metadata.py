@@ -104,13 +104,13 @@ def test_no_opcode_changes_what_is_shared(kind: str, tmp_path: Path) -> None:
     checkpoints.save({"a": numbers(3)}, tmp_path, ALONE)
 
 
-def test_names_are_stand_ins_of_one_load(tmp_path: Path) -> None:
+def test_names_are_placeholders_of_one_load(tmp_path: Path) -> None:
     """A pickle gets no class of torch, and no class that another pickle got."""
     first, second = (unpickling._MetadataUnpickler(b"", tmp_path) for _ in range(2))
     for module, names in unpickling._ADMITTED.items():
         for name in names:
             found = first.find_class(module, name)
-            assert issubclass(found, unpickling._StandIn)
+            assert issubclass(found, unpickling._Placeholder)
             assert found is first.find_class(module, name)
             assert found is not second.find_class(module, name)
 
