@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
@@ -19,13 +19,11 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments import kinds
 from experiments.config.schema import (
     OPERATIONS,
-    CacheConfig,
     CaseConfig,
     Config,
     DeviceKind,
     Distribution,
     Mode,
-    ShardingConfig,
     Tables,
     UsageError,
     WorkloadConfig,
@@ -182,9 +180,7 @@ def _check_choice(group: str, override: Override, options: list[str]) -> None:
     values = override.value() if not override.is_sweep_override() else []
     for value in values if isinstance(values, list) else [values]:
         if str(value) not in options:
-            near = difflib.get_close_matches(str(value), options, 1, 0.5)
-            hint = f" Did you mean '{_spell(group, near[0])}'?" if near else ""
-            raise UsageError(f"no {group} '{value}'.{hint} There is: {', '.join(options)}")
+            raise UsageError(_not_there(group, str(value), options, _spell(group, ""), 0.5))
 
 
 def _spell(key: str, value: object) -> str:
@@ -227,42 +223,45 @@ def _one_line(error: Exception) -> str:
 def check_values(config: Config) -> None:
     """Check the rules between values that types cannot express."""
     kind = _kind(config)
+    try:
+        contenders = registry.names()
+    except registry.RegistryError as error:
+        raise UsageError(str(error)) from error
     points: dict[str, Config | CaseConfig] = {"": config}
     points |= {f"cases.{k}.": c for k, c in config.cases.items()}
-    contenders = _contenders()
     for prefix, point in points.items():
-        tt = point.tt
         _check_workload(prefix, point.workload)
-        _check_cache(prefix, point.cache)
-        _check_keys(prefix, point)
+        _check_point(prefix, point)
         if point is not config or kind.keyed is not None:  # else the cases are what is measured
             wanted = bool(point.keys.loads) or bool(kind.keyed)
             check_keyed(prefix, point.contenders, wanted=wanted)
-        _check_worlds(prefix, point.sharding)
-        computed = () if prefix else kind.choices
         for name in point.contenders:
-            if name not in (*contenders, *computed):
-                near = difflib.get_close_matches(name, contenders, 1, 0.3)
-                hint = f" Did you mean '{near[0]}'?" if near else ""
-                raise UsageError(
-                    f"{prefix}contenders: no contender '{name}'.{hint} "
-                    f"There is: {', '.join(contenders)}"
-                )
-        if tt.tables < 1:
-            raise UsageError(f"{prefix}tt.tables must be >= 1, got {tt.tables}")
-        if any(rank < 1 for rank in tt.ranks):
-            raise UsageError(f"{prefix}tt.ranks must be >= 1, got {tt.ranks}")
+            if name not in (*contenders, *(() if prefix else kind.choices)):
+                message = _not_there("contender", name, contenders, "", 0.3)
+                raise UsageError(f"{prefix}contenders: {message}")
     for axis in ("T", "E", "D", "B", "L", "rank"):
-        if any(v < 1 for v in getattr(config.sweep, axis)):
-            raise UsageError(f"sweep.{axis} must be >= 1, got {getattr(config.sweep, axis)}")
+        values = getattr(config.sweep, axis)
+        _require(all(v >= 1 for v in values), f"sweep.{axis} must be >= 1", values)
     for axis in ("L", "s", "q"):
         if config.workload.distribution is Distribution.trace and getattr(config.sweep, axis):
             raise UsageError(
                 f"sweep.{axis} changes nothing about a trace: leave it out with 'sweep.{axis}=[]'"
             )
-    _check_amounts(config)
-    if config.lr <= 0:
-        raise UsageError(f"lr must be > 0, got {config.lr}")
+    timing, device = config.timing, config.device
+    for name in ("replicates", "pool", "min_rounds", "max_rounds"):
+        value = getattr(timing, name)
+        _require(value >= 1, f"timing.{name} must be >= 1", value)
+    seconds = timing.cell_seconds
+    _require(seconds > 0, "timing.cell_seconds must be > 0", f"{seconds:g}")
+    for name, value in dataclasses.asdict(timing).items():
+        if isinstance(value, int | float):
+            _require(value >= 0, f"timing.{name} must be >= 0", f"{value:g}")
+    _require(device.ranks >= 1, "device.ranks must be >= 1", device.ranks)
+    if device.threads < 0:
+        raise UsageError(f"device.threads must be >= 0, got {device.threads}; 0: torch's default")
+    share = device.memory_share
+    _require(0 < share <= 1, "device.memory_share must be in (0, 1]", f"{share:g}")
+    _require(config.lr > 0, "lr must be > 0", config.lr)
     kind.check(config)
     headline = config.report.headline
     if headline and headline not in config.cases:
@@ -271,12 +270,24 @@ def check_values(config: Config) -> None:
         )
 
 
+def _require(holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise UsageError(f"{rule}, got {value}")
+
+
+def _not_there(
+    what: str, name: str, options: Collection[str], prefix: str, similarity: float
+) -> str:
+    """Return the message about an unknown name, with the most similar option."""
+    near = difflib.get_close_matches(name, options, 1, similarity)
+    hint = f" Did you mean '{prefix}{near[0]}'?" if near else ""
+    return f"no {what} '{name}'.{hint} There is: {', '.join(options)}"
+
+
 def _kind(config: Config) -> kinds.Kind:
     """Return the kind; its `options` are checked and settled."""
     if config.kind not in kinds.KINDS:
-        near = difflib.get_close_matches(config.kind, kinds.KINDS, 1, 0.4)
-        hint = f" Did you mean 'kind={near[0]}'?" if near else ""
-        raise UsageError(f"no kind '{config.kind}'.{hint} There is: {', '.join(kinds.KINDS)}")
+        raise UsageError(_not_there("kind", config.kind, kinds.KINDS, "kind=", 0.4))
     kind = kinds.find(config.kind)
     if kind.options is None:
         if config.options:
@@ -290,62 +301,31 @@ def _kind(config: Config) -> kinds.Kind:
     return kind
 
 
-def _check_amounts(config: Config) -> None:
-    """Check how long to measure, and with how much of the machine."""
-    timing, device = config.timing, config.device
-    for name in ("replicates", "pool", "min_rounds", "max_rounds"):
-        if getattr(timing, name) < 1:
-            raise UsageError(f"timing.{name} must be >= 1, got {getattr(timing, name)}")
-    if not timing.cell_seconds > 0:
-        raise UsageError(f"timing.cell_seconds must be > 0, got {timing.cell_seconds:g}")
-    for name, value in dataclasses.asdict(timing).items():
-        if isinstance(value, int | float) and not value >= 0:
-            raise UsageError(f"timing.{name} must be >= 0, got {value:g}")
-    if device.ranks < 1:
-        raise UsageError(f"device.ranks must be >= 1, got {device.ranks}")
-    if device.threads < 0:
-        raise UsageError(f"device.threads must be >= 0, got {device.threads}; 0: torch's default")
-    if not 0 < device.memory_share <= 1:
-        raise UsageError(f"device.memory_share must be in (0, 1], got {device.memory_share:g}")
-
-
-def _contenders() -> tuple[str, ...]:
-    try:
-        return registry.names()
-    except registry.RegistryError as error:
-        raise UsageError(str(error)) from error
-
-
-def _check_cache(prefix: str, cache: CacheConfig) -> None:
+def _check_point(prefix: str, point: Config | CaseConfig) -> None:
+    """Check the contenders' settings of a case, or those of the sweep."""
+    tt, cache, keys, sharding = point.tt, point.cache, point.keys, point.sharding
     for fraction in cache.fractions:
-        if not 0 < fraction <= 1:
-            raise UsageError(f"{prefix}cache.fractions must be in (0, 1], got {fraction}")
+        _require(0 < fraction <= 1, f"{prefix}cache.fractions must be in (0, 1]", fraction)
     if min(cache.warm_batches, cache.batches, cache.pool) < 1:
         raise UsageError(f"{prefix}cache.warm_batches, .batches and .pool must be >= 1")
-
-
-def _check_worlds(prefix: str, sharding: ShardingConfig) -> None:
-    for name, worlds in (("worlds", sharding.worlds), ("beyond", sharding.beyond)):
-        if any(world < 1 for world in worlds):
-            raise UsageError(f"{prefix}sharding.{name} must be >= 1, got {worlds}")
-    if not sharding.worlds or not sharding.scaling:
-        raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
-
-
-def _check_keys(prefix: str, point: Config | CaseConfig) -> None:
-    keys = point.keys
-    if any(not 0 < load <= 1 for load in keys.loads):
-        raise UsageError(f"{prefix}keys.loads must be in (0, 1], got {keys.loads}")
-    if not 0 <= keys.hits <= 1 or not 0 < keys.first <= 1:
-        raise UsageError(
-            f"{prefix}keys.hits must be in [0, 1] and keys.first in (0, 1], "
-            f"got {keys.hits:g} and {keys.first:g}"
-        )
+    loads = keys.loads
+    _require(all(0 < x <= 1 for x in loads), f"{prefix}keys.loads must be in (0, 1]", loads)
+    _require(
+        0 <= keys.hits <= 1 and 0 < keys.first <= 1,
+        f"{prefix}keys.hits must be in [0, 1] and keys.first in (0, 1]",
+        f"{keys.hits:g} and {keys.first:g}",
+    )
     for name in keys.operations:
         if name not in OPERATIONS:
             raise UsageError(
                 f"{prefix}keys.operations: no operation '{name}'. There is: {', '.join(OPERATIONS)}"
             )
+    for name, worlds in (("worlds", sharding.worlds), ("beyond", sharding.beyond)):
+        _require(all(w >= 1 for w in worlds), f"{prefix}sharding.{name} must be >= 1", worlds)
+    if not sharding.worlds or not sharding.scaling:
+        raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
+    _require(tt.tables >= 1, f"{prefix}tt.tables must be >= 1", tt.tables)
+    _require(all(rank >= 1 for rank in tt.ranks), f"{prefix}tt.ranks must be >= 1", tt.ranks)
 
 
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
@@ -353,12 +333,10 @@ def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
     for axis in ("T", "E", "D", "B", "L"):
         # Of a trace, 0 means what its file says.
         least = 0 if traced and axis in ("T", "E") else 1
-        if getattr(workload, axis) < least:
-            raise UsageError(
-                f"{prefix}workload.{axis} must be >= {least}, got {getattr(workload, axis)}"
-            )
-    if any(rows < 1 for rows in workload.sizes):
-        raise UsageError(f"{prefix}workload.sizes must be >= 1, got {workload.sizes}")
+        value = getattr(workload, axis)
+        _require(value >= least, f"{prefix}workload.{axis} must be >= {least}", value)
+    sizes = workload.sizes
+    _require(all(rows >= 1 for rows in sizes), f"{prefix}workload.sizes must be >= 1", sizes)
     if traced and not workload.file:
         raise UsageError(f"{prefix}workload.distribution=trace needs a file: workload.file=PATH")
     if workload.file and not traced:

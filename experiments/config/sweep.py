@@ -219,8 +219,6 @@ def swept_cells(
 
 def _zipped(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
     """Combine the first values, the second values, ...; raises UsageError unless equally many."""
-    from experiments.config.schema import UsageError
-
     if len({len(values) for values in axes.values()}) > 1:
         counts = ", ".join(f"{len(values)} of {axis}" for axis, values in axes.items())
         raise UsageError(f"design=zip needs equally many values of every axis; there are {counts}")
@@ -274,8 +272,6 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 
 def condition(text: str) -> Condition:
     """Parse a rule of `where` or `exclude` such as "rank <= D or L == 1"."""
-    from experiments.config.schema import UsageError
-
     try:
         tree = ast.parse(text, mode="eval").body
         _evaluate(tree, dict.fromkeys((*AXES, "rank"), 1))
