@@ -241,7 +241,7 @@ def check_values(config: Config) -> None:
                 raise UsageError(f"{prefix}contenders: {message}")
     for axis in ("T", "E", "D", "B", "L", "rank"):
         values = getattr(config.sweep, axis)
-        _require(all(v >= 1 for v in values), f"sweep.{axis} must be >= 1", values)
+        _require(f"sweep.{axis} must be >= 1", values, holds=all(v >= 1 for v in values))
     for axis in ("L", "s", "q"):
         if config.workload.distribution is Distribution.trace and getattr(config.sweep, axis):
             raise UsageError(
@@ -250,18 +250,18 @@ def check_values(config: Config) -> None:
     timing, device = config.timing, config.device
     for name in ("replicates", "pool", "min_rounds", "max_rounds"):
         value = getattr(timing, name)
-        _require(value >= 1, f"timing.{name} must be >= 1", value)
+        _require(f"timing.{name} must be >= 1", value, holds=value >= 1)
     seconds = timing.cell_seconds
-    _require(seconds > 0, "timing.cell_seconds must be > 0", f"{seconds:g}")
+    _require("timing.cell_seconds must be > 0", f"{seconds:g}", holds=seconds > 0)
     for name, value in dataclasses.asdict(timing).items():
         if isinstance(value, int | float):
-            _require(value >= 0, f"timing.{name} must be >= 0", f"{value:g}")
-    _require(device.ranks >= 1, "device.ranks must be >= 1", device.ranks)
+            _require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
+    _require("device.ranks must be >= 1", device.ranks, holds=device.ranks >= 1)
     if device.threads < 0:
         raise UsageError(f"device.threads must be >= 0, got {device.threads}; 0: torch's default")
     share = device.memory_share
-    _require(0 < share <= 1, "device.memory_share must be in (0, 1]", f"{share:g}")
-    _require(config.lr > 0, "lr must be > 0", config.lr)
+    _require("device.memory_share must be in (0, 1]", f"{share:g}", holds=0 < share <= 1)
+    _require("lr must be > 0", config.lr, holds=config.lr > 0)
     kind.check(config)
     headline = config.report.headline
     if headline and headline not in config.cases:
@@ -270,7 +270,7 @@ def check_values(config: Config) -> None:
         )
 
 
-def _require(holds: bool, rule: str, value: object) -> None:
+def _require(rule: str, value: object, *, holds: bool) -> None:
     if not holds:
         raise UsageError(f"{rule}, got {value}")
 
@@ -305,15 +305,15 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
     """Check the contenders' settings of a case, or those of the sweep."""
     tt, cache, keys, sharding = point.tt, point.cache, point.keys, point.sharding
     for fraction in cache.fractions:
-        _require(0 < fraction <= 1, f"{prefix}cache.fractions must be in (0, 1]", fraction)
+        _require(f"{prefix}cache.fractions must be in (0, 1]", fraction, holds=0 < fraction <= 1)
     if min(cache.warm_batches, cache.batches, cache.pool) < 1:
         raise UsageError(f"{prefix}cache.warm_batches, .batches and .pool must be >= 1")
     loads = keys.loads
-    _require(all(0 < x <= 1 for x in loads), f"{prefix}keys.loads must be in (0, 1]", loads)
+    _require(f"{prefix}keys.loads must be in (0, 1]", loads, holds=all(0 < x <= 1 for x in loads))
     _require(
-        0 <= keys.hits <= 1 and 0 < keys.first <= 1,
         f"{prefix}keys.hits must be in [0, 1] and keys.first in (0, 1]",
         f"{keys.hits:g} and {keys.first:g}",
+        holds=0 <= keys.hits <= 1 and 0 < keys.first <= 1,
     )
     for name in keys.operations:
         if name not in OPERATIONS:
@@ -321,22 +321,22 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
                 f"{prefix}keys.operations: no operation '{name}'. There is: {', '.join(OPERATIONS)}"
             )
     for name, worlds in (("worlds", sharding.worlds), ("beyond", sharding.beyond)):
-        _require(all(w >= 1 for w in worlds), f"{prefix}sharding.{name} must be >= 1", worlds)
+        _require(f"{prefix}sharding.{name} must be >= 1", worlds, holds=all(w >= 1 for w in worlds))
     if not sharding.worlds or not sharding.scaling:
         raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
-    _require(tt.tables >= 1, f"{prefix}tt.tables must be >= 1", tt.tables)
-    _require(all(rank >= 1 for rank in tt.ranks), f"{prefix}tt.ranks must be >= 1", tt.ranks)
+    _require(f"{prefix}tt.tables must be >= 1", tt.tables, holds=tt.tables >= 1)
+    _require(f"{prefix}tt.ranks must be >= 1", tt.ranks, holds=all(rank >= 1 for rank in tt.ranks))
 
 
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
     traced = workload.distribution is Distribution.trace
     for axis in ("T", "E", "D", "B", "L"):
         # Of a trace, 0 means what its file says.
-        least = 0 if traced and axis in ("T", "E") else 1
+        minimum = 0 if traced and axis in ("T", "E") else 1
         value = getattr(workload, axis)
-        _require(value >= least, f"{prefix}workload.{axis} must be >= {least}", value)
+        _require(f"{prefix}workload.{axis} must be >= {minimum}", value, holds=value >= minimum)
     sizes = workload.sizes
-    _require(all(rows >= 1 for rows in sizes), f"{prefix}workload.sizes must be >= 1", sizes)
+    _require(f"{prefix}workload.sizes must be >= 1", sizes, holds=all(rows >= 1 for rows in sizes))
     if traced and not workload.file:
         raise UsageError(f"{prefix}workload.distribution=trace needs a file: workload.file=PATH")
     if workload.file and not traced:
