@@ -37,7 +37,7 @@ def _call(
     """The arguments for `KEYS`, dealt out to the tables, as `misses` would have them."""
     tables = len(initializers)
     rules = [[rule_of(x, DynamicSpec(100, 8))] * len(row_buffers) for x in initializers]
-    ends = [len(KEYS) * t // tables for t in range(tables + 1)]
+    offsets = [len(KEYS) * t // tables for t in range(tables + 1)]
     device = row_buffers[0].device
     return (
         row_buffers,
@@ -45,7 +45,7 @@ def _call(
         torch.tensor(rules, dtype=torch.float64, device=device),
         torch.tensor(KEYS[::-1], device=device),
         torch.arange(len(KEYS)).flip(0).to(device),
-        torch.tensor(ends, device=device),
+        torch.tensor(offsets, device=device),
         torch.tensor(slots, device=device),
         SEED,
     )
@@ -160,7 +160,7 @@ def test_wrong_input_is_refused() -> None:
         (1, torch.tensor([[0, 8, 9, 8, 3]]), r"\[tables, row_buffers, 5\]"),
         (2, torch.zeros(1, 1, 6, dtype=torch.float64), r"\[tables, row_buffers, 7\]"),
         (4, torch.full((9,), 9), "positions of ids"),
-        (5, torch.tensor([0, 10]), "ends must ascend"),
+        (5, torch.tensor([0, 10]), "offsets must ascend"),
         (6, torch.arange(8), "one entry a missing key"),
         (0, [plane.double()], "float32, float16 or bfloat16"),
     ):

@@ -350,7 +350,7 @@ def test_fake_shapes_of_pooling_none() -> None:
         ({"sample_weights": torch.zeros(3)}, "one entry a lookup = 8, got 3"),
         ({"sample_weights": torch.zeros(8).double()}, "sample_weights must be float32"),
         ({"pooling": -1}, "pooling must be one of .*, got -1"),
-        ({"columns": 20}, "lies outside the weights"),
+        ({"output_dim": 20}, "lies outside the weights"),
         ({"weights": [torch.zeros(100)]}, "lies outside the weights"),
         ({"features": torch.zeros(2, 4, dtype=torch.int64)}, r"contiguous \[F, 8\] tensor"),
     ],
@@ -366,7 +366,7 @@ def test_wrong_lookup_input_is_refused(change: dict[str, Any], message: str) -> 
         "bag_layout": None,
         "sample_weights": None,
         "pooling": POOLING["sum"],
-        "columns": 32,
+        "output_dim": 32,
         "output_dtype": torch.float32,
     }
     with pytest.raises(RuntimeError, match=message):

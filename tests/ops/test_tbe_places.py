@@ -211,7 +211,7 @@ def _arguments(**changes: Any) -> dict[str, Any]:
         "bag_layout": torch.tensor([[0, 0], [0, 4], [0, 8], [1, 12], [1, 20], [1, 28]]),
         "sample_weights": None,
         "pooling": POOLING["sum"],
-        "columns": 36,
+        "output_dim": 36,
         "output_dtype": torch.float32,
     }
     assert not changes.keys() - arguments.keys()
@@ -251,12 +251,12 @@ def _layout(bag: int, feature: int, element: int) -> Tensor:
         ({"bag_layout": _layout(4, 0, 20)}, "that ascend.* bag 4 has feature 0"),
         ({"bag_layout": _layout(5, 1, 29)}, "inside the 36 elements .* feature 1 at element 29"),
         ({"bag_layout": _layout(0, 0, -1)}, "bag 0 has feature 0 at element -1"),
-        ({"bag_layout": None}, "feature 0 lies outside|columns"),
+        ({"bag_layout": None}, "feature 0 lies outside|output_dim"),
     ],
 )
 def test_wrong_places_are_refused(change: dict[str, Any], message: str) -> None:
     if change.get("bag_layout", 0) is None:
-        change = change | {"columns": 3}
+        change = change | {"output_dim": 3}
     with pytest.raises(RuntimeError, match=message):
         ops.tbe_lookup(**_arguments(**change))
 
@@ -281,7 +281,7 @@ def test_opcheck(pooling: str, device: torch.device) -> None:
         return arguments
 
     one_dim = torch.tensor([[0, 0, 10, 4, 0, 0, 0, 8], [0, 10, 3, 4, 4, 2, 0, 0]])
-    changes = {} if pooling == "sum" else {"features": one_dim, "columns": 4}
+    changes = {} if pooling == "sum" else {"features": one_dim, "output_dim": 4}
     given = on_device(**changes)
     torch.library.opcheck(ops.tbe_lookup.default, tuple(given.values()))
     batch = (given["indices"], given["offsets"])
