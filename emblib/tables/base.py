@@ -325,7 +325,10 @@ class FusedTables(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
+        was_meta = self.hyperparams.is_meta
         super()._apply(ops.keep_dtype(fn), recurse)
+        if was_meta and not self.hyperparams.is_meta:  # `to_empty` leaves it uninitialized
+            self.hyperparams.copy_(self._initial_hyperparams())
         self._restore()
         return self
 

@@ -165,6 +165,10 @@ class TableBatchedEmbeddingBags(FusedTables):
                 self._draw(t, weight)
                 for state in states:
                     state.zero_()
+        self._count_forwards_from_step()
+
+    def _count_forwards_from_step(self) -> None:
+        self._forwards = 0 if self.hyperparams.is_meta else self.step
 
     def _draw(self, table: int, weight: Tensor) -> None:
         """Draw the initial values of a table."""
@@ -514,6 +518,7 @@ class TableBatchedEmbeddingBags(FusedTables):
                 if key in sources:
                     target.copy_(sources[key])
         self._restore()
+        self._count_forwards_from_step()
 
     def _checkpoint(self) -> dict[str, Tensor]:
         self._memory.wait_for_kernels(self.hyperparams.device)
@@ -521,10 +526,6 @@ class TableBatchedEmbeddingBags(FusedTables):
             **dict(base.entries(self.table_names, self.table_views())),
             "hyper": self.hyperparams,
         }
-
-    def _restore(self) -> None:
-        super()._restore()
-        self._forwards = 0 if self.hyperparams.is_meta else self.step
 
     @atomic
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

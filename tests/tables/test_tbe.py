@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import warnings
 from contextlib import nullcontext
@@ -199,6 +200,27 @@ def test_dtype_is_chosen_once_and_device_moves(device: torch.device) -> None:
     assert module.state_sum.dtype == torch.float32
     assert module.hyperparams.dtype == torch.float64
     assert module.weights.device.type == device.type
+    one_step(module)
+
+
+def _filled_with_nan(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return what `torch.empty_like`, which `to_empty` calls, may return."""
+    return torch.zeros_like(tensor, device=device).fill_(
+        math.nan if tensor.is_floating_point() else 7
+    )
+
+
+@pytest.mark.parametrize("start", ["meta", "cpu"])
+def test_to_empty_reads_no_uninitialized_memory(
+    start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = small(optim.Adagrad(0.1), device=start)
+    monkeypatch.setattr(torch, "empty_like", _filled_with_nan)
+    module.to_empty(device="cpu")
+    if start == "meta":
+        assert (module.step, module.learning_rate) == (0, 0.1)
+    module.reset_parameters()
+    assert (module.step, module.learning_rate) == (0, 0.1)
     one_step(module)
 
 
