@@ -100,7 +100,7 @@ class Trace:
 
 
 class Twin:
-    """The tensors of a cache beside the model, and whether they say the same."""
+    """The tensors of a cache and the model, and whether they agree."""
 
     def __init__(self, trace: Trace, plan: Op) -> None:
         self.trace, self._plan = trace, plan

@@ -1,6 +1,6 @@
 """Hash tables for the tests of the ops, of emulated kernels and of modules: keys, batches, twins.
 
-A `Twin` is the tensors of an index beside the model of `emblib.reference.hash`. Every call is made
+A `Twin` is the tensors of an index and the model of `emblib.reference.hash`. Every call is made
 on both, and afterwards they must agree about everything: results, tags, entries, sizes, counters.
 Rows of values say whose they are, so that a row that was lost, shared or left behind is noticed.
 """
@@ -64,7 +64,7 @@ def on(device: torch.device, op: Op) -> Op:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables: (buckets, most buckets, load in 1024ths) of each, and who gives way.
+    """The tables: (buckets, most buckets, load in 1024ths) of each, and what is evicted.
 
     `hash_keys` are the numbers that their hashes depend on, 0 for tables beyond them.
     """
@@ -233,7 +233,7 @@ def _flat(misses: list[list[Miss]]) -> list[Miss]:
 
 
 class Twin:
-    """The tensors of an index beside the model, and whether they say the same."""
+    """The tensors of an index and the model, and whether they agree."""
 
     def __init__(self, tables: Tables, ops: dict[str, Op], seed: int = 0) -> None:
         self.tables, self.ops = tables, ops

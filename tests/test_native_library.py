@@ -216,7 +216,7 @@ def test_broken_library_says_how_to_build_it(copy: Path) -> None:
     (copy / "emblib" / "libemblib_cpu.so").write_bytes(b"not a library")
     done = _python(_COPY_ONLY.format(folder=str(copy)) + "import emblib")
     last = done.stderr.strip().splitlines()[-1]
-    assert "does not load beside torch" in last
+    assert "does not load with torch" in last
     assert "Rebuild it: pip install --no-build-isolation -e ." in last
 
 

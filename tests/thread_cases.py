@@ -48,7 +48,7 @@ def together(*works: Callable[[], None]) -> None:
 class Meeting:
     """A place in the work of several threads: each waits there until another comes, or a while.
 
-    Without a lock two threads meet there whenever two are at work. Under one, nobody comes.
+    Without a lock two threads meet there whenever both work. With a lock they never do.
     """
 
     def __init__(self, seconds: float = 0.004) -> None:

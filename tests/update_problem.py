@@ -72,7 +72,7 @@ class Problem:
         return values if kept.per_row else values.to(self.states_dtype)
 
     def _place_tables(self) -> None:
-        self._elements, self._entries = [5, 0, 0], [2, 0, 0]  # nobody's memory comes first
+        self._elements, self._entries = [5, 0, 0], [2, 0, 0]  # unused memory comes first
         base, lines = 3, []
         for table, (rows, dim, tier) in enumerate(
             zip(self.rows, self.dims, self.tiers, strict=True)

@@ -455,7 +455,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
     def check_opt_args(
         self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
     ) -> Saved:
-        """Check what was saved beside a table, for `take_opt_args`; change nothing.
+        """Check what was saved with a table, for `take_opt_args`; change nothing.
 
         Args:
             table: its name.
@@ -465,7 +465,7 @@ class BatchedDynamicEmbeddingTablesV2(nn.Module):
 
         Raises:
             DumpError: an entry is missing, of the wrong type or out of range.
-            ValueError: it was saved beside another kind of table.
+            ValueError: it was saved with another kind of table.
         """
         options = self._options[self._names.index(table)]
         check_kind(table, path, content, opt_args(self.bags, options), with_optimizer)

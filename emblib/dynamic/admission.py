@@ -18,7 +18,7 @@ batches, a part of them in every batch, which lets rare keys fade.
 
 Which counters a key has follows from the hash key of its table, as its bucket does. So who does not
 know the seed cannot choose keys that share their counters, each of which would seem frequent. State
-dicts keep the hash keys beside the counters, which mean nothing under others; those of earlier
+dicts keep the hash keys with the counters, which mean nothing under others; those of earlier
 versions lack them, and their sketches go on with 0.
 """
 

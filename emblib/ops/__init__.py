@@ -45,7 +45,7 @@ def _load_library(name: str) -> None:
         torch.ops.load_library(path)
     except OSError as error:
         raise ImportError(
-            f"emblib's native library {path.name} does not load beside torch "
+            f"emblib's native library {path.name} does not load with torch "
             f"{torch.__version__}: {error}. Rebuild it: {_BUILD_COMMAND}"
         ) from error
 

@@ -74,7 +74,7 @@ class Groups(NamedTuple):
     segments: Tensor
     lookups: Tensor
     bags: Tensor
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
 
 
 def group(

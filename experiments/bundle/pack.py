@@ -38,7 +38,7 @@ _templates = jinja2.Environment(
 _templates.filters["seconds"] = text.seconds
 TEMPLATE = _templates.get_template("REPRODUCE.md.jinja")
 NEEDED = ("config.yaml", "environment.json")
-# Made of the samples again while packing; of the last two kinds other files have the content.
+# Rendered again from the samples while packing; other files have the content of the last two.
 DERIVED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
 DOUBLE = (".svg", ".parquet")
 
@@ -128,7 +128,7 @@ def _rebuilt(directory: Path, target: Path) -> Run:
         return Run.read(target)
     except Exception as error:
         raise BundleError(
-            f"{directory}: no report can be made of it ({type(error).__name__}: {error}); "
+            f"{directory}: its report cannot be rendered ({type(error).__name__}: {error}); "
             "`python run.py report` on it shows where"
         ) from error
 

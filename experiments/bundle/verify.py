@@ -140,7 +140,7 @@ def check(path: Path, folder: Path) -> Checked:
         try:
             problems = _check_run(entry, folder / entry["folder"], scratch, checked, words=same)
         except Exception as error:  # whatever a run that was tampered with leads to
-            problems = [f"no report can be made of it ({type(error).__name__}: {error})"]
+            problems = [f"its report cannot be rendered ({type(error).__name__}: {error})"]
         checked.problems += [f"{entry['folder']}: {problem}" for problem in problems]
     return checked
 
@@ -189,7 +189,7 @@ def _check_run(
             problems.append(f"{name} is missing, but the samples give it")
         elif not (again / name).is_file():
             checked.notes.append(
-                f"{entry['folder']}/{name} is not made of the samples: not checked"
+                f"{entry['folder']}/{name} is not derived from the samples: not checked"
             )
         else:
             old, new = _table(folder / name), _table(again / name)
@@ -201,7 +201,9 @@ def _check_run(
             checked.numbers += count
     others = [p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")]
     for name in sorted({p.relative_to(folder).as_posix() for p in others} - KNOWN):
-        checked.notes.append(f"{entry['folder']}/{name} is not made of the samples: not checked")
+        checked.notes.append(
+            f"{entry['folder']}/{name} is not derived from the samples: not checked"
+        )
     problems += _claims(entry, run, checked, words=words)
     return [*problems, *(page_problems(folder, again) if words else [])]
 

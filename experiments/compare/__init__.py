@@ -1,4 +1,4 @@
-"""One experiment on several machines side by side, and published figures beside ours."""
+"""One experiment on several machines side by side, and published figures next to ours."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def sources_table(machines: Sequence[Machine]) -> Table:
 
 OPENING = f"""\
 What others say of their embedding tables, where it was read, and what became of it here. This page
-is made by `{COMMAND} write` from the files beside it and from the runs
+is written by `{COMMAND} write` from the files next to it and from the runs
 in `reports/reference/`. How to add a figure or a run:
 [docs/generations.md](../../docs/generations.md)."""
 

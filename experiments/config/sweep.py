@@ -178,7 +178,7 @@ def swept_cells(
 ) -> Iterator[Cell]:
     """Yield the cells of the sweep; `names` are the contenders, `loads` those of hash tables."""
     axes = axes_of(config)
-    # A trace that was named is meant to be measured, beside whatever cases there are.
+    # A named trace is measured in addition to the cases.
     if not axes and config.cases and config.workload.distribution is not Distribution.trace:
         return
     ranks = sorted({*axes.pop("rank", []), *config.tt.ranks})

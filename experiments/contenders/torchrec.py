@@ -221,7 +221,7 @@ class TableWise(ShardedBags):
 
 
 class Sharded(TableWise):
-    """The same in one process only, beside contenders that are not sharded."""
+    """The same in one process, compared with contenders that are not sharded."""
 
     def __init__(self, task: Task) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -1,4 +1,4 @@
-"""What the report of an anchor says: published figures beside ours, each with its verdict."""
+"""What the report of an anchor says: published figures next to ours, each with its verdict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from experiments.report.tables import Column, Table, Value
 NOTES = (
     anchors.RULE,
     "Published figures, with where they were read and what they are of, are in reports/published/. "
-    "An interval beside ours is that of the median; a figure that follows from sizes has none.",
+    "Intervals of our figures are those of the median; a figure that follows from sizes has none.",
 )
 LINE = 0.62  # inches of a published figure in the drawing
 FEWEST_LINES = 2.0
@@ -41,10 +41,10 @@ def answer(run: Run) -> list[str]:
         named = [f"{f.figure.name} ({_pair(f)})" for f in found if f.verdict is verdict]
         if named:
             sentences.append(f"{verdict.value.capitalize()}: {'; '.join(named)}.")
-    beside = [f for f in found if f.verdict is Verdict.NOT_RUN and math.isfinite(f.ours)]
-    if beside:
-        named = [f"{f.figure.name} ({_pair(f)})" for f in beside[:NAMED]]
-        more = f"; {len(beside) - NAMED} more in the table" if len(beside) > NAMED else ""
+    not_run = [f for f in found if f.verdict is Verdict.NOT_RUN and math.isfinite(f.ours)]
+    if not_run:
+        named = [f"{f.figure.name} ({_pair(f)})" for f in not_run[:NAMED]]
+        more = f"; {len(not_run) - NAMED} more in the table" if len(not_run) > NAMED else ""
         sentences.append(f"Ours for comparison, without a verdict: {'; '.join(named)}{more}.")
     rest = timed.answer(run)
     return sentences + ([] if rest[0].startswith("No answer") else rest)

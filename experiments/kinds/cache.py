@@ -1,4 +1,4 @@
-"""The kind `cache`: traces of lookups through caches of every size, beside the ideal ones."""
+"""The kind `cache`: traces of lookups through caches of every size, and through ideal caches."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ def answer(run: Run) -> list[str]:
     if not len(own):
         return [f"No answer: {run.subject.label} has no result on the headline workload."]
     first = own.iloc[0]
-    beside = rows[(rows["load"] == first["load"]) & (rows["contender"] != first["contender"])]
-    said = [_beside(row) for _, row in beside.iterrows() if row["contender"] not in CEILINGS]
-    below = [_share(row) for _, row in beside.iterrows() if row["contender"] in CEILINGS]
+    others = rows[(rows["load"] == first["load"]) & (rows["contender"] != first["contender"])]
+    said = [_compared(row) for _, row in others.iterrows() if row["contender"] not in CEILINGS]
+    below = [_share(row) for _, row in others.iterrows() if row["contender"] in CEILINGS]
     sentence = (
         f"On this machine find* of {_name(first)} reaches {_rate(first)} keys/s on "
         f"{run.title(run.headline)} ({text.seconds(first['median_s'])} for "
@@ -58,7 +58,7 @@ def _name(row: pd.Series) -> str:
     return str(row["label"]).partition(", load")[0]
 
 
-def _beside(row: pd.Series) -> str:
+def _compared(row: pd.Series) -> str:
     what = _name(row)
     operation = "" if row["phase"] == YARDSTICK else f" ({row['operation']})"
     return f"{text.ratio(row)} that of {what}{operation}"

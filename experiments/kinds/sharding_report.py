@@ -1,4 +1,4 @@
-"""What the report of sharded collections says: steps beside TorchRec's, over ranks, predicted."""
+"""The report of sharded collections: steps against TorchRec's, by ranks, and predicted ones."""
 
 from __future__ import annotations
 

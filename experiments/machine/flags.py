@@ -52,12 +52,12 @@ EXPLAINED: dict[str, tuple[str, str]] = {
         "nvidia-smi -pl WATTS as administrator",
     ),
     "persistence_off": (
-        "the driver unloads when nobody uses it, so that first calls are slow",
+        "the driver unloads when no process uses it, so that first calls are slow",
         "nvidia-smi -pm 1 as administrator",
     ),
     "mig": ("the GPU is a slice of one; its neighbours share memory bandwidth", "use a whole GPU"),
     "nvml_absent": (
-        "nobody watches the GPU's clocks, heat and throttling",
+        "the GPU's clocks, temperature and throttling are not observed",
         "pip install nvidia-ml-py",
     ),
 }

@@ -87,7 +87,7 @@ class Predictor:
         if 1 < here <= self.cores:  # constants of links that no rank had to wait for a core on
             asked = self.session.config.sharding
             beyond = [ranks for ranks in asked.beyond if ranks > max(asked.worlds)]
-            links = self.found.link_bytes_per_s  # between nodes nobody measured any
+            links = self.found.link_bytes_per_s  # links between nodes were not measured
             costs = dataclasses.replace(self.found, network_bytes_per_s=links)
             told += [self._step(contender, ranks, scaling, costs) for ranks in beyond]
         return {"predicted": told, "calibration": as_data(self.found)}

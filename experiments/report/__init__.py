@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             path = take(path, arguments.folder)
         if not (path / "config.yaml").is_file() or not has_records(path):
             print(
-                f"error: {path} is not a run: it has no config.yaml with a {POINTS} beside it. "
+                f"error: {path} is not a run: it has no config.yaml next to a {POINTS}. "
                 "Runs are in reports/runs/<experiment>/<time>-<pid>, references in "
                 "reports/reference/<device>/<experiment>",
                 file=sys.stderr,

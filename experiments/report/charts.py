@@ -1,4 +1,4 @@
-"""The drawings of reports: curves against two scales, rows beside a scale, squares of a map.
+"""The drawings of reports: curves against two scales, rows along a scale, squares of a map.
 
 Each function takes data and returns a `Drawing`, which a `Panel` draws once for the sheet and once
 for the web page.
@@ -234,7 +234,7 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
 def _write_apart(
     axes: Axes, entries: Sequence[tuple[float, float, str, str]], shift: float, gap: float
 ) -> None:
-    """Write (y, x, words, colour) beside points, no two nearer than a share of the axis."""
+    """Write (y, x, words, colour) next to points, no two nearer than a share of the axis."""
     low, high = (math.log(v) for v in axes.get_ylim())
     height = -math.inf
     for y, x, words, colour in sorted(entries):

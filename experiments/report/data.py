@@ -1,4 +1,4 @@
-"""A run directory read back: everything a report is made of, and nothing else."""
+"""A run directory read back: everything that a report needs, and nothing else."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 NONE = "–"
 
-# A link that is not to a file beside the page or to the web, e.g. javascript:.
+# A link that leads neither to a file next to the page nor to the web, e.g. javascript:.
 _UNSAFE_LINK = re.compile(r"\]\((?!(?:[\w./-]+|https?://[^\s()]*)\))")
 
 

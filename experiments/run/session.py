@@ -68,7 +68,7 @@ class Session:
     order: int = 0
     identity: Mapping[str, Any] = field(default_factory=dict)  # point_key, context_id, ...
     note: Callable[[str], object] = ignore_message  # told what is being done, arm by arm
-    sync: RankSync = ALONE  # those that measure the same cell beside it
+    sync: RankSync = ALONE  # the ranks that measure the same cell
 
     def over_ranks_of(self, cell: Cell) -> Session:
         """Return the session with as many ranks as the cell asks for."""

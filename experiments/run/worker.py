@@ -45,7 +45,7 @@ def measure_job(
 ) -> list[Record]:
     """Return all records of a job. An arm whose process died is a row; the rest is measured again.
 
-    `watch` is told now and then what the child is at, as "arm|doing".
+    `watch` is called now and then with the state of the child, as "arm|doing".
     """
     started = time.monotonic()
     cell, lost = job.cell, []
@@ -58,7 +58,7 @@ def measure_job(
             except Died as death:
                 records = []
                 arm = _culprit(cell, child.note)
-                if arm is None:  # nobody's fault, so everybody's
+                if arm is None:  # the fault of no single arm, so of all
                     lost += [row for a in cell.arms for row in _lost(cell, a, death, session)]
                     break
                 lost += _lost(cell, arm, death, session)

@@ -1,6 +1,6 @@
 """Production-like row ids: a distribution fitted to published counts of a 2022 trace.
 
-Meta's dlrm_datasets publish, beside their trace of 788 tables and one batch of 131,072 samples, how
+Meta's dlrm_datasets publish, with their trace of 788 tables and one batch of 131,072 samples, how
 many rows were looked up once, twice, 3 to 4 times, ..., and what share of the lookups those rows
 have (embedding_bag/2022/locality_stats.txt). Two histograms of counts say how popular rows are, up
 to chance: a row that came twice may be twice as popular as one that came once, or only luckier. So

@@ -43,7 +43,7 @@ class Latency:
 
 @pytest.fixture
 def latency(benchmark: Any, device: torch.device) -> Latency:
-    """Without it a benchmark on CUDA would time launches that nobody waits for."""
+    """Without it a benchmark on CUDA would time launches without waiting for them."""
     return Latency(benchmark, device)
 
 

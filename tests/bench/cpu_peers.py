@@ -1,4 +1,4 @@
-"""Table-batched embeddings on the CPU beside their peers, interleaved in one process.
+"""Table-batched embeddings on the CPU against their peers, interleaved in one process.
 
     python -m tests.bench.cpu_peers [--threads 1 2] [--rounds 21] [--cases A B C] [--out FOLDER]
 
@@ -7,7 +7,7 @@ Contenders: emblib, FBGEMM's CPU TBE (`pip install fbgemm-gpu-cpu==1.8.0`), `tor
 new indices of the same law, in random order, after writing 64 MB to evict the caches. What is
 printed are ratios within a round (peer / emblib): median and quartiles over the rounds. Memory that
 torch frees stays mapped (environment below), so outputs are touched before they are measured.
-Beside the times: the machine's own ceiling for random reads of rows of that size, writing nothing
+Also printed: the machine's own ceiling for random reads of rows of that size, writing nothing
 (gather_ceiling.cpp). With one lookup a bag (B) as many bytes are written as read, so that the share
 of that ceiling cannot come near one there.
 """

@@ -1,7 +1,7 @@
 """Optimizers and options that `optimizer_steps` measures, and the three libraries that run them.
 
 FBGEMM's CPU build has SGD, Adagrad, row-wise Adagrad with counters, and dense gradients; the rest
-stands here with `fbgemm=None` and is measured beside our SGD alone.
+stands here with `fbgemm=None` and is compared with our SGD alone.
 """
 
 import itertools

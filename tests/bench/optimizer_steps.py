@@ -1,4 +1,4 @@
-"""Step time of every optimizer and option on the CPU, beside FBGEMM and `nn.EmbeddingBag`.
+"""Step time of every optimizer and option on the CPU, against FBGEMM and `nn.EmbeddingBag`.
 
     python -m tests.bench.optimizer_steps [--threads 1 2] [--cases A B C] [--options WORD ...]
                                           [--seconds 1.2] [--out FOLDER]
@@ -162,7 +162,7 @@ def summary(who: str, samples: dict[str, list[float]]) -> Row:
 
 
 def line(rows: list[Row]) -> str:
-    """What the terminal is told of one option."""
+    """The line that is printed for one option."""
     parts = []
     for row in rows:
         if row["status"] != "ok":

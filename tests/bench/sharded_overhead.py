@@ -1,4 +1,4 @@
-"""What a sharded step costs beside its kernels and its messages.
+"""What a sharded step costs in addition to its kernels and its messages.
 
     python -m tests.bench.sharded_overhead
 

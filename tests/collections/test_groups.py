@@ -259,7 +259,7 @@ def test_kernels_are_no_modules_of_it() -> None:
 
 @pytest.mark.parametrize("more", [[], ["dynamic", "tt"]])
 def test_prefetched_batches_are_looked_up_from_the_cache(more: list[str]) -> None:
-    """With other groups beside the cached one as well, and any number of batches ahead."""
+    """With other groups next to the cached one as well, and any number of batches ahead."""
     far = Dense(Placement.MANAGED_CACHING, CacheConfig(sets=2))
     configs = [EmbeddingBagConfig(900, 4, f"c{i}", storage=far) for i in range(2)]
     configs += bag_configs(more)

@@ -1,4 +1,4 @@
-"""FBGEMM and TorchRec, where they are installed and load beside this torch."""
+"""FBGEMM and TorchRec, where they are installed and load with this torch."""
 
 import importlib
 import types

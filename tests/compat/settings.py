@@ -126,7 +126,7 @@ def _batch(setting: Setting, generator: torch.Generator) -> Batch:
 
 
 def names(library: types.ModuleType, given: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments made of emblib's members and objects, in the names of `library`."""
+    """Keyword arguments of emblib's members and objects, by the names of `library`."""
     return {key: _name(library, value) for key, value in given.items()}
 
 

@@ -1,4 +1,4 @@
-"""emblib beside FBGEMM's CPU build: the same code over both gives the same training.
+"""emblib against FBGEMM's CPU build: the same code over both gives the same training.
 
 Random tables, features, batches and options that FBGEMM's CPU kernels support; several steps; the
 outputs, the gradients of sample weights, the tables and the optimizer states must agree. What the

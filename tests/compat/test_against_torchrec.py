@@ -1,4 +1,4 @@
-"""emblib under TorchRec's names beside TorchRec 1.8.0: equal where it is right, right where not."""
+"""emblib under TorchRec's names against TorchRec 1.8.0: equal where that is right."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _environment_of_torchrec(ranks: RankGroup) -> Any:
 
 
 def test_weights_are_kept_and_fused_params_are_used_with_a_plan_by_hand() -> None:
-    """TorchRec draws new weights, and leaves gradients to nobody where no kernel is named."""
+    """TorchRec draws new weights, and applies no gradients where no kernel is named."""
     found = worlds.run(2, _kept)
     assert all(right for right, _, _ in found)
     assert all(untrained for _, untrained, _ in found)

@@ -484,7 +484,7 @@ def test_files_of_two_dumps_are_refused(tmp_path: Path) -> None:
     ):
         file.write_text(json.dumps({**saved, "emblib_dump": entry}))
         refuses(RankGroup.single(), str(first), message)
-    del saved["emblib_dump"]  # as DynamicEmb writes it, but beside a table that is not its own
+    del saved["emblib_dump"]  # as DynamicEmb writes it, but next to the table of another dump
     file.write_text(json.dumps(saved))
     refuses(RankGroup.single(), str(first), "are of different dumps")
 

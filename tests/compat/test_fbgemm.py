@@ -39,7 +39,7 @@ def test_copies_are_independent(location: EmbeddingLocation) -> None:
 
 
 class Reporter(fbgemm.TBEStatsReporter):
-    """Keeps what it is told, at every second step from the first on."""
+    """Records what is reported, at every second step from the first on."""
 
     def __init__(self) -> None:
         self.events: dict[str, list[tuple[int, float]]] = {}

@@ -140,7 +140,7 @@ def test_placements() -> None:
 
 
 def test_state_that_leaves_the_gpu_takes_its_rows_along() -> None:
-    """What a module on a GPU would be made of, without one."""
+    """The arguments of a module on a GPU, where there is none."""
     parameters = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
     defaults = {name: p.default for name, p in parameters.items()}
     places = [EmbeddingLocation.DEVICE, CACHED]

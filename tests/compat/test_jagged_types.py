@@ -1,4 +1,4 @@
-"""The jagged types beside TorchRec's own: the same methods, the same answers."""
+"""The jagged types against TorchRec's own: the same methods, the same results."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""TorchRec's collectives and codecs under its names, beside TorchRec's own where it is there."""
+"""TorchRec's collectives and codecs under its names, against TorchRec's own, if installed."""
 
 from __future__ import annotations
 

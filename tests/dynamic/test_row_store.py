@@ -27,7 +27,7 @@ Table = dict[int, tuple[int, int, bytes]]
 
 
 class Model:
-    """Both tiers as dicts, and what the last commit made of them."""
+    """Both tiers as dicts, and their state after the last commit."""
 
     def __init__(self) -> None:
         self.here: list[Table] = [{} for _ in TABLES]

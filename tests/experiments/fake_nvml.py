@@ -52,7 +52,7 @@ class FakeNvml:
 
 
 def healthy() -> dict[str, Any]:
-    """Answers of a device that nobody else uses and that nothing holds back."""
+    """Answers of a device that no other process uses and that is not throttled."""
     return {
         "GetClockInfo:1": 1980,
         "GetClockInfo:2": 2619,

@@ -123,10 +123,10 @@ def test_a_lookup_is_checked_against_pytorch(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tools_for_a_gpu_are_missed_only_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    without, beside = list(doctor.tools(driver=False)), list(doctor.tools(driver=True))
+    without, present = list(doctor.tools(driver=False)), list(doctor.tools(driver=True))
     assert named(without, "git").state is State.note
     assert named(without, "nvidia-smi").state is State.ok
-    assert named(beside, "nvidia-smi").state is State.note
+    assert named(present, "nvidia-smi").state is State.note
 
 
 def test_no_gpu_is_fine_unless_there_is_one() -> None:

@@ -1,4 +1,4 @@
-"""The scripts that workflows call, beside a pretended nvidia-smi, sudo and gate."""
+"""The scripts that workflows call, with a pretended nvidia-smi, sudo and gate."""
 
 from __future__ import annotations
 

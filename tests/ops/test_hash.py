@@ -236,10 +236,10 @@ def test_a_batch_above_capacity_keeps_its_first_keys(device: torch.device) -> No
     misses = twin.train(Batch.of((0, [*range(110, 114), *range(90)])))
     assert _keys(misses, REFUSED) == list(range(28, 90))
     kept = [*range(28), *range(110, 114)]
-    assert int(twin.find(Batch.of((0, kept))).min()) >= 0, "what the batch used never gives way"
+    assert int(twin.find(Batch.of((0, kept))).min()) >= 0, "keys of the batch are never evicted"
 
 
-# Who gives way
+# Eviction
 
 
 def _full(order: str, insert_policy: str = "wins") -> Twin:

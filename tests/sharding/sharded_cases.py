@@ -1,7 +1,7 @@
-"""A collection over ranks beside the same one in one process, step by step.
+"""A collection over ranks against the same one in one process, step by step.
 
 Every rank also trains the whole collection on the batches of all ranks: what it has must be what
-that has. `Case` is what a rank is told; plans are rules by table, in words that can be pickled.
+that has. `Case` is what a rank runs; plans are rules by table, in words that can be pickled.
 """
 
 from __future__ import annotations

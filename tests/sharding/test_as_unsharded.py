@@ -41,7 +41,7 @@ def both(case: Case, ranks: RankGroup, gradients: str = "sum") -> tuple[Any, Any
 
 
 def invalid_ids(ranks: RankGroup, plan: Any, kind: Any, *, pooled: bool) -> None:
-    """They give what they give in one process, and somebody is told."""
+    """They give the same as in one process, and a warning says so."""
     dims = (8, 4, 8, 12) if kind is None else (8,) * 4
     configs = tables(SUM, MEAN, storage=kind, dims=dims)
     case = Case(configs if pooled else sequences(configs), plan)

@@ -49,7 +49,7 @@ def _two_threads(ranks: RankGroup) -> None:
     expected = [ranks.rank] * ranks.size
     # One after the other they may.
     assert exchange() == in_thread(exchange) == exchange() == expected
-    # Nobody will wait for the exchange of a thread that has ended.
+    # The exchange of a thread that has ended is never waited for.
     left = in_thread(lambda: start_all_to_all(sent, sizes, sizes, ranks))
     assert exchange() == expected
     assert left.wait().tolist() == expected

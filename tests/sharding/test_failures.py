@@ -43,7 +43,7 @@ def _told(ranks: RankGroup, act: str, seconds: float = 12.0) -> tuple[str, tuple
             _train(ranks, 3)
             _ACTS[act]()
         if act == "fail":
-            os._exit(1)  # as any program with an error that nobody catches
+            os._exit(1)  # as any program with an uncaught error
         return act, ()
     with pytest.raises(RankFailure) as caught, detect_rank_failures(ranks, **QUICK):
         _train(ranks)
@@ -157,7 +157,7 @@ class _Records(logging.Handler):
 
 
 def _watch(ranks: RankGroup) -> list[str]:
-    """Nobody is in a collective when a rank stops: the one before it tells."""
+    """No rank is in a collective when a rank stops: the previous rank reports it."""
     records = _Records()
     failures._LOG.addHandler(records)
     with detect_rank_failures(ranks, **QUICK):

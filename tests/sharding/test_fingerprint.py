@@ -383,7 +383,7 @@ def _of_global(value: float) -> Any:
 
 
 class _Filled:
-    """Fills with a number of its own, found by a method; the rest is nobody's business."""
+    """Fills with a number of its own, found by a method; the rest is not compared."""
 
     def __init__(self, value: float, rank: int = 0) -> None:
         self.value, self.rank = value, rank

@@ -260,7 +260,7 @@ def _sparse_wrapper(ranks: RankGroup, wrap: Any) -> type:
 def test_what_wraps_the_dense_part() -> None:
     assert worlds.run(2, _dense_wrapper, DDP({"bucket_cap_mb": 1})) == [DistributedDataParallel] * 2
     assert worlds.run(2, _dense_wrapper, None) == [Odd] * 2
-    assert worlds.run(1, _dense_wrapper, "ddp") == [Odd]  # nobody to share gradients with
+    assert worlds.run(1, _dense_wrapper, "ddp") == [Odd]  # no rank to share gradients with
     assert worlds.run(2, _sparse_wrapper, "ddp") == [Sparse] * 2  # nothing dense
 
 

@@ -1,4 +1,4 @@
-"""What the pipelines are made of: batches of any shape, loaders that end, the loop, rates."""
+"""The parts of pipelines: batches of any shape, loaders that end, the loop, rates."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

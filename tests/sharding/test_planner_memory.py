@@ -1,4 +1,4 @@
-"""What the planner says tables and batches take, beside what is then allocated: within 5 %."""
+"""The predicted memory of tables and batches against what is allocated: within 5 %."""
 
 from pathlib import Path
 from typing import Any

@@ -260,7 +260,7 @@ def test_weak_and_strong_scaling() -> None:
     assert lines[-1] == "Predicted, not measured."
 
 
-# Beside measurements
+# Against measurements
 
 
 def _compared(ranks: RankGroup) -> list[Point]:

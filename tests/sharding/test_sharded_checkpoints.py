@@ -108,7 +108,7 @@ def test_with_collections_that_are_not_sharded(plan: str, tmp_path: Path) -> Non
 
 
 def test_sketches_of_older_checkpoints_go_on_with_hash_key_0(tmp_path: Path) -> None:
-    """Their counters were hashed without one, and have none beside them."""
+    """Their counters were hashed without a hash key, and no hash key is saved with them."""
     name = "admission.sketches.hash_keys"
     saved, other = (models.source({"sketched": ("table", 0)}, seed) for seed in (0, 1))
     tree = {k: v for k, v in saved.state_dict().items() if not k.endswith(name)}

@@ -92,7 +92,7 @@ def test_other_tensor_trains_are_refused(
         load(model, make(saved).state_dict(), tmp_path)
     now = model.state_dict()
     for key in before:
-        # Tables beside it may have been loaded, of the same state dict, but nothing of this one.
+        # Other tables of the same state dict may have been loaded, but nothing of this one.
         assert torch.equal(now[key], before[key]) or (load is load_at_once and "plain" in key), key
 
 

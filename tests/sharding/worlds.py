@@ -198,7 +198,7 @@ def _name(function: Callable[..., Any]) -> str:
 def main(folder: str) -> None:
     """Import what the ranks need, then fork them whenever a world is asked for."""
     killed_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     import torch
 
     # Optimizers and DDP import dynamo when they are first used: once here, or in each rank.
@@ -222,7 +222,7 @@ def main(folder: str) -> None:
 
 
 def _be_rank(folder: str, number: int, rank: int) -> None:
-    """Do what is asked until nobody asks; does not return."""
+    """Run what is requested until requests end; does not return."""
     try:
         killed_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

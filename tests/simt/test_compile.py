@@ -68,7 +68,7 @@ def test_hot_kernels_do_not_spill(architecture: str) -> None:
 
 
 def test_cuda_library_has_every_op() -> None:
-    """The library loads beside any torch and registers a CUDA kernel for every op."""
+    """The library loads with any torch and registers a CUDA kernel for every op."""
     found = [Path(p) / "libemblib_cuda.so" for p in emblib.__path__]
     library = next((path for path in found if path.exists()), None)
     if library is None:

@@ -160,7 +160,7 @@ def write(directory: Path, board: Board, epochs: int = 1 << 30) -> None:
 
 
 def check(directory: Path, model: Model, board: Board) -> str:
-    """Open what a killed writer left and compare; make it anew if a bulk write was cut short."""
+    """Open what a killed writer left and compare; recreate it if a bulk write was interrupted."""
     phase = Phase(board.phase)
     under_way = phase == Phase.COMMITTING
     bulk = is_bulk(board.acknowledged + 1) and phase in (Phase.COMMITTING, Phase.OVERWRITING)

@@ -117,7 +117,7 @@ def test_training_equals_eager(optimizer: str) -> None:
     for seed in range(1, 4):
         twins.step(*batch(case, seed))
     twins.check_same()
-    assert twins.graphs == graphs, "compiled anew"
+    assert twins.graphs == graphs, "compiled again"
 
 
 def test_inductor_updates_tables_in_place() -> None:

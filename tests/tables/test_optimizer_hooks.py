@@ -1,4 +1,4 @@
-"""The numbers of an optimizer while a module trains, and what happens beside its kernels."""
+"""The hyperparameters of an optimizer while a module trains, and its work outside kernels."""
 
 from typing import Any
 

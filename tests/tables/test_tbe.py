@@ -312,7 +312,7 @@ def test_initial_weights_are_uniform_by_table() -> None:
         assert abs(table.mean().item()) < 0.1 * bound
 
 
-# What forward takes beside the batch: variable batch sizes, gradients wanted, known row counts
+# Further arguments of forward: variable batch sizes, gradients wanted, known row counts
 
 
 TABLES = [TableSpec(30, 4), TableSpec(7, 6), TableSpec(20, 3)]

@@ -20,7 +20,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import Shard, Span
 
 KEYS = "keys"
-_NOT_BY_KEY = "clock"  # lies beside the keys, too
+_NOT_BY_KEY = "clock"  # saved with the keys, but not by key
 
 
 def joined(

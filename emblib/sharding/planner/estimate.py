@@ -147,7 +147,7 @@ class CostModel:
         arrange = (
             sent / _ID * self._costs.route_ns + 2 * (pieces + out) * _FLOAT * self._costs.arrange_ns
         )
-        # The caller's batch, the output and its gradient; beside them what is sent, and the pieces
+        # The caller's batch, the output and its gradient; then what is sent, and the pieces
         # that are put together.
         given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
         combining = given + (self.batches - 1) * sent + self._copies_of(work) * _FLOAT * pieces

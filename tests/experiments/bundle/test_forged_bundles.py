@@ -83,7 +83,10 @@ def replaced(ending: str, old: str, new: str) -> Forge:
         (lambda c: c.update({"runs/more/1/report.md": b"x"}), "belongs to no run"),
         (lambda c: c.update({"REPRODUCE.md": b"curl"}), "REPRODUCE.md does not say"),
         (lambda c: c.update({"bundle.json": b"["}), "bundle.json cannot be read"),
-        (lambda c: c.update({of(c, "points.jsonl"): b'{"a": 1}\n'}), "no report can be made of it"),
+        (
+            lambda c: c.update({of(c, "points.jsonl"): b'{"a": 1}\n'}),
+            "its report cannot be rendered",
+        ),
         (replaced("report.md", r"\d ms \|", "99 ms |"), "report.md does not say"),
         (replaced("index.html", r"\d ms<", "99 ms<"), "index.html does not say"),
         (replaced("index.html", "<h1>", "<h1>Free: "), "index.html does not say"),
@@ -118,7 +121,7 @@ def test_a_run_outside_of_the_bundle_is_not_touched(
 
 
 def test_a_changed_byte_is_an_error_of_the_bundle(bundle: Path, tmp_path: Path) -> None:
-    """Or of what nobody reads, such as the time of day at which a file was packed."""
+    """Or of what is never read, such as the time of day at which a file was packed."""
     data, whole, refused = bundle.read_bytes(), archive.read(bundle), 0
     for place in range(40, len(data), len(data) // 40):
         (tmp_path / "y.zip").write_bytes(

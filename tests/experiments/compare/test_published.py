@@ -1,4 +1,4 @@
-"""Published figures beside ours: the rule of the verdicts, the files, the reports."""
+"""Published figures next to ours: the rule of the verdicts, the files, the reports."""
 
 from __future__ import annotations
 

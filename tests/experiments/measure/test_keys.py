@@ -1,4 +1,4 @@
-"""Tables of keys: what calls are made of, what is timed, who is found out, what is made of it."""
+"""Tables of keys: the calls, what is timed, wrong results that are detected, and the report."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _FILES = {
 }
 _NAMED = {name: re.search(r"^kind: (\w+)", text, re.MULTILINE) for name, text in _FILES.items()}
 KINDS = {name: named[1] if named else "time" for name, named in _NAMED.items()}
-# Those that lead their processes themselves have pages of their own, and tests beside them.
+# Those that lead their processes themselves have pages of their own, and tests of their own.
 REPORTED = [name for name, kind in KINDS.items() if not kinds.find(kind).rebuilds]
 NOT_HERE = ("missing", "unsupported")  # an optional package that is not installed is no failure
 TIMED = [name for name, kind in KINDS.items() if kind == "time"]
@@ -219,7 +219,7 @@ def test_results_csv_is_the_table(smoke_runs: Mapping[str, Path]) -> None:
 
 
 def test_a_report_needs_no_torch() -> None:
-    """It is made of numbers; whoever only reads results does not wait for torch."""
+    """It needs only numbers: reading results does not import torch."""
     modules = ("report.pages", "compare.pages", "gallery", "bundle.verify", "reference")
     imports = "".join(f"import experiments.{module}; " for module in modules)
     program = f"{imports}import sys; sys.exit('torch' in sys.modules)"
@@ -323,7 +323,7 @@ def test_one_process_has_no_interval_and_two_take_that_of_the_run(tmp_path: Path
 
 
 def test_an_open_question_says_what_could_have_been_seen(tmp_path: Path) -> None:
-    """A baseline beside itself under another name: no difference, and too few rounds to say so."""
+    """A baseline against itself under another name: no difference, and too few rounds to say so."""
     path = make_run(tmp_path, Recipe(words=(*SMALL, "report.subject=torch"), rounds=2))
     records = lines(path)
     for number, record in enumerate(records):

@@ -30,7 +30,7 @@ class FakeCuda(SimpleNamespace):
     used, reserved, most, retries, other = 100, 1000, 100, 0, 0
 
     def run(self) -> None:
-        """A call that allocates 50 bytes, makes torch reserve 500, and 30 beside torch."""
+        """A call that allocates 50 bytes, makes torch reserve 500, and 30 outside torch."""
         self.used, self.most, self.reserved = 110, 150, 1500
         self.retries, self.other = self.retries + 2, 30
 
