@@ -28,7 +28,10 @@ EXPLAINED: dict[str, tuple[str, str]] = {
         "the CPU's frequency governor is not 'performance'",
         "cpupower frequency-set -g performance",
     ),
-    "virtual": ("this is a virtual machine, whose neighbours are not seen", "use a dedicated one"),
+    "virtual": (
+        "a virtual machine: the load of its neighbours is not visible",
+        "use a dedicated one",
+    ),
     "quota": (
         "a container may use fewer cores' worth of time than there are threads",
         "set device.threads to the quota",
@@ -45,8 +48,8 @@ EXPLAINED: dict[str, tuple[str, str]] = {
         "the GPU's clock moved by more than 2 % while it was measured",
         "nvidia-smi -lgc MHZ as administrator, -rgc afterwards",
     ),
-    "slowed": ("the GPU is slower than it could be even before it is measured", "cool it"),
-    "hot": ("the GPU is hot already before it is measured", "let it cool"),
+    "slowed": ("the GPU is throttled before the measurement", "cool it"),
+    "hot": ("the GPU is hot before the measurement", "let it cool"),
     "power_limit": (
         "the GPU's power limit is below its default",
         "nvidia-smi -pl WATTS as administrator",
@@ -55,7 +58,7 @@ EXPLAINED: dict[str, tuple[str, str]] = {
         "the driver unloads when no process uses it, so that first calls are slow",
         "nvidia-smi -pm 1 as administrator",
     ),
-    "mig": ("the GPU is a slice of one; its neighbours share memory bandwidth", "use a whole GPU"),
+    "mig": ("a slice of a GPU: other slices share its memory bandwidth", "use a whole GPU"),
     "nvml_absent": (
         "the GPU's clocks, temperature and throttling are not observed",
         "pip install nvidia-ml-py",

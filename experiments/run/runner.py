@@ -162,7 +162,7 @@ def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) 
     left_out = len(kinds.expand(dataclasses.replace(config, where=[], exclude=[]))) - len(cells)
     ruled_out = f" ({left_out} left out by where and exclude)" * bool(left_out)
     flags = environment["preflight"]["flags"]
-    warning = f"\nnot at its best for measuring: {', '.join(map(explain, flags))}" * bool(flags)
+    warning = f"\nmeasurements may be less precise: {', '.join(map(explain, flags))}" * bool(flags)
     return (
         f"{config.name} · {text.count(len(cells), 'cell')}{ruled_out} × {processes} · "
         f"{environment['device']} · torch {environment['torch']} · {code}{warning}"
