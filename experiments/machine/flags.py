@@ -5,7 +5,7 @@ from __future__ import annotations
 # flag -> (what it means for the numbers, what would help)
 EXPLAINED: dict[str, tuple[str, str]] = {
     "throttled": (
-        "the machine slowed itself in rounds that count, after being given time to recover",
+        "the machine throttled in counted rounds, after time to recover",
         "cool it, raise the power limit, or lock lower clocks",
     ),
     "stolen_time": (
