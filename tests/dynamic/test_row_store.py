@@ -299,7 +299,7 @@ def test_a_transaction_that_is_gone_is_told(tmp_path: Path) -> None:
     store.open(TABLES)
     store.put(1, random_rows([1], 40, seed=1))
     store._run("ROLLBACK")
-    with pytest.raises(RuntimeError, match="went back to its last flush"):
+    with pytest.raises(RuntimeError, match="rolled back to its last flush"):
         store._run("no statement")
     with pytest.raises(RuntimeError, match="until it is closed"):
         store.size(1)

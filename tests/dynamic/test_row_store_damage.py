@@ -37,7 +37,7 @@ class History:
     """A store that is written to, with what each flush left."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(disk, "_LEAST", 4)
+        patch.setattr(disk, "_MIN_CAPACITY", 4)
         directory.mkdir()
         self.recorder = Recorder(directory, expected=Expected(0))
         self.recorder.on_sync = self._on_sync

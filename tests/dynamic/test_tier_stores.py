@@ -290,7 +290,7 @@ def test_bad_arguments_are_told(tmp_path: Path) -> None:
         DynamicEmbeddingBags(spec, optim.External(), backing=BackingStore(HostRows(64)))
     with pytest.raises(ValueError, match="needs an eviction"):
         HostRows(64, "none")
-    with pytest.raises(ValueError, match="one a table"):
+    with pytest.raises(ValueError, match="one per table"):
         DynamicEmbeddingBags(spec, backing=BackingStore(HostRows((64, 64))))
     module = DynamicEmbeddingBags(
         spec, backing=BackingStore(DiskRows(tmp_path / "rows"), max_misses=10)

@@ -1,14 +1,18 @@
-"""Rows behind dynamic tables in files: mapped into memory, with commits that survive kills.
+"""DiskRows: a backing store in memory-mapped files, whose commits survive a killed process.
 
-A directory holds one store: the files of `emblib.dynamic.tiers.disk`, `rows.json` (what the
-tables are, the number of the last commit, how many places it knew, the checksums of the checksums,
-and its note; replacing it is the commit), `journal` (rows as they were at the last commit, see
-`emblib.tables.journal`) and `lock`.
+The directory of a store has these files:
 
-The order that makes it safe is that of `DiskStore`: a place that was in use at the last commit is
-in the journal before it changes, and everything is in the files before `rows.json` is replaced.
-Places that were given since then need no journal: opening cuts them off. Checksums are renewed,
-verified and journaled as those of `DiskStore` are.
+- `heads_<t>.bin` and `rows_<t>.bin` per table: a head (used, key, stamp, score) and the values per
+  slot; each with a file of page checksums
+- `rows.json`: the layout of the tables, the number of the last commit, its slots per table, the
+  root checksums and the note; replacing this file is the commit
+- `journal`: rows as of the last commit, see `emblib.tables.journal`
+- `lock`
+
+Writes are ordered as in `DiskStore`: a slot in use at the last commit is journaled before it
+changes, and all files are flushed before `rows.json` is replaced. Slots assigned after the last
+commit need no journal, since opening truncates the files. Checksums are updated, verified and
+journaled as in `DiskStore`.
 """
 
 import json
@@ -56,43 +60,43 @@ from emblib.tables.page_sums import (
     pages_of,
 )
 
-# An index reserves address space for all that it may ever hold, and systems that limit that, or the
-# data of a process, count it whole. So a small one is replaced by one of `_STEP` times its room.
-_LEAST = 1 << 16
-_STEP = 16
-_ROOM = 0.75  # of an index, for keys: few find both of their buckets full below it
+# An index reserves address space for its full capacity, and limits on the address space or data of
+# a process count all of it. So an index starts small, and is replaced by larger ones as it fills.
+_MIN_CAPACITY = 1 << 16
+_GROWTH = 16
+_MAX_LOAD = 0.75  # of an index: below it few keys find both of their buckets full
 
 
 class SlotAllocator:
-    """Places for keys: the ones freed last are given again first, then `high` and up."""
+    """A map from keys to slots of a file; the slots freed last are reused first."""
 
     def __init__(self) -> None:
-        self._make(_LEAST)
+        self._make(_MIN_CAPACITY)
         self._free: list[int] = []
-        self.high = 0  # no place at or beyond was ever given
+        self.high = 0  # end of the slots that were ever assigned
 
     def _make(self, capacity: int) -> None:
-        """Return an empty map for a number of slots."""
+        """Create an empty map of a capacity."""
         spec = DynamicSpec(
             capacity, 1, initial_capacity=min(1024, capacity), eviction=Eviction.NONE
         )
-        # No place depends on the hash, so it is another one each time.
+        # No slot depends on the hash, so a random hash key does.
         self._index = HashIndex([spec], "cpu", [secrets.randbits(64) - (1 << 63)])
         self._by_slot = memory.reserve(spec.rows, torch.int64, torch.device("cpu"))
-        self._crowded: dict[int, int] = {}  # keys both of whose buckets are full
+        self._overflow_keys: dict[int, int] = {}  # keys both of whose buckets are full
 
-    def _make_room(self, keys: int) -> None:
-        """Take a larger index where `keys` more would crowd this one."""
-        wanted = (self.size + keys) / _ROOM
+    def _reserve(self, keys: int) -> None:
+        """Move to a larger index if `keys` more would exceed the maximum load."""
+        wanted = (self.size + keys) / _MAX_LOAD
         capacity = self._by_slot.numel()
         if wanted <= capacity:
             return
         while capacity < wanted:
-            capacity *= _STEP
+            capacity *= _GROWTH
         there = self._index.export(0)
-        crowded = torch.tensor([*self._crowded.items()], dtype=torch.int64).view(-1, 2)
-        all_keys = torch.cat([there.keys, crowded[:, 0]])
-        places = torch.cat([self._by_slot[there.slots], crowded[:, 1]])
+        overflow = torch.tensor([*self._overflow_keys.items()], dtype=torch.int64).view(-1, 2)
+        all_keys = torch.cat([there.keys, overflow[:, 0]])
+        places = torch.cat([self._by_slot[there.slots], overflow[:, 1]])
         self._make(capacity)
         self._set(all_keys, places)
 
@@ -101,22 +105,22 @@ class SlotAllocator:
 
     @property
     def size(self) -> int:
-        """How many keys have one."""
-        return self._index.size(0) + len(self._crowded)
+        """The number of keys with a slot."""
+        return self._index.size(0) + len(self._overflow_keys)
 
     def find(self, keys: Tensor) -> Tensor:
         """Return the slot of each key, -1 for none."""
         slots = self._index.find(Keys.of(keys))
         places = torch.where(slots < 0, -1, self._by_slot[slots.clamp(min=0)])
-        if self._crowded:
+        if self._overflow_keys:
             for at in (slots < 0).nonzero().view(-1).tolist():
-                places[at] = self._crowded.get(int(keys[at]), -1)
+                places[at] = self._overflow_keys.get(int(keys[at]), -1)
         return places
 
     def add(self, keys: Tensor) -> Tensor:
-        """Places for distinct keys that have none."""
+        """Assign slots to distinct keys that have none, and return them."""
         count = keys.numel()
-        self._make_room(count)
+        self._reserve(count)
         reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
         fresh = torch.arange(self.high, self.high + count - len(reused))
         self.high += fresh.numel()
@@ -129,20 +133,20 @@ class SlotAllocator:
         slots = self._index.insert(Keys.of(keys), rows=rows).slots
         there = slots >= 0
         self._by_slot[slots[there]] = places[there]
-        crowded = zip(keys[~there].tolist(), places[~there].tolist(), strict=True)
-        self._crowded.update(crowded)
+        overflow = zip(keys[~there].tolist(), places[~there].tolist(), strict=True)
+        self._overflow_keys.update(overflow)
 
     def remove(self, keys: Tensor) -> None:
-        """Free the places of distinct keys that have one."""
+        """Free the slots of distinct keys, all of which have one."""
         self._free += self.find(keys).tolist()
         slots = self._index.erase(Keys.of(keys))
         for key in keys[slots < 0].tolist():
-            del self._crowded[key]
+            del self._overflow_keys[key]
 
     def restore(self, keys: Tensor, places: Tensor, high: int) -> None:
-        """Begin with these, the other places below `high` being free."""
-        self._make(_LEAST)
-        self._make_room(keys.numel())
+        """Replace the map by these keys and slots; the other slots below `high` are free."""
+        self._make(_MIN_CAPACITY)
+        self._reserve(keys.numel())
         self._set(keys, places)
         free = torch.ones(high, dtype=torch.bool)
         free[places] = False
@@ -150,12 +154,12 @@ class SlotAllocator:
         self.high = high
 
 
-HEAD = 4  # int64 of a head
-_LEAST_row_files = 1024  # places of a file
+HEAD = 4  # int64 per head: used, key, stamp, score
+_MIN_SLOTS = 1024  # of a file
 
 
 class GrowingFile:
-    """Rows of `width` bytes in one file, mapped as `rows`, uint8 `[count, width]`."""
+    """A file of rows of `width` bytes, mapped as `rows`, uint8 `[count, width]`."""
 
     def __init__(self, path: Path, width: int) -> None:
         self.path, self.width = path, width
@@ -164,7 +168,7 @@ class GrowingFile:
         self.rows = torch.empty(0, width, dtype=torch.uint8)
 
     def begin(self, count: int) -> None:
-        """Map the first `count` rows and forget the rest of the file."""
+        """Map the first `count` rows and truncate the rest of the file."""
         if os.fstat(self._handle).st_size < count * self.width:
             raise RuntimeError(
                 f"{self.path} is shorter than its {count} rows; delete the directory and start "
@@ -174,10 +178,10 @@ class GrowingFile:
         self.grow(count)
 
     def grow(self, count: int) -> None:
-        """At least `count` rows; new ones are zeros.
+        """Grow to at least `count` rows; new rows are zeros.
 
         Raises:
-            OSError: the disk is full; the rows are as before.
+            OSError: the disk is full; the rows are unchanged.
         """
         size = count * self.width
         if not size:
@@ -190,7 +194,7 @@ class GrowingFile:
         self.rows = torch.frombuffer(self.mapped, dtype=torch.uint8).view(count, self.width)
 
     def flush(self) -> None:
-        """Have what was written on the disk itself."""
+        """Flush the file to the disk."""
         durable_files.sync_file(self._handle, self.path)
 
     def close(self) -> None:
@@ -199,10 +203,10 @@ class GrowingFile:
 
 
 class RowFile:
-    """One table in its files: where each key is, and which keys are above.
+    """The files of one table, the slot of each key, and which rows are in the fast tier.
 
-    A row that is lifted keeps its place, with the bytes of the last commit, until a commit says
-    where it went. Places beyond `committed` were free at the last commit.
+    A promoted row keeps its slot, with the bytes of the last commit, until the next commit;
+    `in_fast_tier` marks it. Slots from `committed` on were free at the last commit.
     """
 
     def __init__(self, directory: Path, number: int, table: StoredTable) -> None:
@@ -218,25 +222,25 @@ class RowFile:
         ]
         self.count = 0
         self.committed = 0
-        self.journaled, self.above = zeros(0), zeros(0)  # uint8 by place
+        self.journaled, self.in_fast_tier = zeros(0), zeros(0)  # uint8 by slot
 
     def begin(self, committed: int) -> None:
-        """Map what was there at the last commit, before it is rolled back to."""
+        """Map the slots of the last commit, before the journal is rolled back."""
         self.committed = committed
-        self.places = SlotAllocator()
-        self._resize(max(committed, _LEAST_row_files), begin=True)
+        self.allocator = SlotAllocator()
+        self._resize(max(committed, _MIN_SLOTS), begin=True)
 
     def add_sums(self, committed: int) -> None:
-        """Make room for checksums in the files of a store that has none yet."""
+        """Allocate checksum files for a store that has none yet."""
         for file, sums in zip(self._files, self._sum_files, strict=True):
             sums.grow(num_pages(committed * file.width))
 
     def find_keys(self) -> None:
-        """Learn from the heads which key is where."""
+        """Read the slot of each key from the heads."""
         heads = self._words()[: self.committed]
         at = (heads[:, 0] != 0).nonzero().squeeze(1)
-        self.places = SlotAllocator()
-        self.places.restore(heads[at, 1], at, self.committed)
+        self.allocator = SlotAllocator()
+        self.allocator.restore(heads[at, 1], at, self.committed)
 
     def _resize(self, count: int, *, begin: bool = False) -> None:
         for file, sum_file in zip(self._files, self._sum_files, strict=True):
@@ -248,40 +252,40 @@ class RowFile:
         for file, sum_file, sums in zip(self._files, self._sum_files, self.sums, strict=True):
             sums.resize(file.mapped, sum_file.mapped)
             sums.length = self.committed * file.width
-        journaled, above = zeros(count), zeros(count)
+        journaled, in_fast_tier = zeros(count), zeros(count)
         if not begin:
-            journaled[: self.count], above[: self.count] = self.journaled, self.above
+            journaled[: self.count], in_fast_tier[: self.count] = self.journaled, self.in_fast_tier
         journaled[max(self.committed, 0 if begin else self.count) :] = 1
-        self.journaled, self.above, self.count = journaled, above, count
+        self.journaled, self.in_fast_tier, self.count = journaled, in_fast_tier, count
 
     def _words(self) -> Tensor:
         return self.heads.rows.view(torch.int64)
 
     @property
     def block(self) -> Block:
-        """The table as the journal knows it."""
+        """The journal's block of the table."""
         return Block(0, self.count, [self.heads.rows, self.values.rows])
 
     @property
     def sum_blocks(self) -> list[Block]:
-        """The checksums of heads and values as the journal knows them."""
+        """The journal's blocks of the checksums of heads and of values."""
         return [Block(0, sums.sums.shape[0], [sums.sums]) for sums in self.sums]
 
-    def change(self, places: Tensor) -> None:
-        """Note that rows and heads at places are about to be written.
+    def change(self, slots: Tensor) -> None:
+        """Note that rows and heads at slots are about to be written.
 
         Raises:
-            ChecksumError: what else is on their pages is not as the last commit left it.
+            ChecksumError: their pages differ from the last commit.
         """
-        self.change_heads(places)
-        self.sums[1].change(pages_of(places * self.row_bytes, self.row_bytes))
+        self.change_heads(slots)
+        self.sums[1].change(pages_of(slots * self.row_bytes, self.row_bytes))
 
-    def change_heads(self, places: Tensor) -> None:
-        """Note that heads at places are about to be written, see `change`."""
-        self.sums[0].change(pages_of(places * self.heads.width, self.heads.width))
+    def change_heads(self, slots: Tensor) -> None:
+        """Note that heads at slots are about to be written, see `change`."""
+        self.sums[0].change(pages_of(slots * self.heads.width, self.heads.width))
 
     def sums_to_renew(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield 0 for heads or 1 for values, pages that changed, and their new checksums."""
+        """Yield the kind (0 heads, 1 values), changed pages, and their new checksums."""
         for kind, (file, sums) in enumerate(zip(self._files, self.sums, strict=True)):
             length = self.top * file.width
             sums.extend(length)
@@ -289,75 +293,75 @@ class RowFile:
                 yield kind, pages, fresh
 
     def roots(self) -> list[int]:
-        """Return the checksums of the checksums, for the places in use."""
+        """Return the root checksums of heads and of values, for the slots in use."""
         pairs = zip(self._files, self.sums, strict=True)
         return [sums.root(self.top * file.width) for file, sums in pairs]
 
-    def place(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Places for distinct keys, and which of the keys are new."""
-        places = self.places.find(keys)
-        new = keys[places < 0]
-        places[places < 0] = self.places.add(new)
-        if self.places.high > self.count:
+    def assign(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the slots of distinct keys, assigning missing ones, and the new keys."""
+        slots = self.allocator.find(keys)
+        new = keys[slots < 0]
+        slots[slots < 0] = self.allocator.add(new)
+        if self.allocator.high > self.count:
             try:
-                self._resize(max(self.places.high, self.count + self.count // 4))
+                self._resize(max(self.allocator.high, self.count + self.count // 4))
             except OSError:
-                self.places.remove(new)
+                self.allocator.remove(new)
                 raise
-        return places, new
+        return slots, new
 
-    def write(self, places: Tensor, rows: StoredRows) -> None:
-        """Rows and heads at places that are in the journal."""
-        used = torch.ones_like(places)
+    def write(self, slots: Tensor, rows: StoredRows) -> None:
+        """Write rows and heads to slots that are journaled already."""
+        used = torch.ones_like(slots)
         heads = torch.stack([used, rows.keys, rows.stamps, rows.scores], dim=1)
-        self._words().index_copy_(0, places, heads)
-        self.values.rows.index_copy_(0, places, rows.values)
+        self._words().index_copy_(0, slots, heads)
+        self.values.rows.index_copy_(0, slots, rows.values)
 
-    def rows(self, places: Tensor) -> StoredRows:
+    def rows(self, slots: Tensor) -> StoredRows:
         """Return the rows at slots, after verifying their pages at first use."""
-        self.sums[1].check(pages_of(places * self.row_bytes, self.row_bytes))
-        heads = self._words()[places]
-        return StoredRows.from_words(heads[:, 1:].T.contiguous(), self.values.rows[places])
+        self.sums[1].check(pages_of(slots * self.row_bytes, self.row_bytes))
+        heads = self._words()[slots]
+        return StoredRows.from_words(heads[:, 1:].T.contiguous(), self.values.rows[slots])
 
-    def differing(self, places: Tensor, rows: StoredRows) -> Tensor:
-        """Which of `rows` are not what their places hold."""
-        current = self.rows(places)
+    def differing(self, slots: Tensor, rows: StoredRows) -> Tensor:
+        """Return which of `rows` differ from the content of their slots."""
+        current = self.rows(slots)
         same = (current.keys == rows.keys) & (current.values == rows.values).all(dim=1)
         same &= (current.stamps == rows.stamps) & (current.scores == rows.scores)
-        return ~(same & (self._words()[places, 0] != 0))
+        return ~(same & (self._words()[slots, 0] != 0))
 
-    def here(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of the keys that are here and not above, and their places."""
-        places = self.places.find(keys)
-        at = (places >= 0).nonzero().squeeze(1)
-        at = at[self.above[places[at]] == 0]
-        return at, places[at]
+    def find_stored(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions of keys stored here and not in the fast tier, and their slots."""
+        slots = self.allocator.find(keys)
+        at = (slots >= 0).nonzero().squeeze(1)
+        at = at[self.in_fast_tier[slots[at]] == 0]
+        return at, slots[at]
 
     @property
     def top(self) -> int:
-        """No place at or beyond holds a row."""
-        return min(self.places.high, self.count)  # more were given where the disk was full
+        """The end of the slots that may hold a row."""
+        return min(self.allocator.high, self.count)  # `high` exceeds `count` after a full disk
 
-    def live(self) -> Tensor:
-        """Places of all keys that are here and not above, ascending."""
+    def stored_slots(self) -> Tensor:
+        """Return the slots of all rows that are not in the fast tier, ascending."""
         used = self._words()[: self.top, 0] != 0
-        return (used & (self.above[: self.top] == 0)).nonzero().squeeze(1)
+        return (used & (self.in_fast_tier[: self.top] == 0)).nonzero().squeeze(1)
 
     def size(self) -> int:
-        """How many keys are here and not above."""
-        return self.places.size - int(self.above[: self.top].sum(dtype=torch.int64))
+        """Return the number of rows that are not in the fast tier."""
+        return self.allocator.size - int(self.in_fast_tier[: self.top].sum(dtype=torch.int64))
 
     def found(self, keys: Tensor) -> FoundRows:
         """Return the rows of the stored keys."""
-        at, places = self.here(keys)
-        return FoundRows(at, self.rows(places))
+        at, slots = self.find_stored(keys)
+        return FoundRows(at, self.rows(slots))
 
-    def free(self, places: Tensor) -> None:
-        """Places in the journal that are used no more."""
+    def free(self, slots: Tensor) -> None:
+        """Free slots that are journaled already."""
         words = self._words()
-        self.places.remove(words[places, 1])
-        words[places, 0] = 0
-        self.above[places] = 0
+        self.allocator.remove(words[slots, 1])
+        words[slots, 0] = 0
+        self.in_fast_tier[slots] = 0
 
     def after_commit(self) -> None:
         """Record that the files hold the last commit."""
@@ -368,7 +372,7 @@ class RowFile:
             sums.after_commit(self.committed * file.width)
 
     def flush(self) -> None:
-        """Have what was written on the disk itself."""
+        """Flush all files to the disk."""
         for file in (*self._files, *self._sum_files):
             file.flush()
 
@@ -379,7 +383,7 @@ class RowFile:
 
 
 def _describe(table: str, width: int, begin: int, end: int) -> str:
-    """Which rows of a table lie in bytes `[begin, end)` of a file."""
+    """Describe the rows of a table in bytes `[begin, end)` of a file."""
     return f"rows {begin // width} to {(end - 1) // width} of table {table!r}"
 
 
@@ -391,14 +395,14 @@ _FORMAT = 2
 class DiskRows:
     """A `RowStore` in the files of a directory, e.g. `DiskRows("~/rows")`.
 
-    It takes as many rows as fit on the disk. A row keeps its room there while it is above, so the
-    files are as large as both tiers. Opening reads and verifies 32 bytes per row; when the rest is
-    verified against its checksums, `verify` says.
+    It stores as many rows as fit on the disk. A promoted row keeps its slot, so the files are as
+    large as both tiers. Opening reads and verifies 32 bytes per row; `verify` selects when the
+    other bytes are verified against their checksums.
     """
 
     def __init__(self, directory: str | Path, verify: Verify | str = Verify.TOUCH) -> None:
         self._verify = Verify(verify)
-        self._shelves: list[RowFile] = []
+        self._row_files: list[RowFile] = []
         self._lock: int | None = None
         self._process = -1
         self.directory = Path(directory).expanduser()
@@ -414,7 +418,7 @@ class DiskRows:
             BlockingIOError: the store is open elsewhere, in this process or another one.
             ValueError: the directory holds something else, or tables of another layout.
             RuntimeError: the files are damaged.
-            ChecksumError: a page is not as the last commit left it.
+            ChecksumError: a page differs from the last commit.
         """
         self.close()
         self._syncs = SyncGuard(self.directory)
@@ -434,41 +438,41 @@ class DiskRows:
             self._epoch, self._roots = 0, [[0, 0] for _ in self._tables]
             self._write_store(0, [0] * len(self._tables), "")
             flush_directory(self.directory)
-        places = self._read_store()
-        for t, (table, committed) in enumerate(zip(self._tables, places, strict=True)):
-            shelf = RowFile(self.directory, t, table)
-            self._shelves.append(shelf)
+        slots = self._read_store()
+        for t, (table, committed) in enumerate(zip(self._tables, slots, strict=True)):
+            row_file = RowFile(self.directory, t, table)
+            self._row_files.append(row_file)
             if self._unchecked or self._verify is Verify.OFF:
-                shelf.add_sums(committed)
-            shelf.begin(committed)
+                row_file.add_sums(committed)
+            row_file.begin(committed)
         self._journal = Journal(self.directory / _JOURNAL, self._blocks())
-        flush_directory(self.directory)  # the files' names, before anything relies on them
+        flush_directory(self.directory)  # makes the names of the files durable
         if self._epoch:
             self._recover()
         self._journal.clear()
-        for shelf in self._shelves:
-            shelf.find_keys()
+        for row_file in self._row_files:
+            row_file.find_keys()
 
     def _blocks(self) -> list[Block]:
         """Return the journal's blocks: all rows, then all checksums."""
-        sums = [block for shelf in self._shelves for block in shelf.sum_blocks]
-        return [*(shelf.block for shelf in self._shelves), *sums]
+        sums = [block for row_file in self._row_files for block in row_file.sum_blocks]
+        return [*(row_file.block for row_file in self._row_files), *sums]
 
     def _recover(self) -> None:
-        """Go back to the last commit and verify what must be verified now."""
+        """Roll back to the last commit, and verify checksums as `verify` requires on opening."""
         if self._journal.roll_back(self._epoch):
-            for shelf in self._shelves:
-                shelf.flush()
+            for row_file in self._row_files:
+                row_file.flush()
         if self._verify is Verify.OFF:
-            for sums in (sums for shelf in self._shelves for sums in shelf.sums):
+            for sums in (sums for row_file in self._row_files for sums in row_file.sums):
                 sums.accept_all()
             return
         interrupted = self._journal.interrupted
         with explained(interrupted=interrupted):
-            for shelf, roots in zip(self._shelves, self._roots, strict=True):
-                for sums, root in zip(shelf.sums, roots, strict=True):
+            for row_file, roots in zip(self._row_files, self._roots, strict=True):
+                for sums, root in zip(row_file.sums, roots, strict=True):
                     sums.check_root(root)
-                heads, values = shelf.sums
+                heads, values = row_file.sums
                 heads.check_all()
                 if interrupted or self._verify is Verify.OPEN:
                     values.check_all()
@@ -491,7 +495,7 @@ class DiskRows:
                 saved = unseal(saved)
                 self._roots = [[int(root) for root in pair] for pair in saved["checksums"]]
             self._epoch, self.note = int(saved["commit"]), str(saved["note"])
-            places = [int(count) for count in saved["places"]]
+            slots = [int(count) for count in saved["places"]]
         if self._unchecked:
             check_upgrade(self.directory, self._verify)
         if layout != self._layout():
@@ -499,171 +503,178 @@ class DiskRows:
                 f"{self.directory} holds tables of another layout: {layout}, asked for are "
                 f"{self._layout()}; name another directory"
             )
-        return places
+        return slots
 
-    def _write_store(self, epoch: int, places: list[int], note: str) -> None:
-        """Replace `rows.json` in one go."""
+    def _write_store(self, epoch: int, slots: list[int], note: str) -> None:
+        """Replace `rows.json` atomically."""
         content = {
             "commit": epoch,
-            "places": places,
+            "places": slots,
             "note": note,
             "checksums": self._roots,
             "layout": self._layout(),
         }
         replace_json(self.directory / _STORE, seal(content))
 
-    def _shelf(self, table: int) -> RowFile:
+    def _row_file(self, table: int) -> RowFile:
         if self._process != os.getpid():
             raise RuntimeError(
                 f"the store in {self.directory} is used by the process that opened it and until "
                 "it is closed; open() it first"
             )
-        return self._shelves[table]
+        return self._row_files[table]
 
-    def _protect(self, table: int, places: Tensor) -> None:
-        """Journal places as they were at the last commit, once between two commits."""
+    def _protect(self, table: int, slots: Tensor) -> None:
+        """Journal the last commit's content of slots, once between two commits."""
         self._syncs.check()
-        shelf = self._shelves[table]
-        places = places[shelf.journaled[places] == 0]
-        if places.numel():
+        row_file = self._row_files[table]
+        slots = slots[row_file.journaled[slots] == 0]
+        if slots.numel():
             with self._syncs.watch():
                 self._journal.begin(self._epoch)
                 self._journal.blocks = self._blocks()
-                for part in self._journal.append(table, places):
-                    shelf.journaled[part] = 1
+                for part in self._journal.append(table, slots):
+                    row_file.journaled[part] = 1
 
-    def _write(self, table: int, places: Tensor, new: Tensor, rows: StoredRows) -> None:
-        shelf = self._shelves[table]
+    def _write(self, table: int, slots: Tensor, new: Tensor, rows: StoredRows) -> None:
+        row_file = self._row_files[table]
         try:
-            shelf.change(places)
-            self._protect(table, places)
+            row_file.change(slots)
+            self._protect(table, slots)
         except (OSError, RuntimeError):
-            shelf.places.remove(new)
+            row_file.allocator.remove(new)
             raise
-        shelf.write(places, rows)
+        row_file.write(slots, rows)
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
-        return self._shelf(table).found(keys.detach().to("cpu", torch.int64))
+        return self._row_file(table).found(keys.detach().to("cpu", torch.int64))
 
     def lift(self, table: int, keys: Tensor) -> None:
-        """See `RowStore`; nothing is written."""
-        shelf = self._shelf(table)
-        _, places = shelf.here(keys)
-        shelf.above[places] = 1
+        """See `RowStore`; this writes to no file."""
+        row_file = self._row_file(table)
+        _, slots = row_file.find_stored(keys)
+        row_file.in_fast_tier[slots] = 1
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
-        """See `RowStore`; nothing leaves."""
-        shelf = self._shelf(table)
+        """See `RowStore`; no row is dropped."""
+        row_file = self._row_file(table)
         rows = check_row(self._tables[table], rows)
-        places, new = shelf.place(rows.keys)
-        self._write(table, places, new, rows)
-        shelf.above[places] = 0
-        return StoredRows.none(shelf.row_bytes)
+        slots, new = row_file.assign(rows.keys)
+        self._write(table, slots, new, rows)
+        row_file.in_fast_tier[slots] = 0
+        return StoredRows.none(row_file.row_bytes)
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
-        shelf = self._shelf(table)
-        at, _ = shelf.here(keys)
-        here = torch.zeros(keys.numel(), dtype=torch.bool)
-        here[at] = True
-        places = shelf.places.find(keys)
-        self._free(table, places[places >= 0])
-        return here
+        row_file = self._row_file(table)
+        at, _ = row_file.find_stored(keys)
+        is_stored = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_stored[at] = True
+        slots = row_file.allocator.find(keys)
+        self._free(table, slots[slots >= 0])
+        return is_stored
 
-    def _free(self, table: int, places: Tensor) -> None:
-        self._shelves[table].change_heads(places)
-        self._protect(table, places)
-        self._shelves[table].free(places)
+    def _free(self, table: int, slots: Tensor) -> None:
+        self._row_files[table].change_heads(slots)
+        self._protect(table, slots)
+        self._row_files[table].free(slots)
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        shelf, gone = self._shelf(table), []
-        for places in shelf.live().split(BATCH):
-            rows = shelf.rows(places)
+        row_file, expired = self._row_file(table), []
+        for slots in row_file.stored_slots().split(BATCH):
+            rows = row_file.rows(slots)
             old = rows.stamps < before
-            self._free(table, places[old])
-            gone.append(rows.keys[old])
-        return torch.cat([torch.empty(0, dtype=torch.int64), *gone])
+            self._free(table, slots[old])
+            expired.append(rows.keys[old])
+        return torch.cat([torch.empty(0, dtype=torch.int64), *expired])
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
-        shelf = self._shelf(table)
-        for places in shelf.live().split(batch):
-            if places.numel():
-                yield shelf.rows(places)
+        row_file = self._row_file(table)
+        for slots in row_file.stored_slots().split(batch):
+            if slots.numel():
+                yield row_file.rows(slots)
 
     def size(self, table: int) -> int:
         """See `RowStore`."""
-        return self._shelf(table).size()
+        return self._row_file(table).size()
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""
-        for places in self._shelf(table).live().split(BATCH):
-            self._free(table, places)
+        for slots in self._row_file(table).stored_slots().split(BATCH):
+            self._free(table, slots)
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        """See `RowStore`; of the rows of the fast tier it writes those that changed."""
+        """See `RowStore`; writes only rows of the fast tier that changed."""
         for t, parts in enumerate(fast_rows):
-            shelf = self._shelf(t)
-            was_above = shelf.above.clone()
+            row_file = self._row_file(t)
+            was_in_fast_tier = row_file.in_fast_tier.clone()
             for rows in parts:
-                was_above = self._write_above(t, check_row(self._tables[t], rows), was_above)
-            self._free(t, was_above.nonzero().squeeze(1))
+                was_in_fast_tier = self._write_fast_rows(
+                    t, check_row(self._tables[t], rows), was_in_fast_tier
+                )
+            self._free(t, was_in_fast_tier.nonzero().squeeze(1))
         self._commit(note)
 
-    def _write_above(self, table: int, rows: StoredRows, was_above: Tensor) -> Tensor:
-        """Write rows of the tier above and mark them as such; they leave `was_above`."""
-        shelf = self._shelves[table]
-        places, new = shelf.place(rows.keys)
-        differing = shelf.differing(places, rows)
-        self._write(table, places[differing], new, rows.at(differing))
-        shelf.above[places] = 1
-        if was_above.numel() < shelf.count:
-            was_above = torch.cat([was_above, shelf.above.new_zeros(shelf.count - len(was_above))])
-        was_above[places] = 0
-        return was_above
+    def _write_fast_rows(self, table: int, rows: StoredRows, was_in_fast_tier: Tensor) -> Tensor:
+        """Write rows of the fast tier and mark them; return `was_in_fast_tier` without them."""
+        row_file = self._row_files[table]
+        slots, new = row_file.assign(rows.keys)
+        differing = row_file.differing(slots, rows)
+        self._write(table, slots[differing], new, rows.at(differing))
+        row_file.in_fast_tier[slots] = 1
+        if was_in_fast_tier.numel() < row_file.count:
+            was_in_fast_tier = torch.cat(
+                [
+                    was_in_fast_tier,
+                    row_file.in_fast_tier.new_zeros(row_file.count - len(was_in_fast_tier)),
+                ]
+            )
+        was_in_fast_tier[slots] = 0
+        return was_in_fast_tier
 
     def _commit(self, note: str) -> None:
         self._syncs.check()
         with self._syncs.watch():
-            for t, shelf in enumerate(self._shelves):
-                for kind, pages, fresh in shelf.sums_to_renew():
+            for t, row_file in enumerate(self._row_files):
+                for kind, pages, fresh in row_file.sums_to_renew():
                     self._journal_sums(t, kind, pages)
-                    shelf.sums[kind].sums.index_copy_(0, pages, fresh)
-            # Rows and checksums must not be replaced on the disk before what leads back to them.
+                    row_file.sums[kind].sums.index_copy_(0, pages, fresh)
+            # The journal must be on the disk before rows and checksums are overwritten there.
             self._journal.sync()
-            for shelf in self._shelves:
-                shelf.flush()
-            self._roots = [shelf.roots() for shelf in self._shelves]
-            self._write_store(self._epoch + 1, [s.top for s in self._shelves], note)
+            for row_file in self._row_files:
+                row_file.flush()
+            self._roots = [row_file.roots() for row_file in self._row_files]
+            self._write_store(self._epoch + 1, [s.top for s in self._row_files], note)
             flush_directory(self.directory)
         self._epoch += 1
         self.note = note
-        for shelf in self._shelves:
-            shelf.after_commit()
+        for row_file in self._row_files:
+            row_file.after_commit()
         self._journal.clear()
 
     def _journal_sums(self, table: int, kind: int, pages: Tensor) -> None:
         """Journal checksums of the last commit before they are replaced, once between commits."""
-        sums = self._shelves[table].sums[kind]
+        sums = self._row_files[table].sums[kind]
         pages = sums.unjournaled(pages)
         if pages.numel():
             self._journal.begin(self._epoch)
             self._journal.blocks = self._blocks()
-            for part in self._journal.append(len(self._shelves) + 2 * table + kind, pages):
+            for part in self._journal.append(len(self._row_files) + 2 * table + kind, pages):
                 sums.note_journaled(part)
 
     def close(self) -> None:
         """See `RowStore`."""
-        for shelf in self._shelves:
-            shelf.close()
-        if self._shelves and hasattr(self, "_journal"):
+        for row_file in self._row_files:
+            row_file.close()
+        if self._row_files and hasattr(self, "_journal"):
             self._journal.close()
             del self._journal
         if self._lock is not None:
             os.close(self._lock)
-        self._shelves, self._lock, self._process = [], None, -1
+        self._row_files, self._lock, self._process = [], None, -1
 
     def __del__(self) -> None:
         self.close()

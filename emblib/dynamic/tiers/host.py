@@ -1,4 +1,4 @@
-"""Rows behind dynamic tables in the memory of the host: bounded, with an order of eviction."""
+"""HostRows: a backing store of bounded size in host memory, with eviction."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -16,11 +16,11 @@ from emblib.tables import memory
 
 
 class HostRows:
-    """A `RowStore` in memory, of at most `capacity` rows a table, e.g. `HostRows(1_000_000)`.
+    """A `RowStore` in memory, of at most `capacity` rows per table, e.g. `HostRows(1_000_000)`.
 
-    What finds its table full displaces the least row by `eviction` (see `Eviction`; STEP and CUSTOM
-    rank by score), which leaves for good. Nothing outlives the process. `seed` is that of the hash
-    of keys, see `DynamicEmbeddingBags`; None draws one from torch's generator.
+    A row put into a full table evicts the lowest row by `eviction` (see `Eviction`; STEP and CUSTOM
+    rank by score), which is dropped. The rows do not outlive the process. `seed` is the seed of the
+    hash of keys, see `DynamicEmbeddingBags`; None draws one from torch's generator.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class HostRows:
         self.eviction = Eviction(eviction)
         if self.eviction is Eviction.NONE:
             raise ValueError(
-                "rows that come down must find a place, so HostRows needs an eviction; for tables "
+                "a full HostRows must evict rows, so its eviction must not be NONE; for tables "
                 "that only grow choose a larger capacity, or DiskRows or SqliteRows"
             )
         self.note = ""
         self._tables: list[StoredTable] = []
 
     def open(self, tables: Sequence[StoredTable]) -> None:
-        """See `RowStore`; tables that are there already are kept if they are the same."""
+        """See `RowStore`; opening again with the same tables keeps their rows."""
         if self._tables:
             if list(tables) != self._tables:
                 raise ValueError(
@@ -54,11 +54,11 @@ class HostRows:
                     "for each module"
                 )
             return
-        given = self.capacity
-        sizes = [given] * len(tables) if isinstance(given, int) else list(given)
+        capacity = self.capacity
+        sizes = [capacity] * len(tables) if isinstance(capacity, int) else list(capacity)
         if len(sizes) != len(tables):
             raise ValueError(
-                f"capacity must be one number or one a table = {len(tables)}, got {len(sizes)}"
+                f"capacity must be one number, or one per table = {len(tables)}, got {len(sizes)}"
             )
         scored = self.eviction in (Eviction.STEP, Eviction.CUSTOM)
         order = Eviction.LRU_LFU if scored else self.eviction  # by score, then stamp
@@ -71,12 +71,12 @@ class HostRows:
         ]
         self._values, self._scores = [], []
         for spec, table in zip(specs, tables, strict=True):
-            # Of any table, also where they are no part of the order here.
+            # Stored for every table, even if its eviction ignores scores.
             self._scores.append(memory.reserve(spec.rows, torch.int64, torch.device("cpu")))
             nbytes = spec.rows * table.row_bytes
-            plane = memory.reserve(nbytes, torch.uint8, torch.device("cpu"))
-            memory.use(plane, 0, 0, nbytes)
-            self._values.append(plane.view(spec.rows, table.row_bytes))
+            buffer = memory.reserve(nbytes, torch.uint8, torch.device("cpu"))
+            memory.use(buffer, 0, 0, nbytes)
+            self._values.append(buffer.view(spec.rows, table.row_bytes))
 
     def _find(self, table: int, keys: Tensor) -> Tensor:
         return self._indices[table].find(Keys.of(keys))
@@ -104,7 +104,7 @@ class HostRows:
         index, values = self._indices[table], self._values[table]
         if not rows.keys.numel():
             return rows
-        # So that every row that is here is older than those that come.
+        # Makes every stored row older than the new ones.
         index.set_tick(max(index.tick, int(rows.stamps.max())))
 
         def rank(keys: Keys, misses: Misses) -> None:
@@ -112,20 +112,20 @@ class HostRows:
             misses.counts[:count] = rows.scores[misses.first[:count]]
 
         inserted = index.insert(Keys.of(rows.keys), torch.zeros_like(rows.keys), admit=rank)
-        slots, left = inserted.slots, StoredRows.none(values.shape[1])
+        slots, dropped = inserted.slots, StoredRows.none(values.shape[1])
         if inserted.result is not None:
-            placed = inserted.result
-            gone = placed.status == hash.EVICTING
-            gone_slots = placed.slots[gone]
-            gave_way = StoredRows.from_words(placed.evicted[gone].T, values[gone_slots])
-            gave_way = gave_way._replace(scores=self._scores[table][gone_slots])
-            left = StoredRows.concatenate([gave_way, rows.at(slots < 0)], values.shape[1])
+            result = inserted.result
+            evicting = result.status == hash.EVICTING
+            evicted_slots = result.slots[evicting]
+            evicted = StoredRows.from_words(result.evicted[evicting].T, values[evicted_slots])
+            evicted = evicted._replace(scores=self._scores[table][evicted_slots])
+            dropped = StoredRows.concatenate([evicted, rows.at(slots < 0)], values.shape[1])
         there = slots >= 0
         slots, rows = slots[there], rows.at(there)
         values[slots], self._scores[table][slots] = rows.values, rows.scores
         scores = rows.scores if index.order in hash.SCORED else None
         index.set_entries(0, slots, rows.stamps, scores)
-        return left
+        return dropped
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
@@ -150,7 +150,7 @@ class HostRows:
         self._indices[table].clear()
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        """See `RowStore`: keeps the note."""
+        """See `RowStore`; only the note is stored."""
         self.note = note
 
     def close(self) -> None:

@@ -1,12 +1,12 @@
-"""Rows behind dynamic tables in an SQLite database: one file, readable by other programs.
+"""SqliteRows: a backing store in an SQLite database, one file that other programs can read.
 
-Table t of a module is `rows_<t>(key, stamp, score, value, checksum)`; the last is the CRC-32 of the
-others, since SQLite has no checksums of its pages. Layout and note, in `emblib`, have one together.
-All that happens between two commits is one transaction, so SQLite itself leads back to the last
-one. Rows of the tier above are kept in `above_<t>` by a commit and join the others when the
-database is opened again.
+Table t of a module is `rows_<t>(key, stamp, score, value, checksum)`. `checksum` is the CRC-32 of
+the other columns, since SQLite has no page checksums. The table `emblib` holds the layout and the
+note, with one checksum for both. All changes between two commits are one transaction, so SQLite
+itself restores the last commit. A commit writes the rows of the fast tier to `above_<t>`; opening
+the database moves them to `rows_<t>`.
 
-The database is in WAL mode: other connections read what was committed last, at any time.
+The database is in WAL mode: other connections can read the last commit at any time.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, json_checksum
 from emblib.tables.locks import call_in_forks
 
-_AT_ONCE = 512  # keys of a query
+_AT_ONCE = 512  # keys per query
 _FORMAT = "2"
 _UNCHECKED = "1"  # the format before rows had checksums
-_CHECKSUM = "checksum"  # of the other entries
+_CHECKSUM = "checksum"  # of the other entries of `emblib`
 _COLUMNS = "key, stamp, score, value, checksum"
 _WORDS = struct.Struct("<qqq")
 _Record = tuple[int, int, int, bytes, int]
@@ -40,9 +40,9 @@ _Record = tuple[int, int, int, bytes, int]
 class SqliteRows:
     """A `RowStore` in an SQLite file, e.g. `SqliteRows("~/tables.db")`; takes any number of rows.
 
-    A row that moves costs tens of microseconds: it suits tables whose fast tier takes most lookups.
-    A row is verified against its checksum when it is read, with `verify="open"` all are when the
-    database is opened, with "off" none.
+    Moving a row between the tiers costs tens of microseconds, so this store suits tables whose
+    fast tier serves most lookups. By default, reading a row verifies its checksum; `verify="open"`
+    verifies all rows when the database is opened, "off" none.
     """
 
     def __init__(self, path: str | Path, verify: Verify | str = Verify.TOUCH) -> None:
@@ -58,8 +58,8 @@ class SqliteRows:
     def after_fork(self) -> None:
         """Leave the connection to the parent.
 
-        Closing it here would undo the parent's transaction in the memory that connections share, so
-        the child keeps it for good.
+        Closing it in the child would roll back the parent's transaction in shared memory, so the
+        child leaks a reference instead.
         """
         if self._connection is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
@@ -70,8 +70,8 @@ class SqliteRows:
 
         Raises:
             BlockingIOError: the database is open for writing elsewhere.
-            ValueError: it holds tables of another layout.
-            ChecksumError: a row is not as it was written.
+            ValueError: the database holds tables of another layout.
+            ChecksumError: the data differ from their checksum.
         """
         self.close()
         self._tables = list(tables)
@@ -92,12 +92,12 @@ class SqliteRows:
             ) from error
         self._connection, self._process = connection, os.getpid()
         try:
-            self._make_tables()
+            self._create_tables()
         except BaseException:
             self.close()
             raise
 
-    def _make_tables(self) -> None:
+    def _create_tables(self) -> None:
         run = self._run
         run("CREATE TABLE IF NOT EXISTS emblib (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         saved = dict(run("SELECT name, value FROM emblib"))
@@ -145,7 +145,7 @@ class SqliteRows:
             self._run("INSERT OR REPLACE INTO emblib VALUES (?, ?)", (name, value))
 
     def _add_checksums(self, name: str) -> None:
-        """Give checksums to rows that an earlier version wrote."""
+        """Add checksums to rows that an earlier version wrote without them."""
         assert self._connection is not None
         self._connection.create_function("emblib_checksum", 4, _checksum, deterministic=True)
         self._run(f"ALTER TABLE {name} ADD COLUMN checksum INTEGER")
@@ -157,12 +157,12 @@ class SqliteRows:
                 f"{self.path} is used by the process that opened it and until it is closed; "
                 "open() it first"
             )
-        with self._checked():
+        with self._close_on_rollback():
             return self._connection.execute(statement, values)
 
     @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
-        """Where an error made SQLite undo the transaction, rows that moved since are not there."""
+    def _close_on_rollback(self) -> Iterator[None]:
+        """Close the store if an SQLite error rolled back the transaction, which loses moved rows."""
         try:
             yield
         except sqlite3.Error as error:
@@ -170,16 +170,16 @@ class SqliteRows:
                 raise
             self.close()
             raise RuntimeError(
-                f"{self.path} went back to its last flush ({error}), so it no longer fits the "
-                "tables in front of it; make room, open it in a new module and go on from there"
+                f"{self.path} was rolled back to its last flush ({error}), so it no longer fits the "
+                "tables in front of it; free disk space, open it in a new module and continue from there"
             ) from error
 
     def _write(self, kind: str, table: int, rows: StoredRows) -> None:
-        """All rows or none: a statement that fails takes the batch back."""
+        """Write all rows, or none of them if the statement fails."""
         self._run("SAVEPOINT batch")
         assert self._connection is not None
         try:
-            with self._checked():
+            with self._close_on_rollback():
                 self._connection.executemany(
                     f"INSERT OR REPLACE INTO {kind}_{table} VALUES (?, ?, ?, ?, ?)", _records(rows)
                 )
@@ -220,35 +220,35 @@ class SqliteRows:
     def _delete(self, table: int, keys: Tensor) -> None:
         self._run("SELECT 1")
         assert self._connection is not None
-        with self._checked():
+        with self._close_on_rollback():
             self._connection.executemany(
                 f"DELETE FROM rows_{table} WHERE key = ?", ((key,) for key in keys.tolist())
             )
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
-        """See `RowStore`; nothing leaves."""
+        """See `RowStore`; no row is dropped."""
         self._write("rows", table, check_row(self._tables[table], rows))
         return StoredRows.none(self._tables[table].row_bytes)
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
-        here = torch.zeros(keys.numel(), dtype=torch.bool)
-        here[self.read(table, keys).positions] = True
+        is_stored = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_stored[self.read(table, keys).positions] = True
         self._delete(table, keys)
-        return here
+        return is_stored
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        parts = self._read_in_parts(f"rows_{table} WHERE stamp < {int(before)}", table, BATCH)
-        gone = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in parts)]
+        parts = self._read_in_batches(f"rows_{table} WHERE stamp < {int(before)}", table, BATCH)
+        expired = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in parts)]
         self._run(f"DELETE FROM rows_{table} WHERE stamp < ?", (before,))
-        return torch.cat(gone)
+        return torch.cat(expired)
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
-        """See `RowStore`; by ascending key."""
-        return self._read_in_parts(f"rows_{table} ORDER BY key", table, batch)
+        """See `RowStore`; rows are in ascending order of keys."""
+        return self._read_in_batches(f"rows_{table} ORDER BY key", table, batch)
 
-    def _read_in_parts(self, source: str, table: int, batch: int) -> Iterator[StoredRows]:
+    def _read_in_batches(self, source: str, table: int, batch: int) -> Iterator[StoredRows]:
         cursor = self._run(f"SELECT {_COLUMNS} FROM {source}")
         while records := cursor.fetchmany(batch):
             yield self._rows(table, records)
@@ -312,8 +312,7 @@ def _rows(records: Sequence[_Record], width: int) -> StoredRows:
     data = bytearray(b"".join(record[3] for record in records))
     if len(data) != len(records) * width:
         raise RuntimeError(
-            f"rows must be {width} bytes each, those of the database are not; it is written by "
-            "emblib alone"
+            f"the database holds rows of other sizes than {width} bytes; only emblib may write to it"
         )
     values = torch.frombuffer(data, dtype=torch.uint8) if width else torch.empty(0)
     return StoredRows.from_words(words, values.to(torch.uint8).view(len(records), width))
