@@ -1,4 +1,4 @@
-"""One table of vectors by key, with scores and eviction: the storage beneath dynamic embeddings.
+"""HashTable: one table of vectors by key, with scores and eviction, for direct use.
 
 What `emblib.DynamicEmbeddingBags` does in a training step, here each operation is a call. Surface
 after HierarchicalKV's (Apache-2.0); meanings are those of `emblib.ops.hash`, on CPU and CUDA alike.
@@ -24,7 +24,7 @@ from emblib.tables.locks import ModuleLock, atomic
 class TableRows(NamedTuple):
     """Rows of a `HashTable`: keys, stamps (tick of last use), scores int64 `[n]`; `[n, dim]`.
 
-    Scores are 0 where the order of eviction has none.
+    Scores are 0 if the eviction order uses none.
     """
 
     keys: Tensor
@@ -34,10 +34,10 @@ class TableRows(NamedTuple):
 
 
 class Insertion(NamedTuple):
-    """What became of the keys of a batch.
+    """The result of inserting a batch of keys.
 
     Attributes:
-        slots: int64 `[n]`, row of `HashTable.values`; -1 for keys that found no place.
+        slots: int64 `[n]`, row of `HashTable.values`; -1 for keys that found no slot.
         status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another was evicted) or
             `REFUSED`.
         evicted: the evicted entries, where requested.
@@ -49,7 +49,7 @@ class Insertion(NamedTuple):
 
 
 def latest_of(groups: Tensor, count: int) -> Tensor:
-    """By group its last position, -1 for groups that nothing is in; groups of -1 do not count."""
+    """Return the last position of each group, -1 for empty groups; group -1 is ignored."""
     positions = torch.arange(groups.numel(), device=groups.device)
     latest = torch.full((count + 1,), -1, dtype=torch.int64, device=groups.device)
     places = torch.where(groups < 0, count, groups.long())
@@ -57,7 +57,7 @@ def latest_of(groups: Tensor, count: int) -> Tensor:
 
 
 def is_last(slots: Tensor) -> Tensor:
-    """Bool by position: it has a slot, which no later position has."""
+    """Return which positions have a slot that no later position has, as bools."""
     _, groups = slots.unique(return_inverse=True)
     latest = latest_of(groups, groups.numel())
     here = latest[groups] == torch.arange(slots.numel(), device=slots.device)
@@ -148,7 +148,7 @@ class HashTable(nn.Module):
         return values.detach().to(self.values)
 
     def _counts(self, keys: Keys, scores: Tensor | int | None) -> Tensor | None:
-        """Return what the index gets per position: uses, or the scores themselves."""
+        """Return the counts to pass to the index, per position: uses, or the scores."""
         eviction = self.spec.eviction
         if eviction is Eviction.CUSTOM:
             if scores is None:
@@ -171,7 +171,7 @@ class HashTable(nn.Module):
 
     @atomic
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Values `[n, dim]` and which keys are there, bool `[n]`; changes nothing.
+        """Return values `[n, dim]` and which keys are in the table, bool `[n]`; change nothing.
 
         Keys that are not there read `spec.default_value`.
         """
@@ -184,7 +184,7 @@ class HashTable(nn.Module):
 
     @atomic
     def slots(self, keys: Tensor) -> Tensor:
-        """Where in `values` each key is, int64 `[n]`, -1 for none; good until the next insertion.
+        """Return rows in `values`, int64 `[n]`, -1 for missing keys; valid until an insertion.
 
         What is written to those rows is the new value: no copies are made.
         """
@@ -192,7 +192,7 @@ class HashTable(nn.Module):
 
     @atomic
     def contains(self, keys: Tensor) -> Tensor:
-        """Which keys are there, bool `[n]`."""
+        """Return which keys are in the table, bool `[n]`."""
         return self.slots(keys) >= 0
 
     @torch.no_grad()
@@ -200,7 +200,7 @@ class HashTable(nn.Module):
     def insert_or_assign(
         self, keys: Tensor, values: Tensor, scores: Tensor | int | None = None
     ) -> Insertion:
-        """Write values, for new keys and for those that are there."""
+        """Write the values of keys, inserting new ones."""
         return self._insert_values(keys, values, scores)
 
     @torch.no_grad()
@@ -231,7 +231,7 @@ class HashTable(nn.Module):
     def find_or_insert(
         self, keys: Tensor, values: Tensor | None = None, scores: Tensor | int | None = None
     ) -> tuple[Tensor, Insertion]:
-        """Values `[n, dim]` of keys that are there, and of new ones, which are inserted.
+        """Return the values `[n, dim]` of keys, inserting new ones.
 
         A new key starts with the first of its `values`; left out, with what `spec.initializer`
         gives. Keys that are refused read `spec.default_value`.
@@ -264,7 +264,7 @@ class HashTable(nn.Module):
         initial_rows_(flat, layout, rule, batch.ids, misses.first, misses.offsets, slots, self.seed)
 
     def _insert(self, batch: Keys, scores: Tensor | int | None) -> InsertedBatch:
-        """Use the keys; those that are given scores are ranked, and kept, by these."""
+        """Touch or insert keys; scores, if given, decide which keys stay."""
         counts = self._counts(batch, scores)
         if not self._assigns_scores or counts is None:
             return self.index.insert(batch, counts, rows=self._rows())
@@ -280,7 +280,7 @@ class HashTable(nn.Module):
         return inserted
 
     def _give(self, slots: Tensor, scores: Tensor) -> None:
-        """Set the score of each slot to that of its last position."""
+        """Set the score of each slot to the score of its last position."""
         last = is_last(slots)
         slots = slots[last]
         stamps = self.index.table_entries(0)[slots, 1]
@@ -301,7 +301,7 @@ class HashTable(nn.Module):
     @torch.no_grad()
     @atomic
     def assign(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Write values for the keys that are there, and only there; bool `[n]`, which were."""
+        """Write the values of keys that are in the table; return which are, bool `[n]`."""
         batch = self._batch(keys)
         slots = self.index.find(batch)
         self._write(slots, self._checked(batch, values))
@@ -310,7 +310,7 @@ class HashTable(nn.Module):
     @torch.no_grad()
     @atomic
     def accumulate(self, keys: Tensor, deltas: Tensor) -> Tensor:
-        """Add to the values of keys that are there; bool `[n]`, which were.
+        """Add to the values of keys that are in the table; return which are, bool `[n]`.
 
         The deltas of a key that repeats are added to it one after the other on the CPU; on CUDA
         their order is not fixed.
@@ -323,7 +323,7 @@ class HashTable(nn.Module):
 
     @atomic
     def scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores int64 `[n]` (0 where there are none) and which keys are there, bool `[n]`."""
+        """Return scores, int64 `[n]` (0 for none), and which keys are in the table, bool `[n]`."""
         slots = self.slots(keys)
         entries = self.index.table_entries(0)[slots.clamp(min=0)]
         there = slots >= 0
@@ -333,7 +333,7 @@ class HashTable(nn.Module):
 
     @atomic
     def set_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
-        """Overwrite the scores of keys that are there; bool `[n]`, which were."""
+        """Set the scores of keys that are in the table; return which are, bool `[n]`."""
         if self.spec.eviction in (Eviction.LRU, Eviction.NONE):
             raise ValueError(f"a table with {self.spec.eviction} has no scores")
         batch = self._batch(keys)
@@ -344,16 +344,16 @@ class HashTable(nn.Module):
 
     @atomic
     def erase(self, keys: Tensor) -> Tensor:
-        """Remove keys; bool `[n]`, which this removed (the first of those that repeat)."""
+        """Remove keys; return by position whether one was there (once per key), bool `[n]`."""
         return self.index.erase(self._batch(keys)) >= 0
 
     @atomic
     def expire(self, before: int) -> Tensor:
-        """Remove keys that were last used before tick `before`; returns them (waits)."""
+        """Remove keys that were last used before tick `before`; return them (waits)."""
         return self.index.expire(0, before)
 
     def export(self, batch: int = 1 << 16, since: int | None = None) -> Iterator[TableRows]:
-        """All rows, or those used at tick `since` or later, by ascending slot (waits).
+        """Yield all rows, or those used at tick `since` or later, by ascending slot (waits).
 
         The table is not changed meanwhile.
         """
@@ -392,27 +392,27 @@ class HashTable(nn.Module):
 
     @atomic
     def size(self) -> int:
-        """How many keys are there (reads the device)."""
+        """Return the number of keys (reads the device)."""
         return self.index.size(0)
 
     @atomic
     def capacity(self) -> int:
-        """Rows in use, growing to `spec.capacity` rounded up (reads the device)."""
+        """Return the rows in use, which grow to `spec.capacity` rounded up (reads the device)."""
         return self.index.capacity(0)
 
     @atomic
     def clear(self) -> None:
-        """Forget all keys; the table has its initial capacity again."""
+        """Remove all keys, and reset the table to its initial capacity."""
         self.index.clear()
 
     @atomic
     def reserve(self, keys: int) -> None:
-        """Grow at once to what that many keys need, as far as the capacity goes."""
+        """Grow to the size that a number of keys needs, at most to the capacity."""
         self.index.reserve(0, keys, self._rows())
 
     @atomic
     def stats(self) -> dict[str, int]:
-        """`emblib.ops.hash.COUNTERS` by name (reads the device)."""
+        """Return `emblib.ops.hash.COUNTERS` by name (reads the device)."""
         return self.index.stats()[0]
 
     @atomic
@@ -429,7 +429,7 @@ class HashTable(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Become what was saved; it may be of another capacity."""
+        """Replace the content by a saved table, which may be of another capacity."""
         missing: list[str] = arguments[2]
         names = [prefix + name for name in (*TableRows._fields, "tick")]
         missing += (absent := [name for name in names if name not in state_dict])
@@ -457,7 +457,7 @@ class HashTable(nn.Module):
         return super()._apply(ops.keep_dtype(fn), recurse)
 
     def extra_repr(self) -> str:
-        """Capacity, dim and eviction."""
+        """Return capacity, dim and eviction for `repr`."""
         spec = self.spec
         return f"capacity={spec.max_buckets * SLOTS}, dim={spec.dim}, {spec.eviction.value}"
 

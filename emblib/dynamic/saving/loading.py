@@ -1,4 +1,4 @@
-"""Entries in and out of one dynamic table: exported as they are, imported into any capacity."""
+"""Export the entries of one dynamic table, and import them into a table of any capacity."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -35,7 +35,7 @@ def tags_of(keys: Tensor, hash_key: int) -> Tensor:
 
 
 def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tensor:
-    """Slots of entries that are all a table has, with as many as possible in a place.
+    """Return slots for the only entries of a table, so that as many as possible have one.
 
     Args:
         keys: int64 `[N]`, distinct, the ones that matter most first.
@@ -45,7 +45,7 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tenso
 
     Which entries stay out, if any, and where the others are follows from the input alone.
     """
-    room = _Room(buckets_of(keys, buckets, hash_key), slots.clone(), buckets)
+    room = _Assignment(buckets_of(keys, buckets, hash_key), slots.clone(), buckets)
     waiting = (slots < 0).nonzero().view(-1)
     idle = step = 0
     while waiting.numel() and idle < _PATIENCE and int(room.free.sum()):
@@ -55,7 +55,7 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tenso
         left = some[~settled]
         if left.numel() and not bool(settled.any()):
             idle += 1
-            left = room.change_places(left, step)
+            left = room.swap_neighbours(left, step)
         else:
             idle = 0
         waiting = torch.cat([left, rest])
@@ -66,8 +66,8 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tenso
     return room.slots
 
 
-class _Room:
-    """Who is where in a table; `free` `[buckets]` counts empty slots."""
+class _Assignment:
+    """The assignment of entries to slots; `free` `[buckets]` counts empty slots."""
 
     def __init__(self, of: Tensor, slots: Tensor, buckets: int) -> None:
         self._of, self.slots = of, slots
@@ -75,14 +75,14 @@ class _Room:
         there = (slots >= 0).nonzero().view(-1)
         self._holder.view(-1)[slots[there]] = there
         self.free = (self._holder < 0).sum(1)
-        # Buckets from which no chain of moves leads to an empty slot: none ever will, as nothing
-        # that is outside of them moves in.
+        # Buckets from which no chain of moves leads to an empty slot; none ever will, since no
+        # entry from outside moves in.
         self._closed = torch.zeros(buckets, dtype=torch.bool)
 
     def settle(self, waiting: Tensor, step: int) -> Tensor:
-        """Give places to some of those that wait, by one move each at most; bool by entry."""
+        """Assign slots to waiting entries by at most one move each; return which have one."""
         neighbours = self._holder[self._of[:, waiting].T].reshape(waiting.numel(), -1)
-        # Where each neighbour could go instead; an empty slot is taken as it is.
+        # The bucket that each neighbour could move to; empty slots need no move.
         empty = neighbours < 0
         elsewhere = self._other(neighbours.clamp(min=0))
         elsewhere = torch.where(
@@ -101,23 +101,23 @@ class _Room:
         self._put(waiting[plain], goes_to[plain])
         return settled
 
-    def change_places(self, waiting: Tensor, step: int) -> Tensor:
-        """Let each take the slot of a neighbour, which waits instead."""
+    def swap_neighbours(self, waiting: Tensor, step: int) -> Tensor:
+        """Let each waiting entry displace a neighbour, which waits instead."""
         slots = self._of[0, waiting] * SLOTS + (_noise((waiting.numel(),), step) % SLOTS)
         once = _first_of_each(slots, torch.ones_like(waiting, dtype=torch.bool))
         gone = self._holder.view(-1)[slots[once]]
         self.slots[gone] = -1
         self._hold(waiting[once], slots[once])
-        # So that it is the other bucket's turn when they come back.
+        # They try their other bucket next time.
         self._of[:, waiting] = self._of[:, waiting].flip(0)
         return torch.cat([gone, waiting[~once]])
 
     def search(self, entry: int) -> None:
-        """Give a place to one that waits, by the shortest chain of moves, if there is any."""
+        """Assign a slot to a waiting entry by the shortest chain of moves, if there is one."""
         seen, mover = self._closed.clone(), torch.full_like(self.free, -1)
         frontier = self._of[:, entry].unique()
         frontier = frontier[~seen[frontier]]
-        mover[frontier] = entry  # who comes into a bucket where it is on the chain
+        mover[frontier] = entry  # the entry that moves into each bucket of the chain
         while frontier.numel():
             seen[frontier] = True
             empty = frontier[self.free[frontier] > 0]
@@ -132,7 +132,7 @@ class _Room:
         self._closed = seen
 
     def _shift(self, bucket: int, mover: Tensor, entry: int) -> None:
-        """Let every entry of a chain take the slot that the one before it leaves."""
+        """Move every entry of a chain to the slot that its predecessor leaves."""
         current = int(mover[bucket])
         slot = bucket * SLOTS + int((self._holder[bucket] < 0).int().argmax())
         self.free[bucket] -= 1
@@ -147,7 +147,7 @@ class _Room:
         return self._of[0, entries] + self._of[1, entries] - self.slots[entries] // SLOTS
 
     def _put(self, entries: Tensor, buckets: Tensor) -> None:
-        """Into the first empty slots of buckets, which are distinct."""
+        """Put entries into the first empty slots of distinct buckets."""
         way = (self._holder[buckets] < 0).int().argmax(1)
         self._hold(entries, buckets * SLOTS + way)
         self.free[buckets] -= 1
@@ -158,7 +158,7 @@ class _Room:
 
 
 def _first_of_each(values: Tensor, valid: Tensor) -> Tensor:
-    """Whether an element is the first valid one of its value."""
+    """Return which elements are the first valid ones of their value."""
     numbers = torch.arange(values.numel())
     last = int(values.max()) + 1 if values.numel() else 0
     first = torch.full((last,), values.numel())
@@ -167,7 +167,7 @@ def _first_of_each(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def _noise(shape: tuple[int, ...], step: int) -> Tensor:
-    """Positive numbers that look random and are the same on every machine."""
+    """Return positive pseudo-random numbers that are the same on every machine."""
     count = 1
     for size in shape:
         count *= size
@@ -180,7 +180,7 @@ _MAX_TICK = 1 << 62
 
 
 class TableTarget(NamedTuple):
-    """One table of an index, and where its rows are.
+    """One table of an index, with its row buffers.
 
     Attributes:
         index: which has its keys.
@@ -202,7 +202,7 @@ class TableTarget(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What became of entries.
+    """The result of loading entries.
 
     Attributes:
         loaded: those that are in the table now.
@@ -227,7 +227,7 @@ def export(target: TableTarget, since: int | None = None) -> Entries:
 
 
 def check(target: TableTarget, entries: Entries) -> None:
-    """Raise ValueError where entries do not fit a table, before anything is written."""
+    """Raise ValueError if entries do not fit a table, before anything is written."""
     _check_rows(target, entries)
     if target.index.order in SCORED and entries.scores is None and len(entries):
         raise ValueError(
@@ -261,7 +261,7 @@ def _check_rows(target: TableTarget, entries: Entries) -> None:
 
 
 def replace(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
-    """Let a table have these entries and no others; the best of them where not all fit.
+    """Replace the entries of a table; if not all fit, by the best of them.
 
     The best are those that would be evicted last. A table takes as many as it has rows, unless some
     of its buckets are those of fewer keys than they have slots.
@@ -273,7 +273,7 @@ def replace(target: TableTarget, entries: Entries, report: Report | None = None)
 
 
 def put(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
-    """Write entries over those of a table that have their keys, and add the others.
+    """Overwrite the entries of keys that are in a table, and insert the others.
 
     Where both buckets of a key are full, entries move to their other buckets, so that a table which
     follows another one of its size has room for all that this has. What still finds no place takes
@@ -387,7 +387,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
 
 
 def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
-    """Slots of keys that are not there, on the CPU, and how many keys were evicted for them."""
+    """Insert missing keys; return their slots on the CPU and the number of evicted keys."""
     index.version += 1
     device, count = keys.device, keys.numel()
     first = torch.arange(count, device=device)
@@ -411,7 +411,7 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
 
 
 def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report | None) -> None:
-    """Stamps, scores and rows of the entries that have a slot."""
+    """Write stamps, scores and rows of the entries that have a slot."""
     index, device = target.index, target.index.tags.device
     there = (slots >= 0).nonzero().view(-1)
     scores = entries.scores if index.order in SCORED else None
@@ -436,13 +436,13 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:
-    """Remove those of the keys that are there; how many these were."""
+    """Remove keys; return how many were in the table."""
     before = target.index.size(target.table)
     target.index.erase(Keys.of(keys.to(target.index.tags.device), target.table))
     return before - target.index.size(target.table)
 
 
 def absent(target: TableTarget, keys: Tensor) -> Tensor:
-    """Those of the keys that are not there, on the CPU."""
+    """Return the keys that are not in the table, on the CPU."""
     found = target.index.find(Keys.of(keys.to(target.index.tags.device), target.table))
     return keys.cpu()[found.cpu() < 0]

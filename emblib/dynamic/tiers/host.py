@@ -39,7 +39,7 @@ class HostRows:
         self.eviction = Eviction(eviction)
         if self.eviction is Eviction.NONE:
             raise ValueError(
-                "a full HostRows must evict rows, so its eviction must not be NONE; for tables "
+                "a full HostRows must evict rows, so it needs an eviction; for tables "
                 "that only grow choose a larger capacity, or DiskRows or SqliteRows"
             )
         self.note = ""

@@ -162,7 +162,7 @@ class SqliteRows:
 
     @contextlib.contextmanager
     def _close_on_rollback(self) -> Iterator[None]:
-        """Close the store if an SQLite error rolled back the transaction, which loses moved rows."""
+        """Close the store if an SQLite error rolled back the transaction: moved rows are lost."""
         try:
             yield
         except sqlite3.Error as error:
@@ -170,8 +170,9 @@ class SqliteRows:
                 raise
             self.close()
             raise RuntimeError(
-                f"{self.path} was rolled back to its last flush ({error}), so it no longer fits the "
-                "tables in front of it; free disk space, open it in a new module and continue from there"
+                f"{self.path} was rolled back to its last flush ({error}), so it no longer fits "
+                "the tables in front of it; free disk space, open it in a new module and continue "
+                "from there"
             ) from error
 
     def _write(self, kind: str, table: int, rows: StoredRows) -> None:
@@ -312,7 +313,7 @@ def _rows(records: Sequence[_Record], width: int) -> StoredRows:
     data = bytearray(b"".join(record[3] for record in records))
     if len(data) != len(records) * width:
         raise RuntimeError(
-            f"the database holds rows of other sizes than {width} bytes; only emblib may write to it"
+            f"the database has rows of other sizes than {width} bytes; only emblib may write to it"
         )
     values = torch.frombuffer(data, dtype=torch.uint8) if width else torch.empty(0)
     return StoredRows.from_words(words, values.to(torch.uint8).view(len(records), width))
