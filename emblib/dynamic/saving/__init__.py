@@ -1,1 +1,1 @@
-"""How dynamic tables are saved and loaded: state dicts, dumps, parts of ranks."""
+"""Saving and loading of dynamic tables: state dicts, dumps, and files of DynamicEmb."""

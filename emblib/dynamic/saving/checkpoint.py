@@ -82,7 +82,7 @@ def set_table_entries(
     *,
     hash_key: int | None = None,
 ) -> Loaded:
-    """Replace the entries of a table; where not all fit, by those that would be evicted last.
+    """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
     Rows are converted to the dtypes of the table; with the weight alone, states start from their
     first value. The tick becomes at least the largest stamp. With a backing store all entries go

@@ -1,4 +1,4 @@
-"""What a dump in a directory holds of dynamic tables, whole ones or what changed since a tick."""
+"""Dumps of dynamic tables in a directory: whole tables, or their changes since a tick."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ _PIECE = 1 << 24  # bytes of rows that are gathered at a time
 
 
 class DumpedTable(NamedTuple):
-    """A table in a dump; `removed` are the keys that left it, in a dump of changes."""
+    """A table in a dump; `removed` are the keys that were removed, in a dump of changes."""
 
     name: str
     order: str
@@ -36,7 +36,7 @@ class DumpedTable(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """What a rank finds in a dump.
+    """The content of a dump for one rank.
 
     `clock` is the largest tick of its parts, `since` the tick from which changes are told (None:
     the tables are whole), `numbers` those of the optimizer, `others` what else was given.
@@ -50,7 +50,7 @@ class Dump(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a dump says of itself beside its tables; see `Dump`. `identity` is that of all parts."""
+    """The metadata of a dump, see `Dump`; all parts have the same `identity`."""
 
     identity: str
     clock: int
@@ -121,7 +121,7 @@ def _write_rows(
 
 
 def rows_at_a_time(rows: Rows) -> int:
-    """How many make 16 MiB."""
+    """Return the number of rows in 16 MiB."""
     nbytes = rows.dtype.itemsize
     for size in rows.shape[1:]:
         nbytes *= size
@@ -167,7 +167,7 @@ def read_header(directory: str | Path) -> Header:
 
 
 def _check(part: PartReader) -> None:
-    """Raise DumpError where a manifest is not one that `write` makes, whatever its checksum says.
+    """Raise DumpError unless a manifest is one that `write` makes; a checksum cannot tell.
 
     Which arrays the entries of a table need is checked when they are read.
     """

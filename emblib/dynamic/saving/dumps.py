@@ -1,7 +1,7 @@
 """Dumps in a directory: arrays in files, whole or absent however the writer ends.
 
 A dump has one part per rank. A part is a manifest, `part_<rank>_of_<world size>.json`, and the
-files that it names, each with the numbers of one array in the byte order of the machine. Writing
+files that it names, each with the elements of one array in the byte order of the machine. Writing
 the manifest is the commit: all arrays are on the disk before it is renamed into place. A writer
 that ends earlier leaves files that no manifest names; the next writer of the part deletes them. An
 older dump in the directory stays valid until the new manifest replaces its own.
@@ -44,27 +44,27 @@ _PIECE = 1 << 24  # bytes that are copied, checked or written at a time
 
 
 class DumpError(RuntimeError):
-    """There is no whole dump in the directory, or it is damaged."""
+    """The directory holds no complete dump, or the dump is damaged."""
 
 
 class DumpMismatchError(DumpError, ValueError):
-    """A dump does not fit the module that loads it: it is of other tables, or it is damaged."""
+    """The dump does not fit the module that loads it: its tables differ, or it is damaged."""
 
 
 class Part(NamedTuple):
-    """Whose part of a dump it is."""
+    """The rank of a part, and the number of parts of its dump."""
 
     rank: int = 0
     world_size: int = 1
 
     @property
     def name(self) -> str:
-        """How its files begin."""
+        """The prefix of the names of its files."""
         return f"part_{self.rank:05d}_of_{self.world_size:05d}"
 
 
 class DumpProgress(NamedTuple):
-    """How far long work has come: `done` of `total` rows of `table`."""
+    """The progress of saving or loading: `done` of `total` rows of `table`."""
 
     table: str
     done: int
@@ -75,7 +75,7 @@ Report = Callable[[DumpProgress], None]
 
 
 def field(path: Path, tree: Any, name: str, *kinds: type) -> Any:
-    """Return an entry of a manifest, of one of some types: a checksum says nothing of those.
+    """Return an entry of a manifest, after checking its type.
 
     Raises:
         DumpError: the manifest at `path` has no such entry in `tree`.
@@ -95,12 +95,12 @@ def _short(value: Any) -> str:
 
 
 class Writer:
-    """Writes one part of a dump; nobody sees it before `commit`.
+    """A writer of one part of a dump; readers see the part after `commit`.
 
     Args:
-        directory: made if it is not there (its parents too); may hold an older dump of as many
-            parts, which is there until this one is whole.
-        part: whose part it is.
+        directory: created if it does not exist (its parents too); may hold an older dump of the
+            same number of parts, which stays valid until this one is complete.
+        part: the rank and the number of parts.
 
     Raises:
         ValueError: the directory holds a dump of another number of parts, or no dump at all.
@@ -160,7 +160,7 @@ class Writer:
             writer.close()
 
     def commit(self, content: dict[str, Any]) -> None:
-        """Make this the dump of the part: all of it, in place of an older one."""
+        """Make the part valid, replacing an older one atomically."""
         whole = {**content, "part": list(self.part), "format": _FORMAT, "byteorder": sys.byteorder}
         flush_directory(self.directory)
         path = self.directory / f"{self.part.name}.json"
@@ -177,7 +177,7 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Forget what was not committed, and let others write the part."""
+        """Discard uncommitted arrays, and release the lock of the part."""
         try:
             if kind is not None:
                 manifest = _manifest_names(self.directory / f"{self.part.name}.json")
@@ -187,7 +187,7 @@ class Writer:
 
 
 class ArrayWriter:
-    """One file of numbers, written from its beginning to its end."""
+    """A writer of the file of one array, which appends elements."""
 
     def __init__(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.path, self.dtype, self.shape = path, dtype, shape
@@ -195,7 +195,7 @@ class ArrayWriter:
         self._at, self._crc = 0, 0
 
     def append(self, numbers: Tensor) -> None:
-        """Write numbers of any shape and device; they are converted to the dtype of the array."""
+        """Append a tensor of any shape and device, converted to the dtype of the array."""
         flat = numbers.detach().reshape(-1)
         for piece in flat.split(max(_PIECE // self.dtype.itemsize, 1)):
             if not piece.numel():
@@ -207,7 +207,7 @@ class ArrayWriter:
             self._at += len(data)
 
     def flush(self) -> None:
-        """Reach the disk; the array must be complete."""
+        """Flush the array, which must be complete, to the disk."""
         wanted = self.dtype.itemsize
         for size in self.shape:
             wanted *= size
@@ -218,12 +218,12 @@ class ArrayWriter:
         os.fsync(self._handle)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._handle)
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """Return the entry of the array in the manifest."""
         return {
             "file": self.path.name,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -233,7 +233,7 @@ class ArrayWriter:
 
 
 class PartReader:
-    """One part of a dump that is there as a whole.
+    """A reader of one part of a complete dump.
 
     Raises:
         DumpError: the manifest is damaged, or is of another format.
@@ -318,7 +318,7 @@ class PartReader:
 
 
 def read_parts(directory: str | Path) -> list[PartReader]:
-    """Every part of the dump in a directory, by rank.
+    """Return readers of all parts of the dump in a directory, by rank.
 
     Raises:
         DumpError: there is none, a part is missing, or parts are of different dumps.
@@ -367,7 +367,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def _descriptions(tree: Any) -> Iterator[dict[str, Any]]:
-    """Those of all arrays that a manifest names."""
+    """Return the descriptions of all arrays that a manifest names."""
     if isinstance(tree, dict):
         if "crc32" in tree:
             yield tree
@@ -398,7 +398,7 @@ def _write(handle: int, data: bytes | bytearray, at: int) -> None:
 
 
 def write(directory: str | Path, tree: Any) -> None:
-    """Write a snapshot, a tree of dicts, lists and tensors, in place of an older dump."""
+    """Write a snapshot, a tree of dicts, lists and tensors, replacing an older dump."""
     with Writer(directory) as writer:
         written = _write_tree(writer, tree)
         writer.commit({"identity": "snapshot", "tree": written})

@@ -1,4 +1,4 @@
-"""Tables of a module in the files of NVIDIA's DynamicEmb; `dynamicemb_files` has the format."""
+"""Save and load tables of a module as files of NVIDIA's DynamicEmb, see `dynamicemb_files`."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -54,9 +54,9 @@ def stage_dynamicemb(
     leave_out: Collection[str] = (),
     uses_first: bool = False,
 ) -> None:
-    """Write the files of one rank next to those of the table.
+    """Write the files of one rank without replacing the files of the table.
 
-    They replace those once `dynamicemb_files.commit` is called for the files of all ranks.
+    `dynamicemb_files.commit` replaces them, once the files of all ranks are staged.
     """
     t = module.table_number(table)
     dynamicemb_files.stage(

@@ -1,4 +1,4 @@
-"""The files in which NVIDIA's DynamicEmb keeps a dynamic table, read and written.
+"""Read and write the files of a dynamic table of NVIDIA's DynamicEmb.
 
 A table `t` of a directory is, for every rank of W, raw little-endian numbers without a header:
 
@@ -125,7 +125,7 @@ def stage(
     *,
     part: Part = Part(),  # noqa: B008
 ) -> None:
-    """Write the files of a rank beside those of the table, for `commit`; see `write`."""
+    """Stage the files of a rank for `commit`; see `write`."""
     entries, order = table.entries, layout.order
     staged = _staged(directory, name)
     staged.mkdir(parents=True, exist_ok=True)
@@ -152,10 +152,10 @@ def stage(
 
 
 def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
-    """Replace the files of tables by those that all ranks staged; one rank calls this.
+    """Replace the files of tables by the files that all ranks staged; one rank calls this.
 
-    Whatever ends it early, also an interrupt: all tables have their old files again, or all have
-    the new ones.
+    If an error or interrupt ends the call, either all tables have their old files or all have
+    their new ones.
 
     Args:
         tables: directory and name of each.
@@ -225,9 +225,9 @@ class _Move:
             os.rename(self.staged / file, self.directory / file)
 
     def remove_new(self) -> None:
-        """Delete the new files that were put in place; an old one of the same name is not there.
+        """Delete the new files that were moved into place, but no old file of the same name.
 
-        Errors are passed over: more of the old files come back then.
+        Errors are ignored, so that as many old files as possible are restored.
         """
         for file in self.new:
             if file not in self.old or (self.replaced / file).exists():
@@ -244,7 +244,7 @@ class _Move:
 
 
 def discard(directory: str | Path, name: str) -> None:
-    """Delete what was staged of a table and not committed, if anything."""
+    """Delete the staged files of a table that were not committed."""
     shutil.rmtree(_staged(directory, name), ignore_errors=True)
 
 
@@ -344,7 +344,7 @@ def _write_numbers(path: Path, numbers: Tensor) -> None:
 
 
 def _write_rows(path: Path, rows: Sequence[Rows], count: int) -> None:
-    """Rows of some tensors side by side, as float32."""
+    """Write the rows of tensors, concatenated per row, as float32."""
     size = min(rows_at_a_time(each) for each in rows)
 
     def piece(index: Tensor) -> Tensor:
@@ -355,7 +355,7 @@ def _write_rows(path: Path, rows: Sequence[Rows], count: int) -> None:
 
 
 def _write_pieces(path: Path, pieces: Any) -> None:
-    """All pieces to another name, then to this one."""
+    """Write a file under a temporary name, then rename it."""
     with replacing(path) as file:
         for piece in pieces:
             flat = piece.cpu().contiguous().reshape(-1)
@@ -366,7 +366,7 @@ def _write_pieces(path: Path, pieces: Any) -> None:
 
 
 def world_size(directory: str | Path, name: str) -> int:
-    """How many ranks dumped a table.
+    """Return the number of ranks that dumped a table.
 
     Raises:
         DumpError: there is none, or the keys of a rank are missing.
@@ -411,7 +411,7 @@ def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
 
 
 def arguments_of(directory: str | Path, name: str) -> dict[str, Any]:
-    """Return the arguments saved with a table; nothing where there is no file of them.
+    """Return the arguments saved with a table; {} if there is no file of them.
 
     Raises:
         DumpError: the file is damaged.
@@ -437,7 +437,7 @@ def dump_argument(tables: Sequence[str]) -> dict[str, Any]:
 
 
 def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> None:
-    """Refuse tables that one call wrote together, where some of them are of another call.
+    """Raise DumpError if tables that one call wrote together are mixed with those of another.
 
     A table that was written without the others later is accepted. So are tables without the entry,
     as DynamicEmb writes them, unless a call that wrote another of the tables wrote them too.
@@ -472,7 +472,7 @@ def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> N
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a table, of `rank` or, where that is None, of all ranks."""
+    """The files of a table, for `rank` or, if None, for all ranks."""
 
     directory: Path
     name: str
@@ -548,7 +548,7 @@ def _arguments(path: Path) -> dict[str, Any]:
 def _ranks_of_scores(
     scores: Tensor | None, count: int, layout: Layout, *, ages: bool, name: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Stamps and scores of entries; a stamp is 1 where nothing tells when a key was used.
+    """Return stamps and scores of entries; stamps are 1 if no file has times of use.
 
     Whatever DynamicEmb's strategy, keys are evicted in the same order here.
     """
@@ -571,5 +571,5 @@ def _ranks_of_scores(
 
 
 def _dense(times: Tensor) -> Tensor:
-    """1, 2, ... in the order of times; equal ones stay equal."""
+    """Return the dense ranks 1, 2, ... of times; equal times have equal ranks."""
     return torch.unique(times, sorted=True, return_inverse=True)[1] + 1

@@ -1,8 +1,8 @@
-"""Entries of a dynamic table apart from the slots they have: what checkpoints are made of.
+"""Entries of a dynamic table independent of their slots: the content of checkpoints.
 
 An entry is a key, the tick of its last use, its score where the order of eviction has one, and its
-rows: the weight and every state of the optimizer. Nothing says in which slot it was, so entries fit
-tables of any capacity, number of buckets and ranks.
+rows: the weight and every optimizer state. It does not contain its slot, so entries fit tables of
+any capacity, number of buckets and number of ranks.
 """
 
 import re
@@ -19,7 +19,7 @@ WEIGHT = "weight"  # the name of the rows that are no optimizer state
 
 
 class Chosen:
-    """Some rows of a tensor or of other rows; indexing copies, nothing else does."""
+    """A selection of rows of a tensor or of other rows; only indexing copies."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Chosen:
 
 
 class Joined:
-    """Rows that lie in several places, one after the other; indexing copies."""
+    """A concatenation of rows; only indexing copies."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Entries:
         return self.keys.numel()
 
     def take(self, index: Tensor) -> "Entries":
-        """Those at `index`, which is int64; copies."""
+        """Return copies of the entries at `index`, int64."""
         return Entries(
             self.keys[index],
             self.stamps[index],
@@ -109,7 +109,7 @@ class Entries:
         )
 
     def view(self, index: Tensor) -> "Entries":
-        """Those at `index`; rows are copied when they are asked for."""
+        """Return the entries at `index`; rows are copied when they are indexed."""
         everything = torch.arange(len(self))
         if index.numel() == len(self) and bool((index.cpu() == everything).all()):
             return self
@@ -121,22 +121,22 @@ class Entries:
         )
 
     def sorted(self) -> "Entries":
-        """By route: the same entries come out as the same bytes, wherever they were."""
+        """Return the entries sorted by route, so that equal contents are equal bytes."""
         return self.take(routing.canonical_order(self.keys))
 
     def owned(self, rank: int, world_size: int) -> "Entries":
-        """Those whose key belongs to a rank."""
+        """Return the entries whose keys a rank owns."""
         if world_size == 1:
             return self
         is_owned = routing.owner(self.keys, world_size) == rank
         return self.view(is_owned.nonzero().view(-1))
 
     def newest_stamp(self) -> int:
-        """0 where there are none."""
+        """Return the largest stamp, 0 if there are no entries."""
         return int(self.stamps.max()) if len(self) else 0
 
     def check_distinct(self) -> None:
-        """Raise ValueError where a key comes twice."""
+        """Raise ValueError if a key occurs twice."""
         ordered = self.keys.sort().values
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if twice.numel():
@@ -147,14 +147,14 @@ class Entries:
 
 
 class Changes(NamedTuple):
-    """What happened to a table since a tick: entries used or written since, and keys that left."""
+    """The changes of a table since a tick: entries used or written, and removed keys."""
 
     upserts: Entries
     removed: Tensor
 
 
 def concatenate(parts: Sequence[Entries]) -> Entries:
-    """All of them, one after the other; rows are copied when they are asked for.
+    """Concatenate entries; rows are copied when they are indexed.
 
     Raises:
         ValueError: some have scores, or states, that others have not.
@@ -222,13 +222,13 @@ def as_part(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str
 
 
 def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Room for the parts in which a rank may have keys, to be filled by the checkpoint's reader.
+    """Allocate the parts in which a rank may have keys, for the checkpoint reader to fill.
 
     Args:
         metadata: by name, objects with `size` and `properties.dtype`, as `state_dict_metadata` of
             torch.distributed.checkpoint has them.
-        rank: which is loading.
-        world_size: ranks that are loading, whatever the number of those that saved.
+        rank: the rank that is loading.
+        world_size: the number of ranks that are loading; it may differ from the saved one.
     """
     room = {}
     for key, saved in metadata.items():
@@ -288,7 +288,7 @@ def combine(parts: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -
 
 
 def _stems_of_unlike_hashes(parts: Sequence[Mapping[str, Tensor]]) -> set[str]:
-    """Return the beginnings of names beside which parts have different hash keys."""
+    """Return the prefixes of names for which the parts have different hash keys."""
     found: dict[str, list[Tensor]] = {}
     for part in parts:
         for key, value in part.items():
@@ -320,7 +320,7 @@ def resized(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, 
 
 
 def _stems(state: Mapping[str, Any]) -> list[str]:
-    """Beginnings of the names of what has one row a key."""
+    """Return the name prefixes of the tensors that have one row per key."""
     return [key.removesuffix("keys") for key in state if key.endswith(".keys")]
 
 

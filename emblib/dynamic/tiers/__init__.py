@@ -1,1 +1,1 @@
-"""Dynamic tables in front of rows elsewhere: in host memory, on disk, in a database."""
+"""Backing stores of dynamic tables: in host memory, in files, or in a database."""

@@ -1,4 +1,4 @@
-"""Stores behind dynamic tables: rows by key, in memory, in files or in a database of your own.
+"""Backing stores of dynamic tables: the `RowStore` protocol and its configuration.
 
 A `RowStore` holds rows for which the fast tier has no slot. Each key of a table is in one of the
 two tiers: a promoted row is read and lifted, a demoted row is put. Values are bytes to the store,
@@ -338,7 +338,7 @@ class PrefetchedRows:
             parts[:] = remaining
 
     def open(self, tables: Sequence[StoredTable]) -> None:
-        """Do nothing: it is open already."""
+        """Do nothing, since the store behind is open already."""
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
