@@ -1,9 +1,9 @@
-"""Compare what all ranks were given before any of them allocates or sends something.
+"""Compare the arguments of all ranks before any of them allocates or sends something.
 
-Every rank cuts the tables and lays out its messages by itself, from its own plan and its own
-configurations. Ranks that were given other ones would read each other's rows, or wait for messages
-that nobody sends. So each rank describes what it was given as names and texts, the ranks gather a
-digest of that, and where digests differ the whole: the error names the table, the value, the ranks.
+Every rank computes shards and messages from its own plan and configurations. Where these differ,
+ranks would read wrong rows or wait for messages that are never sent. So each rank describes its
+arguments as names and texts, and the ranks gather a digest of the description. If digests differ,
+they gather the descriptions, and the error names the table, the value and the ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_CHARACTERS = 200
 _OF_ONE_RANK = {"directory", "device_ids", "output_device"}
 _DEVICE = re.compile(r"^(cuda|cpu|xpu|mps):\d+$")
 _MAX_DEPTH = 8  # of parts in parts
-_MAX_VALUES = 16  # of a tensor that a function reads; a larger one is told by its shape
+_MAX_VALUES = 16  # of a tensor that a function reads; of a larger one the shape is compared
 
 
 def agree(
@@ -53,13 +53,13 @@ def agree(
 ) -> T:
     """Return `prepare()`; raise on every rank if it fails on one, or if descriptions differ.
 
-    All ranks call this. Nothing is gathered, nor described, where there is one rank.
+    All ranks call this. One rank alone only calls `prepare`.
 
     Args:
         ranks: the processes.
-        prepare: the local work. It sends nothing, as other ranks may have failed in theirs.
-        describe: what must be the same on all ranks, from what `prepare` returned; from None where
-            it failed, since a difference between ranks may be why.
+        prepare: the local work. It must not communicate, since it may have failed on other ranks.
+        describe: returns what must be the same on all ranks, given the result of `prepare`, or
+            None where that failed: a difference between ranks may be the reason.
 
     Raises:
         ValueError: the descriptions differ; the message is the same on all ranks.
@@ -121,7 +121,7 @@ def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
         differing: list[str] = []
         for name in dict.fromkeys(name for leaves in described.values() for name in leaves):
             if any(name.startswith(f"{parent}.") for parent in differing):
-                continue  # of two kinds of object, which is told
+                continue  # the parents are of different kinds, which is reported
             values = {
                 rank: leaves.get(name, "missing")
                 for rank, leaves in described.items()
@@ -190,7 +190,7 @@ _SOURCES = _digest_of_sources()
 
 
 def settings_of(ranks: RankGroup, **settings: Any) -> dict[str, Any]:
-    """Return settings of a whole model or collection, those of the ranks and versions with them."""
+    """Return the settings of a model or collection, with those of its ranks and the versions."""
     return {
         **settings,
         "local_size": ranks.local_size,
@@ -211,9 +211,9 @@ def collection_description(
     Args:
         source: the collection.
         configs: of its tables, with the optimizers that they will have.
-        plan: by table; None where there is none that is valid.
-        optimizer: of tables that have none of their own.
-        path: of the collection in the model; left out, the error speaks of its tables alone.
+        plan: the sharding of each table, by name; None without a valid plan.
+        optimizer: of tables whose configuration has none.
+        path: of the collection in the model; without it, errors name tables only.
     """
     where = f" of {path}" if path else ""
     found: dict[str, dict[str, Any]] = {
@@ -241,7 +241,7 @@ def collection_description(
 
 
 def _values_of(kernel: Any, device: torch.device) -> dict[str, Any]:
-    """Return where the first values come from, and the numbers of the optimizer as they are now."""
+    """Return whether the table is on meta, and the current hyperparameters of its optimizer."""
     hyper = getattr(kernel, "hyperparams", None)
     if device.type == "meta" or not isinstance(hyper, Tensor):
         return {"is_on_meta": device.type == "meta"}
@@ -253,7 +253,7 @@ def _sharding(sharding: ParameterSharding) -> dict[str, Any]:
     found = {"sharding": sharding.type, "planned_storage": sharding.storage}
     for number, shard in enumerate(sharding.shards):
         (first, end), (left, right) = shard.rows, shard.columns
-        found[f"part {number}"] = f"[{first}:{end}, {left}:{right}] held by rank {shard.rank}"
+        found[f"shard {number}"] = f"[{first}:{end}, {left}:{right}] on rank {shard.rank}"
     return found
 
 
@@ -261,7 +261,7 @@ def _sharding(sharding: ParameterSharding) -> dict[str, Any]:
 
 
 def _leaves(description: Description) -> _Leaves:
-    """Return texts by name; the fields of a value `optimizer` are `optimizer.lr` and so on."""
+    """Return a text per value; fields have dotted names such as `optimizer.lr`."""
     return {
         subject: {name: text for key, value in values.items() for name, text in _texts(key, value)}
         for subject, values in description.items()
@@ -276,8 +276,8 @@ def _texts(
     Args:
         name: of the value, with dots.
         value: what is described.
-        used: names in the code that reads the value; None for all.
-        outer: the ids of what the value is a part of; a function may refer to itself.
+        used: the names in the code that reads the value; None for all.
+        outer: the ids of the objects that contain the value; a function may refer to itself.
     """
     if name.rpartition(".")[2] in _OF_ONE_RANK or isinstance(value, Path):
         yield name, str(None if value is None else "given")
@@ -293,7 +293,7 @@ def _texts(
 
 
 def _parts(value: Any, used: _Used) -> list[tuple[Any, Any, _Used]]:
-    """Return (name, part, names in the code that reads it) of what a text does not say."""
+    """Return (name, part, names in the code that reads it) of the parts that a text leaves out."""
     if isinstance(value, Mapping):
         return [(key, one, used) for key, one in _named(dict(value), used).items()]
     if is_dataclass(value) and not isinstance(value, type):
@@ -318,7 +318,7 @@ def _has_parts(value: Any) -> bool:
 
 
 def _named(values: dict[Any, Any], used: _Used) -> dict[Any, Any]:
-    """Return the entries that code names; all of them where it names none."""
+    """Return the entries that the code names, or all of them if it names none."""
     return {key: one for key, one in values.items() if used and key in used} or values
 
 
@@ -332,9 +332,9 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _parts_of_callable(value: Any) -> list[tuple[Any, Any, _Used]]:
     """Return the code of a function, method or callable object, and the values that it reads.
 
-    Two functions of one name may do other things: lambdas, closures, objects with other attributes.
-    Attributes, entries and globals count if the code names them, so that ranks may differ in the
-    rest of, say, the arguments of the program. Code of torch and emblib has the same version.
+    Functions of one name may differ: lambdas, closures, objects with other attributes. Attributes,
+    entries and globals count only if the code names them, so that ranks may differ in others, such
+    as unrelated arguments of the program. The versions of torch and emblib are compared elsewhere.
     """
     function, owner = value, None
     if isinstance(value, MethodType):
@@ -349,11 +349,11 @@ def _parts_of_callable(value: Any) -> list[tuple[Any, Any, _Used]]:
     used = frozenset(name for code in codes for name in _names(code))
     read: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # nothing in it yet
+        with suppress(ValueError):  # the cell is still empty
             read[name] = cell.cell_contents
     for name in sorted(set().union(*map(_globals_read_by, codes)) & function.__globals__.keys()):
         one = function.__globals__[name]
-        # Modules, classes and functions are those of the sources, whatever they are called.
+        # Modules, classes and functions are compared as sources, not by name.
         if not callable(one) and not isinstance(one, ModuleType):
             read[name] = one
     if owner is not None and not isinstance(owner, type):
@@ -371,9 +371,9 @@ def _is_of_library(function: FunctionType) -> bool:
 
 
 def _codes(function: FunctionType, kind: type | None) -> list[CodeType]:
-    """Return the code of a function, with that of functions in it and of those that it names.
+    """Return the code of a function, of its inner functions, and of functions that it names.
 
-    These are functions of its module, and methods of `kind` in its module.
+    The latter are functions of its module, and methods of `kind` that are defined there.
     """
     found: list[CodeType] = []
     waiting = [function.__code__]
@@ -423,7 +423,8 @@ def _text(value: Any, *, is_read_by_code: bool = False) -> str:
     text = _plain_text(value)
     if text is None:
         text = repr(value)
-        # What code reads shows in its attributes: a logger tells its level, which may differ.
+        # The attributes that code reads are compared instead: the repr of a logger has its level,
+        # which may differ.
         return type(value).__name__ if is_read_by_code or " at 0x" in text else text
     # Every rank has its own device, by its number.
     return _DEVICE.sub(r"\1", text) if is_read_by_code and isinstance(value, str) else text

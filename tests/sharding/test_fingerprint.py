@@ -143,7 +143,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "cut": (
         {"item": sharding_types.custom([(0, (0, 501), (0, DIM)), (1, (501, ROWS), (0, DIM))])},
-        "table item: part 0 is [0:500, 0:8] held by rank 0 on rank 0 and [0:501, 0:8] held by",
+        "table item: shard 0 is [0:500, 0:8] on rank 0 on rank 0 and [0:501, 0:8] on",
     ),
     "kept as": (
         {"item": Dense(Placement.MANAGED)},

@@ -164,5 +164,5 @@ def test_half_a_backward_pass_is_told() -> None:
     shared.member(1)(grads, used.append)
     assert [u[1].tolist() for u in used] == [[2.0] * 3] * 2
     shared.member(1)(grads, used.append)
-    with pytest.raises(RuntimeError, match="went through backward twice"):
+    with pytest.raises(RuntimeError, match="the backward of one ran twice"):
         shared.member(1)(grads, used.append)

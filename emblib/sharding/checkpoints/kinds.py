@@ -1,7 +1,7 @@
-"""The state dicts of sharded collections: each table as sharded tensors, and back into its shards.
+"""State dicts of sharded collections: tables as sharded tensors, and loading them into shards.
 
-The storage of a table says which tensors it has and how they are cut (`TensorLayout`). Rows of
-keyed storage are saved by key instead (`KeyedTable`).
+The storage of a table defines its tensors and how they are cut (`TensorLayout`). Rows of keyed
+storage are saved by key instead (`KeyedTable`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +25,10 @@ from emblib.storage.base import NO_UPDATE, Storage, TensorLayout
 
 @dataclass
 class Entry:
-    """One tensor of a table: how it is cut, and the memory of the shards that are here.
+    """One tensor of a table: its shards, and the memory of those on this rank.
 
-    `memory` has, by number in `shards`, the tensors of a shard: several where slices share one.
-    Without shards every rank has the whole, which is number 0 then.
+    `memory` has the tensors of a local shard, by its number in `shards`: several where slices have
+    copies of it. Without shards, every rank has the whole tensor under number 0.
     """
 
     size: tuple[int, ...]
@@ -39,7 +39,7 @@ class Entry:
     cuts: tuple[int, ...] | None = None
 
     def tensor(self) -> Tensor:
-        """Return views of the memory, or copies of row states that are cut by columns."""
+        """Return the tensor as views of the memory; row states cut by columns are copied."""
         if not self.shards:
             return self.memory[0][0]
         parts = {i: tensors[0] for i, tensors in self.memory.items()}
@@ -62,7 +62,7 @@ class Entry:
         return {i: self._part(value, i, name) for i in self.memory}
 
     def write(self, parts: Mapping[int, Tensor]) -> None:
-        """Into the memory of the shards, what `parts_of` gave."""
+        """Copy the result of `parts_of` into the memory of the shards."""
         for i, part in parts.items():
             for tensor in self.memory[i]:
                 if tensor.data_ptr() != part.data_ptr():
@@ -88,7 +88,7 @@ class Entry:
 
 
 class StoredShard(Protocol):
-    """A part of a table that is here: slice `index` of `groups`."""
+    """A shard of a table on this rank: slice `index` of `groups`."""
 
     table: str
     shard: Shard
@@ -97,7 +97,7 @@ class StoredShard(Protocol):
 
 
 class Tables(Protocol):
-    """Tables over ranks: what is used of a sharded collection."""
+    """The interface of a sharded collection that state dicts use."""
 
     ranks: RankGroup
     plan: Mapping[str, ParameterSharding]
@@ -111,7 +111,7 @@ class Tables(Protocol):
 
 
 class Table:
-    """A table of a collection, and the shards of it that this rank holds."""
+    """A table of a collection, and its shards on this rank."""
 
     def __init__(self, tables: Tables, name: str, local: Sequence[StoredShard]) -> None:
         self.ranks, self.name = tables.ranks, name
@@ -124,26 +124,26 @@ class Table:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Of the table; none where every rank has a copy."""
+        """Return the shards of the table; none where every rank has a replica."""
         return self.sharding.shards
 
     def kernels(self) -> list[Any]:
-        """Return the modules that hold its shards."""
+        """Return the modules that store the local shards."""
         return [part.groups.module_of(part.index)[0] for part in self.local.values()]
 
     def fused_parameters(self) -> dict[str, Any]:
-        """Of the first part that is here."""
+        """Return the parameters of the first local shard that a fused optimizer updates."""
         first = next(iter(self.local.values()), None)
         return {} if first is None else first.groups.handles[first.index].fused_parameters()
 
     @property
-    def numbers(self) -> Entry:
-        """Of the optimizer, which every rank with a part has."""
+    def hyperparams(self) -> Entry:
+        """Return the entry of the hyperparameters, which every rank with a shard has."""
         size = (self.optimizer.hyperparams().numel(),)
         return self._shared(size, torch.float64, [kernel.hyperparams for kernel in self.kernels()])
 
     def _shared(self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]) -> Entry:
-        """Return the entry of a tensor that every rank with a shard stores in full."""
+        """Return the entry of a tensor that every rank with a shard has whole."""
         columns = (0, size[1] if len(size) > 1 else 1)
         shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
         local_shards = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
@@ -162,18 +162,18 @@ class Table:
         return tuple(self.storage.parameter_layouts(self.config))
 
     def check_parameters(self, given: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for parameters of another table, before those of any are written."""
+        """Raise ValueError for parameters of another table, before any table is written."""
         self.storage.check_entries(self.config, given)
 
     def set_parameters(self, given: Mapping[str, Tensor]) -> None:
-        """Write those that are given."""
+        """Write the parameters that are given."""
         self._write([key for key in self.parameter_names() if key in given], given)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """States of the optimizer by parameter; none where it is not fused."""
+        """Return the optimizer states by parameter; none without a fused optimizer."""
         if not self.is_fused:
             return {}
-        hyper = self.numbers.tensor().clone()
+        hyper = self.hyperparams.tensor().clone()
         return {
             parameter: {
                 **{
@@ -186,7 +186,7 @@ class Table:
         }
 
     def set_states(self, parameter: str, given: Mapping[str, Tensor]) -> None:
-        """Write those of a parameter, without the numbers."""
+        """Write the optimizer states of a parameter, without the hyperparameters."""
         for of, names, keys in self._states_by_parameter():
             if of == parameter:
                 missing = sorted(set(names) - given.keys())
@@ -195,7 +195,7 @@ class Table:
                 self._write(keys, {k: given[n] for n, k in zip(names, keys, strict=True)})
 
     def fused_names(self) -> list[str]:
-        """Return the parameters that have states and hyper-parameters."""
+        """Return the parameters that have optimizer states."""
         return [parameter for parameter, *_ in self._states_by_parameter()]
 
     def _states_by_parameter(self) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -217,7 +217,7 @@ class Table:
             part.groups.handles[part.index].commit()
 
     def entries(self, keys: Sequence[str]) -> dict[str, Entry]:
-        """How these tensors are cut, and their memory."""
+        """Return the entries of some tensors."""
         views = {i: part.groups.views(part.index) for i, part in self.local.items()}
         return {key: self._entry(key, {i: v[key] for i, v in views.items()}) for key in keys}
 
@@ -254,7 +254,7 @@ class Table:
 
 
 class KeyedTable(Table):
-    """Entries by key, part k of K with the keys that it owns; states of the optimizer with them."""
+    """A table of keyed storage, saved by key: shard k of K has the keys that it owns."""
 
     def _numbered(self) -> dict[int, Any]:
         """Return the handles of the local shards by number; shards are numbered by rows."""
@@ -268,18 +268,18 @@ class KeyedTable(Table):
         return [shard.rank for shard in sorted(self.shards, key=lambda shard: shard.rows)]
 
     def parameters(self) -> dict[str, Tensor]:
-        """Rows by key over all ranks; of other tensors the largest values of all parts."""
+        """Return rows by key over all ranks; of other tensors, the largest values of all shards."""
         states = {number: dict(h.state_dict()) for number, h in self._numbered().items()}
         if not self.shards:
             return states[0]
         return keyed.joined(states, self._owners(), self.ranks)
 
     def parameter_names(self) -> Sequence[str]:
-        """Those without which it cannot be loaded."""
+        """Return the names of the entries without which the table cannot be loaded."""
         return ("keys", "weight")
 
     def set_parameters(self, given: Mapping[str, Tensor]) -> None:
-        """Every part takes what it owns."""
+        """Load into every shard the keys that it owns."""
         if not {"keys", "weight"} <= given.keys():
             return
         for number, handle in self._numbered().items():
@@ -300,12 +300,12 @@ def module_state(tables: Tables) -> dict[str, Tensor]:
 
 
 def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
-    """Write what `module_state` gave, or whole tensors, into the tables that it has.
+    """Load the result of `module_state`, or whole tensors; other tables stay as they are.
 
     Raises:
-        ValueError: a tensor of another size, or spread over ranks in another way: `load` reads a
-            checkpoint in the way that is wanted here. Nothing is written to that table. Or cores of
-            another tensor train; nothing is written at all.
+        ValueError: a tensor of another size, or sharded in another way, which
+            `emblib.sharding.checkpoints.load` converts; nothing is written to that table. Or cores
+            of another tensor train; then nothing is written at all.
     """
     every = [
         (table, {k.removeprefix(p): v for k, v in state.items() if k.startswith(p)})
@@ -319,18 +319,18 @@ def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
 
 
 def missing_names(tables: Tables, state: Mapping[str, Any]) -> list[str]:
-    """Names without which tables stay as they are."""
+    """Return the required names that `state` lacks."""
     names = [f"{t.name}.{key}" for t in _tables(tables) for key in t.parameter_names()]
     return sorted(name for name in names if name not in state)
 
 
 def known_prefixes(tables: Tables) -> tuple[str, ...]:
-    """How the names begin that are of some table."""
+    """Return the prefixes of the names of all tables."""
     return tuple(f"{name}." for name in tables.plan)
 
 
 def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
-    """Return states and hyper-parameters of fused optimizers by the name of the parameter."""
+    """Return states and hyperparameters of fused optimizers by parameter name."""
     return {
         f"{table.name}.{parameter}": states
         for table in _tables(tables)
@@ -339,9 +339,9 @@ def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
 
 
 def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write what `optimizer_state` gave, or whole tensors, into the tables.
+    """Load the result of `optimizer_state`, or whole tensors.
 
-    Tables that share a kernel share its numbers: those of the table with the most steps are taken.
+    Tables of one kernel share its hyperparameters: those with the most steps are loaded.
     """
     numbers: list[tuple[Any, Tensor]] = []
     for table in _tables(tables):
@@ -351,7 +351,7 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
                 raise KeyError(f"the state of the optimizer lacks {table.name}.{parameter}")
             table.set_states(parameter, given)
             if HYPER in given:
-                hyper_entries = table.numbers.parts_of(given[HYPER], HYPER)
+                hyper_entries = table.hyperparams.parts_of(given[HYPER], HYPER)
                 numbers += [(k, hyper) for k in table.kernels() for hyper in hyper_entries.values()]
     newest: dict[int, tuple[Any, Tensor]] = {}
     for kernel, hyper in numbers:
@@ -388,10 +388,10 @@ def _tables(tables: Tables) -> list[Table]:
 
 
 class StateOfTables(nn.Module):
-    """Base of sharded collections: a state dict with the names of the collection they are made of.
+    """Base of sharded collections: state dicts with the names of the unsharded collection.
 
-    Its values are `ShardedTable`s, and tensors where every rank has a copy. Loading takes them, and
-    whole tensors as an unsharded collection has them; each rank takes its part. Where there are
+    Values are `ShardedTable`s, and tensors where every rank has a replica. Whole tensors, as in the
+    state dict of an unsharded collection, can be loaded as well: each rank reads its shards. With
     dynamic tables, all ranks call `state_dict` together.
     """
 
@@ -419,7 +419,7 @@ class StateOfTables(nn.Module):
         spread: Any = self
         lacking = missing_names(spread, given)
         missing.extend(own + key for key in lacking)
-        # Children have no state: all that is here is the tables'.
+        # Submodules have no state of their own: all entries are of tables.
         known = known_prefixes(spread)
         unexpected.extend(
             key
@@ -437,9 +437,9 @@ class StateOfTables(nn.Module):
         return fused_tables(spread, f"{self.handles_name}.")
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """States and numbers of fused optimizers, by the name of the parameter in the state dict.
+        """Return states and hyperparameters of fused optimizers, by parameter name.
 
-        Dynamic tables have their states in the state dict, beside the keys.
+        The states of dynamic tables are in `state_dict`, with the keys.
         """
         spread: Any = self
         return {
@@ -448,11 +448,11 @@ class StateOfTables(nn.Module):
         }
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write what `optimizer_state` gave, or whole tensors as an unsharded collection has them.
+        """Load the result of `optimizer_state`, or the whole tensors of an unsharded collection.
 
         Raises:
             KeyError: a parameter or a state is missing.
-            ValueError: a tensor of another size, or spread over ranks in another way.
+            ValueError: a tensor of another size, or sharded in another way.
         """
         own = f"{self.handles_name}."
         spread: Any = self
