@@ -39,7 +39,7 @@ class LookupUnit(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """The columns of the rows that it returns."""
+        """Return the number of columns of the rows that the unit returns."""
         return self.shard.shape[1]
 
 
@@ -64,14 +64,14 @@ class RankLayout(NamedTuple):
 
     @property
     def all_units(self) -> tuple[LookupUnit, ...]:
-        """All units of the rank that ids are sent to."""
+        """Return all units of the rank that get ids."""
         return self.units + self.replicated_units
 
 
 class CollectionLayout(NamedTuple):
     """The layout of a collection; `replicated` has the tables that are replicated on every rank.
 
-    Replicas with a fused optimizer must all get the same gradients: their ids are sent to every
+    Replicas with a fused optimizer need the gradients of all ranks, so their ids are sent to every
     rank.
     """
 
@@ -190,7 +190,7 @@ def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
     """Return the blocks of rows that each feature's table is cut into.
 
     Raises:
-        ValueError: shards of one table that overlap in rows and are not cut at the same ones.
+        ValueError: shards of one table overlap in rows, but are cut at different rows.
     """
     by_feature: dict[int, dict[Span, list[int]]] = {}
     number = 0

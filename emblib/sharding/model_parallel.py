@@ -38,24 +38,24 @@ class DistributedModelParallel(nn.Module):
     """Shards the tables of a model over the ranks and averages all other gradients.
 
     Every `EmbeddingBagCollection` and `EmbeddingCollection` of the plan is replaced by its sharded
-    form. Weights are kept; what is on the meta device gets first values that do not depend on the
-    plan. Then the dense part takes the values of rank 0 and is wrapped. Parameters and entries of
-    the state dict are called as in the model as it was. All ranks make this, and call it, together,
+    form. Weights are kept; tables on the meta device get initial values that do not depend on the
+    plan. Then the dense part is copied from rank 0 and wrapped. Names of parameters and of state
+    dict entries are those of the unsharded model. All ranks construct this and call it together,
     each from one thread (docs/threads.md).
 
     Args:
-        module: the model, which is changed; or one collection.
+        module: the model, which is modified; or one collection.
         ranks: the ranks, or a process group or `DeviceMesh` of them; by default all processes.
-        plan: where the tables are: a `ShardingPlan`, or {path of a collection: {table: rule}}. Left
-            out, `planner` makes one.
-        planner: a `Planner`; by default one of this machine for batches of `BATCH_SIZE` examples.
-            Rank 0 plans for all.
-        optimizer: of the tables that have none of their own, fused into the backward pass.
-        wrap: how the dense part is spread: "ddp", "fully_shard", "none", or `DDP(...)` or
+        plan: a `ShardingPlan`, or {path of a collection: {table: rule}}. By default `planner` makes
+            one.
+        planner: a `Planner`, which runs on rank 0; by default one of this machine for batches of
+            `BATCH_SIZE` examples.
+        optimizer: for tables whose configuration has none, fused into the backward pass.
+        wrap: how the dense part is parallelized: "ddp", "fully_shard", "none", or `DDP(...)` or
             `FullyShard(...)` with options.
-        wire: how what is sent between ranks is encoded.
-        gradients: whether tables get the mean over the ranks of their gradients, as the dense part
-            does, or the sum.
+        comm_precision: the codecs of values sent between ranks.
+        gradients: whether table gradients are the mean over ranks, as those of the dense part are,
+            or the sum.
     """
 
     wraps_module = True
@@ -173,7 +173,7 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _prepare(module: nn.Module, ranks: RankGroup) -> None:
-    """Give the dense part memory on the device of this rank."""
+    """Allocate the dense part on the device of this rank."""
     if ranks.size > 1:
         _check_that_tables_are_sharded(module)
     materialise(module, ranks.device)
@@ -192,14 +192,14 @@ def _check_that_tables_are_sharded(module: nn.Module) -> None:
     outside = [name for name in alone if not name.startswith(paths)]
     if outside:
         raise ValueError(
-            f"{outside} have an optimizer in backward and are of no collection, so every rank "
-            "would step them by its own gradients: give the parameters of the collections alone to "
+            f"{outside} have an optimizer in backward and belong to no collection, so every rank "
+            "would step them with its own gradients: pass only parameters of collections to "
             "_apply_optimizer_in_backward, and the others to an optimizer in the training loop"
         )
     if alone:
         raise ValueError(
-            "parameters that backward updates must be of collections in the plan, or every rank "
-            f"updates its own: add the collections of {alone} to the plan, e.g. as data_parallel()"
+            "parameters that backward updates must belong to collections in the plan, otherwise "
+            f"replicas diverge: add the collections of {alone} to the plan, e.g. as data_parallel()"
         )
 
 
@@ -213,7 +213,7 @@ def _names_of_tables(module: nn.Module) -> set[str]:
 
 
 def _names_of_dense_tables(module: nn.Module) -> set[str]:
-    """Return the names of replicated tables without a fused optimizer: they act as dense."""
+    """Return the names of replicated tables without a fused optimizer, trained as dense."""
     copies = (part for part in module.modules() if isinstance(part, ReplicatedTables))
     shared = {
         parameter

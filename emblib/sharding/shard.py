@@ -76,25 +76,25 @@ def shard(
 ) -> nn.Module:
     """Replace every collection that the plan names by its sharded form, and return the model.
 
-    Weights and optimizer state are kept; what is on `meta` gets first values that do not depend on
-    the plan. All ranks call this together, and before anything is allocated they compare what they
-    were given. The other parts of the model stay as they are.
+    Weights and optimizer states are kept; tables on `meta` get initial values that do not depend on
+    the plan. All ranks call this together, and compare their arguments before anything is
+    allocated. The other parts of the model do not change.
 
     Args:
-        module: a model, which is changed, or one collection, which is not.
+        module: a model, which is modified, or one collection, which is not.
         plan: a `ShardingPlan`, or {path of a collection: {table: rule}}; the path of the module
-            itself is "". A collection that the model has at several paths is named by one of them
-            and replaced at all.
-        ranks: the processes; left out, all.
-        optimizer: of tables that have none of their own; left out, that of their collection.
+            itself is "". A collection with several paths is named by one of them and replaced at
+            all.
+        ranks: the processes; by default all.
+        optimizer: for tables whose configuration has none; by default that of their collection.
         comm_precision: codecs of rows and gradients in transit.
         gradients: whether gradients of tables are the mean or the sum over ranks.
 
     Raises:
         ValueError: a path that is no collection, a plan for another number of ranks, two plans for
-            one collection, or ranks that were given other plans, tables or settings.
-        TypeError: a collection with more than its class has: methods that a subclass or the
-            instance changes, other modules or parameters, hooks.
+            one collection, or plans, tables or settings that differ between ranks.
+        TypeError: a collection that the sharded form could not replace: methods changed by a
+            subclass or on the instance, additional modules or parameters, hooks.
         RuntimeError: another rank failed.
     """
     ranks = RankGroup.from_value(ranks)
@@ -124,7 +124,7 @@ def shard(
         if one.source is module:
             return sharded
         made.append(sharded)
-    # Not before all are made: a model whose last collection fails stays as it was.
+    # Only once all are made: if one fails, the model does not change.
     for one, sharded in zip(chosen, made, strict=True):
         _replace(module, one.source, sharded)
     mark_dense(module, ranks)
@@ -133,7 +133,7 @@ def shard(
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A collection of a plan, and what makes its sharded form."""
+    """A collection of a plan, and the class of its sharded form."""
 
     path: str
     source: Any
@@ -142,22 +142,22 @@ class _Chosen:
 
 
 def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup) -> list[_Chosen]:
-    """Return the collections that a plan names; each once, however many paths it has.
+    """Return the collections of a plan, each once, even with several paths.
 
     Raises:
         ValueError, TypeError: see `shard`.
     """
     if isinstance(plan, ShardingPlan) and plan.world.size != ranks.size:
         raise ValueError(
-            f"the plan is for {plan.world.size} ranks, and these are {ranks.size}: plan again"
+            f"the plan is for {plan.world.size} ranks, but there are {ranks.size}: plan again"
         )
     modules = _modules_of(plan)
     paths = _paths_of(module, modules)
     unknown = sorted(modules.keys() - paths.keys())
     if unknown:
         raise ValueError(
-            f"a plan names collections by their paths: {unknown} are none; there are "
-            f"{sorted(paths)}"
+            f"a plan names collections by their paths: {unknown} are not paths of collections; there "
+            f"are {sorted(paths)}"
         )
     world = World(ranks.size, ranks.local_size)
     found: dict[int, _Chosen] = {}
@@ -169,8 +169,8 @@ def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup) -> 
         before = found.setdefault(id(source), one)
         if before.plan != one.plan:
             raise ValueError(
-                f"{before.path!r} and {path!r} are paths of one collection, and the plan says "
-                "different things of them: name one of the paths, or make two collections"
+                f"{before.path!r} and {path!r} are paths of one collection, but the plan has "
+                "different rules for them: name one of the paths, or make two collections"
             )
     return list(found.values())
 

@@ -40,9 +40,9 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         source: an `EmbeddingBagCollection`; its weights and optimizer state are kept.
         plan: the sharding of each of its tables.
         ranks: the processes; by default all.
-        wire: how rows and gradients are encoded on their way.
+        comm_precision: the codecs of rows and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: for tables without one of their own; by default that of `source`.
+        optimizer: for tables whose configuration has none; by default that of `source`.
     """
 
     handles_name = "embedding_bags"

@@ -1,6 +1,6 @@
 """The sharded embedding collection: one vector per id.
 
-Tables of one dim travel together: `SequenceTables` sends the vectors back to the positions of their
+Tables of one dim share messages: `SequenceTables` sends the vectors back to the positions of their
 ids. `ShardedEmbeddingCollection` has one `SequenceTables` per class of dims and widths.
 """
 
@@ -229,7 +229,7 @@ class SequenceTables(ShardedTables):
 
 
 def _transposed(counts: Tensor, total: int) -> Tensor:
-    """Return the B-major order of `total` rows in A-major segments of `counts` `[A, B]`."""
+    """Return the order that makes `total` rows in A-major segments, `counts` `[A, B]`, B-major."""
     a, b = counts.shape
     starts = running_sums(counts.reshape(-1).long())
     order = torch.arange(a * b, device=counts.device).view(a, b).t().reshape(-1)
@@ -305,9 +305,9 @@ class ShardedEmbeddingCollection(StateOfTables):
         source: an `EmbeddingCollection`; its weights and optimizer state are kept.
         plan: the sharding of each of its tables.
         ranks: the processes; by default all.
-        wire: how vectors and gradients are encoded on their way.
+        comm_precision: the codecs of vectors and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: for tables without one of their own; by default that of `source`.
+        optimizer: for tables whose configuration has none; by default that of `source`.
     """
 
     handles_name = "embeddings"
@@ -356,7 +356,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         self._outputs = self._find_outputs()
 
     def _find_outputs(self) -> list[tuple[int, int, str]]:
-        """Return class, feature in it and name of each output, in the order of configurations."""
+        """Return (class, number of the feature in it, name) of each output, by configuration."""
         order = {config.name: t for t, config in enumerate(self.configs)}
         keys = [key for config in self.configs for key in config.feature_names]
         outputs = []

@@ -156,10 +156,10 @@ def reordered(
 def common_seeds(
     slices: Iterable[TableSlice], source: TableGroups, ranks: RankGroup
 ) -> Mapping[str, int]:
-    """Return a seed for each table, the same on all ranks: of first values, and of hashes.
+    """Return a seed per table, the same on all ranks, for initial values and hashes.
 
-    Those of dynamic tables are the ones of `source` on rank 0, so that their keys go on being
-    hashed as they were.
+    Dynamic tables keep their seed in `source` on rank 0, so that the hash of their keys stays the
+    same.
     """
     parts = list(slices)
 
@@ -255,8 +255,8 @@ def agreed_settings(
     """Return the checked settings of a sharded collection; all ranks call this.
 
     Raises:
-        ValueError: ranks were given other tables, plans, optimizers or settings.
-        RuntimeError: another rank's are wrong.
+        ValueError: tables, plans, optimizers or settings differ between ranks.
+        RuntimeError: another rank's settings are wrong.
     """
 
     def checked() -> Settings:
@@ -284,15 +284,15 @@ class ShardedTables(nn.Module):
     """Tables sharded over ranks, and the input dist of their batches.
 
     Args:
-        source: the collection whose tables they become; its weights are kept, and the state of
-            its optimizer. Replicated tables take those of rank 0. On `meta`, first values are
-            drawn: by a seed of rank 0, so that they do not depend on the plan.
-        configs: its tables.
+        source: the unsharded collection. Its weights and optimizer states are copied, those of
+            replicated tables from rank 0. On `meta`, initial values are drawn from seeds of rank 0,
+            so that they do not depend on the plan.
+        configs: the tables of the collection.
         plan: the sharding of each table, by name.
         ranks: the processes.
         pooled: whether rows are pooled.
-        optimizer: of tables that have none of their own.
-        gradients: how those of tables add up over ranks.
+        optimizer: for tables whose configuration has none.
+        gradients: how table gradients are reduced over ranks.
     """
 
     def __init__(
@@ -360,9 +360,8 @@ class ShardedTables(nn.Module):
         names = {config.name for config in self.configs}
         if names != set(self.plan):
             raise ValueError(
-                f"a plan must have every table of its collection: without one are "
-                f"{sorted(names - set(self.plan))}, and no table is called "
-                f"{sorted(set(self.plan) - names)}"
+                f"a plan must have exactly the tables of its collection: missing are "
+                f"{sorted(names - set(self.plan))}, unknown are {sorted(set(self.plan) - names)}"
             )
         for config in self.configs:
             sharding = self.plan[config.name]
@@ -387,7 +386,7 @@ class ShardedTables(nn.Module):
         return [p for p, part in enumerate(parts) for _ in features[part.table]]
 
     def _key_blocks(self, parts: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
-        """Return for each hash table on this rank the number of its block of keys, of how many."""
+        """Return (number, count) of the block of keys of each hash table on this rank, by name."""
         blocks, plan = {}, self._effective_plan()
         for part in parts:
             config = self.configs[part.table]
@@ -417,7 +416,7 @@ class ShardedTables(nn.Module):
             elif self.ranks.rank != min(
                 shard.rank for shard in self._effective_plan()[part.table].shards
             ):
-                others = GradientShare.COUNTED_ELSEWHERE  # cores that all slices have
+                others = GradientShare.COUNTED_ELSEWHERE  # cores that all shards have
             handle = part.groups.handles[part.index]
             shard_handles.append(ShardHandle(part.table, handle, first, others))
         return shard_handles
@@ -482,7 +481,7 @@ class ShardedTables(nn.Module):
         return self._orders[keys]
 
     def _here(self, inputs: LocalBatch) -> IncomingBatch:
-        """Return a batch that this rank looks up alone."""
+        """Return the batch of a lookup without communication."""
         order = [unit.feature for unit in self._own.units]
         ids, offsets, weights = inputs.ids, inputs.offsets, inputs.weights
         if order != sorted(order):
@@ -544,10 +543,7 @@ class ShardedTables(nn.Module):
 
 
 def in_this_grad_mode(function: Callable[[], Result]) -> Callable[[], Result]:
-    """Wrap `function` to run in the grad mode of now.
-
-    A result that is waited for later belongs to the lookup that was made now.
-    """
+    """Wrap `function` to run in the current grad mode, whenever it is called."""
     mode = torch.is_grad_enabled()
 
     def call() -> Result:
@@ -558,7 +554,7 @@ def in_this_grad_mode(function: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def _check_keyed(config: Config, sharding: ParameterSharding, world_size: int) -> None:
-    """Raise ValueError for a plan that a hash table, or another keyed one, cannot have."""
+    """Raise ValueError for a sharding that keyed storage does not support."""
     is_keyed = config.storage.is_keyed
     if sharding.storage is not None and is_keyed != sharding.storage.is_keyed:
         raise ValueError(

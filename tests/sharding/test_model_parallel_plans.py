@@ -230,7 +230,7 @@ def _left_out(ranks: RankGroup) -> None:
 
 
 def test_tables_that_the_plan_leaves_out_are_told() -> None:
-    says = r"(?s)must be of collections in the plan.*'clicks.embeddings.s.weight'.*to the plan"
+    says = r"(?s)must belong to collections in the plan.*'clicks.embeddings.s.weight'.*to the plan"
     with pytest.raises(worlds.RankError, match=says):
         worlds.run(2, _left_out)
 

@@ -222,9 +222,9 @@ def test_parameters_keep_their_names_and_copies_work() -> None:
 def refusals(ranks: RankGroup) -> None:
     source = make_source(Case(tables(SUM), MIXED))
     every = {f"t{i}": sharding_types.table_wise(0) for i in range(4)}
-    with pytest.raises(ValueError, match=r"no table is called \['t9'\]"):
+    with pytest.raises(ValueError, match=r"unknown are \['t9'\]"):
         sharding.shard(source, {"": {**every, "t9": sharding_types.row_wise()}}, ranks)
-    with pytest.raises(ValueError, match=r"without one are \['t3'\]"):
+    with pytest.raises(ValueError, match=r"missing are \['t3'\]"):
         sharding.shard(source, {"": {k: v for k, v in every.items() if k != "t3"}}, ranks)
     with pytest.raises(ValueError, match=r"a rank must be in \[0, 2\)"):
         sharding.shard(source, {"": {**every, "t0": sharding_types.table_wise(2)}}, ranks)
