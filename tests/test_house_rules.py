@@ -451,6 +451,21 @@ def test_names_have_no_retired_words() -> None:
     assert not bad, "use the glossary's words:\n" + "\n".join(sorted(bad))
 
 
+# Phrases for which plain ones exist: again, is evicted, gets, no process, next to or against.
+RETIRED_PHRASES = re.compile(r"\b(anew|gives? way|is told|nobody|beside)\b", re.IGNORECASE)
+
+
+def test_text_has_no_retired_phrases() -> None:
+    bad = [
+        f"{name}:{number}: {found.group()}"
+        for name in _with_suffix(*LIMITED, ".md", ".jinja")
+        if not name.startswith(("tests/test_house_rules.py", "CHANGELOG.md", "reports/reference/"))
+        for number, line in enumerate(_text(name).splitlines(), 1)
+        if (found := RETIRED_PHRASES.search(line))
+    ]
+    assert not bad, "say it in plain words:\n" + "\n".join(bad)
+
+
 def test_class_names_are_unique() -> None:
     """`emblib.compat` has the names of other libraries."""
     places: dict[str, list[str]] = {}

@@ -18,14 +18,14 @@ _SECOND = 0xC4CEB9FE1A85EC53 - (1 << 64)
 
 
 def _fold(x: Tensor, bits: int) -> Tensor:
-    """`x ^ x >> bits` of unsigned numbers."""
+    """Return `x ^ x >> bits` of unsigned numbers."""
     return x ^ (x >> bits & (1 << 64 - bits) - 1)
 
 
 def hash_key_of(seed: int, name: str) -> int:
     """Return the signed 64-bit hash key of a table, from seed and name.
 
-    Without the seed nobody can construct keys that collide in one bucket.
+    Keys that collide in one bucket cannot be constructed without the seed.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

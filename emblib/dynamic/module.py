@@ -610,7 +610,7 @@ class DynamicEmbeddingBags(FusedTables):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of any module; with `strict`, wrong keys are refused before anything is written."""
+        """Load a state dict; with `strict`, keys are checked before anything is written."""
         if strict:
             base.check_keys(checkpoint.expected_names(self, state_dict), state_dict)
         return super().load_state_dict(state_dict, strict, assign)
@@ -625,7 +625,7 @@ class DynamicEmbeddingBags(FusedTables):
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        """The names in a state dict that are no parameter or buffer, as attributes."""
+        """Return the names in a state dict that are no parameter or buffer, as attributes."""
         return checkpoint.names_as_attributes(self)
 
     def _fqn_modifiers(self) -> dict[str, str]:

@@ -100,11 +100,11 @@ def write(
     "roundrobin" router does for keys that are not negative.
 
     Args:
-        directory: made if it is not there (its parents too).
-        name: of the table; its files are replaced if there are any, once all new ones are written.
+        directory: created with its parents if missing.
+        name: of the table; existing files are replaced once all new ones are written.
         layout: of the table.
-        table: `arguments` are written beside those that follow from the order. They load a state
-            of the optimizer only if `lr` and what else the optimizer has is there.
+        table: `arguments` are written in addition to those that follow from the order. DynamicEmb
+            loads optimizer states only if `lr` and the other arguments of the optimizer are there.
         clock: the tick from which ages count.
     """
     discard(directory, name)
