@@ -122,8 +122,8 @@ def construct_plan(
     missing, unknown = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
     if missing or unknown:
         raise ValueError(
-            f"a plan needs a rule for every table; without one are {sorted(missing)}, and no table "
-            f"is called {sorted(unknown)}"
+            "a plan needs a rule for exactly the tables of its collection: missing are "
+            f"{sorted(missing)}, unknown are {sorted(unknown)}"
         )
     plan = {name: rules[name](shape, world) for name, shape in shapes.items()}
     for name, sharding in plan.items():

@@ -156,8 +156,8 @@ def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup) -> 
     unknown = sorted(modules.keys() - paths.keys())
     if unknown:
         raise ValueError(
-            f"a plan names collections by their paths: {unknown} are not paths of collections; there "
-            f"are {sorted(paths)}"
+            f"a plan names collections by their paths: {unknown} are not paths of collections, "
+            f"which are {sorted(paths)}"
         )
     world = World(ranks.size, ranks.local_size)
     found: dict[int, _Chosen] = {}

@@ -238,7 +238,7 @@ def test_tables_that_the_plan_leaves_out_are_told() -> None:
 def _dense_in_backward(ranks: RankGroup) -> None:
     net = Net()
     _apply_optimizer_in_backward(torch.optim.SGD, net.top.parameters(), {"lr": 0.1})
-    with pytest.raises(ValueError, match=r"\['top.weight', 'top.bias'\] have an optimizer.*alone"):
+    with pytest.raises(ValueError, match=r"\['top.weight', 'top.bias'\] have an optimizer.*only"):
         DistributedModelParallel(net, ranks, plan=rules(2))
 
 
