@@ -36,6 +36,7 @@ from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import BackingStore, TierStats, check_backing
 from emblib.dynamic.training import (
     ExternalStates,
+    PendingGradients,
     TrainingHook,
     check_batch,
     check_device,
@@ -45,7 +46,7 @@ from emblib.dynamic.training import (
 )
 from emblib.ops import autograd
 from emblib.ops.hash import Keys
-from emblib.optim import External, Optimizer
+from emblib.optim import Optimizer
 from emblib.specs import (
     SLOTS,
     BoundsCheck,
@@ -151,6 +152,7 @@ class DynamicEmbeddingBags(FusedTables):
         overflow_rows = 0 if backing is None else backing.overflow_rows(device)
         states = self.optimizer.states
         self.rows = RowLayout(self.tables, self.table_names, states, self.precision, overflow_rows)
+        self.total_rows = self.rows.total_rows
         self._layout = self._feature_rows(self.rows.feature)
         hash_keys = hash_keys_of(seed, self.table_names, hash_seeds)
         self.index = HashIndex(self.tables, device, hash_keys)
@@ -171,6 +173,8 @@ class DynamicEmbeddingBags(FusedTables):
         dropped = torch.zeros(1, dtype=torch.int64, device=device)
         self.register_buffer("dropped_updates", dropped, persistent=False)
         self._register_common(device)
+        if self.optimizer.deferred:
+            self.hooks.append(PendingGradients(self))
         self.reset_parameters()
         if backing is not None:
             self.backing = BackingTier(self, backing)
@@ -210,7 +214,7 @@ class DynamicEmbeddingBags(FusedTables):
             TypeError: indices of another dtype.
             ValueError: `batch_sizes` that do not fit; counts below 0; weights without pooling.
         """
-        if autograd.is_fused(self.optimizer):
+        if autograd.updates_in_backward(self.optimizer):
             self._check_in_place(self.weights)
         ids = as_keys(indices)
         check_batch(ids, per_sample_weights, counts, self.pooling)
@@ -240,7 +244,7 @@ class DynamicEmbeddingBags(FusedTables):
             offsets=offsets,
             bag_layout=bag_layout,
             pooling=self.pooling,
-            total_rows=self.rows.total_rows,
+            total_rows=self.total_rows,
             output_dim=columns,
         )
 
@@ -260,7 +264,7 @@ class DynamicEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        if not (self.training and torch.is_grad_enabled()) or self._frozen:
+        if not (self.training and torch.is_grad_enabled()) or self._is_frozen:
             return self._look_up_untrained(keys, batch, sample_weights)
         if self._untrained:
             raise RuntimeError(
@@ -277,13 +281,23 @@ class DynamicEmbeddingBags(FusedTables):
         batch = _with_reads(batch, reads)
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
-        if isinstance(self.optimizer, External):
+        if not autograd.updates_in_backward(self.optimizer):
             return autograd.lookup(
-                self.weights, batch, self.optimizer, sample_weights, self.output_dtype
+                self.weights,
+                [self.weights],
+                batch,
+                self.optimizer,
+                sample_weights,
+                self.output_dtype,
             )
         return autograd.fused_lookup(
-            self.grad_anchor, self._memory_tiers(), self.optimizer, batch, sample_weights
+            self.grad_anchor, self._tiers(), self.optimizer, batch, sample_weights
         )
+
+    @property
+    def _is_frozen(self) -> bool:
+        has_gradient = not autograd.updates_in_backward(self.optimizer)
+        return self._frozen or (has_gradient and not self.weights.requires_grad)
 
     def _look_up_untrained(
         self, keys: Keys, batch: autograd.Lookup, sample_weights: Tensor | None
@@ -293,7 +307,7 @@ class DynamicEmbeddingBags(FusedTables):
             slots = self.index.find(keys) if self.backing is None else self.backing.search(keys)
             reads = self.row_initializer.reads_of_found(keys, slots)
         batch = _with_reads(batch, reads)
-        memory = self._memory_tiers()
+        memory = self._tiers()
         if sample_weights is None or not torch.is_grad_enabled():
             return autograd.lookup_no_grad(memory.weights, batch, sample_weights, self.output_dtype)
         update = self._make_update(keys, reads.indices, reads)
@@ -307,7 +321,7 @@ class DynamicEmbeddingBags(FusedTables):
             self._lock, self.index, keys, slots, reads, self.dropped_updates, self.backing
         )
 
-    def _memory_tiers(self) -> autograd.Tiers:
+    def _tiers(self) -> autograd.Tiers:
         weights, *states = self.row_buffers()
         return autograd.Tiers([weights], states, self.hyperparams, self.output_dtype)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.dynamic.hash_index import InsertedBatch
+from emblib.dynamic.rows import RowLayout
 from emblib.ops import hash
 from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import External, Optimizer
@@ -137,16 +138,16 @@ class ExternalStates:
     Args:
         optimizer: of the weights; None does nothing.
         weights: `[rows, dim]`, of all tables.
-        first_rows: the first row of each table.
+        layout: where the rows of each table are.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer | None,
         weights: nn.Parameter | None,
-        first_rows: Sequence[int] = (),
+        layout: RowLayout | None = None,
     ) -> None:
-        self._optimizer, self._weights, self._first_rows = optimizer, weights, first_rows
+        self._optimizer, self._weights, self._layout = optimizer, weights, layout
 
     @classmethod
     def of_module(
@@ -165,8 +166,7 @@ class ExternalStates:
         groups = optimizer.param_groups
         if not any(p is module.weights for group in groups for p in group["params"]):
             raise ValueError("the optimizer must have the weights of this module among its own")
-        first_rows = [module.rows.first_row(t) for t in range(len(module.tables))]
-        return cls(optimizer, module.weights, first_rows)
+        return cls(optimizer, module.weights, module.rows)
 
     def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
         """Admit all keys."""
@@ -177,14 +177,9 @@ class ExternalStates:
 
     def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
         """Set the states of new keys to zero (waits for the device)."""
-        if self._optimizer is None or self._weights is None:
+        if self._optimizer is None or self._weights is None or self._layout is None:
             return
-        assert inserted.misses is not None
-        assert inserted.result is not None
-        new = inserted.result.slots >= 0
-        tables = tables_of(keys)[inserted.misses.first[new]]
-        first = torch.tensor(self._first_rows, device=tables.device)[tables]
-        rows = first + inserted.result.slots[new]
+        rows = _rows_of_new_keys(self._layout, keys, inserted)
         for state in self._optimizer.state.get(self._weights, {}).values():
             if isinstance(state, Tensor) and state.shape[:1] == self._weights.shape[:1]:
                 state[rows] = 0
@@ -194,6 +189,52 @@ class ExternalStates:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ExternalStates":
         return ExternalStates(None, None)
+
+
+class PendingGradients:
+    """A training hook that drops the gradients of evicted keys, which a later step would apply.
+
+    For deferred optimizers: gradients are by row, and a new key takes the row of an evicted one.
+
+    Args:
+        module: the tables; dropped gradients are counted in its `dropped_updates`.
+    """
+
+    def __init__(self, module: "DynamicEmbeddingBags") -> None:
+        self._module = module
+
+    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
+        """Admit all keys."""
+        return None
+
+    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
+        """Do nothing: rows of evicted keys that get no new key are never read."""
+
+    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
+        """Drop the gradients of rows that have a new key (waits for the device)."""
+        module = self._module
+        grad = module.weights.grad
+        if grad is None:
+            return
+        rows = _rows_of_new_keys(module.rows, keys, inserted)
+        if not grad.is_sparse:
+            grad[rows] = 0
+            return
+        stale = torch.isin(grad._indices()[0], rows)
+        module.dropped_updates += stale.sum()
+        module.weights.grad = torch.sparse_coo_tensor(
+            grad._indices()[:, ~stale], grad._values()[~stale], grad.shape, check_invariants=False
+        )
+
+
+def _rows_of_new_keys(rows: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:
+    """Return the numbers, among the rows of all tables, of the rows that have a new key."""
+    assert inserted.misses is not None
+    assert inserted.result is not None
+    new = inserted.result.slots >= 0
+    tables = tables_of(keys)[inserted.misses.first[new]]
+    first = [rows.first_row(t) for t in range(len(rows.specs))]
+    return torch.tensor(first, device=tables.device)[tables] + inserted.result.slots[new]
 
 
 def check_device(device: torch.device) -> None:
@@ -211,15 +252,19 @@ def check_optimizer(
             f"{brief(optimizer)} reads whole tables from time to time, which dynamic tables do not "
             "support; choose an optimizer without that part"
         )
-    if isinstance(optimizer, External) and has_backing:
+    if optimizer.leaves_gradient is None:
+        return
+    what = "state" if isinstance(optimizer, External) else "gradients"
+    if has_backing:
         raise ValueError(
-            "optim.External keeps its state outside, where it would not move with the rows; use a "
-            "fused optimizer, or tables without a backing store"
+            f"{brief(optimizer)} keeps its {what} outside, where they would not move with the "
+            "rows; use an optimizer that backward applies, or tables without a backing store"
         )
-    if isinstance(optimizer, External) and any(s.buckets < s.max_buckets for s in specs):
+    if any(s.buckets < s.max_buckets for s in specs):
         raise ValueError(
-            "optim.External keeps its state outside, where it would not move with the rows of a "
-            "table that grows: leave initial_capacity out, or use a fused optimizer"
+            f"{brief(optimizer)} keeps its {what} outside, where they would not move with the rows "
+            "of a table that grows: leave initial_capacity out, or use an optimizer that backward "
+            "applies"
         )
 
 

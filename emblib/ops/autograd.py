@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from emblib.columns import Hyper
+from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import codes, tbe
 from emblib.ops.scaled_gradients import counted_step, refuse_scaled_gradients
 from emblib.optim import External, Gradient, Optimizer
@@ -100,6 +100,11 @@ def _shape(batch: Lookup) -> tuple[int, ...]:
     return (batch.offsets.numel() - 1) // batch.features.shape[0], batch.output_dim
 
 
+def _zeros(batch: Lookup, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the output of a lookup as zeros that take no memory."""
+    return torch.zeros((), dtype=dtype, device=device).expand(_shape(batch))
+
+
 def groups_of(batch: Lookup) -> tbe.Groups:
     """Group the lookups of a batch by row."""
     return tbe.group(
@@ -121,8 +126,7 @@ class UpdateRule(NamedTuple):
     @classmethod
     def of(cls, optimizer: Optimizer) -> "UpdateRule":
         """Return the rule of an optimizer."""
-        gradient = optimizer.gradient if isinstance(optimizer, External) else None
-        return cls(optimizer.name, optimizer.max_gradient, gradient)
+        return cls(optimizer.name, optimizer.max_gradient, optimizer.leaves_gradient)
 
 
 class FusedLookup(torch.autograd.Function):
@@ -152,9 +156,7 @@ class FusedLookup(torch.autograd.Function):
         _save(ctx, batch, sample_weights, row_weights)
         ctx.tiers, ctx.rule = tiers, rule
         if not torch.compiler.is_compiling() and _for_update.get():
-            return torch.zeros((), dtype=tiers.output_dtype, device=grad_anchor.device).expand(
-                _shape(batch)
-            )
+            return _zeros(batch, tiers.output_dtype, grad_anchor.device)
         return lookup_no_grad(tiers.weights, batch, sample_weights, tiers.output_dtype)
 
     @staticmethod
@@ -188,17 +190,46 @@ class FusedLookup(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if batch.trained_features is not None:
                 locations = _of_trained_tables(batch, locations)
-            tiers.hyperparams[Hyper.STEP].add_(counted_step(tiers.hyperparams, grad))
-            try:
-                _update(tiers, rule.name, grad, batch, locations, row_weights)
-            except BaseException:
-                tiers.hyperparams[Hyper.STEP].sub_(1)  # it failed, so it is no step
-                raise
-            if _may_move(tiers.hyperparams):
-                torch.autograd.graph.increment_version(tiers.weights)
+            counted = counted_step(tiers.hyperparams, grad)
+            _make_step(tiers, rule.name, grad, batch, locations, row_weights, counted)
         if batch.hooks is not None:
             batch.hooks.after_update()
         return None, None, None, None, sample_grad, None
+
+
+def _make_step(
+    tiers: Tiers,
+    optimizer: str,
+    grad: Tensor,
+    batch: Lookup,
+    locations: RowLocations,
+    row_weights: Tensor | None,
+    counted: Tensor | int = 1,
+) -> None:
+    """Count a step and update rows; an update that raises counts as no step."""
+    tiers.hyperparams[Hyper.STEP].add_(counted)
+    try:
+        _update(tiers, optimizer, grad, batch, locations, row_weights)
+    except BaseException:
+        tiers.hyperparams[Hyper.STEP].sub_(1)
+        raise
+    if _may_move(tiers.hyperparams):
+        torch.autograd.graph.increment_version(tiers.weights)
+
+
+def apply_row_gradients(
+    tiers: Tiers, optimizer: Optimizer, rows: Tensor, gradients: Tensor, total_rows: int
+) -> None:
+    """Make one step with gradients `[N, dim]` of rows of the first tier, all of one dim.
+
+    `rows` are linear row ids `[N]`; gradients of a row that occurs several times are added up.
+    """
+    feature = [0] * len(FeatureColumn)
+    feature[FeatureColumn.ROWS], feature[FeatureColumn.DIM] = total_rows, gradients.shape[1]
+    features = torch.tensor([feature], device=rows.device)
+    offsets = torch.tensor([0, rows.numel()], device=rows.device)
+    batch = Lookup(features, rows, offsets, None, Pooling.NONE, total_rows, gradients.shape[1])
+    _make_step(tiers, optimizer.name, gradients, batch, RowLocations(groups_of(batch)), None)
 
 
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
@@ -232,53 +263,81 @@ def fused_lookup(
     return FusedLookup.apply(grad_anchor, tiers, rule, batch, weights, row_weights)
 
 
-class ExternalLookup(torch.autograd.Function):
-    """Look up; backward leaves `weights` a gradient: sparse COO of the distinct rows, or dense."""
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+"""Whether this torch allows gradients of another dtype than that of their parameter."""
+
+
+class WeightOffset(NamedTuple):
+    """Where a table lies in the weights of a module: first element, first row, size."""
+
+    begin: int
+    first_row: int
+    rows: int
+    dim: int
+
+
+class GradientLookup(torch.autograd.Function):
+    """Look up; backward leaves gradients on the parameters of tables: sparse COO, or dense.
+
+    `memory` is what lookups read; the parameters are views of it at `offsets`. Without offsets the
+    one parameter is the memory itself. A sparse gradient has the distinct rows of the batch.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
-        weights: Tensor,
+        memory: Tensor,
+        offsets: Sequence[WeightOffset] | None,
         batch: Lookup,
         sample_weights: Tensor | None,
         output_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
         rule: UpdateRule,
         unique: int | None,
+        *parameters: Tensor,
     ) -> Tensor:
         """Return `[B, output_dim]`, `[output_dim]` with a bag layout, `[L, dim]` for NONE."""
-        # Only the gradient of sample weights needs the weights; saved without need, they would
-        # forbid an optimizer step between two backwards.
+        # Only the gradient of sample weights needs the memory; saved without need, it would forbid
+        # an optimizer step between two backwards.
         weighted = sample_weights is not None and sample_weights.requires_grad
-        _save(ctx, batch, sample_weights, weights if weighted else None)
-        ctx.shape, ctx.dtype = weights.shape, weights.dtype
+        _save(ctx, batch, sample_weights, memory if weighted else None)
+        ctx.shape, ctx.offsets, ctx.dtype = memory.shape, offsets, gradient_dtype
         ctx.rule, ctx.unique = rule, unique
-        return lookup_no_grad([weights.view(-1)], batch, sample_weights, output_dtype)
+        if not torch.compiler.is_compiling() and _for_update.get():
+            return _zeros(batch, output_dtype, memory.device)
+        return lookup_no_grad([memory.view(-1)], batch, sample_weights, output_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient; a sparse one reads an unknown number of rows from the device."""
+        """Return the gradients; a sparse one reads an unknown number of rows from the device."""
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
-            return ExternalLookup._gradient(ctx, grad)
+            return GradientLookup._gradient(ctx, grad)
         with lock:
-            return ExternalLookup._gradient(ctx, grad)
+            return GradientLookup._gradient(ctx, grad)
 
     @staticmethod
     def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        batch, sample_weights, weights = _saved(ctx)
-        weight_grad = sample_grad = None
+        batch, sample_weights, memory = _saved(ctx)
+        sample_grad = None
         grad = clip_gradient(grad, ctx.rule)
         locations = None if batch.hooks is None else batch.hooks.before_update()
         if locations is not None:
             batch = batch._replace(indices=locations.indices, slots=locations.slots)
-        if ctx.needs_input_grad[2]:
-            sample_grad = _sample_weight_grad(grad, [weights.view(-1)], batch)
-        if ctx.needs_input_grad[0]:
-            make = _dense_grad if ctx.rule.gradient is Gradient.DENSE else _sparse_grad
+        if ctx.needs_input_grad[3]:
+            sample_grad = _sample_weight_grad(grad, [memory.view(-1)], batch)
+        is_wanted = ctx.needs_input_grad[8:]
+        grads: list[Tensor | None] = [None] * len(is_wanted)
+        if any(is_wanted):
+            is_dense = ctx.rule.gradient is Gradient.DENSE
             groups = groups_of(batch) if locations is None else locations.groups
-            weight_grad = make(ctx, grad, batch, groups, sample_weights)
-        return weight_grad, None, sample_grad, None, None, None
+            make = _dense_grad if is_dense else _sparse_grad
+            joined = make(ctx, grad, batch, groups, sample_weights)
+            split = _split_dense if is_dense else _split_sparse
+            found = [joined] if ctx.offsets is None else split(joined, ctx.offsets)
+            grads = [g if want else None for g, want in zip(found, is_wanted, strict=True)]
+        return None, None, None, sample_grad, None, None, None, None, *grads
 
 
 def _dense_grad(
@@ -315,28 +374,58 @@ def _sparse_grad(
             f"total_unique_indices must be the number of distinct rows of the batch, "
             f"{int(groups.count)}, got {unique}; omit it to have them counted"
         )
+    return _rows_of_gradient(groups.rows[:unique], values[:unique].to(ctx.dtype), ctx.shape)
+
+
+def _rows_of_gradient(rows: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a sparse gradient of distinct, ascending rows."""
     return torch.sparse_coo_tensor(
-        groups.rows[:unique].unsqueeze(0),
-        values[:unique].to(ctx.dtype),
-        ctx.shape,
-        is_coalesced=True,
-        check_invariants=False,
+        rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
     )
 
 
+def _split_dense(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
+    """Split the gradient of all weights into views by table."""
+    flat = grad.reshape(-1)
+    return [flat[t.begin : t.begin + t.rows * t.dim].view(t.rows, t.dim) for t in offsets]
+
+
+def _split_sparse(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
+    """Split a sparse gradient; its rows ascend, so those of a table are neighbours."""
+    rows, values = grad._indices()[0], grad._values()
+    firsts = torch.tensor([t.first_row for t in offsets], device=rows.device)
+    counts = torch.tensor([t.rows for t in offsets], device=rows.device)
+    begins = torch.searchsorted(rows, torch.stack([firsts, firsts + counts])).tolist()
+    return [
+        _rows_of_gradient(rows[begin:end] - t.first_row, values[begin:end], (t.rows, t.dim))
+        for t, begin, end in zip(offsets, *begins, strict=True)
+    ]
+
+
 def lookup(
-    weights: Tensor,
+    memory: Tensor,
+    parameters: Sequence[Tensor],
     batch: Lookup,
-    optimizer: External,
+    optimizer: Optimizer,
     sample_weights: Tensor | None = None,
     output_dtype: torch.dtype = torch.float32,
     unique: int | None = None,
+    offsets: Sequence[WeightOffset] | None = None,
 ) -> Tensor:
-    """Pool each bag; `weights` gets a gradient if it requires one."""
+    """Pool each bag; the parameters, views of `memory` at `offsets`, get gradients."""
     if not torch.is_grad_enabled():
-        return lookup_no_grad([weights.view(-1)], batch, sample_weights, output_dtype)
-    rule = UpdateRule.of(optimizer)
-    return ExternalLookup.apply(weights, batch, sample_weights, output_dtype, rule, unique)
+        return lookup_no_grad([memory.view(-1)], batch, sample_weights, output_dtype)
+    return GradientLookup.apply(
+        memory.detach(),
+        offsets,
+        batch,
+        sample_weights,
+        output_dtype,
+        torch.float32 if optimizer.deferred and HAS_GRAD_DTYPE else memory.dtype,
+        UpdateRule.of(optimizer),
+        unique,
+        *parameters,
+    )
 
 
 def lookup_no_grad(
@@ -387,8 +476,13 @@ def largest_within(bound: float, dtype: torch.dtype) -> float:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether backward applies `optimizer` itself."""
+    """Return whether tables have the states of `optimizer` and run its updates."""
     return not isinstance(optimizer, External)
+
+
+def updates_in_backward(optimizer: Optimizer) -> bool:
+    """Return whether backward applies `optimizer`, instead of leaving a gradient."""
+    return optimizer.leaves_gradient is None
 
 
 def _may_move(hyper: Tensor) -> bool:

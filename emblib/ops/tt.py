@@ -150,12 +150,13 @@ class DenseTTLookup(torch.autograd.Function):
         ctx: Any,
         batch: TTLookup,
         sample_weights: Tensor | None,
+        rule: autograd.UpdateRule,
         share: ShareGradients | None,
         *cores: Tensor,
     ) -> Tensor:
         """Return `[B, D]`, or `[L, D]` for NONE."""
         made = make_rows(cores, batch, kept_prefixes(batch, cores))
-        ctx.batch, ctx.share = batch, share
+        ctx.batch, ctx.rule, ctx.share = batch, rule, share
         _save(ctx, made, sample_weights, cores)
         return pool(made, batch, sample_weights)
 
@@ -164,8 +165,9 @@ class DenseTTLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of cores and, if asked, of `sample_weights`."""
         made, sample_weights, cores = _saved(ctx)
+        grad = autograd.clip_gradient(grad, ctx.rule)
         core_grads: Sequence[Tensor | None] = [None] * len(cores)
-        if any(ctx.needs_input_grad[3:]):
+        if any(ctx.needs_input_grad[4:]):
             core_grads = _core_grads(grad, made, ctx.batch, sample_weights, cores)
             if ctx.share is not None:
                 shared: list[Tensor] = []
@@ -174,7 +176,7 @@ class DenseTTLookup(torch.autograd.Function):
         sample_grad = None
         if ctx.needs_input_grad[1]:
             sample_grad = _sample_weight_grad(grad, made, ctx.batch)
-        return None, sample_grad, None, *core_grads
+        return None, sample_grad, None, None, *core_grads
 
 
 class FusedTTLookup(torch.autograd.Function):
@@ -230,13 +232,13 @@ class FusedTTLookup(torch.autograd.Function):
         core_grads = _core_grads(grad, made, batch, sample_weights, cores)
         states, hyper, rule = ctx.states, ctx.hyperparams, ctx.rule
         if ctx.share is None:
-            _update(cores, states, hyper, rule, core_grads)
+            update_cores(cores, states, hyper, rule, core_grads)
         else:
-            ctx.share(core_grads, partial(_update, cores, states, hyper, rule))
+            ctx.share(core_grads, partial(update_cores, cores, states, hyper, rule))
         return None, None, None, None, None, None, sample_grad, None
 
 
-def _update(
+def update_cores(
     cores: Sequence[Tensor],
     states: Sequence[list[Tensor]],
     hyper: Tensor,

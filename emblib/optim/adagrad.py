@@ -200,6 +200,11 @@ class RowwiseAdagrad(Optimizer):
                 "weight_decay AdagradW counts how often rows are seen: give counter=Counter() too, "
                 "or take Decoupled(rate)"
             )
+        if self.global_decay is not None and self.deferred:
+            raise ValueError(
+                "global_decay decays rows as lookups read them, for the step that their backward "
+                "makes: leave deferred out, or choose another weight decay"
+            )
         if self.global_decay is not None and (self.weight_decay or self.counter):
             raise ValueError(
                 "global_decay is the weight decay: weight_decay and counter must be None, got "

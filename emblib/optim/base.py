@@ -55,6 +55,13 @@ class AdagradW:
 WeightDecay = L2 | Decoupled | AdagradW
 
 
+class Gradient(Choice):
+    """The form of a gradient of a table: SPARSE has the rows of the batch, DENSE all rows."""
+
+    SPARSE = "sparse"
+    DENSE = "dense"
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """Base of all optimizers; `lr` is the learning rate (> 0 or 0, finite).
@@ -63,11 +70,15 @@ class Optimizer:
         weight_decay: None, or one of the kinds in `decays` of the optimizer.
         max_gradient: clamp the gradient of the output to `[-max_gradient, max_gradient]`, element
             by element, before any other computation.
+        deferred: False applies the optimizer in backward. True leaves a sparse gradient on the
+            parameter of each table, as `nn.EmbeddingBag(sparse=True)` does, which the `step` of
+            `FusedOptimizer` applies: gradients can be accumulated, unscaled and clipped before.
     """
 
     lr: float
     weight_decay: WeightDecay | None = field(default=None, kw_only=True)
     max_gradient: float | None = field(default=None, kw_only=True)
+    deferred: bool = field(default=False, kw_only=True)
 
     functor: ClassVar[str] = ""
     kept: ClassVar[tuple[State, ...]] = ()
@@ -89,6 +100,11 @@ class Optimizer:
     def name(self) -> str:
         """Return the name of the functor that runs it."""
         return self.functor
+
+    @property
+    def leaves_gradient(self) -> Gradient | None:
+        """Return the form of the gradient that backward leaves; None if it makes the update."""
+        return Gradient.SPARSE if self.deferred else None
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -170,13 +186,6 @@ class LARS(Optimizer):
         return (0.0, 0.0)
 
 
-class Gradient(Choice):
-    """The form of an external gradient: SPARSE has the rows of the batch, DENSE all rows."""
-
-    SPARSE = "sparse"
-    DENSE = "dense"
-
-
 @dataclass(frozen=True)
 class External(Optimizer):
     """No fused update: backward leaves a gradient for an optimizer of `torch.optim`."""
@@ -193,4 +202,14 @@ class External(Optimizer):
             raise ValueError(
                 f"External has no learning rate, got {self.lr}; give it to your own optimizer"
             )
+        if self.deferred:
+            raise ValueError(
+                "External makes no update that could be deferred; leave deferred out, and step "
+                "your own optimizer"
+            )
         object.__setattr__(self, "gradient", Gradient(self.gradient))
+
+    @property
+    def leaves_gradient(self) -> Gradient:
+        """Return the form of the gradient that backward leaves."""
+        return self.gradient

@@ -122,8 +122,9 @@ def clip_grad_norm_(
     sharded tables have dense gradients, it would scale every rank's replica of the dense part by
     another factor. Here every shard counts on the rank that stores it and everything else counts
     once, so that the result is that of the whole model in one process. All ranks call this
-    together, after the gradients of the dense part are averaged. Tables with a fused optimizer
-    have no gradients to clip: use their `max_gradient`.
+    together, after the gradients of the dense part are averaged. Sparse gradients are clipped too,
+    which torch refuses. Tables that backward updates have no gradients to clip: make their
+    optimizer `deferred`, or set its `max_gradient`.
 
     Args:
         parameters: a model that `DistributedModelParallel` or `shard` made, or parameters of one.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from emblib.optim import External, Gradient, Optimizer
+from emblib.ops import autograd
+from emblib.optim import Gradient, Optimizer
 from emblib.specs import (
     CacheConfig,
     CachePolicy,
@@ -20,6 +20,7 @@ from emblib.specs import (
     Pooling,
     Precision,
     TableSpec,
+    brief,
 )
 from emblib.storage.base import (
     MemoryBytes,
@@ -88,7 +89,7 @@ class Dense(Storage):
     ) -> Hashable:
         """Return a key of what tables of one kernel have in common."""
         # A sparse gradient is a matrix, so its tables must be equally wide.
-        is_sparse = isinstance(optimizer, External) and optimizer.gradient is Gradient.SPARSE
+        is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         dim = part.dim if is_sparse or pooling is Pooling.NONE else 0
         cached = (self.placement.cached, self.cache)
         return ("dense", part.config.data_type, optimizer, cached, dim)
@@ -205,16 +206,17 @@ def _check_optimizer(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
         for part in parts
         if (spec := part.spec).placement not in (Placement.DEVICE, Placement.HOST)
     }
-    if elsewhere and isinstance(optimizer, External):
+    if elsewhere and not autograd.updates_in_backward(optimizer):
         raise ValueError(
-            "tables outside the device have no gradients to leave for torch.optim, so backward "
-            f"must update them; without an optimizer are {elsewhere}: give the collection or these "
-            "tables one of emblib.optim, e.g. optimizer=optim.SGD(lr=0.1)"
+            "tables outside the device have no parameters that could get gradients, so backward "
+            f"must update them, but {brief(optimizer)} leaves gradients; such tables are "
+            f"{elsewhere}: give the collection or these tables one of emblib.optim, e.g. "
+            "optimizer=optim.SGD(lr=0.1)"
         )
 
 
 class DenseKernel(TableBatchedEmbeddingBags):
-    """The tables of one kernel; with `optim.External`, each has a parameter that gets a gradient.
+    """The tables of one kernel, each with a parameter if backward leaves gradients.
 
     `weights` is a buffer here: the parameters that users see are views of it, see `DenseHandle`.
     """
@@ -245,7 +247,7 @@ class DenseKernel(TableBatchedEmbeddingBags):
         assert weights is not None
         self.register_buffer("weights", weights.detach(), persistent=False)
         self._offsets = [
-            WeightOffset(place.weight_offset, place.row_base, place.rows, place.dim)
+            autograd.WeightOffset(place.weight_offset, place.row_base, place.rows, place.dim)
             for place in self._memory.layout.offsets
         ]
 
@@ -268,66 +270,18 @@ class DenseKernel(TableBatchedEmbeddingBags):
         with self.overwriting():
             pass
 
-    def _trained_weights(self) -> Tensor:
-        if not torch.is_grad_enabled():
-            return self.weights
-        return JoinedTables.apply(self.weights, self._offsets, *self.table_parameters)
+    def _parameters_by_first_row(self) -> list[tuple[int, nn.Parameter]]:
+        return [
+            (offset.first_row, parameter)
+            for offset, parameter in zip(self._offsets, self.table_parameters, strict=True)
+        ]
+
+    def _gradient_parameters(self) -> tuple[list[Any], list[autograd.WeightOffset]]:
+        return self.table_parameters, self._offsets
 
     def __getstate__(self) -> dict[str, Any]:
         # The handles set the parameters again.
         return {**self.__dict__, "table_parameters": [None] * len(self._parts)}
-
-
-class WeightOffset(NamedTuple):
-    """Where a table lies in the weights of a module: first element, first row, size."""
-
-    begin: int
-    first_row: int
-    rows: int
-    dim: int
-
-
-class JoinedTables(torch.autograd.Function):
-    """The weights of a module as a function of its tables' parameters, which get the gradients.
-
-    `weights` is the memory that the parameters are views of; nothing is copied.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, offsets: Sequence[WeightOffset], *tables: Any) -> Tensor:
-        """Return `weights`."""
-        ctx.offsets = offsets
-        return weights.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each table: views of a dense one, slices of a sparse one."""
-        split = _split_sparse if grad.is_sparse else _split_dense
-        return None, None, *split(grad, ctx.offsets)
-
-
-def _split_dense(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
-    flat = grad.reshape(-1)
-    return [flat[t.begin : t.begin + t.rows * t.dim].view(t.rows, t.dim) for t in offsets]
-
-
-def _split_sparse(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
-    """Split a sparse gradient; its rows ascend, so those of a table are neighbours."""
-    rows, values = grad._indices()[0], grad._values()
-    firsts = torch.tensor([t.first_row for t in offsets], device=rows.device)
-    counts = torch.tensor([t.rows for t in offsets], device=rows.device)
-    begins = torch.searchsorted(rows, torch.stack([firsts, firsts + counts])).tolist()
-    return [
-        torch.sparse_coo_tensor(
-            (rows[begin:end] - t.first_row).unsqueeze(0),
-            values[begin:end],
-            (t.rows, t.dim),
-            is_coalesced=True,
-            check_invariants=False,
-        )
-        for t, begin, end in zip(offsets, *begins, strict=True)
-    ]
 
 
 class DenseHandle(TableHandle):

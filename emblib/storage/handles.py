@@ -59,7 +59,7 @@ class TableHandle(nn.Module):
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, from the next forward on."""
-        if autograd.is_fused(self.kernel.optimizer):
+        if autograd.updates_in_backward(self.kernel.optimizer):
             self.kernel.set_table_trained(self.index, trained=trained)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -92,7 +92,7 @@ class TableHandle(nn.Module):
         """Make durable what was written to the views."""
 
     def fused_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name if backward updates them, else nothing."""
+        """Return the parameters by name if a fused optimizer updates them, else nothing."""
         return dict(self.named_parameters()) if autograd.is_fused(self.kernel.optimizer) else {}
 
     def optimizer_states(self, parameter: str, views: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -137,6 +137,8 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
         trained = handle.index not in getattr(handle.kernel, "_untrained", ())
         parameter = nn.Parameter(view, requires_grad=trained)
         handle.register_parameter(name, parameter)
+    if optimizer.deferred:
+        parameters.ask_for_float32_gradient(parameter)
     parameters.own(parameter, handle, parameters.ViewParameter)
     handle.set_trained(parameter, trained=parameter.requires_grad)
     mark(parameter, handle, optimizer)
@@ -146,7 +148,7 @@ def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> 
     """Register the handle of a parameter, and note on it whether backward updates it."""
     _handles[parameter] = weakref.ref(handle)
     marked: Any = parameter
-    if autograd.is_fused(optimizer):
+    if autograd.updates_in_backward(optimizer):
         marked._in_backward_optimizers = [optimizer]
         for name in _MARKS_OF_TORCH & marked.__dict__.keys():
             delattr(marked, name)

@@ -21,7 +21,7 @@ from emblib.dynamic.saving.checkpoint import (
 from emblib.init import Constant, Initializer, Uniform
 from emblib.ops import autograd
 from emblib.ops.hash import SCORED
-from emblib.optim import External, Optimizer
+from emblib.optim import Optimizer
 from emblib.specs import (
     SLOTS,
     CountMinSketch,
@@ -140,7 +140,7 @@ class Hash(Storage):
         is_alone = (
             self.admission is not None
             or (order == "assigned" and order in SCORED)
-            or isinstance(optimizer, External)
+            or not autograd.updates_in_backward(optimizer)
         )
         rules = (order, self.insert_policy, self.seed, number if is_alone else -1)
         return ("hash", part.config.data_type, optimizer, rules, dim)
@@ -288,7 +288,7 @@ class HashHandle(TableHandle):
             view = torch.empty(kernel.shapes[self.index], device="meta")
             bind_view(self, "weight", view, kernel.optimizer)
             return
-        if not autograd.is_fused(kernel.optimizer):
+        if not autograd.updates_in_backward(kernel.optimizer):
             self._parameters["weight"] = kernel.weights
             mark(kernel.weights, self, kernel.optimizer)
             return
@@ -311,7 +311,7 @@ class HashHandle(TableHandle):
         hash_key = other.kernel.index.hash_key(other.index)
         set_table_entries(kernel, self.index, replace(entries, rows=rows), hash_key=hash_key)
         weight.grad = None
-        if autograd.is_fused(kernel.optimizer):
+        if autograd.updates_in_backward(kernel.optimizer):
             self._parameters["weight"] = weight
         else:
             parameters.disown(weight)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, TTSpec
 from emblib.storage.base import (
@@ -374,11 +375,12 @@ class TTHandle(TableHandle):
         """Mark the cores as those of this table."""
         kernel: TTEmbeddingBag = self.kernel
         for k, core in enumerate(self.cores):
-            marked: Any = core
-            marked.flag_tells = True
-            core.requires_grad_(k not in kernel._frozen_cores)
+            if autograd.updates_in_backward(kernel.optimizer):
+                marked: Any = core
+                marked.flag_tells = True
+                core.requires_grad_(k not in kernel._frozen_cores)
             mark(core, self, kernel.optimizer)
-        kernel._own_parameters()
+        kernel._mark_parameters()
 
     def dense_rows(self) -> Tensor:
         """Return the rows that the cores make, `[rows, dim]`."""

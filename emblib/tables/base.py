@@ -66,6 +66,7 @@ class FusedTables(nn.Module):
     bounds_violations: Tensor
     include_last_offset: bool
     tables: tuple[Any, ...]
+    total_rows: int
     spec_kind: ClassVar[SpecKind]
     _layout: list[tuple[int, ...]]
     _frozen: bool = False
@@ -122,13 +123,10 @@ class FusedTables(nn.Module):
                 )
         check_features(self.tables, self.feature_tables, self.pooling)
         dims = sorted({spec.dim for spec in self.tables})
-        sparse = isinstance(self.optimizer, External) and (
-            self.optimizer.gradient is Gradient.SPARSE
-        )
-        if len(dims) > 1 and sparse:
+        if len(dims) > 1 and self.optimizer.leaves_gradient is Gradient.SPARSE:
             raise ValueError(
-                "a sparse gradient is [rows, dim], so optim.External() needs one dim for all "
-                f"tables, got {dims}; make one module per dim, or use "
+                f"a sparse gradient is [rows, dim], so {brief(self.optimizer)} needs one dim for "
+                f"all tables, got {dims}; make one module per dim, a collection, or use "
                 "External(gradient=Gradient.DENSE)"
             )
 
@@ -147,14 +145,14 @@ class FusedTables(nn.Module):
     ) -> None:
         """Register weights `[sum rows * dim]` as a parameter and states as buffers.
 
-        Only `optim.External` leaves a gradient on the weights, which then are `[rows, dim]` if all
-        tables have one dim.
+        If backward leaves a gradient on the weights, they are `[rows, dim]` if all tables have one
+        dim.
         """
-        fused = autograd.is_fused(self.optimizer)
+        has_gradient = not autograd.updates_in_backward(self.optimizer)
         dims = {spec.dim for spec in self.tables}
-        if not fused and len(dims) == 1:
+        if has_gradient and len(dims) == 1:
             weights = weights.view(-1, *dims)
-        self.weights = nn.Parameter(weights, requires_grad=not fused)
+        self.weights = nn.Parameter(weights, requires_grad=has_gradient)
         for state, tensor in zip(self.optimizer.states, states, strict=True):
             self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
 
@@ -177,14 +175,19 @@ class FusedTables(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; one that backward updates is marked as owned by this module."""
         super().register_parameter(name, param)
-        if param is not None and autograd.is_fused(self.optimizer):
-            parameters.own(param, self, parameters.TableParameter)
+        if param is not None:
+            self._mark_parameter(param)
 
-    def _own_parameters(self) -> None:
-        """Mark the parameters that backward updates, to be notified when they are frozen."""
-        if autograd.is_fused(self.optimizer):
-            for parameter in self.parameters(recurse=True):
-                parameters.own(parameter, self, parameters.TableParameter)
+    def _mark_parameters(self) -> None:
+        for parameter in self.parameters(recurse=True):
+            self._mark_parameter(parameter)
+
+    def _mark_parameter(self, parameter: nn.Parameter) -> None:
+        """Make a parameter that backward updates notify this module when it is frozen."""
+        if autograd.updates_in_backward(self.optimizer):
+            parameters.own(parameter, self, parameters.TableParameter)
+        elif self.optimizer.deferred:
+            parameters.ask_for_float32_gradient(parameter)
 
     def _check_in_place(self, parameter: Any) -> None:
         """Raise RuntimeError where a wrapper has replaced the memory of a parameter."""
@@ -271,6 +274,40 @@ class FusedTables(nn.Module):
         for numbers in (slice(Hyper.STEP), slice(Hyper.STEP + 1, len(values))):
             self.hyperparams[numbers].copy_(values[numbers])
 
+    @atomic
+    @torch.no_grad()
+    def apply_gradients(self) -> None:
+        """Make one step of a deferred optimizer with the gradients that backward left.
+
+        Gradients stay as they are, so call `zero_grad` before the next backward. Tables without a
+        gradient do not change; without any there is no step. `FusedOptimizer.step` calls this.
+
+        Raises:
+            RuntimeError: the optimizer is not deferred.
+        """
+        if not self.optimizer.deferred:
+            raise RuntimeError(
+                f"{brief(self.optimizer)} leaves no gradients to apply: backward makes the update; "
+                "pass deferred=True to the optimizer to make it later"
+            )
+        self._apply_gradients()
+
+    def _apply_gradients(self) -> None:
+        gradients = [(first, p.grad) for first, p in self._parameters_by_first_row()]
+        pairs = [_rows_of(grad, first) for first, grad in gradients if grad is not None]
+        if not pairs:
+            return
+        rows, values = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+        autograd.apply_row_gradients(self._tiers(), self.optimizer, rows, values, self.total_rows)
+
+    def _parameters_by_first_row(self) -> list[tuple[int, nn.Parameter]]:
+        """Return the parameters that get gradients, with the linear row of their first row."""
+        return [(0, self.weights)]
+
+    def _tiers(self) -> autograd.Tiers:
+        """Return all memory of the module as the ops take it."""
+        raise NotImplementedError
+
     def _initial_hyperparams(self) -> Tensor:
         """Return the optimizer's numbers before the first step, on the CPU."""
         hyper = self.optimizer.hyperparams()
@@ -294,7 +331,7 @@ class FusedTables(nn.Module):
 
     def _restore(self) -> None:
         """Recompute, on the current device, what follows from the construction alone."""
-        self._own_parameters()
+        self._mark_parameters()
         device = self.hyperparams.device
         layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, len(FeatureColumn))
         if (
@@ -334,7 +371,7 @@ class FusedTables(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._own_parameters()
+        self._mark_parameters()
 
     def _size_of(self, spec: Any) -> str:
         """Describe a table for `extra_repr`."""
@@ -351,6 +388,14 @@ class FusedTables(nn.Module):
         if self.precision != Precision():
             parts.append(brief(self.precision))
         return ", ".join(parts)
+
+
+def _rows_of(gradient: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+    """Return the linear rows `[N]` and values `[N, dim]` of a sparse or dense gradient."""
+    if not gradient.is_sparse:
+        rows = torch.arange(gradient.shape[0], device=gradient.device)
+        return rows + first_row, gradient
+    return gradient._indices()[0] + first_row, gradient._values()
 
 
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from emblib.ops.autograd import HAS_GRAD_DTYPE
+
 
 class Owner(Protocol):
     """An object that is notified when one of its parameters is frozen or trained again."""
@@ -93,6 +95,13 @@ class ViewParameter(TableParameter):
 def set_data(parameter: nn.Parameter, values: Tensor) -> None:
     """Make a parameter a view of other memory."""
     Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
+
+
+def ask_for_float32_gradient(parameter: nn.Parameter) -> None:
+    """Allow a parameter of narrower weights float32 gradients, where this torch can."""
+    if HAS_GRAD_DTYPE:
+        any_parameter: Any = parameter
+        any_parameter.grad_dtype = torch.float32
 
 
 def own(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:

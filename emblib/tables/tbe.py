@@ -21,7 +21,7 @@ from torch import Tensor
 from emblib import ops
 from emblib.columns import FeatureColumn
 from emblib.ops import autograd
-from emblib.optim import External, Gradient, Optimizer
+from emblib.optim import Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks
 from emblib.tables.base import FusedTables, SpecKind
@@ -80,7 +80,8 @@ class TableBatchedEmbeddingBags(FusedTables):
     _memory: Memory
     _prefetcher: Prefetcher | None
     _reporting: Reporting | None
-    _forwards: int  # training forwards so far, for optimizers that count them
+    _forwards: int  # steps begun so far by training forwards, for optimizers that count them
+    _applied_steps: int  # the value of `_forwards` at the last deferred step
 
     def __init__(
         self,
@@ -117,12 +118,12 @@ class TableBatchedEmbeddingBags(FusedTables):
             raise TypeError(
                 f"cache must be a CacheConfig, e.g. CacheConfig(sets=1024), got {self.cache!r}"
             )
-        if not isinstance(self.optimizer, External):
+        if autograd.updates_in_backward(self.optimizer):
             return
         if any(spec.placement not in (Placement.DEVICE, Placement.HOST) for spec in self.tables):
             raise ValueError(
-                "optim.External leaves its gradient on a parameter, so all tables must be on the "
-                "device; use a fused optimizer for others"
+                f"{brief(self.optimizer)} leaves its gradient on a parameter, so all tables must "
+                "be on the device; use an optimizer that backward applies for others"
             )
 
     def _register_memory(self, device: torch.device) -> None:
@@ -168,7 +169,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._count_forwards_from_step()
 
     def _count_forwards_from_step(self) -> None:
-        self._forwards = 0 if self.hyperparams.is_meta else self.step
+        self._forwards = self._applied_steps = 0 if self.hyperparams.is_meta else self.step
 
     def _draw(self, table: int, weight: Tensor) -> None:
         """Draw the initial values of a table."""
@@ -204,7 +205,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
-        if "weights" in self._parameters and autograd.is_fused(self.optimizer):
+        if "weights" in self._parameters and autograd.updates_in_backward(self.optimizer):
             self._check_in_place(self._parameters["weights"])
         args = LookupArgs(per_sample_weights, feature_requires_grad, total_unique_indices)
         if torch.compiler.is_compiling() and self._breaks_graphs():
@@ -236,17 +237,21 @@ class TableBatchedEmbeddingBags(FusedTables):
             masked = self._masked_features(args.feature_requires_grad)
             batch = batch._replace(sample_features=masked)
         sample_weights, tiers = args.sample_weights, self._tiers()
-        if self._is_periodic and torch.is_grad_enabled() and not self._frozen:
+        trains = torch.is_grad_enabled() and not self._frozen
+        if self._is_periodic and trains and self._begins_step():
             with self._lock:
                 self._before_forward(tiers)
-        if isinstance(self.optimizer, External):
+        if not autograd.updates_in_backward(self.optimizer):
+            trained, offsets = self._gradient_parameters()
             return autograd.lookup(
-                self._trained_weights(),
+                self.weights,
+                trained,
                 batch,
                 self.optimizer,
                 sample_weights,
                 self.output_dtype,
                 args.unique,
+                offsets,
             )
         if self._prefetcher is not None:
             with self._lock:  # until the slots of the batch have been read
@@ -278,9 +283,11 @@ class TableBatchedEmbeddingBags(FusedTables):
             batch.hooks.after_update()
         return out
 
-    def _trained_weights(self) -> Tensor:
-        """Return the parameter that gets the gradient of `optim.External`."""
-        return self.weights
+    def _gradient_parameters(
+        self,
+    ) -> tuple[Sequence[Tensor], Sequence[autograd.WeightOffset] | None]:
+        """Return the parameters that backward leaves gradients on, and where they lie."""
+        return [self.weights], None
 
     def _masked_features(self, requires_grad: Tensor) -> Tensor:
         """Return `features` without rows where no gradient is wanted; these are skipped."""
@@ -300,10 +307,8 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _breaks_graphs(self) -> bool:
         """Return whether a lookup needs Python state: see `_look_up_eagerly`."""
-        sparse = isinstance(self.optimizer, External) and (
-            self.optimizer.gradient is Gradient.SPARSE
-        )
-        return self._prefetcher is not None or self._is_periodic or sparse
+        is_sparse = self.optimizer.leaves_gradient is Gradient.SPARSE
+        return self._prefetcher is not None or self._is_periodic or is_sparse
 
     @graph_break
     def _look_up_eagerly(
@@ -327,6 +332,14 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._forwards += 1
         self._memory.verify()  # the hooks read whole tables
         optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self.table_views())
+
+    def _begins_step(self) -> bool:
+        """Return whether a training forward is the first one of a step."""
+        return not self.optimizer.deferred or self._forwards == self._applied_steps
+
+    def _apply_gradients(self) -> None:
+        super()._apply_gradients()
+        self._applied_steps = self._forwards
 
     def prefetch(
         self,
@@ -396,7 +409,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     def set_step(self, step: int) -> None:
         """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
         super().set_step(step)
-        self._forwards = step
+        self._forwards = self._applied_steps = step
 
     def table_weights(self) -> list[Tensor]:
         """Return the tables as `[rows, dim]` views: writing to one writes to the module.

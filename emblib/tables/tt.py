@@ -102,11 +102,11 @@ class TTEmbeddingBag(FusedTables):
         check_ranks(self.spec.ranks, self.spec.row_factors, self.spec.dim_factors)
 
     def _allocate(self, device: torch.device) -> None:
-        spec, fused = self.spec, autograd.is_fused(self.optimizer)
+        spec, has_gradient = self.spec, not autograd.updates_in_backward(self.optimizer)
         shapes = self._core_layout(device).shapes()
         self.cores = Cores(
             nn.Parameter(
-                torch.empty(shape, dtype=torch.float32, device=device), requires_grad=not fused
+                torch.empty(shape, dtype=torch.float32, device=device), requires_grad=has_gradient
             )
             for shape in shapes
         )
@@ -116,7 +116,7 @@ class TTEmbeddingBag(FusedTables):
                 self.register_buffer(
                     f"state_{state.name}_{k}", torch.zeros(size, dtype=torch.float32, device=device)
                 )
-        self._own_parameters()
+        self._mark_parameters()
         self._layout = [
             (0, 0, math.prod(spec.row_factors), spec.dim, 0, 0, 0, 0),  # the range of the keys
             (0, 0, spec.rows, spec.dim, 0, 0, 0, 0),  # the range of the indices
@@ -208,9 +208,10 @@ class TTEmbeddingBag(FusedTables):
         weighted = per_sample_weights is not None and per_sample_weights.requires_grad
         if not torch.is_grad_enabled() or (self._frozen and not weighted):
             return tt.lookup(self._core_list(), batch, per_sample_weights)
-        if not autograd.is_fused(self.optimizer):
+        rule = autograd.UpdateRule.of(self.optimizer)
+        if not autograd.updates_in_backward(self.optimizer):
             return tt.DenseTTLookup.apply(
-                batch, per_sample_weights, self.share_gradients, *self.cores
+                batch, per_sample_weights, rule, self.share_gradients, *self.cores
             )
         for core in self.cores:
             self._check_in_place(core)
@@ -219,11 +220,22 @@ class TTEmbeddingBag(FusedTables):
             self._core_list(),
             self._core_states(),
             self.hyperparams,
-            autograd.UpdateRule.of(self.optimizer),
+            rule,
             batch,
             per_sample_weights,
             self.share_gradients,
         )
+
+    def _apply_gradients(self) -> None:
+        grads = [core.grad for core in self.cores]
+        if all(grad is None for grad in grads):
+            return
+        filled = [
+            torch.zeros_like(core) if grad is None else grad
+            for core, grad in zip(self.cores, grads, strict=True)
+        ]
+        rule = autograd.UpdateRule.of(self.optimizer)
+        tt.update_cores(self._core_list(), self._core_states(), self.hyperparams, rule, filled)
 
     def _batch(
         self, indices: Tensor, offsets: Tensor, pooling: Pooling, output_dtype: torch.dtype

@@ -86,7 +86,7 @@ def test_refused(options: dict, error: str) -> None:
         (lambda table: EmbeddingBagCollection([table], True), "by name, is_weighted=True"),
         (
             lambda table: EmbeddingBagCollection([replace(table, storage=Dense("managed"))]),
-            "without an optimizer are {'t': 'Placement.MANAGED'}",
+            "such tables are {'t': 'Placement.MANAGED'}",
         ),
         (lambda table: EmbeddingBagCollection([table])(torch.ones(1)), "Tensor has no keys()"),
     ],

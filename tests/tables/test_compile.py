@@ -399,7 +399,7 @@ def test_options_of_forward_and_precision() -> None:
 def test_functions_are_passed_no_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.10 makes a dataclass again from symbols ("must be real number, not Proxy")."""
     passed: list[Any] = []
-    for function in (autograd.FusedLookup, autograd.ExternalLookup):
+    for function in (autograd.FusedLookup, autograd.GradientLookup):
         apply = function.apply
         monkeypatch.setattr(function, "apply", lambda *a, f=apply: (passed.extend(a), f(*a))[1])
     for optimizer in (optim.Adam(0.1, max_gradient=0.5), optim.External()):

@@ -36,11 +36,14 @@ __all__ = ["FusedOptimizer", "FusedTableEntry", "HasFusedTables"]
 
 
 class FusedOptimizer(KeyedOptimizer):
-    """The fused optimizers of tables as one optimizer, for schedulers and checkpoints.
+    """The fused optimizers of tables as one optimizer, for updates, schedulers and checkpoints.
 
-    Backward makes the update, whether `step` is called or not. `step` and `zero_grad` pass learning
-    rates and other hyperparameters that changed in `param_groups` to the tables, with effect from
-    the next backward on. There is one group for all tables with equal optimizers.
+    Tables whose optimizer is `deferred` have gradients like other parameters: `step` applies them
+    and `zero_grad` resets them, so that they can be accumulated over several backwards, unscaled by
+    a `torch.amp.GradScaler` and clipped. All other tables are updated by backward, whether `step`
+    is called or not. `step` and `zero_grad` pass learning rates and other hyperparameters that
+    changed in `param_groups` to the tables, with effect from the next update on. There is one group
+    for all tables with equal optimizers.
 
     State dicts have, by parameter name, the optimizer states and `hyper`, the hyperparameters
     (learning rate and step among them). States of hash tables are in the state dict of their
@@ -141,17 +144,29 @@ class FusedOptimizer(KeyedOptimizer):
             pushed.update(now)
 
     def step(self, closure: Any = None) -> Any:
-        """Pass learning rates to the tables; backward made the update."""
+        """Pass learning rates to the tables, and apply the gradients of deferred ones."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.push()
+        for kernels in self._kernels:
+            for kernel in kernels:
+                if kernel.optimizer.deferred:
+                    kernel.apply_gradients()
         return loss
 
     def zero_grad(self, set_to_none: Any = True) -> None:
-        """Pass learning rates to the tables; there are no gradients to reset."""
+        """Reset the gradients of deferred tables, and pass learning rates to all tables.
+
+        Sparse gradients become None whatever `set_to_none` says: zeros would be an update.
+        """
         self.push()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = None
+        super().zero_grad(set_to_none)
 
 
 _NOT_NUMBERS = {"lr", "max_gradient", "weight_decay"}

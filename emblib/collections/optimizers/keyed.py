@@ -180,7 +180,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
     The norm is that of the whole model, the same on all ranks: shards of tables count on the rank
     that has them, everything else once. All ranks must step together.
 
-    Tables with a fused optimizer have no gradients; set `max_gradient` of their optimizer.
+    Tables that backward updates have no gradients: make their optimizer `deferred`, or set its
+    `max_gradient`.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -206,7 +207,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if self.clipping is GradientClipping.NORM:
             clip_grad_norm_(parameters, self.max_gradient, self.norm_type)
         elif self.clipping is GradientClipping.VALUE:
-            torch.nn.utils.clip_grad_value_(parameters, self.max_gradient)
+            clip_grad_value_(parameters, self.max_gradient)
         return super().step(closure)
 
 
@@ -259,26 +260,66 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     peers: Peers | None = None,
 ) -> Tensor:
-    """Clip gradients by their norm over all ranks; `peers` are found by the parameters' marks."""
+    """Clip gradients by their norm over all ranks; `peers` are found by the parameters' marks.
+
+    Sparse gradients are coalesced first, and only their rows are read and scaled.
+    """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     peers = _peers_of(parameters) if peers is None else peers
-    if peers is None:
+    if peers is None and not any(_is_sparse(parameter) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     if not norm_type > 0:
         raise ValueError(
-            f"norm_type must be positive over ranks, inf for the largest value; got {norm_type}"
+            f"norm_type must be positive over ranks and for sparse gradients, inf for the largest "
+            f"value; got {norm_type}"
         )
     given = [p for p in parameters if p.grad is not None]
-    total = _norm_over_ranks(given, float(norm_type), peers)
+    if peers is None:
+        total = torch.nn.utils.get_total_norm([_values_of(p) for p in given], float(norm_type))
+    else:
+        total = _norm_over_ranks(given, float(norm_type), peers)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"the gradients of all ranks have a norm of {float(total)}, which cannot be clipped; "
+            f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
             "error_if_nonfinite=False scales them nevertheless"
         )
-    # Each kind by itself: torch scales no list of both.
-    for some in (list(filter(_is_spread, given)), [p for p in given if not _is_spread(p)]):
+    # Each kind by itself: torch scales no list of several.
+    dense = [p for p in given if not _is_sparse(p)]
+    for some in (list(filter(_is_spread, dense)), [p for p in dense if not _is_spread(p)]):
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch computes it
+    for parameter in given:
+        if _is_sparse(parameter):
+            values = _values_of(parameter)
+            values.mul_(factor.to(values.device))
     return total
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every gradient to `[-clip_value, clip_value]`, also sparse ones."""
+    given = [p for p in parameters if p.grad is not None]
+    if dense := [p for p in given if not _is_sparse(p)]:
+        torch.nn.utils.clip_grad_value_(dense, clip_value)
+    for parameter in given:
+        if _is_sparse(parameter):
+            _values_of(parameter).clamp_(-clip_value, clip_value)
+
+
+def _is_sparse(parameter: Tensor) -> bool:
+    """Return whether a parameter has a sparse gradient."""
+    return parameter.grad is not None and parameter.grad.is_sparse
+
+
+def _values_of(parameter: Tensor) -> Tensor:
+    """Return the values of a gradient: of a sparse one, those of its rows, once each."""
+    grad = parameter.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return grad
+    if not grad.is_coalesced():
+        parameter.grad = grad = grad.coalesce()
+    return grad._values()
 
 
 def _peers_of(parameters: Sequence[Tensor]) -> Peers | None:
@@ -310,9 +351,9 @@ def _norm_over_ranks(given: Sequence[Tensor], norm_type: float, peers: Peers) ->
         if _is_spread(parameter):
             spread.append(grad)
         elif mark is None or mark.share is GradientShare.REPLICA:
-            replicas.append(grad)
+            replicas.append(_values_of(parameter))
         elif mark.share is GradientShare.SHARD:
-            shards.append(grad)
+            shards.append(_values_of(parameter))
     own = torch.stack([_norm(shards, norm_type), _norm(replicas, norm_type)])
     every = peers.gather_numbers(own)
     # The replicas as the first rank has them: a last bit that differs would not stay the last.

@@ -1,0 +1,305 @@
+"""Deferred updates: gradients that wait for `FusedOptimizer.step`, as in `torch.optim`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from emblib import EmbeddingBagCollection, KeyedJaggedTensor, optim
+from emblib.collections.optimizers import (
+    CombinedOptimizer,
+    FusedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
+    KeyedOptimizerWrapper,
+    in_backward_optimizer_filter,
+)
+from emblib.sharding import clip_grad_norm_
+from tests.collections.cases import bag_configs, batch, features_of
+from tests.optimizer_cases import CASES
+
+KINDS = ("plain", "tt", "dynamic", "plain")
+PLAIN = ("plain", "plain", "plain")
+OPTIMIZERS = {
+    name: optimizer
+    for name, optimizer in CASES.items()
+    if getattr(optimizer, "global_decay", None) is None
+}
+COMMON = {k: v for k, v in OPTIMIZERS.items() if not hasattr(v, "swap_every") and v.name == k}
+
+
+class Model(nn.Module):
+    """Tables and a dense layer."""
+
+    def __init__(self, optimizer: optim.Optimizer | None, kinds: tuple[str, ...] = KINDS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sparse = EmbeddingBagCollection(bag_configs(kinds), optimizer=optimizer)
+        self.over = nn.Linear(self.sparse.groups.output_dim, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return the sum of the squared outputs of the layer."""
+        return self.over(self.sparse(features).values()).square().sum()
+
+
+def deferred(optimizer: optim.Optimizer) -> optim.Optimizer:
+    return replace(optimizer, deferred=True)
+
+
+def a_batch(seed: int, size: int = 4, kinds: tuple[str, ...] = KINDS) -> KeyedJaggedTensor:
+    torch.manual_seed(seed)
+    return batch(features_of(bag_configs(kinds)), size)
+
+
+def pair(
+    optimizer: optim.Optimizer, kinds: tuple[str, ...] = KINDS
+) -> tuple[Model, Model, FusedOptimizer]:
+    """Return equal models, updated in backward and deferred, and the optimizer of the latter."""
+    now, later = Model(optimizer, kinds), Model(deferred(optimizer), kinds)
+    later.load_state_dict(now.state_dict())
+    return now, later, FusedOptimizer.of(later)
+
+
+def assert_equal_tables(a: Model, b: Model) -> None:
+    torch.testing.assert_close(a.sparse.state_dict(), b.sparse.state_dict(), rtol=0, atol=0)
+    states = FusedOptimizer.of(a).state_dict()["state"]
+    torch.testing.assert_close(states, FusedOptimizer.of(b).state_dict()["state"], rtol=0, atol=0)
+
+
+def tables_close(a: Model, b: Model, **tolerance: float) -> None:
+    torch.testing.assert_close(a.sparse.state_dict(), b.sparse.state_dict(), **tolerance)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_per_backward_is_the_update_in_backward(name: str) -> None:
+    kinds = KINDS if name in COMMON and "ensemble" not in name else PLAIN
+    now, later, optimizer = pair(OPTIMIZERS[name], kinds)
+    for seed in range(3):
+        features = a_batch(seed, kinds=kinds)
+        for model in (now, later):
+            model(features).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_tables(now, later)
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_micro_batches_are_one_large_batch(name: str) -> None:
+    model = Model(deferred(COMMON[name]))
+    large, optimizer = copy.deepcopy(model), FusedOptimizer.of(model)
+    large_optimizer = FusedOptimizer.of(large)
+    for step in range(3):
+        features = [a_batch(10 * step + i) for i in range(4)]
+        for micro in features:
+            model(micro).backward()
+        sum(large(micro) for micro in features).backward()
+        for one in (optimizer, large_optimizer):
+            one.step()
+            one.zero_grad()
+    tables_close(model, large, rtol=2e-4, atol=2e-5)
+    assert {kernel.step for table in model.sparse.fused_tables() for kernel in table.kernels} == {3}
+
+
+def test_gradients_are_those_of_embedding_bags() -> None:
+    configs = bag_configs(PLAIN)
+    model = Model(optim.SGD(0.1, deferred=True), PLAIN)
+    weights = {
+        config.name: model.sparse.embedding_bags[config.name].weight.detach().clone()
+        for config in configs
+    }
+    features = a_batch(3, kinds=PLAIN)
+    want = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    columns = []
+    for config in configs:
+        for name in config.feature_names:
+            ids = features[name]
+            bags = nn.functional.embedding_bag(
+                ids.values(), want[config.name], ids.offsets()[:-1], mode="sum"
+            )
+            columns.append(bags)
+    model.over(torch.cat(columns, 1)).square().sum().backward()
+    model(features).backward()
+    for name, weight in want.items():
+        grad = model.sparse.embedding_bags[name].weight.grad
+        assert grad.is_sparse
+        torch.testing.assert_close(grad.to_dense(), weight.grad)
+
+
+def test_nothing_changes_before_the_step() -> None:
+    _, model, optimizer = pair(optim.Adagrad(0.1))
+    features = a_batch(0)
+    first = model(features)
+    before = copy.deepcopy(model.sparse.state_dict())
+    first.backward()
+    torch.testing.assert_close(model.sparse.state_dict(), before, rtol=0, atol=0)
+    optimizer.step()
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(model.sparse.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_step_without_gradients_is_no_step() -> None:
+    kinds = ("plain", "tt")
+    _, model, optimizer = pair(optim.Adam(0.1), kinds)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    model(a_batch(0, kinds=kinds)).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_two_lookups_retained_graphs_and_closures() -> None:
+    _, model, optimizer = pair(optim.SGD(0.1), PLAIN)
+    twice = copy.deepcopy(model)
+    features = a_batch(1, kinds=PLAIN)
+    loss = model(features)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+
+    def closure() -> Tensor:
+        loss = twice(features) + twice(features)
+        loss.backward()
+        return loss
+
+    result = FusedOptimizer.of(twice).step(closure)
+    torch.testing.assert_close(result, 2 * loss)
+    tables_close(model, twice, rtol=1e-6, atol=1e-7)
+
+
+def test_a_scheduler_sets_the_rate_of_the_next_step() -> None:
+    _, model, optimizer = pair(optim.SGD(1.0), PLAIN)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for seed in range(3):
+        model(a_batch(seed, kinds=PLAIN)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    kernels = {kernel.learning_rate for t in model.sparse.fused_tables() for kernel in t.kernels}
+    assert kernels == {0.125}
+
+
+@pytest.mark.parametrize("kinds", [PLAIN, KINDS])
+def test_grad_scaler_unscales_and_skips(kinds: tuple[str, ...]) -> None:
+    """As without a scaler, with the batch that overflows left out."""
+    plain, scaled = (Model(optim.Adam(0.05, deferred=True), kinds) for _ in range(2))
+    optimizers = [_combined(model) for model in (plain, scaled)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+    for step in range(4):
+        features = a_batch(step, kinds=kinds)
+        overflow = step == 2
+        expected = plain(features)  # hash tables insert keys, whatever becomes of the step
+        if not overflow:
+            expected.backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        loss = scaled(features)
+        scaler.scale(loss * torch.inf if overflow else loss).backward()
+        scaler.step(optimizers[1])
+        scaler.update()
+        optimizers[1].zero_grad()
+    assert scaler.get_scale() == 2.0**9
+    torch.testing.assert_close(plain.over.state_dict(), scaled.over.state_dict())
+    tables_close(plain, scaled, rtol=1e-5, atol=1e-6)
+
+
+def _combined(model: Model) -> CombinedOptimizer:
+    dense = dict(in_backward_optimizer_filter(model.over.named_parameters("over")))
+    over = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.01))
+    return CombinedOptimizer([FusedOptimizer.of(model), over])
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_clipping_by_the_norm_of_dense_and_sparse_gradients(norm_type: float) -> None:
+    model = Model(optim.SGD(0.1, deferred=True))
+    dense = Model(None)
+    dense.load_state_dict(model.state_dict())
+    for seed in range(2):  # accumulated gradients are coalesced
+        model(a_batch(seed)).backward()
+        dense(a_batch(seed)).backward()
+    norms = [
+        clip_grad_norm_(model, 0.5, norm_type),
+        nn.utils.clip_grad_norm_(dense.parameters(), 0.5, norm_type),
+    ]
+    torch.testing.assert_close(*norms)
+    for (name, one), other in zip(model.named_parameters(), dense.parameters(), strict=True):
+        grad = one.grad.to_dense() if one.grad.is_sparse else one.grad
+        torch.testing.assert_close(grad, other.grad, msg=name)
+
+
+def test_clipping_by_value() -> None:
+    model = Model(optim.SGD(1.0, deferred=True), PLAIN)
+    before = copy.deepcopy(model.sparse.state_dict())
+    optimizer = GradientClippingOptimizer(FusedOptimizer.of(model), GradientClipping.VALUE, 1e-3)
+    model(a_batch(0, kinds=PLAIN)).backward()
+    optimizer.step()
+    moved = {k: (v - before[k]).abs().max() for k, v in model.sparse.state_dict().items()}
+    assert 0 < max(moved.values()) <= 1.001e-3
+
+
+def test_torch_refuses_to_clip_sparse_gradients() -> None:
+    """It raises rather than skips them: nothing is silently left unclipped."""
+    model = Model(optim.SGD(1.0, deferred=True), PLAIN)
+    model(a_batch(0, kinds=PLAIN)).backward()
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("kinds", [PLAIN, ("tt", "tt"), ("dynamic", "dynamic")])
+def test_frozen_tables_get_no_gradient_and_go_on(kinds: tuple[str, ...]) -> None:
+    model = Model(optim.SGD(1.0, deferred=True), kinds)
+    model(a_batch(9, kinds=kinds)).backward()
+    optimizer = FusedOptimizer.of(model)
+    optimizer.zero_grad()
+    model.sparse.requires_grad_(requires_grad=False)
+    before = copy.deepcopy(model.sparse.state_dict())
+    model(a_batch(0, kinds=kinds)).backward()
+    optimizer.step()
+    torch.testing.assert_close(model.sparse.state_dict(), before, rtol=0, atol=0)
+    model.sparse.requires_grad_(requires_grad=True)
+    model(a_batch(0, kinds=kinds)).backward()
+    optimizer.step()
+    assert any(not torch.equal(v, before[k]) for k, v in model.sparse.state_dict().items())
+
+
+def test_narrow_weights_get_float32_gradients() -> None:
+    configs = [replace(config, data_type=torch.float16) for config in bag_configs(PLAIN)]
+    model = EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1, deferred=True))
+    (model(a_batch(0, kinds=PLAIN)).values() * 1e-9).sum().backward()
+    for bag in model.embedding_bags.values():
+        assert bag.weight.grad.dtype == torch.float32
+        assert 0 < float(bag.weight.grad._values().abs().max()) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optim.External(deferred=True), "makes no update that could be deferred"),
+        (
+            lambda: optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.1), deferred=True),
+            "leave deferred out",
+        ),
+    ],
+)
+def test_what_cannot_be_deferred(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_copies_and_checkpoints_have_the_same_entries() -> None:
+    """Deferral is no part of a checkpoint: it loads either way."""
+    now, later, optimizer = pair(optim.Adam(0.1))
+    assert now.state_dict().keys() == later.state_dict().keys()
+    saved = FusedOptimizer.of(now).state_dict()
+    optimizer.load_state_dict(saved)
+    twin = copy.deepcopy(later)
+    for model in (later, twin):
+        model(a_batch(0)).backward()
+        FusedOptimizer.of(model).step()
+    assert_equal_tables(later, twin)
