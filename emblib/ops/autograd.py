@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import codes, tbe
-from emblib.ops.scaled_gradients import counted_step, refuse_scaled_gradients
+from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
 from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import Pooling
 
@@ -137,6 +137,9 @@ class FusedLookup(torch.autograd.Function):
     gradient of a row is scaled; they differ from those of the output where rows decay before they
     are read.
 
+    A gradient that a `torch.amp.GradScaler` has scaled is divided by the scale, and skipped if it
+    is not finite; `grad_anchor` then gets the gradient 0 or infinity, for the scaler to find.
+
     The gradient of `sample_weights` is taken at the rows as backward finds them, before its update:
     where another backward has updated them since forward, as with two lookups in one loss, it
     equals FBGEMM's.
@@ -173,8 +176,12 @@ class FusedLookup(torch.autograd.Function):
     def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, _, row_weights = _saved(ctx)
         tiers, rule = ctx.tiers, ctx.rule
+        scale = is_finite = overflow = None
         if ctx.needs_input_grad[0]:
-            refuse_scaled_gradients()
+            scale = scale_of_backward()
+        if scale is not None:
+            grad, is_finite = found = unscaled(grad, scale)
+            overflow = found.overflow()
         locations = None if batch.hooks is None else batch.hooks.before_update()
         if locations is None:
             # Slots of a batch without hooks do not refer to a cache, so they are still valid.
@@ -187,14 +194,21 @@ class FusedLookup(torch.autograd.Function):
             if locations.indices is not None:
                 located = located._replace(indices=locations.indices)
             sample_grad = _sample_weight_grad(grad, tiers.weights, located)
+            if scale is not None:
+                sample_grad = sample_grad * scale.to(sample_grad.device)
         if ctx.needs_input_grad[0]:
             if batch.trained_features is not None:
                 locations = _of_trained_tables(batch, locations)
             counted = counted_step(tiers.hyperparams, grad)
+            if is_finite is not None:  # without rows nothing is updated
+                count = locations.groups.count * is_finite
+                locations = locations._replace(groups=locations.groups._replace(count=count))
             _make_step(tiers, rule.name, grad, batch, locations, row_weights, counted)
+            if is_finite is not None:
+                tiers.hyperparams[Hyper.STEP].add_(is_finite).sub_(1)
         if batch.hooks is not None:
             batch.hooks.after_update()
-        return None, None, None, None, sample_grad, None
+        return overflow, None, None, None, sample_grad, None
 
 
 def _make_step(
@@ -321,7 +335,8 @@ class GradientLookup(torch.autograd.Function):
     def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, sample_weights, memory = _saved(ctx)
         sample_grad = None
-        grad = clip_gradient(grad, ctx.rule)
+        if ctx.rule.max_gradient is not None:
+            grad = clip_gradient(grad, ctx.rule, scale_of_backward())
         locations = None if batch.hooks is None else batch.hooks.before_update()
         if locations is not None:
             batch = batch._replace(indices=locations.indices, slots=locations.slots)
@@ -456,12 +471,15 @@ def multiply_weights(sample_weights: Tensor | None, scales: Tensor | None) -> Te
     return sample_weights * scales
 
 
-def clip_gradient(grad: Tensor, rule: UpdateRule) -> Tensor:
-    """Clamp the gradient of the output to the bounds of the optimizer."""
+def clip_gradient(grad: Tensor, rule: UpdateRule, scale: Tensor | None = None) -> Tensor:
+    """Clamp the gradient of the output to the bounds of the optimizer, times `scale` if given."""
     if rule.max_gradient is None:
         return grad
     bound = largest_within(rule.max_gradient, grad.dtype)
-    return grad.clamp(-bound, bound)
+    if scale is None:
+        return grad.clamp(-bound, bound)
+    bounds = (scale.to(grad.device) * bound).to(grad.dtype)
+    return grad.clamp(-bounds, bounds)
 
 
 def largest_within(bound: float, dtype: torch.dtype) -> float:

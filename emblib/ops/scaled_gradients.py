@@ -1,35 +1,76 @@
-"""Refuse gradients that a `torch.amp.GradScaler` has scaled: a fused update cannot undo that.
+"""Gradients that a `torch.amp.GradScaler` has scaled: what an update in backward does about them.
 
 A scaler multiplies the loss, divides the gradients of the parameters by the same number before the
-optimizer steps, and leaves out steps whose gradients overflowed. Fused tables have applied theirs
-in backward by then.
+optimizer steps, and skips steps whose gradients are not finite. Tables that are updated in backward
+do the same there: they divide by the scale, a tensor on the device, and skip the update of a
+gradient that is not finite, without reading anything back. `GradScaler.scale` is wrapped to mark
+the losses that it returns; the backward of a marked loss is known by the id of its graph task.
 """
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
 _MARK = "_emblib_scalers"
+_MAX_TASKS = 64  # backwards whose scale is remembered: nested ones and those of other threads
+
+
+class _Scaler:
+    """A scaler, and whether it has scaled a loss since its last `update`."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self.reference = weakref.ref(scaler)
+        self.has_scaled = False
+
+
 # The scalers of the process by their id: a subclass may define equality without a hash.
-_Scalers = weakref.WeakValueDictionary[int, GradScaler]
+_Scalers = dict[int, _Scaler]
+_scales: OrderedDict[int, Tensor] = OrderedDict()  # by the id of a graph task
 
 
-def _recording(method: Callable[..., Any], scalers: _Scalers) -> Callable[..., Any]:
-    """Wrap a method of `GradScaler` to record its scaler as well."""
+def _entry(scalers: _Scalers, scaler: GradScaler) -> _Scaler:
+    known = scalers.get(id(scaler))
+    if known is None or known.reference() is not scaler:
+        known = scalers[id(scaler)] = _Scaler(scaler)
+        weakref.finalize(scaler, scalers.pop, id(scaler), None)
+    return known
+
+
+def _recording(name: str, method: Callable[..., Any], scalers: _Scalers) -> Callable[..., Any]:
+    """Wrap a method of `GradScaler` to record its scaler, and the losses that it scales."""
 
     @functools.wraps(method)
     def record(self: GradScaler, *arguments: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            scalers[id(self)] = self
-        return method(self, *arguments, **options)
+        result = method(self, *arguments, **options)
+        if torch.compiler.is_compiling():
+            return result
+        entry = _entry(scalers, self)
+        if name == "scale":
+            scale = getattr(self, "_scale", None)
+            entry.has_scaled = True
+            if self.is_enabled() and isinstance(scale, Tensor):
+                for loss in _tensors(result):
+                    mark_scaled(loss, scale)
+        elif name == "update":
+            entry.has_scaled = False
+        return result
 
     setattr(record, _MARK, scalers)
     return record
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Iterable):
+        for part in value:
+            yield from _tensors(part)
 
 
 def _record_scalers() -> _Scalers:
@@ -38,35 +79,92 @@ def _record_scalers() -> _Scalers:
     Methods that scale record those that were made before: of the base class, and of the subclasses
     there are. Nothing is wrapped twice, also where this module is loaded again.
     """
-    scalers: _Scalers = getattr(GradScaler.__init__, _MARK, weakref.WeakValueDictionary())
+    scalers: _Scalers = getattr(GradScaler.__init__, _MARK, {})
     classes: list[type] = [GradScaler]
     for cls in classes:
         classes.extend(cls.__subclasses__())
-        for name in ("__init__", "__setstate__", "scale"):
+        for name in ("__init__", "__setstate__", "scale", "update"):
             method = vars(cls).get(name)
             if method is not None and not hasattr(method, _MARK):
-                setattr(cls, name, _recording(method, scalers))
+                setattr(cls, name, _recording(name, method, scalers))
     return scalers
 
 
 _scalers = _record_scalers()
 
 
-def refuse_scaled_gradients() -> None:
-    """Raise RuntimeError where a `GradScaler` that has scaled a loss is in use.
+def mark_scaled(loss: Tensor, scale: Tensor) -> None:
+    """Note that gradients of every backward from `loss` are multiplied by `scale`."""
+    if not loss.requires_grad:
+        return
 
-    Which loss it was cannot be seen from a backward, so a scaler of another model counts too. In a
-    graph that is being compiled this does nothing, see `counted_step`.
+    def begin(grad: Tensor) -> None:
+        _scales[torch._C._current_graph_task_id()] = scale
+        while len(_scales) > _MAX_TASKS:
+            _scales.popitem(last=False)
+
+    loss.register_hook(begin)
+
+
+def scale_of_backward() -> Tensor | None:
+    """Return the scale of the gradients of the running backward; None if they are not scaled.
+
+    In a graph that is being compiled this returns None, see `counted_step`.
+
+    Raises:
+        RuntimeError: a scaler is in use, and whether it scaled this loss cannot be known.
     """
-    if not torch.compiler.is_compiling():
-        _refuse()
+    if torch.compiler.is_compiling():
+        return None
+    scale = _scales.get(torch._C._current_graph_task_id())
+    if scale is None:
+        for entry in list(_scalers.values()):
+            scaler = entry.reference()
+            if scaler is not None and _may_have_scaled(scaler, entry):
+                raise RuntimeError(
+                    "a torch.amp.GradScaler is in use, but this backward did not begin at a loss "
+                    "that it returned, so tables that are updated in backward cannot know whether "
+                    "to divide by its scale: this happens in a backward within another one (use "
+                    "use_reentrant=False in torch.utils.checkpoint), with a scaler that overrides "
+                    "GradScaler.scale, and for an unscaled loss between scale() and update(); or "
+                    "make the optimizer of the tables deferred=True, and step FusedOptimizer with "
+                    "the scaler"
+                )
+    return scale
+
+
+def _may_have_scaled(scaler: GradScaler, entry: _Scaler) -> bool:
+    if not scaler.is_enabled() or getattr(scaler, "_scale", None) is None:
+        return False
+    return entry.has_scaled or not hasattr(type(scaler).scale, _MARK)
+
+
+class UnscaledGradient(NamedTuple):
+    """A gradient divided by its scale, and whether all of it is finite, as a tensor."""
+
+    gradient: Tensor
+    is_finite: Tensor
+
+    def overflow(self) -> Tensor:
+        """Return 0, or infinity for a gradient that is not finite, as the gradient of a scalar.
+
+        A scaler that finds it among the gradients of an optimizer lowers its scale.
+        """
+        return torch.where(self.is_finite, 0.0, torch.inf)
+
+
+def unscaled(grad: Tensor, scale: Tensor) -> UnscaledGradient:
+    """Divide a gradient by its scale, in float32; nothing is read back from the device."""
+    inverse = scale.to(grad.device).double().reciprocal().float()
+    gradient = grad.float() * inverse
+    return UnscaledGradient(gradient, gradient.isfinite().all())
 
 
 def counted_step(hyper: Tensor, grad: Tensor) -> Tensor | int:
     """Return the 1 that an update adds to the step; in a compiled graph it is an op that checks.
 
-    The op raises as `refuse_scaled_gradients` does, whenever the graph runs. The graph keeps it,
-    since the step depends on it, and keeps it in backward, since it depends on `grad`.
+    The op raises where gradients are scaled, whenever the graph runs. The graph keeps it, since the
+    step depends on it, and keeps it in backward, since it depends on `grad`.
     """
     if not torch.compiler.is_compiling():
         return 1
@@ -74,26 +172,14 @@ def counted_step(hyper: Tensor, grad: Tensor) -> Tensor | int:
     return one
 
 
-def _refuse() -> None:
-    for reference in _scalers.valuerefs():
-        scaler = reference()
-        if (
-            scaler is not None
-            and scaler.is_enabled()
-            and getattr(scaler, "_scale", None) is not None
-        ):
-            raise RuntimeError(
-                "a torch.amp.GradScaler is in use, and tables with a fused optimizer apply their "
-                "gradients in backward, before the scaler divides them by its scale or leaves out "
-                "a step: use autocast with bfloat16, which needs no scaler (GradScaler(enabled="
-                "False)), or train the tables with an optimizer of torch.optim that the scaler "
-                "steps (optim.External(); optimizer=None of a collection); a scaler of another "
-                "model must be deleted first"
-            )
-
-
 def _one_unless_scaled(hyper: Tensor, grad: Tensor) -> Tensor:
-    _refuse()
+    if scale_of_backward() is not None:
+        raise RuntimeError(
+            "the gradients of a compiled graph are scaled by a torch.amp.GradScaler, and updates "
+            "in backward are compiled without division by its scale: call the tables outside the "
+            "compiled part, make their optimizer deferred=True, or use autocast with bfloat16, "
+            "which needs no scaler"
+        )
     return hyper.new_ones(())
 
 

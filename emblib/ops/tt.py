@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
-from emblib.ops.scaled_gradients import counted_step, refuse_scaled_gradients
+from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
 from emblib.specs import Pooling
 
 _ops = torch.ops.emblib
@@ -165,7 +165,8 @@ class DenseTTLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of cores and, if asked, of `sample_weights`."""
         made, sample_weights, cores = _saved(ctx)
-        grad = autograd.clip_gradient(grad, ctx.rule)
+        if ctx.rule.max_gradient is not None:
+            grad = autograd.clip_gradient(grad, ctx.rule, scale_of_backward())
         core_grads: Sequence[Tensor | None] = [None] * len(cores)
         if any(ctx.needs_input_grad[4:]):
             core_grads = _core_grads(grad, made, ctx.batch, sample_weights, cores)
@@ -215,11 +216,16 @@ class FusedTTLookup(torch.autograd.Function):
         """Apply the optimizer to every core; gradient of `sample_weights` if asked."""
         made, sample_weights, _ = _saved(ctx)
         cores, batch = ctx.cores, ctx.batch
+        scale = overflow = sample_grad = None
         if ctx.needs_input_grad[0]:
-            refuse_scaled_gradients()
-        sample_grad = None
+            scale = scale_of_backward()
+        if scale is not None:
+            found = unscaled(grad, scale)
+            grad, overflow = found.gradient, found.overflow()
         if ctx.needs_input_grad[6]:
             sample_grad = _sample_weight_grad(grad, made, batch)
+            if scale is not None:
+                sample_grad = sample_grad * scale.to(sample_grad.device)
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None, None, sample_grad, None
         if ctx.versions and ctx.versions != [core._version for core in cores]:
@@ -230,12 +236,14 @@ class FusedTTLookup(torch.autograd.Function):
             made = made._replace(prefixes=prefixes)
         grad = autograd.clip_gradient(grad, ctx.rule)
         core_grads = _core_grads(grad, made, batch, sample_weights, cores)
-        states, hyper, rule = ctx.states, ctx.hyperparams, ctx.rule
+        update = partial(update_cores, cores, ctx.states, ctx.hyperparams, ctx.rule)
+        if scale is not None:
+            update = partial(update, skips_overflow=True)
         if ctx.share is None:
-            update_cores(cores, states, hyper, rule, core_grads)
+            update(core_grads)
         else:
-            ctx.share(core_grads, partial(update_cores, cores, states, hyper, rule))
-        return None, None, None, None, None, None, sample_grad, None
+            ctx.share(core_grads, update)
+        return overflow, None, None, None, None, None, sample_grad, None
 
 
 def update_cores(
@@ -244,8 +252,17 @@ def update_cores(
     hyper: Tensor,
     rule: autograd.UpdateRule,
     grads: Sequence[Tensor],
+    *,
+    skips_overflow: bool = False,
 ) -> None:
-    """Apply one step of the optimizer to every core."""
+    """Apply one step of the optimizer to every core.
+
+    With `skips_overflow` a step whose gradients are not all finite changes nothing.
+    """
+    is_finite = None
+    if skips_overflow:
+        is_finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
+        grads = [torch.where(is_finite, grad, 0.0) for grad in grads]  # zeros update no row
     hyper[Hyper.STEP].add_(counted_step(hyper, grads[0]))
     updated = 0
     try:
@@ -256,6 +273,8 @@ def update_cores(
         if not updated:  # else cores have taken this step
             hyper[Hyper.STEP].sub_(1)
         raise
+    if is_finite is not None:
+        hyper[Hyper.STEP].add_(is_finite).sub_(1)
     torch.autograd.graph.increment_version(cores)
 
 

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from emblib import optim
 from emblib.collections.configs import TableConfig
-from emblib.collections.modules import FusedTableEntry
+from emblib.collections.modules import HYPER, FusedTableEntry
 from emblib.collections.optimizers.keyed import KeyedOptimizer, State
+from emblib.columns import Hyper
+from emblib.ops.autograd import is_fused
 from emblib.optim import Optimizer
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
+from emblib.tables.base import FusedTables
 
 
 @runtime_checkable
@@ -40,10 +43,15 @@ class FusedOptimizer(KeyedOptimizer):
 
     Tables whose optimizer is `deferred` have gradients like other parameters: `step` applies them
     and `zero_grad` resets them, so that they can be accumulated over several backwards, unscaled by
-    a `torch.amp.GradScaler` and clipped. All other tables are updated by backward, whether `step`
-    is called or not. `step` and `zero_grad` pass learning rates and other hyperparameters that
-    changed in `param_groups` to the tables, with effect from the next update on. There is one group
-    for all tables with equal optimizers.
+    a `torch.amp.GradScaler` and clipped.
+
+    All other tables are updated by backward, whether `step` is called or not, and get no gradient.
+    Each module of such tables has a scalar in `param_groups`: its gradient is infinite after a
+    scaled backward that overflowed, so that `GradScaler.step` of this optimizer sees it.
+
+    `step` and `zero_grad` pass learning rates and other hyperparameters that changed in
+    `param_groups` to the tables, with effect from the next update on. There is one group for all
+    tables with equal optimizers.
 
     State dicts have, by parameter name, the optimizer states and `hyper`, the hyperparameters
     (learning rate and step among them). States of hash tables are in the state dict of their
@@ -75,7 +83,8 @@ class FusedOptimizer(KeyedOptimizer):
                 )
             if kernels:
                 numbers["lr"] = next(iter(kernels.values())).learning_rate
-            groups.append({"params": list(here.values()), **numbers})
+            anchors = [k.grad_anchor for k in kernels.values() if not k.optimizer.deferred]
+            groups.append({"params": [*here.values(), *anchors], **numbers})
         super().__init__(params, groups)
         self._pushed = [_pushable(group) for group in self.param_groups]
 
@@ -86,6 +95,8 @@ class FusedOptimizer(KeyedOptimizer):
         for path, part in module.named_modules():
             if isinstance(part, HasFusedTables):
                 found[path] = part
+            elif isinstance(part, FusedTables) and is_fused(part.optimizer):
+                found[path] = _BareTables(part)
         return FusedOptimizer(found)
 
     def group_names(self) -> list[list[str]]:
@@ -167,6 +178,29 @@ class FusedOptimizer(KeyedOptimizer):
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = None
         super().zero_grad(set_to_none)
+
+
+class _BareTables:
+    """A module of tables outside collections; its own state dict has the optimizer states."""
+
+    def __init__(self, module: FusedTables) -> None:
+        self._module = module
+
+    def fused_tables(self) -> list[FusedTableEntry]:
+        """Return all tables of the module together."""
+        params = dict(self._module.named_parameters())
+        return [FusedTableEntry(self._module.optimizer, tuple(params), [self._module], params)]
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the hyperparameters."""
+        names = dict(self._module.named_parameters())
+        return {name: {HYPER: self._module.hyperparams.clone()} for name in names}
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Load the hyperparameters."""
+        for values in state.values():
+            self._module.hyperparams.copy_(values[HYPER])
+            self._module.set_step(int(values[HYPER][Hyper.STEP]))
 
 
 _NOT_NUMBERS = {"lr", "max_gradient", "weight_decay"}
