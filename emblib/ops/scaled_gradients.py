@@ -76,18 +76,30 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 def _record_scalers() -> _Scalers:
     """Record every `GradScaler` when it is made, copied or loaded; return the record.
 
-    Methods that scale record those that were made before: of the base class, and of the subclasses
-    there are. Nothing is wrapped twice, also where this module is loaded again.
+    Methods that scale record those that were made before, of the base class and of all subclasses,
+    also those defined later. Nothing is wrapped twice, also where this module is loaded again.
     """
     scalers: _Scalers = getattr(GradScaler.__init__, _MARK, {})
     classes: list[type] = [GradScaler]
     for cls in classes:
         classes.extend(cls.__subclasses__())
-        for name in ("__init__", "__setstate__", "scale", "update"):
-            method = vars(cls).get(name)
-            if method is not None and not hasattr(method, _MARK):
-                setattr(cls, name, _recording(name, method, scalers))
+        _wrap_methods(cls, scalers)
+    if "__init_subclass__" not in vars(GradScaler):
+        any_class: Any = GradScaler
+        any_class.__init_subclass__ = classmethod(functools.partial(_wrap_subclass, scalers))
     return scalers
+
+
+def _wrap_methods(cls: type, scalers: _Scalers) -> None:
+    for name in ("__init__", "__setstate__", "scale", "update"):
+        method = vars(cls).get(name)
+        if method is not None and not hasattr(method, _MARK):
+            setattr(cls, name, _recording(name, method, scalers))
+
+
+def _wrap_subclass(scalers: _Scalers, cls: type, **options: Any) -> None:
+    super(GradScaler, cls).__init_subclass__(**options)
+    _wrap_methods(cls, scalers)
 
 
 _scalers = _record_scalers()
@@ -106,6 +118,13 @@ def mark_scaled(loss: Tensor, scale: Tensor) -> None:
     loss.register_hook(begin)
 
 
+def mark_nested(output: Tensor) -> None:
+    """Note that a backward from `output`, within the running one, has the same scale."""
+    scale = _scales.get(torch._C._current_graph_task_id())
+    if scale is not None:
+        mark_scaled(output, scale)
+
+
 def scale_of_backward() -> Tensor | None:
     """Return the scale of the gradients of the running backward; None if they are not scaled.
 
@@ -120,23 +139,17 @@ def scale_of_backward() -> Tensor | None:
     if scale is None:
         for entry in list(_scalers.values()):
             scaler = entry.reference()
-            if scaler is not None and _may_have_scaled(scaler, entry):
+            if scaler is not None and entry.has_scaled and scaler.is_enabled():
                 raise RuntimeError(
                     "a torch.amp.GradScaler is in use, but this backward did not begin at a loss "
                     "that it returned, so tables that are updated in backward cannot know whether "
                     "to divide by its scale: this happens in a backward within another one (use "
-                    "use_reentrant=False in torch.utils.checkpoint), with a scaler that overrides "
-                    "GradScaler.scale, and for an unscaled loss between scale() and update(); or "
-                    "make the optimizer of the tables deferred=True, and step FusedOptimizer with "
-                    "the scaler"
+                    "use_reentrant=False in torch.utils.checkpoint), with a scaler that keeps its "
+                    "scale elsewhere than GradScaler, and for an unscaled loss between scale() and "
+                    "update(); or make the optimizer of the tables deferred=True, and step "
+                    "FusedOptimizer with the scaler"
                 )
     return scale
-
-
-def _may_have_scaled(scaler: GradScaler, entry: _Scaler) -> bool:
-    if not scaler.is_enabled() or getattr(scaler, "_scale", None) is None:
-        return False
-    return entry.has_scaled or not hasattr(type(scaler).scale, _MARK)
 
 
 class UnscaledGradient(NamedTuple):

@@ -20,7 +20,7 @@ from emblib.collections.optimizers.keyed import GradientShare
 from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
-from emblib.ops.scaled_gradients import mark_scaled, scale_of_backward
+from emblib.ops.scaled_gradients import mark_nested
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
@@ -134,8 +134,7 @@ class GradientSink(torch.autograd.Function):
             with autograd.for_update():
                 rows = ctx.look_up(weights)
             if rows.requires_grad:  # frozen tables have nothing to do
-                if (scale := scale_of_backward()) is not None:
-                    mark_scaled(rows, scale)
+                mark_nested(rows)
                 rows.backward(grad.reshape(rows.shape).to(rows.dtype))
         return None, None if weights is None else weights.grad, None, None
 

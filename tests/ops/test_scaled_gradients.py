@@ -50,6 +50,13 @@ class OwnScaler(GradScaler):
         return outputs * self._scale
 
 
+class HidingScaler(GradScaler):
+    """Has its scale where no other code finds it."""
+
+    def scale(self, outputs: Any) -> Any:
+        return outputs * 8.0
+
+
 def weights_of(module: Any) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
@@ -206,10 +213,21 @@ def test_a_scaler_of_a_subclass_scales() -> None:
     assert_close(trained("plain", scaler), trained("plain", None))
 
 
-def test_a_scaler_that_scales_in_its_own_way_is_refused() -> None:
-    module, scaler = MODULES["plain"](), OwnScaler("cpu")
+@pytest.mark.parametrize("kind", list(MODULES))
+def test_a_scaler_that_scales_in_its_own_way(kind: str) -> None:
+    module, scaler = MODULES[kind](), OwnScaler("cpu")
+    other = copy.deepcopy(module)
+    scaler.scale(module(*BATCH).sum()).backward()
+    del scaler
+    gc.collect()
+    other(*BATCH).sum().backward()
+    assert_close(module, other)
+
+
+def test_a_scaler_whose_scale_is_unknown_is_refused() -> None:
+    module, scaler = MODULES["plain"](), HidingScaler("cpu")
     before = weights_of(module)
-    with pytest.raises(RuntimeError, match=r"overrides.*GradScaler\.scale"):
+    with pytest.raises(RuntimeError, match="keeps its scale elsewhere"):
         scaler.scale(module(*BATCH).sum()).backward()
     assert all(map(torch.equal, before, weights_of(module)))
     assert module.step == 0

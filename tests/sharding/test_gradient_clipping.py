@@ -138,7 +138,7 @@ def _no_part(ranks: RankGroup, wrap: str) -> list[float]:
     for name, parameter in model.named_parameters():
         if name.startswith("sparse"):
             parameter.grad = torch.full_like(parameter, float("nan"))
-    with pytest.raises(RuntimeError, match="of all ranks have a norm of nan"):
+    with pytest.raises(RuntimeError, match="all gradients together have a norm of nan"):
         clip_grad_norm_(model, BOUND, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="norm_type must be positive over ranks"):
         clip_grad_norm_(model, BOUND, 0)
