@@ -148,7 +148,7 @@ def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> 
     """Register the handle of a parameter, and note on it whether backward updates it."""
     _handles[parameter] = weakref.ref(handle)
     marked: Any = parameter
-    if autograd.updates_in_backward(optimizer):
+    if autograd.is_fused(optimizer):  # deferred ones too: no other optimizer may step them
         marked._in_backward_optimizers = [optimizer]
         for name in _MARKS_OF_TORCH & marked.__dict__.keys():
             delattr(marked, name)

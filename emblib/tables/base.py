@@ -49,12 +49,14 @@ class FusedTables(nn.Module):
     The constructor checks the common arguments; the subclass then locates the tables, sets
     `_layout` with `_feature_rows` and registers its memory.
 
-    The weights of a fused table never have a `.grad`: backward applies the optimizer to them
-    immediately. So neither `torch.optim` nor gradient clipping or accumulation affects them, and
-    gradients scaled by a `GradScaler` are refused. `requires_grad_(False)`, of this module or a
-    parent, freezes the tables: from the next forward on there is no update, and no step is counted;
-    `requires_grad_(True)` resumes training. `state_dict` includes the optimizer's numbers, a tensor
-    on the device, and loading one restores them.
+    Backward applies a fused optimizer to the weights immediately, so they never have a `.grad`, and
+    neither `torch.optim` nor gradient clipping or accumulation affects them. Gradients scaled by a
+    `GradScaler` are divided by its scale, and not applied if they overflowed. An optimizer with
+    `deferred=True` leaves gradients instead, which `FusedOptimizer.step` or `apply_gradients`
+    applies. `requires_grad_(False)`, of this module or a parent, freezes the tables: from the next
+    forward on there is no update, and no step is counted; `requires_grad_(True)` resumes training.
+    `state_dict` includes the optimizer's numbers, a tensor on the device, and loading one restores
+    them.
 
     `grad_anchor` is a scalar that requires grad; it ties outputs to autograd while the weights,
     which backward mutates in place, stay out of it.
@@ -188,6 +190,8 @@ class FusedTables(nn.Module):
             parameters.own(parameter, self, parameters.TableParameter)
         elif self.optimizer.deferred:
             parameters.ask_for_float32_gradient(parameter)
+            marked: Any = parameter
+            marked._in_backward_optimizers = [self.optimizer]  # no other optimizer may step it
 
     def _check_in_place(self, parameter: Any) -> None:
         """Raise RuntimeError where a wrapper has replaced the memory of a parameter."""

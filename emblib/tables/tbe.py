@@ -37,8 +37,9 @@ class TableBatchedEmbeddingBags(FusedTables):
     Backward groups the lookups by row and applies `optimizer` to every distinct row of the batch,
     reading and writing it once; no gradient of the weights is ever stored. Every backward is a
     separate step: two forwards in one loss are two updates, and gradients do not accumulate.
-    With `optim.External()` it leaves a gradient on `weights` instead, sparse or dense, for any
-    optimizer of `torch.optim`.
+    An optimizer with `deferred=True` leaves a sparse gradient on `weights` instead, which
+    `FusedOptimizer.step` applies; `optim.External()` leaves one, sparse or dense, for any optimizer
+    of `torch.optim`.
 
     Tables may be larger than the device: `TableSpec.placement` selects the memory of each table,
     and `cache` configures the cache of those in slow memory. The location of a row does not change
