@@ -43,6 +43,7 @@ from emblib.dynamic.training import (
     check_optimizer,
     check_replicas,
     insert_batch,
+    trains,
 )
 from emblib.ops import autograd
 from emblib.ops.hash import Keys
@@ -163,7 +164,7 @@ class DynamicEmbeddingBags(FusedTables):
         has_scores = self.index.order == "assigned"
         self.scores = EvictionScores(self.tables, device) if has_scores else None
         self.eviction_log: EvictionLog | None = None
-        self.hooks: list[TrainingHook] = []
+        self.hooks: list[TrainingHook] = [PendingGradients(self)] * self.optimizer.deferred
         self.backing: BackingTier | None = None
         self.expiry = Expiry(self.tables)
         self.last_insertion: InsertedBatch | None = None
@@ -173,8 +174,6 @@ class DynamicEmbeddingBags(FusedTables):
         dropped = torch.zeros(1, dtype=torch.int64, device=device)
         self.register_buffer("dropped_updates", dropped, persistent=False)
         self._register_common(device)
-        if self.optimizer.deferred:
-            self.hooks.append(PendingGradients(self))
         self.reset_parameters()
         if backing is not None:
             self.backing = BackingTier(self, backing)
@@ -264,7 +263,7 @@ class DynamicEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        if not (self.training and torch.is_grad_enabled()) or self._is_frozen:
+        if self._frozen or not trains(self):
             return self._look_up_untrained(keys, batch, sample_weights)
         if self._untrained:
             raise RuntimeError(
@@ -282,22 +281,11 @@ class DynamicEmbeddingBags(FusedTables):
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
         if not autograd.updates_in_backward(self.optimizer):
-            return autograd.lookup(
-                self.weights,
-                [self.weights],
-                batch,
-                self.optimizer,
-                sample_weights,
-                self.output_dtype,
-            )
+            weights, dtype = self.weights, self.output_dtype
+            return autograd.lookup(weights, [weights], batch, self.optimizer, sample_weights, dtype)
         return autograd.fused_lookup(
             self.grad_anchor, self._tiers(), self.optimizer, batch, sample_weights
         )
-
-    @property
-    def _is_frozen(self) -> bool:
-        has_gradient = not autograd.updates_in_backward(self.optimizer)
-        return self._frozen or (has_gradient and not self.weights.requires_grad)
 
     def _look_up_untrained(
         self, keys: Keys, batch: autograd.Lookup, sample_weights: Tensor | None

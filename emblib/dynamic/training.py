@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.rows import RowLayout
 from emblib.ops import hash
+from emblib.ops.autograd import updates_in_backward
 from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import External, Optimizer
 from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
@@ -19,6 +20,13 @@ from emblib.tables.parameters import caller_level
 
 if TYPE_CHECKING:
     from emblib.dynamic.module import DynamicEmbeddingBags
+
+
+def trains(module: "DynamicEmbeddingBags") -> bool:
+    """Return whether lookups insert keys: in training mode, unless the gradient is not wanted."""
+    has_gradient = not updates_in_backward(module.optimizer)
+    is_wanted = not has_gradient or module.weights.requires_grad
+    return module.training and torch.is_grad_enabled() and is_wanted
 
 
 def insert_batch(

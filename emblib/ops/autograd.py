@@ -392,7 +392,7 @@ def _sparse_grad(
     return _rows_of_gradient(groups.rows[:unique], values[:unique].to(ctx.dtype), ctx.shape)
 
 
-def _rows_of_gradient(rows: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+def _rows_of_gradient(rows: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a sparse gradient of distinct, ascending rows."""
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False

@@ -98,7 +98,8 @@ def _wrap_methods(cls: type, scalers: _Scalers) -> None:
 
 
 def _wrap_subclass(scalers: _Scalers, cls: type, **options: Any) -> None:
-    super(GradScaler, cls).__init_subclass__(**options)
+    base: Any = super
+    base(GradScaler, cls).__init_subclass__(**options)
     _wrap_methods(cls, scalers)
 
 
