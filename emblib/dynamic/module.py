@@ -60,6 +60,7 @@ from emblib.tables import base
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
+from emblib.tables.parameters import loses_values
 
 _BOUNDS_MESSAGE = (
     "emblib: {offsets} offsets out of bounds, which are clamped: they must begin with "
@@ -641,6 +642,10 @@ class DynamicEmbeddingBags(FusedTables):
         if self.backing is not None:
             with torch.no_grad():
                 self.backing.drop_overflow_rows()
+        if loses_values(fn):
+            raise RuntimeError(
+                "to_empty would lose the keys of dynamic tables: use reset_parameters()"
+            )
         here = self.hyperparams.device
         there = fn(torch.empty(0, device=here)).device
         if here == there:

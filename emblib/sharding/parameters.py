@@ -60,8 +60,8 @@ class ShardParameters(nn.Module):
         check_registered(self._views)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_parameters", {}):
-            refuse_replacement(name, value)
+        if name in self.__dict__.get("_parameters", {}) and isinstance(value, nn.Parameter):
+            refuse_replacement(name)
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

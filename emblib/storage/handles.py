@@ -63,8 +63,8 @@ class TableHandle(nn.Module):
             self.kernel.set_table_trained(self.index, trained=trained)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_parameters", {}):
-            parameters.refuse_replacement(name, value)
+        if name in self.__dict__.get("_parameters", {}) and isinstance(value, nn.Parameter):
+            parameters.refuse_replacement(name)
         super().__setattr__(name, value)
 
     @property

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from emblib import ops
 from emblib.columns import FeatureColumn, Hyper
@@ -70,6 +71,8 @@ class FusedTables(nn.Module):
     tables: tuple[Any, ...]
     total_rows: int
     spec_kind: ClassVar[SpecKind]
+    parameter_class: type[parameters.TableParameter] = parameters.TableParameter
+    """The class of parameters that backward updates."""
     _layout: list[tuple[int, ...]]
     _frozen: bool = False
     """Whether `requires_grad_(False)` was called on the weights: nothing is updated."""
@@ -176,6 +179,8 @@ class FusedTables(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; one that backward updates is marked as owned by this module."""
+        if name in self._parameters and self.parameter_class is parameters.IncompleteParameter:
+            parameters.refuse_incomplete()
         super().register_parameter(name, param)
         if param is not None:
             self._mark_parameter(param)
@@ -187,14 +192,15 @@ class FusedTables(nn.Module):
     def _mark_parameter(self, parameter: nn.Parameter) -> None:
         """Make a parameter that backward updates notify this module when it is frozen."""
         if autograd.updates_in_backward(self.optimizer):
-            parameters.own(parameter, self, parameters.TableParameter)
+            parameters.own(parameter, self, self.parameter_class)
         elif self.optimizer.deferred:
             parameters.ask_for_float32_gradient(parameter)
             marked: Any = parameter
             marked._in_backward_optimizers = [self.optimizer]  # no other optimizer may step it
 
     def _check_in_place(self, parameter: Any) -> None:
-        """Raise RuntimeError where a wrapper has replaced the memory of a parameter."""
+        """Raise RuntimeError where a wrapper has replaced or replicated the memory of tables."""
+        parameters.check_not_replicated(self.features)
         if parameters.is_replaced(parameter):
             raise RuntimeError(
                 "the weights of a table with a fused optimizer were replaced, as fully_shard does: "
@@ -366,9 +372,10 @@ class FusedTables(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
-        was_meta = self.hyperparams.is_meta
-        super()._apply(ops.keep_dtype(fn), recurse)
-        if was_meta and not self.hyperparams.is_meta:  # `to_empty` leaves it uninitialized
+        is_lost = self.hyperparams.is_meta or parameters.loses_values(fn)
+        with torch._C.DisableTorchFunctionSubclass():  # of `IncompleteParameter`
+            super()._apply(ops.keep_dtype(fn), recurse)
+        if is_lost and not self.hyperparams.is_meta:
             self.hyperparams.copy_(self._initial_hyperparams())
         self._restore()
         return self
@@ -476,6 +483,8 @@ def check_bounds(
         indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
     )
     if mode is not BoundsCheck.WARNING:
+        return repaired
+    if isinstance(violations, FakeTensor):
         return repaired
     if violations.is_cuda or torch.compiler.is_compiling():
         module.bounds_violations.add_(violations)

@@ -36,6 +36,7 @@ from emblib.optim import State
 from emblib.specs import CacheConfig, CachePolicy, Precision
 from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory, TableLayout
+from emblib.tables.parameters import loses_values
 
 _MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
 
@@ -336,9 +337,9 @@ class RowCache(nn.Module):
         """Load nothing: keys with this prefix belong to a table of the same name."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        unborn = self.tags.is_meta
+        is_lost = self.tags.is_meta or loses_values(fn)
         super()._apply(ops.keep_dtype(fn), recurse)
-        if unborn and not self.tags.is_meta:
+        if is_lost and not self.tags.is_meta:
             self._start()
         return self
 

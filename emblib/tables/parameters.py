@@ -1,14 +1,17 @@
 """Parameters of tables that backward updates: what is done to them reaches the table, or raises."""
 
 import sys
+import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from emblib.ops.autograd import HAS_GRAD_DTYPE
@@ -61,6 +64,65 @@ class TableParameter(nn.Parameter):
     @requires_grad.setter
     def requires_grad(self, requires_grad: Any) -> None:
         self.requires_grad_(requires_grad)
+
+
+class _RefusesWrites:
+    """Mixin of tensors that stand for only some tables of a module: writing them raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func`, unless it writes to such a tensor; `.data` of one is such a tensor too."""
+        kwargs = kwargs or {}
+        target = args[0] if args else next(iter(kwargs.values()), None)
+        if _writes(func) and _refuses(target):
+            refuse_incomplete()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        is_data = getattr(func, "__name__", "") == "__get__" and _attribute(func) == "data"
+        return result.as_subclass(IncompleteValues) if is_data else result
+
+
+class IncompleteValues(_RefusesWrites, Tensor):
+    """The `.data` of an `IncompleteParameter`; pickled as a plain tensor."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class IncompleteParameter(_RefusesWrites, TableParameter):
+    """The weights of a module that stores other tables outside the device."""
+
+
+def refuse_incomplete() -> NoReturn:
+    """Raise RuntimeError for a write to the parameters of a module that would miss tables."""
+    raise RuntimeError(
+        "tables of this module are stored outside the device and are not in its parameters, so "
+        "writing or replacing parameters would miss them: write the tensors that table_weights() "
+        "returns, or load a state dict; averages such as EMA need tables on the device"
+    )
+
+
+def _writes(func: Any) -> bool:
+    """Return whether a torch function writes its first argument."""
+    name = getattr(func, "__name__", "")
+    if name == "__set__":
+        return _attribute(func) == "data"
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def _attribute(func: Any) -> str:
+    """Return the name of the attribute that a getter or setter belongs to."""
+    name: str = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
+
+
+def _refuses(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_refuses, value))
+    return isinstance(value, _RefusesWrites)
 
 
 class ViewParameter(TableParameter):
@@ -126,12 +188,6 @@ def _tell_owner(parameter: TableParameter) -> None:
         owner.set_trained(parameter, trained=parameter.requires_grad)
 
 
-def refuse_replacement(name: str, value: Any) -> None:
-    """Raise RuntimeError where a table's parameter would be replaced by another one."""
-    if isinstance(value, nn.Parameter):
-        _refuse(name)
-
-
 class Registered(NamedTuple):
     """A parameter in the registry of its module."""
 
@@ -158,10 +214,11 @@ def check_registered(views: Iterable[Registered]) -> None:
         return
     for registry, name, parameter in views:
         if registry.get(name) is not parameter:
-            _refuse(name)
+            refuse_replacement(name)
 
 
-def _refuse(name: str) -> NoReturn:
+def refuse_replacement(name: str) -> NoReturn:
+    """Raise RuntimeError for a parameter that lookups would not read, or updates not write."""
     raise RuntimeError(
         f"the parameter {name!r} of a table cannot be replaced, since lookups read the memory that "
         "it is a view of: copy values into it under torch.no_grad(), or load a state dict, also "
@@ -169,6 +226,34 @@ def _refuse(name: str) -> NoReturn:
         'emblib.sharding.DistributedModelParallel, with wrap="fully_shard" for its dense part, or '
         "give fully_shard the parameters of tables as ignored_params"
     )
+
+
+def check_not_replicated(buffer: Tensor) -> None:
+    """Raise RuntimeError where `DistributedDataParallel` replicates tables that backward updates.
+
+    Args:
+        buffer: of the module of the tables; DDP has it unless the module is ignored.
+    """
+    if torch.compiler.is_compiling():
+        return
+    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None or dist.get_world_size(ddp.process_group) == 1:
+        return
+    if any(known is buffer for known in ddp.modules_buffers):
+        raise RuntimeError(
+            "DistributedDataParallel replicates these tables, but backward updates each replica "
+            "with the gradients of its own rank, so that replicas diverge: use a collection and "
+            "emblib.sharding.DistributedModelParallel, which wraps the dense part; tables that "
+            "differ between ranks on purpose must be named to "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+        )
+
+
+def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does."""
+    known = torch.tensor([time.monotonic_ns()])  # in no freed memory that `fn` may get
+    result = fn(known)
+    return not result.is_meta and int(result) != int(known)
 
 
 def is_replaced(parameter: Any) -> bool:

@@ -19,16 +19,17 @@ import torch
 from torch import Tensor
 
 from emblib import ops
-from emblib.columns import FeatureColumn
+from emblib.columns import FeatureColumn, Tier
 from emblib.ops import autograd
 from emblib.optim import Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
-from emblib.tables import base, optimizer_hooks
+from emblib.tables import base, optimizer_hooks, parameters
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.cache import BatchId, CacheStats, Prefetcher, RowCache
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
+from emblib.tables.parameters import IncompleteParameter
 
 
 class TableBatchedEmbeddingBags(FusedTables):
@@ -109,6 +110,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._memory = Memory(self.tables, self.optimizer, self.precision, self.cache, device)
         offsets, self.total_rows = self._memory.layout.offsets, self._memory.layout.total_rows
         self._layout = self._feature_rows(lambda t, column: offsets[t].feature(column))
+        if any(offset.tier != Tier.DEVICE for offset in offsets):
+            self.parameter_class = IncompleteParameter
         self._register_memory(device)
         self._make_cache(device)
         self._reporting = None
@@ -206,8 +209,8 @@ class TableBatchedEmbeddingBags(FusedTables):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
-        if "weights" in self._parameters and autograd.updates_in_backward(self.optimizer):
-            self._check_in_place(self._parameters["weights"])
+        if autograd.updates_in_backward(self.optimizer):
+            self._check_weights()
         args = LookupArgs(per_sample_weights, feature_requires_grad, total_unique_indices)
         if torch.compiler.is_compiling() and self._breaks_graphs():
             return self._look_up_eagerly(BatchId(indices, offsets), batch_sizes, args)
@@ -217,6 +220,17 @@ class TableBatchedEmbeddingBags(FusedTables):
             out = self._look_up(BatchId(indices, offsets), batch_sizes, args)
         self._report(indices)
         return out
+
+    def _check_weights(self) -> None:
+        """Raise RuntimeError for weights that a wrapper has replaced or replicated."""
+        weights = self._parameters.get("weights")  # none in a collection
+        if weights is not None:
+            self._check_in_place(weights)
+        elif "weights" not in self._buffers:  # computed by a parametrization
+            if self.parameter_class is IncompleteParameter:
+                parameters.refuse_incomplete()
+            if torch.is_grad_enabled():
+                parameters.refuse_replacement("weights")
 
     def _batch(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None

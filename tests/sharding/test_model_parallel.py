@@ -1,5 +1,6 @@
 """A model over ranks is the model: values, names, first values, and how its parts are trained."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -336,17 +337,29 @@ class _OverBareTables(nn.Module):
 
 
 def _wrap_bare_tables(ranks: RankGroup) -> list[int]:
-    sgd, steps = optim.SGD(0.1), []
+    """Return the steps of tables, plain and tensor-train, in DDP; -1 where it refuses."""
+    steps = []
     for tables in (
-        TableBatchedEmbeddingBags([TableSpec(10, 8)], sgd),
-        TTEmbeddingBag(TTSpec(100, 8, (2,)), sgd),
+        TableBatchedEmbeddingBags([TableSpec(10, 8)], optim.SGD(0.1)),
+        TTEmbeddingBag(TTSpec(100, 8, (2,)), optim.SGD(0.1)),
     ):
-        model = DistributedDataParallel(_OverBareTables(tables), process_group=ranks.group)
-        for _ in range(3):
-            model(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).sum().backward()
-        steps.append(tables.step)
+        for ignored in (False, True):
+            model = _OverBareTables(copy.deepcopy(tables))
+            named = (*model.named_parameters(), *model.named_buffers())
+            names = [name for name, _ in named if name.startswith("tables.")]
+            if ignored:
+                ddp = DistributedDataParallel
+                ddp._set_params_and_buffers_to_ignore_for_model(model, names)
+            wrapped = DistributedDataParallel(model, process_group=ranks.group)
+            try:
+                for _ in range(3):
+                    wrapped(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).sum().backward()
+            except RuntimeError as error:
+                steps.append(-1 if "DistributedDataParallel replicates" in str(error) else -2)
+            else:
+                steps.append(model.tables.step)
     return steps
 
 
-def test_ddp_waits_for_no_gradient_of_bare_tables() -> None:
-    assert worlds.run(2, _wrap_bare_tables) == [[3, 3]] * 2
+def test_ddp_replicates_no_tables_that_backward_updates() -> None:
+    assert worlds.run(2, _wrap_bare_tables) == [[-1, 3, -1, 3]] * 2

@@ -1,0 +1,117 @@
+"""The kinds of tables whose contract with torch is tabulated: the columns of docs/contracts.md."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib import (
+    CacheConfig,
+    DynamicEmbeddingBags,
+    DynamicSpec,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    Placement,
+    QuantizedEmbeddingBags,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    TTEmbeddingBag,
+    TTSpec,
+    optim,
+)
+from emblib.sharding import RankGroup, shard, table_wise
+
+ROWS, DIM = 24, 4
+IDS = torch.arange(ROWS)
+_CACHE = CacheConfig(sets=1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of table: how it is made, and what can be expected of it."""
+
+    make: Callable[[optim.Optimizer], nn.Module]
+    is_collection: bool = False
+    is_trained: bool = True
+
+
+def _plain(optimizer: optim.Optimizer, placement: Placement = Placement.DEVICE) -> nn.Module:
+    cache = _CACHE if placement.cached else None
+    if placement is Placement.DISK:
+        cache = CacheConfig(sets=1, directory=Path(tempfile.mkdtemp()) / "tables")
+    return TableBatchedEmbeddingBags([TableSpec(ROWS, DIM, "t", placement)], optimizer, cache=cache)
+
+
+def _dynamic(optimizer: optim.Optimizer) -> nn.Module:
+    module = DynamicEmbeddingBags([DynamicSpec(64, DIM, name="t")], optimizer, seed=1)
+    module(IDS, torch.arange(ROWS + 1))  # the keys are inserted
+    return module
+
+
+def _collection(optimizer: optim.Optimizer) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", ("f",))], optimizer=optimizer)
+
+
+def _sharded(optimizer: optim.Optimizer) -> nn.Module:
+    return shard(_collection(optimizer), {"": {"t": table_wise(0)}}, RankGroup.single())
+
+
+KINDS: dict[str, Kind] = {
+    "plain": Kind(_plain),
+    "cached": Kind(lambda o: _plain(o, Placement.MANAGED_CACHING)),
+    "disk": Kind(lambda o: _plain(o, Placement.DISK)),
+    "tensor train": Kind(lambda o: TTEmbeddingBag(TTSpec(ROWS, DIM, (2,), (4, 6), (2, 2)), o)),
+    "dynamic": Kind(_dynamic),
+    "quantized": Kind(lambda o: QuantizedEmbeddingBags.from_float(_plain(o)), is_trained=False),
+    "collection": Kind(_collection, is_collection=True),
+    "sharded": Kind(_sharded, is_collection=True),
+}
+
+
+class Subject:
+    """A module of one table of a kind, with the calls that all kinds share."""
+
+    def __init__(self, kind: str, optimizer: optim.Optimizer | None = None) -> None:
+        torch.manual_seed(3)
+        self.name, self.kind = kind, KINDS[kind]
+        self.optimizer = optim.SGD(0.5) if optimizer is None else optimizer
+        self.module = self.kind.make(self.optimizer)
+
+    def other(self, optimizer: optim.Optimizer | None = None) -> Subject:
+        """Return a subject of the same kind with equal values."""
+        return Subject(self.name, optimizer or self.optimizer)
+
+    def of(self, module: nn.Module) -> Subject:
+        """Return a subject that is the same but for its module."""
+        subject = object.__new__(Subject)
+        subject.__dict__.update(self.__dict__, module=module)
+        return subject
+
+    def call(self, ids: Tensor = IDS, module: Any = None) -> Tensor:
+        """Look up bags of one id each: `[N, dim]`."""
+        module = self.module if module is None else module
+        if self.kind.is_collection:
+            lengths = torch.ones_like(ids)
+            return module(KeyedJaggedTensor(["f"], ids, lengths=lengths)).values()
+        out: Tensor = module(ids, torch.arange(ids.numel() + 1))
+        return out
+
+    def rows(self) -> Tensor:
+        """Return all rows, as lookups without gradients read them."""
+        with torch.no_grad():
+            return self.call().detach().clone()
+
+    def step(self, ids: Tensor = IDS) -> None:
+        """Make a training step that adds -0.5 to every looked-up value (SGD at rate 0.5)."""
+        self.call(ids).sum().backward()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name."""
+        return dict(self.module.named_parameters())
