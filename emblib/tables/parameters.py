@@ -75,6 +75,9 @@ class _RefusesWrites:
     ) -> Any:
         """Run `func`, unless it writes to such a tensor; `.data` of one is such a tensor too."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         target = args[0] if args else next(iter(kwargs.values()), None)
         if _writes(func) and _refuses(target):
             refuse_incomplete()

@@ -478,7 +478,12 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _tiers(self) -> autograd.Tiers:
         """Return all memory of the module as the ops take it."""
-        weights, states = self._memory.all_tiers(self.weights.detach(), self._states())
+        if self.parameter_class is IncompleteParameter:
+            with torch._C.DisableTorchFunctionSubclass():  # its checks take microseconds
+                in_device = self.weights.detach()
+        else:
+            in_device = self.weights.detach()
+        weights, states = self._memory.all_tiers(in_device, self._states())
         if self.row_cache is not None:
             weights.append(self.row_cache.weights)
             states.extend(self.row_cache.states)
