@@ -17,6 +17,7 @@ from torch import Tensor
 
 from emblib import ops
 from emblib.dynamic import keys as key_status
+from emblib.dynamic import training
 from emblib.dynamic.admission import Admission
 from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
 from emblib.dynamic.hash_index import HashIndex, InsertedBatch, RowBuffers
@@ -34,17 +35,6 @@ from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import BackingStore, TierStats, check_backing
-from emblib.dynamic.training import (
-    ExternalStates,
-    PendingGradients,
-    TrainingHook,
-    check_batch,
-    check_device,
-    check_optimizer,
-    check_replicas,
-    insert_batch,
-    trains,
-)
 from emblib.ops import autograd
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
@@ -60,7 +50,6 @@ from emblib.tables import base
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
-from emblib.tables.parameters import loses_values
 
 _BOUNDS_MESSAGE = (
     "emblib: {offsets} offsets out of bounds, which are clamped: they must begin with "
@@ -145,10 +134,10 @@ class DynamicEmbeddingBags(FusedTables):
         super().__init__(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
         self.include_last_offset = include_last_offset
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
-        check_optimizer(self.optimizer, self.tables, has_backing=backing is not None)
+        training.check_optimizer(self.optimizer, self.tables, has_backing=backing is not None)
         check_capacity(self.tables)
         device = torch.empty(0, device=device).device
-        check_device(device)
+        training.check_device(device)
         ops.require_kernels(device)
 
         overflow_rows = 0 if backing is None else backing.overflow_rows(device)
@@ -165,7 +154,9 @@ class DynamicEmbeddingBags(FusedTables):
         has_scores = self.index.order == "assigned"
         self.scores = EvictionScores(self.tables, device) if has_scores else None
         self.eviction_log: EvictionLog | None = None
-        self.hooks: list[TrainingHook] = [PendingGradients(self)] * self.optimizer.deferred
+        self.hooks: list[training.TrainingHook] = []
+        if self.optimizer.deferred:
+            self.hooks.append(training.PendingGradients(self))
         self.backing: BackingTier | None = None
         self.expiry = Expiry(self.tables)
         self.last_insertion: InsertedBatch | None = None
@@ -217,7 +208,7 @@ class DynamicEmbeddingBags(FusedTables):
         if autograd.updates_in_backward(self.optimizer):
             self._check_in_place(self.weights)
         ids = as_keys(indices)
-        check_batch(ids, per_sample_weights, counts, self.pooling)
+        training.check_batch(ids, per_sample_weights, counts, self.pooling)
         keys, batch = self._make_batch(ids, offsets, batch_sizes)
         return self._look_up(keys, batch, per_sample_weights, counts)
 
@@ -264,7 +255,7 @@ class DynamicEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        if self._frozen or not trains(self):
+        if self._frozen or not training.trains(self):
             return self._look_up_untrained(keys, batch, sample_weights)
         if self._untrained:
             raise RuntimeError(
@@ -272,9 +263,9 @@ class DynamicEmbeddingBags(FusedTables):
                 f"{[self.table_names[t] for t in sorted(self._untrained)]} are frozen: a training "
                 "forward inserts the keys of all; freeze all of them, or look up in evaluation mode"
             )
-        check_replicas(self.index.tags, self.weights)
+        training.check_replicas(self.index.tags, self.weights)
         with torch.no_grad():
-            inserted = insert_batch(self, keys, counts)
+            inserted = training.insert_batch(self, keys, counts)
             reads = self.row_initializer.reads_of_inserted(keys, inserted)
             update = self._make_update(keys, inserted.slots, reads)
             update.weighted = sample_weights is not None and sample_weights.requires_grad
@@ -282,8 +273,14 @@ class DynamicEmbeddingBags(FusedTables):
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
         if not autograd.updates_in_backward(self.optimizer):
-            weights, dtype = self.weights, self.output_dtype
-            return autograd.lookup(weights, [weights], batch, self.optimizer, sample_weights, dtype)
+            return autograd.lookup(
+                self.weights,
+                [self.weights],
+                batch,
+                self.optimizer,
+                sample_weights,
+                self.output_dtype,
+            )
         return autograd.fused_lookup(
             self.grad_anchor, self._tiers(), self.optimizer, batch, sample_weights
         )
@@ -324,7 +321,7 @@ class DynamicEmbeddingBags(FusedTables):
         Raises:
             ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
         """
-        self.hooks.append(ExternalStates.of_module(self, optimizer))
+        self.hooks.append(training.ExternalStates.of_module(self, optimizer))
 
     @atomic
     def track_evictions(self, max_keys: int = 1 << 24) -> EvictionLog:
@@ -642,15 +639,12 @@ class DynamicEmbeddingBags(FusedTables):
         if self.backing is not None:
             with torch.no_grad():
                 self.backing.drop_overflow_rows()
-        if loses_values(fn):
-            raise RuntimeError(
-                "to_empty would lose the keys of dynamic tables: use reset_parameters()"
-            )
+        training.check_keeps_keys(fn)
         here = self.hyperparams.device
         there = fn(torch.empty(0, device=here)).device
         if here == there:
             return super()._apply(fn, recurse)
-        check_device(there)
+        training.check_device(there)
         self._move(fn, there)
         return self
 

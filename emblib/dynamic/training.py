@@ -1,7 +1,7 @@
 """Insertion of the keys of training batches into the tables of a module, with hooks and checks."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import External, Optimizer
 from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
-from emblib.tables.parameters import caller_level
+from emblib.tables.parameters import caller_level, loses_values
 
 if TYPE_CHECKING:
     from emblib.dynamic.module import DynamicEmbeddingBags
@@ -249,6 +249,12 @@ def check_device(device: torch.device) -> None:
     """Raise ValueError on a device on which dynamic tables cannot be."""
     if device.type == "meta":
         raise ValueError("dynamic tables have keys to begin with, so they cannot be on meta")
+
+
+def check_keeps_keys(fn: Callable[[Tensor], Tensor]) -> None:
+    """Raise RuntimeError for a function of `nn.Module._apply` that does not keep values."""
+    if loses_values(fn):
+        raise RuntimeError("to_empty would lose the keys: use reset_parameters() instead")
 
 
 def check_optimizer(

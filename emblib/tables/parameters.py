@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -240,7 +239,7 @@ def check_not_replicated(buffer: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is None or dist.get_world_size(ddp.process_group) == 1:
+    if ddp is None or ddp.process_group.size() == 1:
         return
     if any(known is buffer for known in ddp.modules_buffers):
         raise RuntimeError(

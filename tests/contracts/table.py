@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
+import tests.contracts.training  # noqa: F401  # registers its operations
 from tests.contracts.operations import OPERATIONS, NotApplicable, Operation
 from tests.contracts.subjects import KINDS, Subject
 
