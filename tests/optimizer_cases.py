@@ -27,6 +27,7 @@ _PLAIN: dict[str, Optimizer] = {
     "lamb": optim.LAMB(0.05, eps=1e-3),
     "partial_rowwise_lamb": optim.PartialRowwiseLAMB(0.05, eps=1e-3),
     "lars": optim.LARS(0.5, eta=0.1),
+    "ftrl": optim.FTRL(0.1, beta=0.5, l1=0.02, l2=0.1),
 }
 _ADAGRADS: dict[str, Optimizer] = {
     "max_norm": RowwiseAdagrad(0.1, eps=1e-4, max_norm=0.8),

@@ -1,5 +1,6 @@
 """The descriptions of optimizers: what they refuse, what they pack, and their helpers."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,29 @@ def test_functors_references_and_descriptions_are_the_same_set() -> None:
     functors = set(OPTIMIZER)
     assert functors == set(reference.OPTIMIZERS)
     assert functors == {case.name for case in CASES.values()}
+
+
+def test_ftrl_is_the_algorithm_of_the_paper() -> None:
+    """Algorithm 1 of McMahan et al., 2013, per coordinate from zero weights, in plain Python."""
+    lr, beta, l1, l2 = 0.3, 0.7, 0.4, 0.2
+    optimizer = optim.FTRL(lr, beta=beta, l1=l1, l2=l2)
+    gradients = torch.randn(20, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    w = torch.zeros(1, 5, dtype=torch.float64)
+    states = [torch.zeros_like(w), torch.zeros_like(w)]
+    z, n = [0.0] * 5, [0.0] * 5
+    zeros = 0
+    for row in gradients:
+        for i, g in enumerate(row.tolist()):
+            sign = math.copysign(1.0, z[i])
+            root = math.sqrt(n[i])
+            weight = 0.0 if abs(z[i]) <= l1 else -(z[i] - sign * l1) / ((beta + root) / lr + l2)
+            assert math.isclose(float(w[0, i]), weight, rel_tol=1e-12, abs_tol=1e-15)
+            zeros += weight == 0.0
+            sigma = (math.sqrt(n[i] + g * g) - root) / lr
+            z[i] += g - sigma * weight
+            n[i] += g * g
+        w, states = reference.step_rows("ftrl", w, row[None], states, optimizer.hyperparams())
+    assert 5 < zeros < 90  # l1 holds some weights at zero beyond the first step
 
 
 @pytest.mark.parametrize("name", CASES)

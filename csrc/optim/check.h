@@ -52,7 +52,7 @@ inline void check_tier_states(const char* op, const OptimizerShape& shape, const
                     " of ", shape.name, " must be contiguous with ", entries, " entries, has ",
                     states[i].numel());
     if (by_row) {
-      check_dtype(op, "an optimizer state of one number a row", states[i], ScalarType::Float,
+      check_dtype(op, "an optimizer state of one number per row", states[i], ScalarType::Float,
                   "float32");
       tier->row_states[i - shape.element_states] =
           static_cast<float*>(states[i].mutable_data_ptr());

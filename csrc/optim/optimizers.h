@@ -32,6 +32,6 @@ struct OptimizerList {
 using Optimizers =
     OptimizerList<Sgd, Adagrad, RowwiseAdagrad, EnsembleRowwiseAdagrad, RowwiseAdagradMaxNorm,
                   RowwiseAdagradGlobalDecay, RowwiseAdagradCowClip, RowwiseAdagradCounter, Adam,
-                  PartialRowwiseAdam, Lamb, PartialRowwiseLamb, Lars>;
+                  PartialRowwiseAdam, Lamb, PartialRowwiseLamb, Lars, Ftrl>;
 
 }  // namespace emb

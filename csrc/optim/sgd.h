@@ -1,4 +1,4 @@
-// SGD, Adagrad (Duchi et al., 2011) and LARS.
+// SGD, Adagrad (Duchi et al., 2011), LARS and FTRL.
 #pragma once
 
 #include "optim/functor.h"
@@ -71,6 +71,39 @@ struct Lars {
   EMB_HD float step(float w, float g, float* m, float*, RowFactors scale) const {
     *m = momentum * *m + scale.gradient * (g + decay * w);
     return w - *m;
+  }
+};
+
+// FTRL-Proximal per coordinate (McMahan et al., "Ad Click Prediction: a View from the Trenches",
+// 2013): `m` is the sum of squared gradients and `v` the linear term. An element whose squared
+// gradient is zero does not change; neither does any at rate 0.
+struct Ftrl {
+  enum Column : int { kBeta = kOptimizerArgs, kL1, kL2Term };
+  static constexpr const char* kName = "ftrl";
+  static constexpr int kNumHyper = 3, kElementStates = 2, kSteppedStates = 2, kRowStates = 0;
+  static constexpr int kNumRowSums = 0;
+  static constexpr bool kSumsNeedGradientOnly = true, kCountsSteps = false;
+  float inverse_lr, beta, l1, l2;
+
+  EMB_HD explicit Ftrl(const double* hyper)
+      : inverse_lr(hyper[kLearningRate] == 0.0 ? 0.0f : as_float(1.0 / hyper[kLearningRate])),
+        beta(as_float(hyper[kBeta])),
+        l1(as_float(hyper[kL1])),
+        l2(as_float(hyper[kL2Term])) {}
+  template <class Math, class F>
+  EMB_HD void add_sums(F, F, F, F, F*) const {}
+  EMB_HD RowFactors begin_row(float*, const float*, float) const { return {inverse_lr, 1.0f}; }
+  EMB_HD float step(float w, float g, float* m, float* v, RowFactors scale) const {
+    const float square = g * g, total = *m + square, root = sqrtf(total);
+    const bool moves = square != 0.0f && scale.gradient != 0.0f;
+    const float linear = *v + g - (root - sqrtf(*m)) * scale.gradient * w;
+    const float excess = fabsf(linear) - l1;
+    const float denominator = (beta + root) * scale.gradient + l2;
+    *m = moves ? total : *m;
+    *v = moves ? linear : *v;
+    // The comparison with l1 is false for NaN, which must not become 0.
+    const float next = excess <= 0.0f ? 0.0f : -copysignf(excess, linear) / denominator;
+    return moves ? next : w;
   }
 };
 

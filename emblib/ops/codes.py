@@ -29,4 +29,5 @@ OPTIMIZER = _number(
     "lamb",
     "partial_rowwise_lamb",
     "lars",
+    "ftrl",
 )

@@ -24,6 +24,7 @@ from emblib.optim.adagrad import (
 )
 from emblib.optim.adam import LAMB, Adam, PartialRowwiseAdam, PartialRowwiseLAMB
 from emblib.optim.base import (
+    FTRL,
     L2,
     LARS,
     SGD,
@@ -49,11 +50,13 @@ FUSED: dict[str, type[Optimizer]] = {
         LAMB,
         PartialRowwiseLAMB,
         LARS,
+        FTRL,
     )
 }
 """The optimizers that backward can apply, by the name of their (plain) functor."""
 
 __all__ = [
+    "FTRL",
     "FUSED",
     "L2",
     "LAMB",

@@ -1,4 +1,4 @@
-"""The base of all optimizers with its kinds of weight decay, and SGD, LARS and `External`."""
+"""The base of all optimizers with its kinds of weight decay; SGD, LARS, FTRL and `External`."""
 
 import math
 from dataclasses import dataclass, field
@@ -184,6 +184,39 @@ class LARS(Optimizer):
 
     def _decay_head(self) -> tuple[float, float]:
         return (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class FTRL(Optimizer):
+    """FTRL-Proximal per element (McMahan et al., 2013): `l1` makes weights exactly 0.
+
+    `s = sqrt(sum + g*g) - sqrt(sum); linear += g - s / lr * w; sum += g*g`, then `w` is 0 where
+    `|linear| <= l1`, else `-(linear - sign(linear) * l1) / ((beta + sqrt(sum)) / lr + l2)`. An
+    element whose gradient is 0 does not change. The weight decay is `l2`.
+
+    Args:
+        beta: added to the root: the smaller, the larger the first steps. With 0, `l1` and `l2` 0,
+            the first step keeps the initial value; otherwise it shrinks it.
+        l1: the threshold (>= 0).
+        l2: the ridge penalty (>= 0).
+    """
+
+    beta: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+    functor: ClassVar[str] = "ftrl"
+    kept: ClassVar[tuple[State, ...]] = (State("sum"), State("linear"))
+    decays: ClassVar[tuple[type, ...]] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("beta", "l1", "l2"):
+            check_number(name, getattr(self, name))
+
+    def parameters(self) -> tuple[float, ...]:
+        """Return `(beta, l1, l2)`."""
+        return (self.beta, self.l1, self.l2)
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,21 @@ def _lars(rows: RowBatch) -> tuple[Tensor, States]:
     return rows.kept - m, [m]
 
 
+def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
+    beta, l1, l2 = rows.numbers
+    total, linear = rows.states
+    if rows.lr == 0:
+        return rows.kept, [total, linear]
+    moves = rows.g.float().square() != 0
+    new_total = total + rows.g * rows.g
+    sigma = (new_total.sqrt() - total.sqrt()) / rows.lr
+    new_linear = linear + rows.g - sigma * rows.w
+    shrunk = new_linear.sign() * (new_linear.abs() - l1).clamp(min=0)
+    denominator = (beta + new_total.sqrt()) / rows.lr + l2
+    new = torch.where(moves, -_ratio(shrunk, denominator), rows.kept)
+    return new, [torch.where(moves, new_total, total), torch.where(moves, new_linear, linear)]
+
+
 @dataclass(frozen=True)
 class Reference:
     """A rule, and per state whether it has one number per row."""
@@ -297,6 +312,7 @@ OPTIMIZERS = {
     "lamb": Reference(_lamb, (False, False)),
     "partial_rowwise_lamb": Reference(_partial_rowwise_lamb, (False, True)),
     "lars": Reference(_lars, (False,)),
+    "ftrl": Reference(_ftrl, (False, False)),
 }
 
 

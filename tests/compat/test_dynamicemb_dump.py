@@ -66,7 +66,7 @@ def numbers(path: Path, dtype: torch.dtype) -> Tensor:
 
 
 def test_a_dump_has_their_files(tmp_path: Path) -> None:
-    """Raw numbers by rank, and what the optimizer is; rowwise Adagrad has one number a row."""
+    """Raw numbers by rank, and what the optimizer is; rowwise Adagrad has one number per row."""
     model = trained(optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, eps=0.25)
     DynamicEmbDump(str(tmp_path), model, optim=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == [

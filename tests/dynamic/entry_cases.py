@@ -27,7 +27,7 @@ def row_of(keys: Tensor, dim: int, salt: int = 0) -> Tensor:
 
 
 def make(count: int, dim: int = 6, seed: int = 0, *, scored: bool = False) -> Entries:
-    """Entries with the states of Adam's kind, one as long as the row and one number a row."""
+    """Entries with the states of Adam's kind, one as long as the row and one number per row."""
     found = keys(count, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     stamps = torch.randint(1, 50, (count,), generator=generator)

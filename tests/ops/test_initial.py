@@ -80,7 +80,7 @@ def test_uniform_and_debug_are_exact(device: torch.device) -> None:
 
 
 def test_row_buffers_and_tables(device: torch.device) -> None:
-    """Weights of two tables of unequal dims, and a state of one number a row."""
+    """Weights of two tables of unequal dims, and a state of one number per row."""
     weights = torch.zeros(9 * 4 + 9 * 6, device=device)
     state = torch.zeros(18, dtype=torch.bfloat16, device=device)
     places = [[[0, 4, 9, 4, 1], [0, 1, 9, 1, 1]], [[36, 6, 9, 6, 2], [9, 1, 9, 1, 2]]]

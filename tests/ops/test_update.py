@@ -71,10 +71,10 @@ def test_narrow_weights_and_states(name: str, dtypes: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": 13}, "optimizer must be one of 0 .sgd., 1 .adagrad.*, got 13"),
+        ({"optimizer": len(OPTIMIZER)}, "optimizer must be one of 0 .sgd., 1 .adagrad.*, got"),
         ({"states": []}, "keeps 1 state tensors for each of 2 tensors of weights, got 0"),
         ({"states": [torch.zeros(3)] * 2}, "must be contiguous with 43 entries, has 3"),
-        ({"states": [torch.zeros(80).half()] * 2}, "one number a row must be float32"),
+        ({"states": [torch.zeros(80).half()] * 2}, "one number per row must be float32"),
         ({"hyper": torch.zeros(2, dtype=torch.float64)}, "hyper vector of 6 entries"),
         ({"hyper": torch.zeros(6)}, "hyper must be float64"),
         ({"hyper": torch.zeros(12, dtype=torch.float64)[::2]}, "a contiguous hyper vector"),
@@ -181,6 +181,7 @@ _NOT_FINITE = (
     "max_norm",
     "partial_rowwise_lamb",
     "lars",
+    "ftrl",
     "cowclip",
     "counter",
     "global_decay",

@@ -39,7 +39,7 @@ PLANS: dict[str, dict[str, tuple[str, Any]]] = {
     "copies": of_kinds(("copies", None), ("rows", [1, 0])),
     "grid": of_kinds(("grid", None), ("table", 2)),
 }
-CUT = {"columns", "grid"}  # by columns: states of one number a row are a number a shard
+CUT = {"columns", "grid"}  # by columns: states of one number per row are one number per shard
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> None:

@@ -223,7 +223,7 @@ def _pushable(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(group[name]) for name in known}
 
 
-_KNOWN = ("lr", "eps", "betas", "momentum", "eta", "max_norm")
+_KNOWN = ("lr", "eps", "betas", "momentum", "eta", "max_norm", "beta", "l1", "l2")
 
 
 def _plain(value: Any) -> Any:
