@@ -34,7 +34,7 @@ from emblib.storage.base import (
 )
 from emblib.storage.handles import TableHandle, bind_view
 from emblib.storage.initial_values import draw
-from emblib.tables import TableBatchedEmbeddingBags
+from emblib.tables import TableBatchedEmbeddingBags, parameters
 from emblib.tables.locks import atomic
 
 _CACHE_WAYS = 32  # rows of one set of a cache
@@ -245,7 +245,9 @@ class DenseKernel(TableBatchedEmbeddingBags):
         )
         weights = self._parameters.pop("weights")
         assert weights is not None
-        self.register_buffer("weights", weights.detach(), persistent=False)
+        self.parameter_class = parameters.TableParameter  # the views have all tables
+        with torch._C.DisableTorchFunctionSubclass():
+            self.register_buffer("weights", weights.detach(), persistent=False)
         self._offsets = [
             autograd.WeightOffset(place.weight_offset, place.row_base, place.rows, place.dim)
             for place in self._memory.layout.offsets
@@ -299,6 +301,23 @@ class DenseHandle(TableHandle):
         """Train or freeze the table, with any optimizer."""
         self.kernel.set_table_trained(self.index, trained=trained)
 
+    def before_read(self) -> None:
+        """Write the rows in the cache back; prefetched batches stay valid."""
+        self.kernel.flush()
+
+    def before_write(self) -> None:
+        """Write the rows in the cache back, and empty it.
+
+        Raises:
+            RuntimeError: the table is on disk, where a write must be committed as a whole.
+        """
+        if self.kernel.tables[self.index].placement is Placement.DISK:
+            raise RuntimeError(
+                f"table {self.name!r} is on disk, where writes are committed: load a state dict "
+                "instead of writing its parameter"
+            )
+        self.kernel.settle()
+
     def views(self) -> dict[str, Tensor]:
         """Return `weight` and optimizer states; flushes and empties the cache."""
         kernel: DenseKernel = self.kernel
@@ -322,7 +341,8 @@ class DenseHandle(TableHandle):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         self.kernel.flush()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with torch._C.DisableTorchFunctionSubclass():  # plain tensors, of what is flushed
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         metadata, *rest = arguments
@@ -332,5 +352,5 @@ class DenseHandle(TableHandle):
         # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
         metadata = {k: v for k, v in metadata.items() if k != "assign_to_params_buffers"}
         kernel.settle()
-        with kernel.overwriting():
+        with kernel.overwriting(), torch._C.DisableTorchFunctionSubclass():
             super()._load_from_state_dict(state_dict, prefix, metadata, *rest)

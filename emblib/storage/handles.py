@@ -67,6 +67,12 @@ class TableHandle(nn.Module):
             parameters.refuse_replacement(name)
         super().__setattr__(name, value)
 
+    def before_read(self) -> None:
+        """Bring the parameters up to date with a cache."""
+
+    def before_write(self) -> None:
+        """Bring the parameters up to date and empty the cache."""
+
     @property
     def kernel(self) -> Any:
         """Return the module that looks the table up."""
@@ -139,7 +145,9 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
         handle.register_parameter(name, parameter)
     if optimizer.deferred:
         parameters.ask_for_float32_gradient(parameter)
-    parameters.own(parameter, handle, parameters.ViewParameter)
+    is_cached = getattr(handle.kernel, "row_cache", None) is not None
+    kind = parameters.CachedParameter if is_cached else parameters.ViewParameter
+    parameters.own(parameter, handle, kind)
     handle.set_trained(parameter, trained=parameter.requires_grad)
     mark(parameter, handle, optimizer)
 

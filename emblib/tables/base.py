@@ -329,6 +329,12 @@ class FusedTables(nn.Module):
         """Train the tables of a parameter from the next forward on, or freeze them."""
         self._frozen = not trained
 
+    def before_read(self) -> None:
+        """Do nothing: the parameters are the memory that lookups read."""
+
+    def before_write(self) -> None:
+        """Do nothing: the parameters are the memory that lookups read."""
+
     def set_table_trained(self, table: int, *, trained: bool) -> None:
         """Train a table from the next forward on, or freeze it."""
         others = self._untrained - {table}

@@ -22,6 +22,12 @@ class Owner(Protocol):
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train the memory of the parameter from the next forward on, or freeze it."""
 
+    def before_read(self) -> None:
+        """Bring the memory of the parameter up to date with a cache."""
+
+    def before_write(self) -> None:
+        """Bring the memory up to date and empty the cache; raise RuntimeError to refuse."""
+
 
 _owners = WeakTensorKeyDictionary()  # of parameters, to weak references
 
@@ -72,7 +78,7 @@ class _RefusesWrites:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func`, unless it writes to such a tensor; `.data` of one is such a tensor too."""
+        """Run `func`, unless it writes; `detach()` and `.data` give such a tensor again."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
@@ -82,16 +88,17 @@ class _RefusesWrites:
             refuse_incomplete()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        is_data = getattr(func, "__name__", "") == "__get__" and _attribute(func) == "data"
-        return result.as_subclass(IncompleteValues) if is_data else result
+        return result.as_subclass(IncompleteValues) if _shares_memory(func) else result
 
 
 class IncompleteValues(_RefusesWrites, Tensor):
-    """The `.data` of an `IncompleteParameter`; pickled as a plain tensor."""
+    """The values of an `IncompleteParameter`; pickled and copied as a plain tensor."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return _as_plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return _as_plain(self).clone()
 
 
 class IncompleteParameter(_RefusesWrites, TableParameter):
@@ -113,6 +120,12 @@ def _writes(func: Any) -> bool:
     if name == "__set__":
         return _attribute(func) == "data"
     return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def _shares_memory(func: Any) -> bool:
+    """Return whether the result of a torch function is the tensor itself, without autograd."""
+    name = getattr(func, "__name__", "")
+    return name == "detach" or (name == "__get__" and _attribute(func) == "data")
 
 
 def _attribute(func: Any) -> str:
@@ -156,9 +169,104 @@ class ViewParameter(TableParameter):
         )
 
 
+class _SyncsWithCache:
+    """Mixin of views of a table behind a cache: functions that read or write it find its rows."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func` after writing the cache back; emptied first if `func` writes."""
+        kwargs = kwargs or {}
+        owner = None
+        if not torch.compiler.is_compiling() and not _is_metadata(func):
+            target = args[0] if args else next(iter(kwargs.values()), None)
+            owner = _owner_behind(target)
+            if owner is not None and _writes(func):
+                owner.before_write()
+            for value in (target, *args[1:], *kwargs.values()):
+                other = _owner_behind(value)
+                if other is not None:
+                    other.before_read()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if owner is None or not _shares_memory(func):
+            return result
+        values = result.as_subclass(CachedValues)
+        values.owner = weakref.ref(owner)
+        return values
+
+
+class CachedValues(_SyncsWithCache, Tensor):
+    """The values of a `CachedParameter`; pickled and copied as a plain tensor."""
+
+    owner: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return _as_plain(self).clone()
+
+
+class CachedParameter(_SyncsWithCache, ViewParameter):
+    """A view of a table behind a cache, which may have newer rows."""
+
+
+# Attributes and methods that neither read nor write values.
+_METADATA = frozenset(
+    {
+        "dim",
+        "element_size",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "is_inference",
+        "is_shared",
+        "ndimension",
+        "nelement",
+        "numel",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "size",
+        "storage_offset",
+        "stride",
+        "__hash__",
+        "__len__",
+    }
+)
+
+
+def _is_metadata(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return _attribute(func) not in ("data", "T", "mT", "H", "mH", "real", "imag")
+    return name in _METADATA
+
+
+def _owner_behind(value: Any) -> Owner | None:
+    """Return the owner of a cached view, or of the first one in a list."""
+    if isinstance(value, list | tuple):
+        return next((found for v in value if (found := _owner_behind(v)) is not None), None)
+    reference = None
+    if isinstance(value, CachedValues):
+        reference = getattr(value, "owner", None)
+    elif isinstance(value, CachedParameter):
+        reference = _owners.get(value)
+    owner: Owner | None = None if reference is None else reference()
+    return owner
+
+
+def _as_plain(values: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return values.as_subclass(Tensor)
+
+
 def set_data(parameter: nn.Parameter, values: Tensor) -> None:
     """Make a parameter a view of other memory."""
-    Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
 
 
 def ask_for_float32_gradient(parameter: nn.Parameter) -> None:
@@ -255,7 +363,9 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does."""
     known = torch.tensor([time.monotonic_ns()])  # in no freed memory that `fn` may get
     result = fn(known)
-    return not result.is_meta and int(result) != int(known)
+    if result.is_meta or result.dtype != known.dtype:  # a cast keeps values as far as it can
+        return False
+    return int(result) != int(known)
 
 
 def is_replaced(parameter: Any) -> bool:

@@ -27,8 +27,9 @@ from emblib import (
     optim,
 )
 from emblib.sharding import RankGroup, shard, table_wise
+from emblib.storage import Dense, Storage
 
-ROWS, DIM = 24, 4
+ROWS, DIM = 48, 4  # more rows than the cache has slots, 32
 IDS = torch.arange(ROWS)
 _CACHE = CacheConfig(sets=1)
 
@@ -55,8 +56,11 @@ def _dynamic(optimizer: optim.Optimizer) -> nn.Module:
     return module
 
 
-def _collection(optimizer: optim.Optimizer) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection([EmbeddingBagConfig(ROWS, DIM, "t", ("f",))], optimizer=optimizer)
+def _collection(
+    optimizer: optim.Optimizer, storage: Storage | None = None
+) -> EmbeddingBagCollection:
+    config = EmbeddingBagConfig(ROWS, DIM, "t", ("f",), storage=storage or Dense())
+    return EmbeddingBagCollection([config], optimizer=optimizer)
 
 
 def _sharded(optimizer: optim.Optimizer) -> nn.Module:
@@ -67,10 +71,13 @@ KINDS: dict[str, Kind] = {
     "plain": Kind(_plain),
     "cached": Kind(lambda o: _plain(o, Placement.MANAGED_CACHING)),
     "disk": Kind(lambda o: _plain(o, Placement.DISK)),
-    "tensor train": Kind(lambda o: TTEmbeddingBag(TTSpec(ROWS, DIM, (2,), (4, 6), (2, 2)), o)),
+    "tensor train": Kind(lambda o: TTEmbeddingBag(TTSpec(ROWS, DIM, (2,), (6, 8), (2, 2)), o)),
     "dynamic": Kind(_dynamic),
     "quantized": Kind(lambda o: QuantizedEmbeddingBags.from_float(_plain(o)), is_trained=False),
     "collection": Kind(_collection, is_collection=True),
+    "cached collection": Kind(
+        lambda o: _collection(o, Dense(Placement.MANAGED_CACHING, _CACHE)), is_collection=True
+    ),
     "sharded": Kind(_sharded, is_collection=True),
 }
 
