@@ -5,6 +5,7 @@
 reads; shapes and dtypes are those of `emblib.ops.tbe`.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -231,19 +232,35 @@ def _make_step(
         torch.autograd.graph.increment_version(tiers.weights)
 
 
-def apply_row_gradients(
-    tiers: Tiers, optimizer: Optimizer, rows: Tensor, gradients: Tensor, total_rows: int
-) -> None:
-    """Make one step with gradients `[N, dim]` of rows of the first tier, all of one dim.
+def lookup_of_rows(
+    features: Sequence[tuple[int, ...]], rows: Sequence[Tensor], total_rows: int
+) -> Lookup:
+    """Return a batch that looks up `rows[t]` in the table of `features[t]`; all of one dim."""
+    indices = torch.cat(list(rows))
+    ends = [0, *itertools.accumulate(r.numel() for r in rows)]
+    return Lookup(
+        torch.tensor(features, device=indices.device),
+        indices,
+        torch.tensor(ends, device=indices.device),
+        None,
+        Pooling.NONE,
+        total_rows,
+        features[0][FeatureColumn.DIM],
+    )
 
-    `rows` are linear row ids `[N]`; gradients of a row that occurs several times are added up.
+
+def apply_row_gradients(
+    tiers: Tiers,
+    optimizer: Optimizer,
+    batch: Lookup,
+    locations: RowLocations,
+    gradients: Tensor,
+) -> None:
+    """Make one step with gradients `[L, dim]` of the rows of a batch of `lookup_of_rows`.
+
+    Gradients of a row that occurs several times are added up.
     """
-    feature = [0] * len(FeatureColumn)
-    feature[FeatureColumn.ROWS], feature[FeatureColumn.DIM] = total_rows, gradients.shape[1]
-    features = torch.tensor([feature], device=rows.device)
-    offsets = torch.tensor([0, rows.numel()], device=rows.device)
-    batch = Lookup(features, rows, offsets, None, Pooling.NONE, total_rows, gradients.shape[1])
-    _make_step(tiers, optimizer.name, gradients, batch, RowLocations(groups_of(batch)), None)
+    _make_step(tiers, optimizer.name, gradients, batch, locations, None)
 
 
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
@@ -293,19 +310,20 @@ class WeightOffset(NamedTuple):
 class GradientLookup(torch.autograd.Function):
     """Look up; backward leaves gradients on the parameters of tables: sparse COO, or dense.
 
-    `memory` is what lookups read; the parameters are views of it at `offsets`. Without offsets the
-    one parameter is the memory itself. A sparse gradient has the distinct rows of the batch.
+    `memory` and `slower`, further tiers, are what lookups read; the parameters are views of them at
+    `offsets`. Without offsets the one parameter is the memory itself. A sparse gradient has the
+    distinct rows of the batch, and is on the device of its parameter.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         memory: Tensor,
+        slower: Sequence[Tensor],
         offsets: Sequence[WeightOffset] | None,
         batch: Lookup,
         sample_weights: Tensor | None,
-        output_dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         rule: UpdateRule,
         unique: int | None,
         *parameters: Tensor,
@@ -315,11 +333,12 @@ class GradientLookup(torch.autograd.Function):
         # an optimizer step between two backwards.
         weighted = sample_weights is not None and sample_weights.requires_grad
         _save(ctx, batch, sample_weights, memory if weighted else None)
-        ctx.shape, ctx.offsets, ctx.dtype = memory.shape, offsets, gradient_dtype
-        ctx.rule, ctx.unique = rule, unique
+        output_dtype, ctx.dtype = dtypes
+        ctx.slower, ctx.shape, ctx.offsets = slower, memory.shape, offsets
+        ctx.rule, ctx.unique, ctx.devices = rule, unique, [p.device for p in parameters]
         if not torch.compiler.is_compiling() and _for_update.get():
             return _zeros(batch, output_dtype, memory.device)
-        return lookup_no_grad([memory.view(-1)], batch, sample_weights, output_dtype)
+        return lookup_no_grad([memory.view(-1), *slower], batch, sample_weights, output_dtype)
 
     @staticmethod
     @once_differentiable
@@ -340,8 +359,8 @@ class GradientLookup(torch.autograd.Function):
         locations = None if batch.hooks is None else batch.hooks.before_update()
         if locations is not None:
             batch = batch._replace(indices=locations.indices, slots=locations.slots)
-        if ctx.needs_input_grad[3]:
-            sample_grad = _sample_weight_grad(grad, [memory.view(-1)], batch)
+        if ctx.needs_input_grad[4]:
+            sample_grad = _sample_weight_grad(grad, [memory.view(-1), *ctx.slower], batch)
         is_wanted = ctx.needs_input_grad[8:]
         grads: list[Tensor | None] = [None] * len(is_wanted)
         if any(is_wanted):
@@ -351,8 +370,11 @@ class GradientLookup(torch.autograd.Function):
             joined = make(ctx, grad, batch, groups, sample_weights)
             split = _split_dense if is_dense else _split_sparse
             found = [joined] if ctx.offsets is None else split(joined, ctx.offsets)
-            grads = [g if want else None for g, want in zip(found, is_wanted, strict=True)]
-        return None, None, None, sample_grad, None, None, None, None, *grads
+            wanted = zip(found, ctx.devices, is_wanted, strict=True)
+            grads = [g.to(device) if want else None for g, device, want in wanted]
+        if batch.hooks is not None:
+            batch.hooks.after_update()
+        return None, None, None, None, sample_grad, None, None, None, *grads
 
 
 def _dense_grad(
@@ -426,17 +448,19 @@ def lookup(
     output_dtype: torch.dtype = torch.float32,
     unique: int | None = None,
     offsets: Sequence[WeightOffset] | None = None,
+    slower: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Pool each bag; the parameters, views of `memory` at `offsets`, get gradients."""
+    """Pool each bag; the parameters, views at `offsets` of `memory` or `slower`, get gradients."""
     if not torch.is_grad_enabled():
-        return lookup_no_grad([memory.view(-1)], batch, sample_weights, output_dtype)
+        return lookup_no_grad([memory.view(-1), *slower], batch, sample_weights, output_dtype)
+    gradient_dtype = torch.float32 if optimizer.deferred and HAS_GRAD_DTYPE else memory.dtype
     return GradientLookup.apply(
         memory.detach(),
+        slower,
         offsets,
         batch,
         sample_weights,
-        output_dtype,
-        torch.float32 if optimizer.deferred and HAS_GRAD_DTYPE else memory.dtype,
+        (output_dtype, gradient_dtype),
         UpdateRule.of(optimizer),
         unique,
         *parameters,

@@ -64,6 +64,15 @@ class ShardParameters(nn.Module):
             refuse_replacement(name)
         super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        if any(key.startswith(f"{name}.") for key in self.__dict__.get("_parameters", ())):
+            raise AttributeError(
+                f"the shards of table {name!r} are no module: their parameters are in "
+                "named_parameters() of this one, with dotted names; save and load a sharded model "
+                "with emblib.sharding.checkpoints, which writes torch.distributed.checkpoint files"
+            )
+        return super().__getattr__(name)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return self  # the kernels move their own memory
 

@@ -206,12 +206,11 @@ def _check_optimizer(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
         for part in parts
         if (spec := part.spec).placement not in (Placement.DEVICE, Placement.HOST)
     }
-    if elsewhere and not autograd.updates_in_backward(optimizer):
+    if elsewhere and not autograd.is_fused(optimizer):
         raise ValueError(
-            "tables outside the device have no parameters that could get gradients, so backward "
-            f"must update them, but {brief(optimizer)} leaves gradients; such tables are "
-            f"{elsewhere}: give the collection or these tables one of emblib.optim, e.g. "
-            "optimizer=optim.SGD(lr=0.1)"
+            "tables outside the device are updated by emblib, which knows their cache, but "
+            f"{brief(optimizer)} leaves gradients to others; such tables are {elsewhere}: give the "
+            "collection or these tables one of emblib.optim, e.g. optimizer=optim.SGD(lr=0.1)"
         )
 
 
@@ -220,6 +219,8 @@ class DenseKernel(TableBatchedEmbeddingBags):
 
     `weights` is a buffer here: the parameters that users see are views of it, see `DenseHandle`.
     """
+
+    has_parameter_per_table = True
 
     def __init__(
         self,
@@ -272,11 +273,9 @@ class DenseKernel(TableBatchedEmbeddingBags):
         with self.overwriting():
             pass
 
-    def _parameters_by_first_row(self) -> list[tuple[int, nn.Parameter]]:
-        return [
-            (offset.first_row, parameter)
-            for offset, parameter in zip(self._offsets, self.table_parameters, strict=True)
-        ]
+    def _parameters_by_feature(self) -> list[tuple[tuple[int, ...], nn.Parameter]]:
+        features = (place.feature(0) for place in self._memory.layout.offsets)
+        return list(zip(features, self.table_parameters, strict=True))
 
     def _gradient_parameters(self) -> tuple[list[Any], list[autograd.WeightOffset]]:
         return self.table_parameters, self._offsets

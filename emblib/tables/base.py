@@ -196,6 +196,8 @@ class FusedTables(nn.Module):
         elif self.optimizer.deferred:
             parameters.ask_for_float32_gradient(parameter)
             marked: Any = parameter
+            if type(parameter) is nn.Parameter:
+                marked.__class__ = parameters.DeferredParameter
             marked._in_backward_optimizers = [self.optimizer]  # no other optimizer may step it
 
     def _check_in_place(self, parameter: Any) -> None:
@@ -303,16 +305,27 @@ class FusedTables(nn.Module):
         self._apply_gradients()
 
     def _apply_gradients(self) -> None:
-        gradients = [(first, p.grad) for first, p in self._parameters_by_first_row()]
-        pairs = [_rows_of(grad, first) for first, grad in gradients if grad is not None]
-        if not pairs:
+        tables = [(f, p.grad) for f, p in self._parameters_by_feature() if p.grad is not None]
+        if not tables:
             return
-        rows, values = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
-        autograd.apply_row_gradients(self._tiers(), self.optimizer, rows, values, self.total_rows)
+        features, gradients = zip(*tables, strict=True)
+        device = self.hyperparams.device
+        rows, values = zip(*(_rows_of(grad.to(device)) for grad in gradients), strict=True)
+        batch = autograd.lookup_of_rows(features, rows, self.total_rows)
+        locations = self._locate(autograd.groups_of(batch))
+        autograd.apply_row_gradients(
+            self._tiers(), self.optimizer, batch, locations, torch.cat(values)
+        )
 
-    def _parameters_by_first_row(self) -> list[tuple[int, nn.Parameter]]:
-        """Return the parameters that get gradients, with the linear row of their first row."""
-        return [(0, self.weights)]
+    def _parameters_by_feature(self) -> list[tuple[tuple[int, ...], nn.Parameter]]:
+        """Return the parameters that get gradients, with their rows of `features`."""
+        feature = [0] * len(FeatureColumn)
+        feature[FeatureColumn.ROWS], feature[FeatureColumn.DIM] = self.weights.shape
+        return [(tuple(feature), self.weights)]
+
+    def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
+        """Return where the rows of an update are now."""
+        return autograd.RowLocations(groups)
 
     def _tiers(self) -> autograd.Tiers:
         """Return all memory of the module as the ops take it."""
@@ -407,12 +420,11 @@ class FusedTables(nn.Module):
         return ", ".join(parts)
 
 
-def _rows_of(gradient: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
-    """Return the linear rows `[N]` and values `[N, dim]` of a sparse or dense gradient."""
+def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows `[N]` and values `[N, dim]` of a sparse or dense gradient."""
     if not gradient.is_sparse:
-        rows = torch.arange(gradient.shape[0], device=gradient.device)
-        return rows + first_row, gradient
-    return gradient._indices()[0] + first_row, gradient._values()
+        return torch.arange(gradient.shape[0], device=gradient.device), gradient
+    return gradient._indices()[0], gradient._values()
 
 
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:

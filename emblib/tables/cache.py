@@ -545,6 +545,15 @@ class Prefetcher:
         self.version += 1
         return row_slots
 
+    def locate(self, groups: tbe.Groups) -> autograd.RowLocations:
+        """Locate rows for an update: in the cache where they are in it, else in their tables."""
+        self.wait_for_prefetch()
+        if self.memory.disk is not None:
+            self.memory.disk.touch(self._disk_rows(groups))
+        locations = autograd.RowLocations(groups, self.cache.find(groups))
+        self.protect_conflicts(locations)
+        return locations
+
     def _disk_rows(self, groups: tbe.Groups) -> Tensor:
         """Return the rows of a batch on disk, counted from the first row there."""
         rows = groups.rows[: int(groups.count)]

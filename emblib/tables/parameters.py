@@ -5,6 +5,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from emblib.ops.autograd import HAS_GRAD_DTYPE
+from emblib.ops.autograd import HAS_GRAD_DTYPE, updates_in_backward
+from emblib.optim import Optimizer
 
 
 class Owner(Protocol):
@@ -30,6 +32,39 @@ class Owner(Protocol):
 
 
 _owners = WeakTensorKeyDictionary()  # of parameters, to weak references
+_MARK = "_in_backward_optimizers"
+
+
+def _optimizers_of(parameter: Any) -> list[Any]:
+    """Return the optimizers of a marked parameter, for code that collects those of a model.
+
+    `DistributedDataParallel` would take the mark for one of torch's own optimizers. It finds none
+    on tables with gradients, and raises RuntimeError for those that backward updates.
+    """
+    found: list[Any] | None = parameter.__dict__.get(_MARK)
+    if found is None:
+        raise AttributeError(_MARK)
+    if sys._getframe(1).f_globals.get("__name__") == DistributedDataParallel.__module__:
+        of_tables = [one for one in found if isinstance(one, Optimizer)]
+        if any(map(updates_in_backward, of_tables)):
+            refuse_replicas()
+        if of_tables:
+            raise AttributeError(_MARK)
+    return found
+
+
+def _set_optimizers(parameter: Any, optimizers: list[Any]) -> None:
+    parameter.__dict__[_MARK] = optimizers
+
+
+def _delete_optimizers(parameter: Any) -> None:
+    del parameter.__dict__[_MARK]
+
+
+class DeferredParameter(nn.Parameter):
+    """A parameter of tables with a gradient, which `FusedOptimizer` applies."""
+
+    _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
 
 class TableParameter(nn.Parameter):
@@ -40,6 +75,7 @@ class TableParameter(nn.Parameter):
     been True, a flag that was saved says nothing; setting it on a frozen table is warned of.
     """
 
+    _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
     flag_tells = False
     """Whether the flag says that the table is trained: it does once it has been True."""
     _frozen_untold = False
@@ -61,6 +97,24 @@ class TableParameter(nn.Parameter):
         _tell_owner(self)
         return self
 
+    def register_hook(self, hook: Any) -> Any:
+        """Register a hook of the gradient; raise RuntimeError where there never is one."""
+        self._check_gets_gradient()
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Register a hook of the gradient; raise RuntimeError where there never is one."""
+        self._check_gets_gradient()
+        return super().register_post_accumulate_grad_hook(hook)
+
+    def _check_gets_gradient(self) -> None:
+        known = self.__dict__.get(_MARK, ())
+        if any(isinstance(o, Optimizer) and updates_in_backward(o) for o in known):
+            raise RuntimeError(
+                "backward updates this table and leaves no gradient, so a hook of the gradient "
+                "would never run: make the optimizer of the table deferred=True"
+            )
+
     @property
     def requires_grad(self) -> bool:
         """Return whether the parameter requires a gradient."""
@@ -78,17 +132,17 @@ class _RefusesWrites:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func`, unless it writes; `detach()` and `.data` give such a tensor again."""
+        """Run `func`, unless it writes; `detach()`, `.data` and views are such tensors again."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         target = args[0] if args else next(iter(kwargs.values()), None)
-        if _writes(func) and _refuses(target):
+        if (_writes(func) and _refuses(target)) or _refuses(kwargs.get("out")):
             refuse_incomplete()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return result.as_subclass(IncompleteValues) if _shares_memory(func) else result
+            return _map_aliases(result, target, lambda t: t.as_subclass(IncompleteValues))
 
 
 class IncompleteValues(_RefusesWrites, Tensor):
@@ -119,13 +173,24 @@ def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__set__":
         return _attribute(func) == "data"
-    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    if name.endswith("__"):
+        return name == "__setitem__"
+    return name.endswith("_") and name != "requires_grad_"
 
 
-def _shares_memory(func: Any) -> bool:
-    """Return whether the result of a torch function is the tensor itself, without autograd."""
-    name = getattr(func, "__name__", "")
-    return name == "detach" or (name == "__get__" and _attribute(func) == "data")
+def _map_aliases(result: Any, target: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Return a result with `convert` applied to tensors in it that share memory with `target`.
+
+    A result that is `target` itself stays as it is.
+    """
+    if isinstance(result, list | tuple) and type(result) in (list, tuple):
+        return type(result)(_map_aliases(r, target, convert) for r in result)
+    if not isinstance(result, Tensor) or not isinstance(target, Tensor) or result is target:
+        return result
+    if result.layout is not torch.strided or target.layout is not torch.strided:
+        return result
+    storage = target.untyped_storage()
+    return convert(result) if result.untyped_storage()._cdata == storage._cdata else result
 
 
 def _attribute(func: Any) -> str:
@@ -169,38 +234,40 @@ class ViewParameter(TableParameter):
         )
 
 
-class _SyncsWithCache:
-    """Mixin of views of a table behind a cache: functions that read or write it find its rows."""
+def _sync_with_cache(
+    cls: type, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Run a torch function on a view of a table behind a cache.
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run `func` after writing the cache back; emptied first if `func` writes."""
-        kwargs = kwargs or {}
-        owner = None
-        if not torch.compiler.is_compiling() and not _is_metadata(func):
-            target = args[0] if args else next(iter(kwargs.values()), None)
-            owner = _owner_behind(target)
-            if owner is not None and _writes(func):
-                owner.before_write()
-            for value in (target, *args[1:], *kwargs.values()):
-                other = _owner_behind(value)
-                if other is not None:
-                    other.before_read()
+    The cache is written back first, and emptied if `func` writes its first argument.
+    """
+    kwargs = kwargs or {}
+    if torch.compiler.is_compiling() or _is_metadata(func):
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        if owner is None or not _shares_memory(func):
-            return result
-        values = result.as_subclass(CachedValues)
-        values.owner = weakref.ref(owner)
-        return values
+            return func(*args, **kwargs)
+    target = args[0] if args else next(iter(kwargs.values()), None)
+    for owner in _owners_behind((target if _writes(func) else None, kwargs.get("out"))):
+        owner.before_write()
+    for owner in _owners_behind((*args, *kwargs.values())):
+        owner.before_read()
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+        owners = [weakref.ref(owner) for owner in _owners_behind(target)]
+        return _map_aliases(result, target, partial(_cached_values, owners)) if owners else result
 
 
-class CachedValues(_SyncsWithCache, Tensor):
+def _cached_values(owners: list[Any], alias: Tensor) -> Tensor:
+    """Return an alias of a cached view as one that syncs too."""
+    values = alias.as_subclass(CachedValues)
+    values.owner = owners[0]
+    return values
+
+
+class CachedValues(Tensor):
     """The values of a `CachedParameter`; pickled and copied as a plain tensor."""
 
     owner: Any
+    __torch_function__: Any = classmethod(_sync_with_cache)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_plain(self).__reduce_ex__(protocol)
@@ -209,8 +276,10 @@ class CachedValues(_SyncsWithCache, Tensor):
         return _as_plain(self).clone()
 
 
-class CachedParameter(_SyncsWithCache, ViewParameter):
+class CachedParameter(ViewParameter):
     """A view of a table behind a cache, which may have newer rows."""
+
+    __torch_function__: Any = classmethod(_sync_with_cache)
 
 
 # Attributes and methods that neither read nor write values.
@@ -245,17 +314,17 @@ def _is_metadata(func: Any) -> bool:
     return name in _METADATA
 
 
-def _owner_behind(value: Any) -> Owner | None:
-    """Return the owner of a cached view, or of the first one in a list."""
+def _owners_behind(value: Any) -> list[Owner]:
+    """Return the owners of cached views: of the value, or of those in a list."""
     if isinstance(value, list | tuple):
-        return next((found for v in value if (found := _owner_behind(v)) is not None), None)
+        return [owner for v in value for owner in _owners_behind(v)]
     reference = None
     if isinstance(value, CachedValues):
         reference = getattr(value, "owner", None)
     elif isinstance(value, CachedParameter):
         reference = _owners.get(value)
-    owner: Owner | None = None if reference is None else reference()
-    return owner
+    owner = None if reference is None else reference()
+    return [] if owner is None else [owner]
 
 
 def _as_plain(values: Tensor) -> Tensor:
@@ -350,12 +419,30 @@ def check_not_replicated(buffer: Tensor) -> None:
     if ddp is None or ddp.process_group.size() == 1:
         return
     if any(known is buffer for known in ddp.modules_buffers):
+        refuse_replicas()
+
+
+def refuse_replicas() -> NoReturn:
+    """Raise RuntimeError for tables in `DistributedDataParallel` that backward updates."""
+    raise RuntimeError(
+        "DistributedDataParallel replicates these tables, but backward updates each replica "
+        "with the gradients of its own rank, so that replicas diverge: use a collection and "
+        "emblib.sharding.DistributedModelParallel, which wraps the dense part; tables that "
+        "differ between ranks on purpose must be named to "
+        "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+    )
+
+
+def check_dense_gradients(tables: Iterable[Tensor]) -> None:
+    """Raise RuntimeError where `DistributedDataParallel` would get sparse gradients of tables."""
+    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None:
+        return
+    if any(known is parameter for known in ddp._module_parameters for parameter in tables):
         raise RuntimeError(
-            "DistributedDataParallel replicates these tables, but backward updates each replica "
-            "with the gradients of its own rank, so that replicas diverge: use a collection and "
-            "emblib.sharding.DistributedModelParallel, which wraps the dense part; tables that "
-            "differ between ranks on purpose must be named to "
-            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+            "DistributedDataParallel adds up dense gradients, and those of these tables are "
+            "sparse: use a collection and emblib.sharding.DistributedModelParallel, or "
+            "optim.External(gradient=Gradient.DENSE)"
         )
 
 

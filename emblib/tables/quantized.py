@@ -1,6 +1,7 @@
 """Quantised tables: T read-only tables of 8 or 4 bits per value, looked up in one kernel."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -333,6 +334,16 @@ class QuantizedEmbeddingBags(nn.Module):
         found = base.sources(targets, state_dict, prefix, *arguments[2:])
         for key, value in base.own(found, targets).items():
             targets[key].copy_(value)
+
+    @property
+    def _tables_by_name(self) -> SimpleNamespace:
+        """Return the tables by their names in state dicts."""
+        views = zip(self.table_names, self.table_views(), strict=True)
+        return SimpleNamespace(**{name: SimpleNamespace(**tensors) for name, tensors in views})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Map the first part of a key for `torch.distributed.checkpoint.state_dict`."""
+        return dict.fromkeys(self.table_names, "_tables_by_name")
 
     def extra_repr(self) -> str:
         """Describe tables and options."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from emblib import ops
 from emblib.columns import FeatureColumn, Tier
-from emblib.ops import autograd
+from emblib.ops import autograd, tbe
 from emblib.optim import Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks, parameters
@@ -77,6 +78,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     spec_kind = SpecKind(
         TableSpec, "TableSpec(rows=1000, dim=64)", "for a TTSpec use TTEmbeddingBag"
     )
+    has_parameter_per_table = False
     row_cache: RowCache | None
     state_prev_iter: Tensor  # of GlobalDecay
     _memory: Memory
@@ -124,10 +126,13 @@ class TableBatchedEmbeddingBags(FusedTables):
             )
         if autograd.updates_in_backward(self.optimizer):
             return
+        if self.optimizer.deferred and self.has_parameter_per_table:
+            return
         if any(spec.placement not in (Placement.DEVICE, Placement.HOST) for spec in self.tables):
             raise ValueError(
                 f"{brief(self.optimizer)} leaves its gradient on a parameter, so all tables must "
-                "be on the device; use an optimizer that backward applies for others"
+                "be on the device: use an optimizer that backward applies for others, or, with "
+                "deferred=True, an EmbeddingBagCollection, which has a parameter per table"
             )
 
     def _register_memory(self, device: torch.device) -> None:
@@ -257,22 +262,38 @@ class TableBatchedEmbeddingBags(FusedTables):
             with self._lock:
                 self._before_forward(tiers)
         if not autograd.updates_in_backward(self.optimizer):
-            trained, offsets = self._gradient_parameters()
-            return autograd.lookup(
-                self.weights,
-                trained,
-                batch,
-                self.optimizer,
-                sample_weights,
-                self.output_dtype,
-                args.unique,
-                offsets,
-            )
+            read: Callable[..., Tensor] = partial(self._read_for_gradients, unique=args.unique)
+        else:
+            read = self._read
         if self._prefetcher is not None:
             with self._lock:  # until the slots of the batch have been read
                 batch = self._prefetcher.take(batch, tiers, batch_id)
-                return self._read(tiers, batch, sample_weights)
-        return self._read(tiers, batch, sample_weights)
+                return read(tiers, batch, sample_weights)
+        return read(tiers, batch, sample_weights)
+
+    def _read_for_gradients(
+        self,
+        tiers: autograd.Tiers,
+        batch: autograd.Lookup,
+        sample_weights: Tensor | None,
+        *,
+        unique: int | None,
+    ) -> Tensor:
+        """Look up a batch whose backward leaves gradients on the parameters."""
+        trained, offsets = self._gradient_parameters()
+        if self.optimizer.leaves_gradient is Gradient.SPARSE:
+            parameters.check_dense_gradients(trained)
+        return autograd.lookup(
+            self.weights,
+            trained,
+            batch,
+            self.optimizer,
+            sample_weights,
+            self.output_dtype,
+            unique,
+            offsets,
+            tiers.weights[1:],
+        )
 
     def _read(
         self, tiers: autograd.Tiers, batch: autograd.Lookup, sample_weights: Tensor | None
@@ -352,9 +373,16 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Return whether a training forward is the first one of a step."""
         return not self.optimizer.deferred or self._forwards == self._applied_steps
 
+    def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
+        if self._prefetcher is None:
+            return super()._locate(groups)
+        return self._prefetcher.locate(groups)
+
     def _apply_gradients(self) -> None:
         super()._apply_gradients()
         self._applied_steps = self._forwards
+        if self._prefetcher is not None:
+            self._prefetcher.used()
 
     def prefetch(
         self,

@@ -5,13 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from emblib import EmbeddingBagCollection, KeyedJaggedTensor, optim
+from emblib import (
+    CacheConfig,
+    EmbeddingBagCollection,
+    KeyedJaggedTensor,
+    Placement,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    optim,
+)
 from emblib.collections.optimizers import (
     CombinedOptimizer,
     FusedOptimizer,
@@ -21,6 +30,7 @@ from emblib.collections.optimizers import (
     in_backward_optimizer_filter,
 )
 from emblib.sharding import clip_grad_norm_
+from emblib.storage import Dense
 from tests.collections.cases import bag_configs, batch, features_of
 from tests.optimizer_cases import CASES
 
@@ -277,6 +287,37 @@ def test_narrow_weights_get_float32_gradients() -> None:
         assert 0 < float(bag.weight.grad._values().abs().max()) < 1e-7
 
 
+@pytest.mark.parametrize("placement", ["managed", "managed_caching", "disk"])
+@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adam"])
+def test_tables_outside_the_device(name: str, placement: str, tmp_path: Path) -> None:
+    """The same bits as on the device, through a cache of fewer rows than a batch has."""
+    optimizer = deferred(OPTIMIZERS[name])
+    cached = placement != "managed"
+    cache = CacheConfig(sets=1, directory=tmp_path) if cached else None
+    one_set = Dense(Placement(placement), cache)
+    plain = [replace(c, embedding_dim=8, num_embeddings=200) for c in bag_configs(PLAIN)]
+    models = [
+        EmbeddingBagCollection([replace(c, storage=s) for c in plain], optimizer=optimizer)
+        for s in (Dense(), one_set)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    generator = torch.Generator().manual_seed(0)
+    for step in range(4):
+        for _ in range(2):
+            ids = torch.randint(200, (5 * 40,), generator=generator)
+            features = KeyedJaggedTensor(features_of(plain), ids, lengths=torch.full((5 * 8,), 5))
+            for model in models:
+                model(features).values().square().sum().backward()
+        for model in models:
+            model.embedding_bags["t1"].requires_grad_(step != 1)
+            fused = FusedOptimizer.of(model)
+            fused.step()
+            fused.zero_grad()
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
+    states = [FusedOptimizer.of(model).state_dict()["state"] for model in models]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -284,6 +325,12 @@ def test_narrow_weights_get_float32_gradients() -> None:
         (
             lambda: optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.1), deferred=True),
             "leave deferred out",
+        ),
+        (
+            lambda: TableBatchedEmbeddingBags(
+                [TableSpec(9, 4, "t", Placement.MANAGED)], optim.SGD(0.1, deferred=True)
+            ),
+            "or, with deferred=True, an EmbeddingBagCollection",
         ),
     ],
 )

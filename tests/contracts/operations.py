@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 
 from tests.contracts.subjects import IDS, Subject
@@ -53,9 +54,12 @@ def trained(s: Subject) -> None:
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that has a parameter, and its name there."""
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path), leaf
+    """Return the module that has a parameter, and its name there, which may be dotted."""
+    for path, part in module.named_modules():
+        leaf = name.removeprefix(f"{path}." if path else "")
+        if leaf in part._parameters and (not path or leaf != name):
+            return part, leaf
+    raise KeyError(name)
 
 
 HALF = 0.5  # of every parameter; cores of rank 2 then make rows of 2 * 0.5 * 0.5
@@ -123,6 +127,36 @@ def _replace(s: Subject) -> None:
     for name, parameter in parameters(s).items():
         module, leaf = owner_of(s.module, name)
         setattr(module, leaf, nn.Parameter(halves(parameter.data)))
+
+
+@writing("`p[:] = x` under `no_grad`")
+@torch.no_grad()
+def _set_items(s: Subject) -> None:
+    for parameter in parameters(s).values():
+        parameter[:] = HALF
+
+
+@writing("`p.view(-1).fill_(x)`, `p[i].fill_(x)` under `no_grad`")
+@torch.no_grad()
+def _view(s: Subject) -> None:
+    for parameter in parameters(s).values():
+        parameter.view(-1).fill_(0)
+        for row in range(len(parameter)):
+            parameter[row].fill_(HALF)
+
+
+@writing("`torch.mul(p, x, out=p)` under `no_grad`")
+@torch.no_grad()
+def _out(s: Subject) -> None:
+    for parameter in parameters(s).values():
+        torch.add(torch.mul(parameter, 0.0), HALF, out=parameter)
+
+
+@writing("`torch._foreach_copy_`, as optimizers and averages write")
+@torch.no_grad()
+def _foreach(s: Subject) -> None:
+    found = list(parameters(s).values())
+    torch._foreach_copy_(found, [halves(p) for p in found])
 
 
 @writing("`nn.init.constant_(p, x)`")
@@ -282,6 +316,32 @@ def _eval(s: Subject) -> Any:
 def _zero_grad(s: Subject) -> Any:
     s.module.zero_grad()
     return s.module
+
+
+@keeps("`copy.copy`")
+def _shallow(s: Subject) -> Any:
+    return copy.copy(s.module)
+
+
+@keeps("`module.compile()`")
+def _compile_in_place(s: Subject) -> Any:
+    torch._dynamo.reset()
+    s.module.compile(backend="eager")
+    return s.module
+
+
+@keeps("`state_dict(keep_vars=True)`")
+def _keep_vars(s: Subject) -> Any:
+    state = s.module.state_dict(keep_vars=True)
+    assert list(state) == list(s.module.state_dict()), "other keys"
+    return s.module
+
+
+@keeps("`torch.distributed.checkpoint`: `get_model_state_dict`, `set_model_state_dict`")
+def _model_state(s: Subject) -> Any:
+    other = s.other()
+    set_model_state_dict(other.module, copy.deepcopy(get_model_state_dict(s.module)))
+    return other.module
 
 
 @keeps("`apply(fn)`")

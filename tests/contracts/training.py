@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -203,6 +208,91 @@ def _optimizer_state(s: Subject) -> None:
     same(s.rows(), other.rows(), "training goes on differently", 1e-6)
 
 
+@operation("Training", "`p.register_hook`")
+def _hook(s: Subject) -> None:
+    check_hook(s, lambda p, run: p.register_hook(run))
+
+
+@operation("Training", "`p.register_hook` (deferred)")
+def _hook_deferred(s: Subject) -> None:
+    check_hook(deferring(s)[0], lambda p, run: p.register_hook(run))
+
+
+@operation("Training", "`p.register_post_accumulate_grad_hook`")
+def _post_hook(s: Subject) -> None:
+    check_hook(s, lambda p, run: p.register_post_accumulate_grad_hook(run))
+
+
+@operation("Training", "`p.register_post_accumulate_grad_hook` (deferred)")
+def _post_hook_deferred(s: Subject) -> None:
+    check_hook(deferring(s)[0], lambda p, run: p.register_post_accumulate_grad_hook(run))
+
+
+def check_hook(s: Subject, register: Callable[[nn.Parameter, Any], Any]) -> None:
+    """Register a hook on a parameter; backward must call it."""
+    trained(s)
+    calls = []
+    register(next(iter(parameters(s).values())), lambda x: calls.append(1))
+    s.step()
+    assert calls, "the hook was not called"
+
+
+@operation("Training", "`param_groups[i]['lr'] = x`")
+def _rate(s: Subject) -> None:
+    trained(s)
+    optimizer = FusedOptimizer.of(s.module)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    before = s.rows()
+    s.step()
+    same(s.rows(), before, "the rate has no effect")
+
+
+@operation("Training", "`optimizer.add_param_group`")
+def _add_group(s: Subject) -> None:
+    trained(s)
+    layer = nn.Linear(2, 1)
+    before = layer.weight.detach().clone()
+    optimizer = FusedOptimizer.of(s.module)
+    optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.5})
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.weight, before), "the new group is not stepped"
+
+
+@operation("Training", "hooks before and after `optimizer.step()`")
+def _step_hooks(s: Subject) -> None:
+    trained(s)
+    calls: list[str] = []
+    optimizer = FusedOptimizer.of(s.module)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step()
+    assert calls == ["before", "after"], f"{calls} were called"
+
+
+@operation("Training", "`ReduceLROnPlateau`, `SequentialLR`")
+def _schedulers(s: Subject) -> None:
+    trained(s)
+    optimizer = FusedOptimizer.of(s.module)
+    schedulers = torch.optim.lr_scheduler
+    plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    rates = [schedulers.ConstantLR(optimizer, 0.5, 1), schedulers.ExponentialLR(optimizer, 0.5)]
+    schedulers.SequentialLR(optimizer, rates, [1])
+    for _ in range(2):
+        s.step()
+        optimizer.step()
+        plateau.step(1.0)
+    optimizer.step()
+    before = s.rows()
+    s.step()
+    rate = float(optimizer.param_groups[0]["lr"])
+    assert rate < 0.5, "no scheduler acted"
+    if s.name != "tensor train":  # whose rows share cores
+        same(before - s.rows(), torch.full_like(before, rate), "another rate than in the group")
+
+
 # Autograd
 
 
@@ -300,6 +390,79 @@ def _compile(s: Subject) -> None:
             out.sum().backward()
             expected.sum().backward()
     same(s.rows(), twin.rows(), "another update", 1e-6)
+
+
+@operation("Wrappers", "`torch.compile` (deferred)")
+def _compile_deferred(s: Subject) -> None:
+    later, optimizer = deferring(s)
+    torch._dynamo.reset()
+    twin = later.other()
+    twin_optimizer = FusedOptimizer.of(twin.module)
+    compiled = torch.compile(later.module, backend="aot_eager")
+    for _ in range(2):
+        for ids in IDS.chunk(2):
+            later.call(ids, compiled).square().sum().backward()
+            twin.call(ids).square().sum().backward()
+        for one in (optimizer, twin_optimizer):
+            one.step()
+            one.zero_grad()
+    assert torch.equal(later.rows(), twin.rows()), "another update"
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Initialise a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Over(nn.Module):
+    """A dense layer over a subject."""
+
+    def __init__(self, s: Subject) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.s, self.tables, self.layer = s, s.module, nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(self.s.call(ids, self.tables))
+
+
+def same_training(s: Subject, wrap: Callable[[Over], Any]) -> None:
+    """Train wrapped and plain; both must have the same rows."""
+    trained(s)
+    twin = Over(s.other())
+    with one_rank():
+        wrapped = wrap(Over(s))
+        for _ in range(2):
+            wrapped(IDS).square().sum().backward()
+            twin(IDS).square().sum().backward()
+        same(s.of(wrapped_tables(wrapped)).rows(), twin.s.rows(), "another update", 1e-5)
+
+
+def wrapped_tables(wrapped: Any) -> nn.Module:
+    tables: nn.Module = getattr(wrapped, "module", wrapped).tables
+    return tables
+
+
+@operation("Wrappers", "`DistributedDataParallel` around the model, on one rank")
+def _ddp(s: Subject) -> None:
+    same_training(s, DistributedDataParallel)
+
+
+@operation("Wrappers", "`fully_shard(model)`, on one rank")
+def _fully_shard(s: Subject) -> None:
+    same_training(s, fully_shard)
+
+
+@operation("Wrappers", "`fully_shard(model, ignored_params=...)` of tables, on one rank")
+def _fully_shard_ignored(s: Subject) -> None:
+    same_training(
+        s, lambda model: fully_shard(model, ignored_params=set(model.tables.parameters()))
+    )
 
 
 @operation("Wrappers", "`torch.jit.trace`")

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from emblib import TableBatchedEmbeddingBags, TableSpec, TTEmbeddingBag, TTSpec, optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.collections.feature_processors import PositionWeightedProcessor
+from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DDP, DistributedModelParallel, FullyShard
 from emblib.sharding.ranks import RankGroup
@@ -363,3 +364,49 @@ def _wrap_bare_tables(ranks: RankGroup) -> list[int]:
 
 def test_ddp_replicates_no_tables_that_backward_updates() -> None:
     assert worlds.run(2, _wrap_bare_tables) == [[-1, 3, -1, 3]] * 2
+
+
+def _wrap_tables_with_gradients(ranks: RankGroup) -> tuple[list[str], Tensor]:
+    """Return why DDP refuses tables, and cores that it trains with the batches of all ranks."""
+    deferred = optim.SGD(0.1, deferred=True)
+    ids = torch.tensor([ranks.rank, 2]), torch.tensor([0, 1, 2])
+    refusals = []
+    for tables in (
+        TableBatchedEmbeddingBags([TableSpec(10, 8)], deferred),
+        TableBatchedEmbeddingBags([TableSpec(10, 8)], optim.External()),
+    ):
+        model = DistributedDataParallel(_OverBareTables(tables), process_group=ranks.group)
+        with pytest.raises(RuntimeError) as error:
+            model(*ids)
+        refusals.append(str(error.value))
+    config = EmbeddingBagConfig(10, 8, "t", ("f",))
+    collection = EmbeddingBagCollection([config], optimizer=optim.SGD(0.1))
+    with pytest.raises(RuntimeError) as error:
+        features = KeyedJaggedTensor(["f"], ids[0], offsets=ids[1])
+        DistributedDataParallel(collection, process_group=ranks.group)(features)
+    refusals.append(str(error.value))
+    torch.manual_seed(3)
+    model = _OverBareTables(TTEmbeddingBag(TTSpec(100, 8, (2,)), deferred))
+    wrapped = DistributedDataParallel(model, process_group=ranks.group)
+    fused = FusedOptimizer.of(model)
+    for _ in range(2):
+        wrapped(*ids).mean().backward()
+        fused.step()
+        fused.zero_grad()
+        model.over.zero_grad()
+    return refusals, model.tables.to_dense()
+
+
+def test_ddp_and_tables_with_gradients() -> None:
+    """Sparse gradients are refused; dense ones of tensor-train cores train as on one process."""
+    (refusals, rows), (_, other_rows) = worlds.run(2, _wrap_tables_with_gradients)
+    assert ["sparse" in text for text in refusals] == [True, True, False]
+    assert refusals[2].startswith("DistributedDataParallel replicates these tables")
+    torch.manual_seed(3)
+    model = _OverBareTables(TTEmbeddingBag(TTSpec(100, 8, (2,)), optim.SGD(0.1, deferred=True)))
+    for _ in range(2):
+        model(torch.tensor([0, 2, 1, 2]), torch.arange(5)).mean().backward()
+        model.tables.apply_gradients()
+        model.zero_grad()
+    torch.testing.assert_close(rows, other_rows, rtol=0, atol=0)
+    torch.testing.assert_close(rows, model.tables.to_dense())

@@ -22,8 +22,11 @@ from emblib import (
     StochasticRounding,
     TableBatchedEmbeddingBags,
     TableSpec,
+    TTEmbeddingBag,
+    TTSpec,
     optim,
 )
+from emblib.collections.optimizers import FusedOptimizer
 from emblib.ops import autograd
 from tests import optimizer_cases
 from tests.tbe_cases import CASES, OPTIMIZERS, Case
@@ -161,7 +164,7 @@ def test_inductor_compiles_a_model_with_its_loss() -> None:
 class Model(nn.Module):
     """Tables below a linear layer, with a loss."""
 
-    def __init__(self, tables: TableBatchedEmbeddingBags) -> None:
+    def __init__(self, tables: TableBatchedEmbeddingBags | TTEmbeddingBag) -> None:
         super().__init__()
         self.tables = tables
         self.top = nn.Linear(tables.output_dim, 1)
@@ -262,6 +265,42 @@ def test_a_sparse_gradient_breaks_the_graph() -> None:
         assert torch.equal(got.to_dense(), want.to_dense())
     with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
         torch.compile(twins.other, backend="eager", fullgraph=True)(*batch(PLAIN, 0))
+
+
+@pytest.mark.parametrize("kind", ["plain", "tensor train"])
+def test_deferred_updates_do_not_recompile(kind: str) -> None:
+    """Rate, step, batch and number of accumulated batches change; the bits are those of eager."""
+    adam = optim.Adam(0.05, eps=1e-3, deferred=True)
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        if kind == "plain":
+            return Model(PLAIN.module(adam))
+        return Model(TTEmbeddingBag(TTSpec(100, 8, (2,)), adam))
+
+    twins = Twins(make, fullgraph=False, dynamic=True)
+    modules = (twins.eager, twins.other)
+    optimizers = [FusedOptimizer.of(module) for module in modules]
+    graphs = 0
+    for step, accumulated in enumerate([1, 1, 4, 2, 3]):
+        for micro in range(accumulated):
+            seed = 10 * step + micro
+            if kind == "plain":
+                twins.step(*batch(replace(PLAIN, batch=5 + step), seed))
+            else:
+                generator = torch.Generator().manual_seed(seed)
+                lengths = torch.randint(2, 5, (5 + step,), generator=generator)
+                offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+                ids = torch.randint(100, (int(offsets[-1]),), generator=generator)
+                twins.step(ids, offsets)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.05 / (step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.check_same()
+        graphs = graphs or twins.graphs
+    assert twins.graphs == graphs, "compiled again"
+    assert twins.other.tables.step == 5
 
 
 @pytest.mark.parametrize("optimizer", ["ensemble_rowwise_adagrad", "counter_last"])

@@ -99,6 +99,15 @@ class FusedOptimizer(KeyedOptimizer):
                 found[path] = _BareTables(part)
         return FusedOptimizer(found)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of tables at construction; raise RuntimeError later."""
+        if hasattr(self, "_pushed"):
+            raise RuntimeError(
+                "FusedOptimizer steps tables only: give other parameters an optimizer of "
+                "torch.optim, and use CombinedOptimizer to step both"
+            )
+        super().add_param_group(param_group)
+
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group, on all ranks."""
         return [list(names) for names in self._names] or [[]]
