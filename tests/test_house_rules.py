@@ -81,6 +81,7 @@ DISTRIBUTED_ALLOWED_IN = (
     "experiments/run/ranks.py",
     "tests/bench/sharded_overhead.py",
     "tests/collections/test_distributed_checkpoint.py",
+    "tests/contracts/",
     "tests/dynamic/dynamic_ranks.py",
     "tests/dynamic/test_state_dict_parts.py",
     "tests/dynamic/test_wrong_use.py",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -142,6 +143,8 @@ class _RefusesWrites:
             refuse_incomplete()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+            if isinstance(func, OpOverload):  # compiled graphs take no subclasses
+                return result
             return _map_aliases(result, target, lambda t: t.as_subclass(IncompleteValues))
 
 
@@ -170,6 +173,10 @@ def refuse_incomplete() -> NoReturn:
 
 def _writes(func: Any) -> bool:
     """Return whether a torch function writes its first argument."""
+    if isinstance(func, OpOverload):  # in compiled graphs
+        arguments = func._schema.arguments
+        alias = arguments[0].alias_info if arguments else None
+        return alias is not None and bool(alias.is_write)
     name = getattr(func, "__name__", "")
     if name == "__set__":
         return _attribute(func) == "data"
@@ -253,13 +260,15 @@ def _sync_with_cache(
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
         owners = [weakref.ref(owner) for owner in _owners_behind(target)]
-        return _map_aliases(result, target, partial(_cached_values, owners)) if owners else result
+        if isinstance(func, OpOverload) or not owners:  # compiled graphs take no subclasses
+            return result
+        return _map_aliases(result, target, partial(_cached_values, owners[0]))
 
 
-def _cached_values(owners: list[Any], alias: Tensor) -> Tensor:
+def _cached_values(owner: Any, alias: Tensor) -> Tensor:
     """Return an alias of a cached view as one that syncs too."""
     values = alias.as_subclass(CachedValues)
-    values.owner = owners[0]
+    values.owner = owner
     return values
 
 

@@ -2,19 +2,16 @@
 
 A forward of `TableBatchedEmbeddingBags` checks bounds (`_batch`), brings missing rows into the
 cache if there is one (`Prefetcher.take`) and looks up (`_read`), through autograd if it trains.
-`StatsReporter` is the interface of a receiver of its measurements.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +28,7 @@ from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
+from emblib.tables.reporting import Reporting, StatsReporter
 
 
 class TableBatchedEmbeddingBags(FusedTables):
@@ -506,20 +504,22 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _tiers(self) -> autograd.Tiers:
         """Return all memory of the module as the ops take it."""
-        if self.parameter_class is IncompleteParameter:
-            with torch._C.DisableTorchFunctionSubclass():  # its checks take microseconds
-                in_device = self.weights.detach()
-        else:
-            in_device = self.weights.detach()
-        weights, states = self._memory.all_tiers(in_device, self._states())
+        weights, states = self._memory.all_tiers(self._device_weights(), self._states())
         if self.row_cache is not None:
             weights.append(self.row_cache.weights)
             states.extend(self.row_cache.states)
         return autograd.Tiers(weights, states, self.hyperparams, self.output_dtype)
 
+    def _device_weights(self) -> Tensor:
+        """Return the weights of the device tier as a plain tensor."""
+        if self.parameter_class is not IncompleteParameter:
+            return self.weights.detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.weights.detach()
+
     def table_views(self) -> list[dict[str, Tensor]]:
         """Return per table `weight` and its optimizer states in their tier, without the cache."""
-        return self._memory.views(self.weights.detach(), self._states())
+        return self._memory.views(self._device_weights(), self._states())
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
@@ -626,75 +626,3 @@ class LookupArgs(NamedTuple):
     sample_weights: Tensor | None
     feature_requires_grad: Tensor | None
     unique: int | None
-
-
-@runtime_checkable
-class StatsReporter(Protocol):
-    """Receives measurements of a table at the steps it selects.
-
-    The methods have the names and arguments of FBGEMM's `TBEStatsReporter`, so that one written for
-    FBGEMM fits.
-    """
-
-    def should_report(self, iteration_step: int) -> bool:
-        """Return whether to report this step; on other steps nothing is measured."""
-
-    def report_duration(
-        self,
-        iteration_step: int,
-        event_name: str,
-        duration_ms: float,
-        embedding_id: str = "",
-        tbe_id: str = "",
-    ) -> None:
-        """Report the duration of an event, in milliseconds."""
-
-    def report_data_amount(
-        self,
-        iteration_step: int,
-        event_name: str,
-        data_bytes: int,
-        embedding_id: str = "",
-        tbe_id: str = "",
-    ) -> None:
-        """Report an amount: bytes, or a count where the event's name says so."""
-
-
-class Reporting:
-    """A module's reporter, with its current step and its name in reports."""
-
-    def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:
-        if not isinstance(reporter, StatsReporter):
-            raise TypeError(
-                "a statistics reporter must have should_report, report_duration and "
-                f"report_data_amount, got {reporter!r}"
-            )
-        self.reporter = reporter
-        self.tbe_id = tbe_id
-        self.step = 0
-
-    @property
-    def active(self) -> bool:
-        """Return whether this step is reported."""
-        return bool(self.reporter.should_report(self.step))
-
-    @contextmanager
-    def timed(self, event: str, device: torch.device) -> Iterator[None]:
-        """Time and report what runs inside; on CUDA this synchronises."""
-        if not self.active:
-            yield
-            return
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elapsed = 1e3 * (time.perf_counter() - start)
-        self.reporter.report_duration(self.step, event, elapsed, tbe_id=self.tbe_id)
-
-    def amount(self, event: str, amount: int, table: str = "") -> None:
-        """Report an amount of the module or of one table."""
-        self.reporter.report_data_amount(
-            self.step, event, amount, embedding_id=table, tbe_id=self.tbe_id
-        )

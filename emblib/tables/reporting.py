@@ -1,0 +1,83 @@
+"""Reports of durations and amounts of a module of tables to a receiver of the user.
+
+`StatsReporter` is the interface of a receiver, `Reporting` a module's receiver with its state.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class StatsReporter(Protocol):
+    """Receives measurements of a table at the steps it selects.
+
+    The methods have the names and arguments of FBGEMM's `TBEStatsReporter`, so that one written for
+    FBGEMM fits.
+    """
+
+    def should_report(self, iteration_step: int) -> bool:
+        """Return whether to report this step; on other steps nothing is measured."""
+
+    def report_duration(
+        self,
+        iteration_step: int,
+        event_name: str,
+        duration_ms: float,
+        embedding_id: str = "",
+        tbe_id: str = "",
+    ) -> None:
+        """Report the duration of an event, in milliseconds."""
+
+    def report_data_amount(
+        self,
+        iteration_step: int,
+        event_name: str,
+        data_bytes: int,
+        embedding_id: str = "",
+        tbe_id: str = "",
+    ) -> None:
+        """Report an amount: bytes, or a count where the event's name says so."""
+
+
+class Reporting:
+    """A module's reporter, with its current step and its name in reports."""
+
+    def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:
+        if not isinstance(reporter, StatsReporter):
+            raise TypeError(
+                "a statistics reporter must have should_report, report_duration and "
+                f"report_data_amount, got {reporter!r}"
+            )
+        self.reporter = reporter
+        self.tbe_id = tbe_id
+        self.step = 0
+
+    @property
+    def active(self) -> bool:
+        """Return whether this step is reported."""
+        return bool(self.reporter.should_report(self.step))
+
+    @contextmanager
+    def timed(self, event: str, device: torch.device) -> Iterator[None]:
+        """Time and report what runs inside; on CUDA this synchronises."""
+        if not self.active:
+            yield
+            return
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = 1e3 * (time.perf_counter() - start)
+        self.reporter.report_duration(self.step, event, elapsed, tbe_id=self.tbe_id)
+
+    def amount(self, event: str, amount: int, table: str = "") -> None:
+        """Report an amount of the module or of one table."""
+        self.reporter.report_data_amount(
+            self.step, event, amount, embedding_id=table, tbe_id=self.tbe_id
+        )
