@@ -173,10 +173,8 @@ def refuse_incomplete() -> NoReturn:
 
 def _writes(func: Any) -> bool:
     """Return whether a torch function writes its first argument."""
-    if isinstance(func, OpOverload):  # in compiled graphs
-        arguments = func._schema.arguments
-        alias = arguments[0].alias_info if arguments else None
-        return alias is not None and bool(alias.is_write)
+    if isinstance(func, OpOverload):  # of a compiled graph, updates of tables among them
+        return False
     name = getattr(func, "__name__", "")
     if name == "__set__":
         return _attribute(func) == "data"
