@@ -56,6 +56,7 @@ struct LookupArgs {
   void* out;
   int64_t out_stride, first_bag;
   float* scratch = nullptr;  // one row, if the cache and the table differ in dtype
+  bool stream = false;       // store past the caches; output rows are whole cache lines
 };
 
 using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/huge_pages.h"
 #include "core/isa.h"
 #include "tbe/args.h"
 #include "tbe/check.h"
@@ -21,6 +22,24 @@ LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
   if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(output)];
   return table.at[rows.caching == Caching::kSame][static_cast<int>(weights)]
                  [static_cast<int>(output)][rows.indices.is_int64];
+}
+
+// Outputs of this size and more are written past the caches, which would not hold them until they
+// are read: a store in place costs a read of the line, and evicts rows.
+constexpr int64_t kStreamBytes = int64_t{8} << 20;
+
+// From this size on every output is new memory of the system (glibc's largest mmap threshold): page
+// faults of 4 KiB would cost more than the lookup.
+constexpr int64_t kFaultBytes = int64_t{32} << 20;
+
+int64_t bytes_of(const Tensor& tensor) {
+  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
+
+// Return whether rows of `dim` floats, `columns` apart, are whole cache lines.
+bool is_lines(const void* out, int64_t columns, int64_t dim) {
+  constexpr int64_t kLine = 64 / sizeof(float);
+  return reinterpret_cast<uintptr_t>(out) % 64 == 0 && columns % kLine == 0 && dim % kLine == 0;
 }
 
 // Allocate the output; clear it if the kernels may leave some of it unwritten.
@@ -42,6 +61,8 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
                                             : in.bags.count / num_features;
   Tensor out = variable && !none ? allocate(in.indices, {columns}, dtype)
                                  : allocate(in.indices, {lines, columns}, dtype);
+  const int64_t nbytes = bytes_of(out);
+  if (nbytes >= kFaultBytes) advise_huge_pages(out.mutable_data_ptr(), nbytes);
   // The rows of a variable batch may overlap and leave gaps, whatever their total size.
   const bool complete =
       in.bags.count > 0 && (none ? in.bags.begin(0) == 0 : !variable && covered == columns);
@@ -67,6 +88,7 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
   if (in.bags.count == 0) return out;
   const Feature* feature = feature_array(features);
   char* output = static_cast<char*>(out.mutable_data_ptr());
+  const bool large = bytes_of(out) >= kStreamBytes;
   const BagMap& map = in.feature_bags.map;
   for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const TableRows rows = in.rows_of(feature[f]);
@@ -79,6 +101,7 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
     const bool mixed = rows.caching == Caching::kMixed;
     const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
     args.scratch = scratch.get();
+    args.stream = fixed && large && is_lines(args.out, columns, rows.dim);
     kernel_for(rows, in.weights.type, output_type)(args, begin, end);
   });
   return out;

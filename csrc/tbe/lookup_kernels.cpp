@@ -1,7 +1,13 @@
-// Forward of table-batched embeddings on one CPU thread. The kernel is bound by cache misses on
-// random rows, so it must keep enough of them in flight (software prefetch a fixed number of
-// lookups ahead, across bags) and touch every line once: a bag's sum stays in registers, in blocks
-// of up to 8 vectors.
+// Forward of table-batched embeddings on one CPU thread. It is bound by cache misses on random
+// rows, so it must keep enough of them in flight: rows are prefetched a fixed number of lookups
+// ahead, across bags. A bag's sum stays in registers, in blocks of up to 8 vectors.
+//
+// Two paths give the same bits. If all indices of a range are rows of its table and there is no
+// cache, as is usual, addresses need no repair and whole rows are prefetched, in few instructions
+// per lookup: more of them then wait for memory side by side. The other path repairs every index as
+// it reads it.
+#include <type_traits>
+
 #include "tbe/args.h"
 #include "tbe/read_rows.h"
 
@@ -108,10 +114,247 @@ EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag
   }
 }
 
+// The path for valid indices.
+
+// Rows of a table: of kVectors registers, or of any length if that is 0.
+template <int kVectors, class W, class I>
+struct ValidRows {
+  const W* table;
+  const I* ids;
+  int64_t any_dim, last, distance;
+
+  ValidRows(const LookupArgs& args, const I* indices, int64_t end)
+      : table(static_cast<const W*>(args.rows.table)),
+        ids(indices),
+        any_dim(args.rows.dim),
+        last(end),
+        distance(prefetch_distance(nbytes())) {}
+
+  EMB_HD int64_t dim() const { return kVectors > 0 ? kVectors * kLanes : any_dim; }
+  EMB_HD int64_t nbytes() const { return dim() * static_cast<int64_t>(sizeof(W)); }
+  EMB_HD const W* at(int64_t i) const { return table + static_cast<int64_t>(ids[i]) * dim(); }
+  // Prefetch the row that is read `distance` lookups after i; the last one again at the end.
+  EMB_HD void prefetch_after(int64_t i) const {
+    prefetch_row<false>(at(i + distance < last ? i + distance : last - 1), nbytes());
+  }
+  EMB_HD void prefetch_first(int64_t first) const {
+    const int64_t stop = first + distance < last ? first + distance : last;
+    for (int64_t i = first; i < stop; ++i) prefetch_row<false>(at(i), nbytes());
+  }
+};
+
+// Stores to an output that the caches do not hold anyway: past them if `kStream`.
+template <bool kStream, class O>
+EMB_HD void put(O* out, Vec values) {
+  store(out, values);
+}
+
+template <bool kStream>
+EMB_HD void put(float* out, Vec values) {
+#if defined(__AVX512F__)
+  if constexpr (kStream) return _mm512_stream_ps(out, values);
+#elif defined(__AVX2__)
+  if constexpr (kStream) return _mm256_stream_ps(out, values);
+#endif
+  store(out, values);
+}
+
+EMB_HD void end_stream() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
+// Copy the row of a bag of one lookup. Zero is added as a sum would do, which turns -0 into 0.
+template <int kVectors, bool kStream, class W, class O>
+EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
+  const Vec factor = broadcast(weight);
+  if constexpr (kVectors > 0) {
+    for (int v = 0; v < kVectors; ++v) {
+      put<kStream>(out + v * kLanes, load(row + v * kLanes) * factor + Vec{});
+    }
+  } else {
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) put<kStream>(out + d, load(row + d) * factor + Vec{});
+    const int rest = static_cast<int>(dim - d);
+    if (rest > 0) store_first(out + d, load_first(row + d, rest) * factor + Vec{}, rest);
+  }
+}
+
+// Add up columns [column, column + kVectors * kLanes) of a bag; the block that is `kFirst`
+// prefetches.
+template <int kVectors, bool kFirst, bool kStream, class Source, class O>
+EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, int64_t begin,
+                      int64_t end, float scale, O* out) {
+  Vec sums[kVectors] = {};
+  if (weights == nullptr) {
+    for (int64_t i = begin; i < end; ++i) {
+      if constexpr (kFirst) rows.prefetch_after(i);
+      const auto* source = rows.at(i) + column;
+      for (int v = 0; v < kVectors; ++v) sums[v] += load(source + v * kLanes);
+    }
+  } else {
+    for (int64_t i = begin; i < end; ++i) {
+      if constexpr (kFirst) rows.prefetch_after(i);
+      const auto* source = rows.at(i) + column;
+      const Vec weight = broadcast(weights[i]);
+      for (int v = 0; v < kVectors; ++v) sums[v] += weight * load(source + v * kLanes);
+    }
+  }
+  const Vec factor = broadcast(scale);
+  for (int v = 0; v < kVectors; ++v) put<kStream>(out + column + v * kLanes, sums[v] * factor);
+}
+
+// Add up a bag of rows of any length. The rows are prefetched with the first block.
+template <class Source, class O>
+EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int64_t end,
+                    float scale, O* out) {
+  const int64_t dim = rows.dim();
+  int64_t column = 0;
+  if (dim >= 8 * kLanes) {
+    sum_block<8, true, false>(rows, weights, 0, begin, end, scale, out);
+    column = 8 * kLanes;
+    for (; dim - column >= 8 * kLanes; column += 8 * kLanes) {
+      sum_block<8, false, false>(rows, weights, column, begin, end, scale, out);
+    }
+  } else if (dim >= 2 * kLanes) {
+    sum_block<2, true, false>(rows, weights, 0, begin, end, scale, out);
+    column = 2 * kLanes;
+  } else {
+    for (int64_t i = begin; i < end; ++i) rows.prefetch_after(i);
+  }
+  for (; dim - column >= 2 * kLanes; column += 2 * kLanes) {
+    sum_block<2, false, false>(rows, weights, column, begin, end, scale, out);
+  }
+  if (dim - column >= kLanes) {
+    sum_block<1, false, false>(rows, weights, column, begin, end, scale, out);
+    column += kLanes;
+  }
+  if (column == dim) return;
+  const int rest = static_cast<int>(dim - column);
+  Vec total = {};
+  for (int64_t i = begin; i < end; ++i) {
+    const Vec weight = broadcast(weights != nullptr ? weights[i] : 1.0f);
+    total += weight * load_first(rows.at(i) + column, rest);
+  }
+  store_first(out + column, total * broadcast(scale), rest);
+}
+
+// Return whether every bag of a range has one lookup.
+template <class Offset>
+bool all_ones(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
+  const auto first = static_cast<uint64_t>(offsets[first_bag]);
+  uint64_t differences = 0;
+  for (int64_t k = 0; k <= last_bag - first_bag; ++k) {
+    differences |=
+        static_cast<uint64_t>(offsets[first_bag + k]) ^ (first + static_cast<uint64_t>(k));
+  }
+  return differences == 0;
+}
+
+bool all_ones(const Bags& bags, int64_t first_bag, int64_t last_bag) {
+  if (bags.end(last_bag - 1) - bags.begin(first_bag) != last_bag - first_bag) return false;
+  const IndexArray offsets = bags.offsets;
+  return offsets.is_int64
+             ? all_ones(static_cast<const int64_t*>(offsets.data), first_bag, last_bag)
+             : all_ones(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
+}
+
+// Pool bags of rows of kVectors registers, or of any length if that is 0.
+template <int kVectors, bool kStream, class O, class W, class I>
+void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
+  const int64_t first = args.bags.begin(first_bag), last = args.bags.end(last_bag - 1);
+  const ValidRows<kVectors, W, I> rows(args, ids, last);
+  rows.prefetch_first(first);
+  const float* weights = args.sample_weights;
+  O* const out = static_cast<O*>(args.out);
+  if (args.pooling == Pooling::kNone) {
+    for (int64_t i = first; i < last; ++i) {
+      rows.prefetch_after(i);
+      copy_row<kVectors, kStream>(rows.at(i), rows.dim(), 1.0f, out + i * args.out_stride);
+    }
+    return;
+  }
+  const auto row_of = [&](int64_t bag) {
+    return out + (args.bag_layout != nullptr ? args.bag_layout[bag].element
+                                             : (bag - args.first_bag) * args.out_stride);
+  };
+  if (all_ones(args.bags, first_bag, last_bag)) {
+    for (int64_t bag = first_bag, i = first; bag < last_bag; ++bag, ++i) {
+      rows.prefetch_after(i);
+      const float weight = weights != nullptr ? weights[i] : 1.0f;
+      copy_row<kVectors, kStream>(rows.at(i), rows.dim(), weight, row_of(bag));
+    }
+    return;
+  }
+  int64_t begin = first;
+  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
+    const int64_t end = args.bags.end(bag);
+    const bool mean = args.pooling == Pooling::kMean && end > begin;
+    const float scale = mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
+    if constexpr (kVectors == 0) {
+      sum_bag(rows, weights, begin, end, scale, row_of(bag));
+    } else if constexpr (kVectors <= 8) {
+      sum_block<kVectors, true, kStream>(rows, weights, 0, begin, end, scale, row_of(bag));
+    } else {
+      sum_block<8, true, kStream>(rows, weights, 0, begin, end, scale, row_of(bag));
+      for (int column = 8; column < kVectors; column += 8) {
+        sum_block<8, false, kStream>(rows, weights, column * kLanes, begin, end, scale,
+                                     row_of(bag));
+      }
+    }
+    begin = end;
+  }
+}
+
+template <bool kStream, class O, class W, class I>
+void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
+  switch (args.rows.dim % kLanes == 0 ? args.rows.dim / kLanes : 0) {
+    case 1:
+      return pool_valid<1, kStream, O, W>(args, ids, first_bag, last_bag);
+    case 2:
+      return pool_valid<2, kStream, O, W>(args, ids, first_bag, last_bag);
+    case 3:
+      return pool_valid<3, kStream, O, W>(args, ids, first_bag, last_bag);
+    case 4:
+      return pool_valid<4, kStream, O, W>(args, ids, first_bag, last_bag);
+    case 6:
+      return pool_valid<6, kStream, O, W>(args, ids, first_bag, last_bag);
+    case 8:
+      return pool_valid<8, kStream, O, W>(args, ids, first_bag, last_bag);
+    case 16:
+      return pool_valid<16, kStream, O, W>(args, ids, first_bag, last_bag);
+    default:
+      return pool_valid<0, false, O, W>(args, ids, first_bag, last_bag);
+  }
+}
+
+// Return whether indices [begin, end) are all rows of a table.
+template <class I>
+bool all_valid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
+  // The sign of a 64-bit difference, because comparisons of 64 bits do not vectorise.
+  uint64_t signs = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
+    signs |= index | (static_cast<uint64_t>(rows) - 1 - index);
+  }
+  return static_cast<int64_t>(signs) >= 0;
+}
+
 template <class W, class O, class I>
 void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const auto* ids = static_cast<const I*>(args.rows.indices.data);
-  pool<O>(args, PlainRows<W, const I*>(args.rows, ids), first_bag, last_bag);
+  const int64_t first = args.bags.begin(first_bag), last = args.bags.end(last_bag - 1);
+  if (!all_valid(ids, first, last, args.rows.rows)) {
+    return pool<O>(args, PlainRows<W, const I*>(args.rows, ids), first_bag, last_bag);
+  }
+  if constexpr (std::is_same_v<O, float>) {
+    if (args.stream) {
+      pool_valid<true, O, W>(args, ids, first_bag, last_bag);
+      return end_stream();
+    }
+  }
+  pool_valid<false, O, W>(args, ids, first_bag, last_bag);
 }
 
 template <class W, class O, class I>

@@ -1,0 +1,28 @@
+// Advice to the operating system to back memory with 2 MiB pages. With 4 KiB pages random row reads
+// of a large table miss the TLB at almost every lookup; huge pages make bare gathers 1.1-1.6x
+// faster (Zen 4 VM). The advice must precede the first access to the memory, and the system may
+// ignore it.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace emb {
+
+inline void advise_huge_pages(void* data, int64_t nbytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t last = (begin + static_cast<uintptr_t>(nbytes)) / kHugePage * kHugePage;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)nbytes;
+#endif
+}
+
+}  // namespace emb
