@@ -95,12 +95,12 @@ void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, cons
   }
 }
 
-// Sort items by the low `bits` bits of the key in digits of at most `max_width` bits.
-template <int kStreams, class Item>
+// Sort items by the low `bits` bits of the key in digits of at most `max_width` <= kMaxWidth bits.
+template <int kStreams, int kMaxWidth = 8, class Item>
 void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) {
   const int passes = (bits + max_width - 1) / max_width;
   Item *from = items, *to = scratch;
-  uint32_t counters[kStreams << 8];
+  uint32_t counters[kStreams << kMaxWidth];
   for (int pass = 0; pass < passes; ++pass) {
     const int shift = bits * pass / passes, width = bits * (pass + 1) / passes - shift;
     const int64_t digits = int64_t{1} << width;
@@ -136,6 +136,41 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
   return groups;
 }
 
+// Write the groups of sorted items [begin, end), the first of which is group `group` + 1.
+template <class Item, class Emit>
+int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t group, uint64_t limit,
+                     const GroupOutput& out, const Emit& emit) {
+  // Every item writes the end of its group, and the last write remains: whether an item starts a
+  // new group is unpredictable, so a branch on it would often be mispredicted.
+  uint64_t previous = ~uint64_t{0};
+  for (int64_t j = begin; j < end; ++j) {
+    const Item item = sorted[j];
+    out.permutation[j] = static_cast<int32_t>(item.position);
+    emit(j, static_cast<int64_t>(item.position));
+    if (item.key >= limit) continue;
+    group += item.key != previous;
+    previous = item.key;
+    out.write_unique(group, item.key);
+    out.segments[group + 1] = static_cast<int32_t>(j + 1);
+  }
+  return group;
+}
+
+// Pad the output after `total` groups.
+template <class Item>
+void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
+                   const GroupOutput& out) {
+  int64_t grouped = n;  // items that belong to a group
+  while (grouped > 0 && sorted[grouped - 1].key >= limit) --grouped;
+  out.segments[0] = 0;
+  for (int64_t i = total; i < n; ++i) out.write_unique(i, 0);
+  for (int64_t i = total + 1; i <= n; ++i) out.segments[i] = static_cast<int32_t>(grouped);
+  *out.count = static_cast<int32_t>(total);
+}
+
+// Inputs that one thread sorts at once: they fit in the cache of a core together with their copy.
+inline constexpr int64_t kSmallInput = int64_t{1} << 16;
+
 // Group n items with keys <= limit; `limit` itself means "no group". The input comes in chunks,
 // chunk c at positions [firsts[c], firsts[c + 1]): `fill(c, put)` calls `put(position, key)` once
 // for each of them. `emit(sorted, position)` is called for every item in its final position. Both
@@ -152,6 +187,15 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   const int shift = bits - bucket_bits;
   const int64_t buckets = int64_t{1} << bucket_bits;
   const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
+  if (parts == 1 && n <= kSmallInput) {
+    fill(0, [&](int64_t position, uint64_t key) {
+      items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
+    });
+    const int width = n < 256 ? 6 : n < 8192 ? 8 : 11;
+    radix_sort<2, 11>(items.get(), sorted.get(), n, bits, width);
+    const int64_t last = write_groups(items.get(), 0, n, -1, limit, out, emit);
+    return finish_groups(items.get(), n, last + 1, limit, out);
+  }
   std::vector<uint32_t> counters(parts * kStreams * buckets, 0);
   const auto pass = [&](int64_t part) {
     return RadixPass<kStreams, Item>{items.get() + firsts[part], firsts[part + 1] - firsts[part],
@@ -181,29 +225,10 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   });
   for (int64_t bucket = 0; bucket < buckets; ++bucket) groups[bucket + 1] += groups[bucket];
 
-  const int64_t total = groups[buckets];
-  int64_t grouped = n;  // items that belong to a group
-  while (grouped > 0 && sorted[grouped - 1].key >= limit) --grouped;
   parallel_balanced(buckets, 8192, cost, [&](int64_t begin, int64_t end) {
-    // Every item writes the end of its group, and the last write remains: whether an item starts a
-    // new group is unpredictable, so a branch on it would often be mispredicted.
-    int64_t group = groups[begin] - 1;
-    uint64_t previous = ~uint64_t{0};
-    for (int64_t j = starts[begin]; j < starts[end]; ++j) {
-      const Item item = sorted[j];
-      out.permutation[j] = static_cast<int32_t>(item.position);
-      emit(j, static_cast<int64_t>(item.position));
-      if (item.key >= limit) continue;
-      group += item.key != previous;
-      previous = item.key;
-      out.write_unique(group, item.key);
-      out.segments[group + 1] = static_cast<int32_t>(j + 1);
-    }
+    write_groups(sorted.get(), starts[begin], starts[end], groups[begin] - 1, limit, out, emit);
   });
-  out.segments[0] = 0;
-  for (int64_t i = total; i < n; ++i) out.write_unique(i, 0);
-  for (int64_t i = total + 1; i <= n; ++i) out.segments[i] = static_cast<int32_t>(grouped);
-  *out.count = static_cast<int32_t>(total);
+  finish_groups(sorted.get(), n, groups[buckets], limit, out);
 }
 
 // Return the number of chunks that n items are divided into.

@@ -118,9 +118,18 @@ struct LongSegments {
   int64_t stride;
 };
 
+// The rows of one table without a cache. Row r, a linear row id, is at element `element + r * dim`
+// and row-wise state `state + r` of its tier.
+struct TableSpan {
+  int64_t first_row, rows, dim, tier, element, state;
+  int64_t feature;  // the one that reads the table, -1 if there are several
+};
+
 struct UpdateArgs {
   GradArgs grads;
   LongSegments longs = {};
+  const TableSpan* tables = nullptr;  // by ascending rows; null if a table has a cache
+  int64_t num_tables = 0;
   const int64_t* rows = nullptr;       // [U] linear row ids
   const int32_t* row_slots = nullptr;  // [U] slots of rows in the cache, or null
   TierRows tiers[kTiers] = {};
@@ -142,8 +151,10 @@ using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t wide
                           int64_t end);
 
 struct UpdateTable {
-  SumFn sum[kDtypes];                 // [gradient dtype]
-  UpdateFn (*update)(int optimizer);  // null if there is no such optimizer
+  SumFn sum[kDtypes];  // [gradient dtype]
+  // Null if there is no such optimizer. The second one takes args.tables.
+  UpdateFn (*update)(int optimizer);
+  UpdateFn (*update_tables)(int optimizer);
   void (*segment_sum)(const UpdateArgs&, SumFn, int64_t group, int64_t dim, float* sum);
 };
 

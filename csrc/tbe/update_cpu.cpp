@@ -151,10 +151,10 @@ struct Gradient {
             grad.numel() * static_cast<int64_t>(grad.element_size()) > kCacheBytes};
   }
 
-  // Check that the lookups of each group have one dim and a nonempty table: a group is as wide as
-  // the feature of its first lookup, and a foreign row counts as row 0. Skipped if the features
-  // rule out anything else.
-  void check_groups(const char* op, const GradArgs& args) const {
+  // Check that the lookups of each group have one dim and a nonempty table, which has the row: a
+  // group is as wide as its table. Skipped if the features rule out anything else; a foreign row
+  // then counts as the first of its table.
+  void check_groups(const char* op, const GradArgs& args, const int64_t* rows) const {
     const Feature* feature = feature_array(features);
     bool trusted = true;
     for (int64_t f = 0; f < features.size(0); ++f) {
@@ -166,10 +166,15 @@ struct Gradient {
     };
     for (int64_t group = 0; !trusted && group < num_groups; ++group) {
       const int32_t begin = args.segments[group], end = args.segments[group + 1];
-      bool valid = of(begin).rows > 0;
+      const Feature& own = of(begin);
+      const bool has_row =
+          rows == nullptr || (rows[group] >= own.row_base && rows[group] - own.row_base < own.rows);
+      bool valid = own.rows > 0 && has_row;
       for (int32_t j = begin + 1; j < end; ++j) valid = valid && of(j).dim == of(begin).dim;
-      STD_TORCH_CHECK(valid, op, ": group ", group, " has lookups of an empty table or of tables ",
-                      "of several dims; pass what tbe_group returns for these features");
+      STD_TORCH_CHECK(valid, op, ": group ", group,
+                      " has lookups of an empty table, of another table ",
+                      "than its row, or of tables of several dims; pass what tbe_group returns for "
+                      "these features");
     }
   }
 
@@ -242,7 +247,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   Tensor out = allocate(grad, {gradient.num_lookups, dim}, ScalarType::Float);
   float* result = out.mutable_data_ptr<float>();
   UpdateArgs args(gradient.args());
-  gradient.check_groups(op, args.grads);
+  gradient.check_groups(op, args.grads, nullptr);
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.longs = chunks.view();
@@ -268,6 +273,41 @@ void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& 
   check_tiers(op, optimizer, weights, states, rows, args->tiers);
 }
 
+// Return the tables by ascending rows. None where a table may have rows in a cache, or where
+// features disagree about a table: such updates locate every row by its first lookup.
+std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
+  std::vector<TableSpan> spans;
+  if (cached) return spans;
+  const Feature* feature = feature_array(gradient.features);
+  for (int64_t f = 0; f < gradient.features.size(0); ++f) {
+    const Feature& x = feature[f];
+    if (x.rows == 0) continue;
+    spans.push_back({x.row_base, x.rows, x.dim, x.tier, x.weight_offset - x.row_base * x.dim,
+                     x.state_base - x.row_base, f});
+  }
+  const auto before = [](const TableSpan& a, const TableSpan& b) {
+    return a.first_row < b.first_row;
+  };
+  if (!std::is_sorted(spans.begin(), spans.end(), before)) {
+    std::stable_sort(spans.begin(), spans.end(), before);
+  }
+  size_t count = 0;
+  for (const TableSpan& span : spans) {
+    TableSpan* last = count > 0 ? &spans[count - 1] : nullptr;
+    if (last == nullptr || span.first_row >= last->first_row + last->rows) {
+      spans[count++] = span;
+      continue;
+    }
+    const bool same = span.first_row == last->first_row && span.rows == last->rows &&
+                      span.dim == last->dim && span.tier == last->tier &&
+                      span.element == last->element && span.state == last->state;
+    if (!same) return {};
+    last->feature = -1;
+  }
+  spans.resize(count);
+  return spans;
+}
+
 void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  int64_t optimizer, const Tensor& grad, const Tensor& features, const Tensor& rows,
                  const Tensor& segments, const Tensor& lookups, const Tensor& bags,
@@ -283,7 +323,7 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   gradient.set_pooling(op, pooling, sample_weights, bag_layout);
   UpdateArgs args(gradient.args());
   check_memory(op, optimizer, weights, states, gradient, &args);
-  gradient.check_groups(op, args.grads);
+  gradient.check_groups(op, args.grads, rows.const_data_ptr<int64_t>());
   if (row_slots) {
     check_row_slots(op, *row_slots, gradient.num_groups);
     args.row_slots = row_slots->const_data_ptr<int32_t>();
@@ -291,7 +331,12 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   args.rows = rows.const_data_ptr<int64_t>();
   args.hyper = hyper.const_data_ptr<double>();
   const int64_t dim = gradient.max_dim();
-  const UpdateFn update = update_table().update(static_cast<int>(optimizer));
+  const std::vector<TableSpan> tables = spans_of(gradient, row_slots.has_value());
+  args.tables = tables.data();
+  args.num_tables = static_cast<int64_t>(tables.size());
+  const UpdateTable& kernels = update_table();
+  const UpdateFn update =
+      (tables.empty() ? kernels.update : kernels.update_tables)(static_cast<int>(optimizer));
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.longs = chunks.view();

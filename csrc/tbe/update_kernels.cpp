@@ -228,6 +228,218 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest
   }
 }
 
+// Tables without a cache: all rows of a table have one dim and one memory tier, and usually one
+// feature reads it, so that little is left to compute per row.
+
+// Lines of rows, states and gradients that are prefetched ahead.
+constexpr int64_t kLinesAhead = 32;
+
+// Rows of one table during their update; kDim is its dim, 0 for any.
+template <class Opt, int kDim, bool kNarrow>
+struct TableUpdate {
+  const UpdateArgs& args;
+  const TableSpan& table;
+  const TierRows& tier;
+  Opt opt;
+  WeightDecay decay;
+  Rounding rounding;
+  int64_t distance, end;
+  // The gradient of bag b is at `grad + b * stride` if one feature reads the table.
+  const char* grad;
+  int64_t stride, first_bag;
+  bool in_place;  // whether the gradient of a single lookup is used where it is
+
+  TableUpdate(const UpdateArgs& all, const TableSpan& span, bool float_grads, int64_t last)
+      : args(all),
+        table(span),
+        tier(all.tiers[span.tier]),
+        opt(all.hyper),
+        decay(all.hyper),
+        rounding(all.hyper),
+        end(last) {
+    const GradArgs& grads = args.grads;
+    const int64_t rows = 1 + Opt::kSteppedStates + (grads.fetch_ahead ? 1 : 0);
+    const int64_t lines = rows * ((dim() * 4 + 63) / 64);
+    distance = kLinesAhead / lines < 4 ? 4 : kLinesAhead / lines;
+    in_place = float_grads && decay.l2 == 0.0f && grads.bag_scale == nullptr &&
+               grads.sample_weights == nullptr;
+    grad = nullptr;
+    if (table.feature >= 0 && !grads.per_lookup && grads.bag_layout == nullptr) {
+      first_bag = table.feature * grads.batch;
+      stride = grads.grad_stride * grads.element_size;
+      grad = static_cast<const char*>(grads.grad) +
+             grads.features[table.feature].column * grads.element_size;
+    }
+  }
+
+  EMB_HD int64_t dim() const { return kDim > 0 ? kDim : table.dim; }
+
+  // Return row `group` of the table; a foreign one, which tbe_group never makes, counts as the
+  // first.
+  EMB_HD int64_t row_of(int64_t group) const {
+    const int64_t row = args.rows[group];
+    const auto of_table = static_cast<uint64_t>(row - table.first_row);
+    return of_table < static_cast<uint64_t>(table.rows) ? row : table.first_row;
+  }
+
+  EMB_HD const char* grad_of(int64_t j) const {
+    if (grad != nullptr) {
+      const int64_t bag = args.grads.bags[j] - first_bag;
+      const bool own = static_cast<uint64_t>(bag) < static_cast<uint64_t>(args.grads.batch);
+      return grad + (own ? bag : 0) * stride;
+    }
+    const int64_t offset = grad_offset(args.grads, j);
+    return static_cast<const char*>(args.grads.grad) + offset * args.grads.element_size;
+  }
+
+  EMB_HD void fetch(int64_t group) const {
+    if (group >= end) return;
+    const int64_t row = row_of(group), element = table.element + row * dim();
+    const auto ask = [&](const void* data, Dtype type) {
+      const int64_t size = kNarrow ? size_of(type) : 4;
+      prefetch_row<true>(static_cast<const char*>(data) + element * size, dim() * size);
+    };
+    ask(tier.weights, tier.weight_type);
+    for (int s = 0; s < Opt::kSteppedStates; ++s) ask(tier.element_states[s], tier.state_types[s]);
+    for (int s = 0; s < Opt::kRowStates; ++s) {
+      prefetch_row<true>(tier.row_states[s] + table.state + row, 4);
+    }
+    if (args.grads.fetch_ahead) {
+      const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
+      for (int32_t j = begin; j < stop && j < begin + kGradsAhead; ++j) {
+        prefetch_row<false>(grad_of(j), dim() * args.grads.element_size);
+      }
+    }
+  }
+
+  // Return the views of a row; `scratch` has room for its gradient and what is stored in 16 bits.
+  EMB_HD RowViews open(int64_t group, int64_t row, SumFn sum_fn, float* scratch) const {
+    const int64_t element = table.element + row * dim();
+    const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
+    RowViews views{};
+    if (in_place && stop - begin == 1) {
+      views.g = reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
+    } else {
+      segment_sum(args, sum_fn, group, dim(), scratch);
+      views.g = scratch;
+    }
+    const auto row_as_floats = [&](void* data, Dtype type) {
+      if (!kNarrow || type == Dtype::kFloat) return static_cast<float*>(data) + element;
+      scratch += dim();
+      widen_row(data, type, element, dim(), scratch);
+      return scratch;
+    };
+    views.w = row_as_floats(tier.weights, tier.weight_type);
+    if constexpr (Opt::kSteppedStates > 0) {
+      views.first = row_as_floats(tier.element_states[0], tier.state_types[0]);
+    }
+    if constexpr (Opt::kSteppedStates > 1) {
+      views.second = row_as_floats(tier.element_states[1], tier.state_types[1]);
+    }
+    return views;
+  }
+
+  // Store what `open` has widened.
+  EMB_HD void close(int64_t row, const RowViews& views) const {
+    if constexpr (!kNarrow) return;
+    const int64_t element = table.element + row * dim();
+    const auto narrow = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
+      if (type == Dtype::kFloat) return;
+      narrow_row(values, dim(), data, type, element, rounding, row, tensor);
+    };
+    narrow(views.w, tier.weights, tier.weight_type, kRoundWeights);
+    if constexpr (Opt::kSteppedStates > 0) {
+      narrow(views.first, tier.element_states[0], tier.state_types[0], kRoundState);
+    }
+    if constexpr (Opt::kSteppedStates > 1) {
+      narrow(views.second, tier.element_states[1], tier.state_types[1], kRoundState + 1);
+    }
+  }
+
+  void run(SumFn sum_fn, float* scratch, int64_t begin) const {
+    for (int64_t group = begin; group < begin + distance; ++group) fetch(group);
+    for (int64_t group = begin; group < end; ++group) {
+      fetch(group + distance);
+      const int64_t row = row_of(group);
+      const RowViews views = open(group, row, sum_fn, scratch);
+      float sums[kMaxRowSums];
+      add_penalty(decay, dim(), views);
+      row_sums(opt, dim(), views, sums);
+      const RowFactors scale = begin_row(row, sums);
+      decay_row(decay, dim(), views);
+      step_row(opt, dim(), scale, views);
+      close(row, views);
+    }
+  }
+
+  EMB_HD RowFactors begin_row(int64_t row, const float* sums) const {
+    float states[kMaxRowStates];
+    for (int s = 0; s < Opt::kRowStates; ++s) states[s] = tier.row_states[s][table.state + row];
+    const RowFactors scale = opt.begin_row(states, sums, static_cast<float>(dim()));
+    for (int s = 0; s < Opt::kRowStates; ++s) tier.row_states[s][table.state + row] = states[s];
+    return scale;
+  }
+};
+
+template <class Opt>
+void update_table(const UpdateArgs& args, const TableSpan& table, bool float_grads, SumFn sum_fn,
+                  float* scratch, int64_t begin, int64_t end) {
+  const TierRows& tier = args.tiers[table.tier];
+  bool narrow = tier.weight_type != Dtype::kFloat;
+  for (int s = 0; s < Opt::kSteppedStates; ++s) {
+    narrow = narrow || tier.state_types[s] != Dtype::kFloat;
+  }
+  if (narrow) {
+    return TableUpdate<Opt, 0, true>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+  }
+  switch (table.dim) {
+    case 16:
+      return TableUpdate<Opt, 16, false>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+    case 32:
+      return TableUpdate<Opt, 32, false>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+    case 64:
+      return TableUpdate<Opt, 64, false>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+    case 128:
+      return TableUpdate<Opt, 128, false>(args, table, float_grads, end)
+          .run(sum_fn, scratch, begin);
+    default:
+      return TableUpdate<Opt, 0, false>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+  }
+}
+
+// Update groups [begin, end), table by table: the rows ascend, and those of a table are neighbours.
+template <class Opt>
+void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
+                   int64_t end) {
+  const bool float_grads = sum_fn == static_cast<SumFn>(sum_lookups<float>);
+  while (begin < end) {
+    const int64_t row = args.rows[begin];
+    int64_t t = 0;  // the last table that does not begin after the row
+    for (int64_t step = args.num_tables; step > 0; step /= 2) {
+      while (t + step < args.num_tables && args.tables[t + step].first_row <= row) t += step;
+    }
+    const TableSpan& table = args.tables[t];
+    int64_t low = begin + 1, high = end;  // the first group after the table
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (args.rows[middle] < table.first_row + table.rows) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    update_table<Opt>(args, table, float_grads, sum_fn, scratch, begin, low);
+    begin = low;
+  }
+}
+
+UpdateFn find_update_tables(int optimizer) {
+  UpdateFn found = nullptr;
+  Optimizers::visit(optimizer,
+                    [&](auto tag) { found = update_tables<typename decltype(tag)::type>; });
+  return found;
+}
+
 UpdateFn find_update(int optimizer) {
   UpdateFn found = nullptr;
   Optimizers::visit(optimizer, [&](auto tag) { found = update<typename decltype(tag)::type>; });
@@ -235,8 +447,10 @@ UpdateFn find_update(int optimizer) {
 }
 
 constexpr UpdateTable make_table() {
-  return {
-      {sum_lookups<float>, sum_lookups<half16>, sum_lookups<bfloat16>}, find_update, segment_sum};
+  return {{sum_lookups<float>, sum_lookups<half16>, sum_lookups<bfloat16>},
+          find_update,
+          find_update_tables,
+          segment_sum};
 }
 
 }  // namespace
