@@ -21,6 +21,16 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tbe_lookup(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets, Tensor? slots,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
+  // On the CPU, whole passes in one call: a lookup that reports whether the batch is valid
+  // (otherwise its output is unspecified), and grouping, counting the step and updating.
+  m.def(
+      "tbe_lookup_checked(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets,"
+      " Tensor? sample_weights, int pooling, SymInt output_dim, ScalarType output_dtype)"
+      " -> (Tensor output, int is_valid)");
+  m.def(
+      "tbe_backward_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!) hyper, int optimizer,"
+      " Tensor grad, Tensor features, Tensor indices, Tensor offsets, Tensor? sample_weights,"
+      " int pooling, SymInt total_rows) -> ()");
   m.def(
       "tbe_group(Tensor features, Tensor indices, Tensor offsets, Tensor? bag_layout,"
       " SymInt total_rows)"
@@ -79,15 +89,22 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");
 
   // Tensor-train tables: they produce rows for the ops above.
-  m.def("tt_keys(Tensor indices, SymInt rows, int[] row_factors) -> Tensor");
-  m.def("tt_plan(Tensor keys, Tensor count, int[] row_factors) -> Tensor[]");
   m.def(
-      "tt_rows(Tensor[] cores, Tensor[] plan, int[] row_factors, int[] dim_factors, SymInt "
-      "num_saved)"
-      " -> (Tensor rows, Tensor prefixes)");
+      "tt_keys(Tensor indices, Tensor offsets, Tensor? bag_layout, Tensor feature_tables)"
+      " -> Tensor");
+  m.def(
+      "tt_plan(Tensor keys, Tensor count, Tensor tables, int left_ids, int right_ids)"
+      " -> Tensor[]");
+  m.def(
+      "tt_rows(Tensor[] cores, Tensor[] plan, int[] row_factors, int[] dim_factors,"
+      " int[] num_cores, SymInt num_saved) -> (Tensor rows, Tensor prefixes)");
   m.def(
       "tt_core_grads(Tensor[] cores, Tensor[] plan, Tensor prefixes, Tensor row_grads,"
-      " int[] row_factors, int[] dim_factors) -> Tensor[]");
+      " int[] row_factors, int[] dim_factors, int[] num_cores) -> Tensor[]");
+  m.def(
+      "tt_update_(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor hyper, int optimizer,"
+      " Tensor[] plan, Tensor prefixes, Tensor row_grads, int[] row_factors, int[] dim_factors,"
+      " int[] num_cores) -> ()");
 
   // Routing of ids to the ranks that store their rows, and combination of the pooled rows that come
   // back.

@@ -51,7 +51,12 @@ from emblib.specs import (
     TTSpec,
     Verify,
 )
-from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags, TTEmbeddingBag
+from emblib.tables import (
+    QuantizedEmbeddingBags,
+    TableBatchedEmbeddingBags,
+    TableBatchedTTEmbeddingBags,
+    TTEmbeddingBag,
+)
 from emblib.trace import LookupTrace, TracedFeature, TraceRecorder
 
 __version__ = "0.1.0"
@@ -93,6 +98,7 @@ __all__ = [
     "TTEmbeddingBag",
     "TTSpec",
     "TableBatchedEmbeddingBags",
+    "TableBatchedTTEmbeddingBags",
     "TableSpec",
     "TierMode",
     "TraceRecorder",

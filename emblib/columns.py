@@ -48,6 +48,21 @@ class BagColumn(IntEnum):
     ELEMENT = 1
 
 
+class TTTableColumn(IntEnum):
+    """Columns of `tables` of tensor-train ops, int64 `[T, 10]` (csrc `TtTableIds`)."""
+
+    ROWS = 0
+    MULTIPLIER = 1  # of ids, see emblib.tt.shapes
+    OFFSET = 2
+    FIRST = 3  # rows of the first core
+    SECOND = 4  # rows of the second core
+    RIGHTS = 5  # ids of right halves
+    IS_PAIR = 6  # 1 if the left half is two cores
+    FIRST_KEY = 7
+    FIRST_LEFT = 8
+    FIRST_RIGHT = 9
+
+
 class CacheCounter(IntEnum):
     """Columns of the counters of a cache, int64 `[T + 1, 8]`."""
 

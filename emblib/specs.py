@@ -3,9 +3,12 @@
 First what all tables share, then tensor-train tables, then dynamic tables.
 """
 
+from __future__ import annotations
+
+import logging
 import math
 import operator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -14,6 +17,8 @@ import torch
 
 from emblib.init import Initializer, Uniform, check_finite, check_initializer
 from emblib.tt import shapes
+
+_LOG = logging.getLogger(__name__)
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -233,12 +238,23 @@ class CacheConfig:
             check_float_dtype("CacheConfig.dtype", self.dtype)
 
 
+class IdOrder(Choice):
+    """Which row of a tensor train an id has: its own, or one that a bijection gives it."""
+
+    AS_GIVEN = "as_given"
+    PERMUTED = "permuted"
+
+
 @dataclass(frozen=True)
 class TTSpec:
     """A table of `rows` vectors of length `dim`, stored as 2 to 4 tensor-train cores.
 
     `ranks` are the inner ranks (one less than there are cores). `row_factors` must multiply to at
     least `rows` and `dim_factors` to exactly `dim`; by default `emblib.tt.shapes` chooses them.
+
+    Ids that are near each other share cores. With `ids="permuted"` an id stands for the row of
+    another one, by a bijection drawn from `seed`: better where the order of ids means nothing, or
+    where they are in order of frequency (see `emblib.tt.shapes`).
     """
 
     rows: int
@@ -247,10 +263,14 @@ class TTSpec:
     row_factors: tuple[int, ...] = field(default=())
     dim_factors: tuple[int, ...] = field(default=())
     name: str = ""
+    ids: IdOrder = IdOrder.AS_GIVEN
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _set_counts(self, "rows", "dim")
         object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "ids", IdOrder(self.ids))
+        object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
         cores = len(self.ranks) + 1
         if not 2 <= cores <= 4:
             raise ValueError(f"ranks must have 1 to 3 entries (2 to 4 cores), got {self.ranks}")
@@ -277,6 +297,67 @@ class TTSpec:
     def full_ranks(self) -> tuple[int, ...]:
         """Return the ranks with the 1 at both ends: core k is `[p_k, R_k * q_k * R_{k+1}]`."""
         return (1, *self.ranks, 1)
+
+    @property
+    def permutation(self) -> tuple[int, int]:
+        """Return multiplier and offset: id i has row `(multiplier * i + offset) % rows`."""
+        if self.ids is IdOrder.AS_GIVEN:
+            return shapes.AS_GIVEN
+        return shapes.permutation(self.rows, self.seed)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the cores in float32."""
+        full = self.full_ranks
+        factors = zip(self.row_factors, self.dim_factors, full, full[1:], strict=False)
+        return 4 * sum(p * left * q * right for p, q, left, right in factors)
+
+    def usable(self) -> TTSpec:
+        """Return this table with ranks that its cores can use, lowered where they cannot."""
+        most = shapes.most_ranks(self.row_factors, self.dim_factors)
+        ranks = tuple(min(rank, top) for rank, top in zip(self.ranks, most, strict=True))
+        if ranks == self.ranks:
+            return self
+        _LOG.info(
+            "ranks %s of table %r are more than its cores can use, they are %s now",
+            self.ranks,
+            self.name,
+            ranks,
+        )
+        return replace(self, ranks=ranks)
+
+    @classmethod
+    def for_bytes(
+        cls, rows: int, dim: int, nbytes: int, *, cores: int = 3, like: TTSpec | None = None
+    ) -> TTSpec:
+        """Return the table of the largest ranks whose cores take at most `nbytes` in float32.
+
+        All ranks are equal, except where cores cannot use as many. `like` has other factors, and
+        the number of cores, if those of `emblib.tt.shapes` should not be used.
+
+        Raises:
+            ValueError: cores of rank 1 take more.
+
+        Example:
+            >>> emblib.TTSpec.for_bytes(1_000_000, 64, 1 << 20).ranks
+            (24, 24)
+        """
+        smallest = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
+        most = shapes.most_ranks(smallest.row_factors, smallest.dim_factors)
+
+        def of_rank(rank: int) -> TTSpec:
+            return replace(smallest, ranks=tuple(min(rank, top) for top in most))
+
+        if of_rank(1).nbytes > nbytes:
+            raise ValueError(
+                f"a tensor train of {rows} x {dim} takes at least {of_rank(1).nbytes} bytes with "
+                f"{len(most) + 1} cores, more than {nbytes}; use more cores, or raise the bytes"
+            )
+        low, high = 1, max(most)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if of_rank(middle).nbytes <= nbytes else (low, middle - 1)
+        return of_rank(low)
 
 
 def brief(choice: Any) -> str:

@@ -1,22 +1,27 @@
-"""The README's front-page table: FBGEMM's time ÷ emblib's, from the `cpu_peers` reference.
+"""The README's front-page tables: the time of peers ÷ emblib's on the CPU.
 
-`tests/bench/cpu_peers.py` measures both libraries in one process, in alternating rounds. A cell of
-the table is the median over the rounds. Ties and losses stay in the table and are marked; so is
-each cell that a second reference, `optimizer_steps`, contradicts.
+`tests/bench/cpu_peers.py` measures three large workloads against FBGEMM in one process, in
+alternating rounds. A cell of that table is the median over the rounds. Ties and losses stay in the
+table and are marked; so is each cell that a second reference, `optimizer_steps`, contradicts.
+
+`tests/bench/cpu_matrix.py` measures a matrix of shapes against FBGEMM and `nn.EmbeddingBag`. A cell
+of that table sums up all shapes; those where emblib is slower are listed below it.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.paths import REFERENCE
 from experiments.timing.statistics import Summary, summarise
 
-START, END = "<!-- peers:start -->", "<!-- peers:end -->"
+PEERS = "<!-- peers:start -->", "<!-- peers:end -->"
+MATRIX = "<!-- matrix:start -->", "<!-- matrix:end -->"
 DEVICE = "amd-epyc-2-threads"
 SHAPES = {
     "A": "1 table × 1,000,000 rows × 128 columns, 2,048 bags of 20 ids, uniform",
@@ -116,10 +121,86 @@ def table(measured: Mapping[Key, Summary], second: Mapping[Key, float]) -> str:
     return "\n".join(lines)
 
 
+# (pass, dtype) of cpu_matrix -> the row's title.
+MATRIX_WORK = {
+    (work, dtype): f"{title}, {dtype}"
+    for dtype in ("fp32", "fp16")
+    for work, title in {
+        "forward": "forward",
+        "sgd": "step, SGD",
+        "rowwise_adagrad": "step, row-wise Adagrad",
+        "adam": "step, Adam",
+    }.items()
+}
+# (peer, threads, pages) -> the column's title.
+MATRIX_COLUMNS = {
+    (peer, threads, pages): f"{name}, {threads} thread{'s' * (threads > 1)}{suffix}"
+    for peer, name, kinds in (
+        ("fbgemm", "FBGEMM", {"small": "", "huge": ", huge pages"}),
+        ("torch", "nn.EmbeddingBag", {"small": ""}),
+    )
+    for threads in THREADS
+    for pages, suffix in kinds.items()
+}
+
+
+def matrix_rows(folder: Path = REFERENCE / DEVICE) -> list[dict[str, Any]]:
+    """Return the rows of the `cpu_matrix` reference: one per point and peer."""
+    rows: list[dict[str, Any]] = json.loads((folder / "cpu_matrix/cpu_matrix.json").read_text())[
+        "rows"
+    ]
+    return rows
+
+
+def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the Markdown table of the matrix, and the shapes where emblib is slower."""
+    cells: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        work, column = (row["pass"], row["dtype"]), (row["peer"], row["threads"], row["pages"])
+        cells.setdefault((work, column), []).append(row)
+    lines = [
+        f"| peer's time ÷ emblib's | {' | '.join(MATRIX_COLUMNS.values())} |",
+        f"| --- |{' ---: |' * len(MATRIX_COLUMNS)}",
+    ]
+    for work, title in MATRIX_WORK.items():
+        found = [_matrix_cell(cells.get((work, column), [])) for column in MATRIX_COLUMNS]
+        lines.append(f"| {title} | {' | '.join(found)} |")
+    lines += ["", "Where emblib is slower (peer's time ÷ emblib's):", ""]
+    slower = 0
+    for work, title in MATRIX_WORK.items():
+        for column, head in MATRIX_COLUMNS.items():
+            lost = [row for row in cells.get((work, column), []) if _median(row) < 1]
+            if lost:
+                slower += len(lost)
+                listed = ", ".join(f"{row['shape']} {_median(row):.2f}×" for row in lost)
+                lines.append(f"- {title}; {head}: {listed}")
+    if not slower:
+        lines.append("- nowhere")
+    return "\n".join(lines)
+
+
+def _matrix_cell(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "–"
+    ratios = sorted(_median(row) for row in rows)
+    won = sum(ratio >= 1 for ratio in ratios)
+    middle = statistics.median(ratios)
+    return f"**{middle:.2f}×** ({ratios[0]:.2f}–{ratios[-1]:.2f}), {won} of {len(ratios)}"
+
+
+def _median(row: Mapping[str, Any]) -> float:
+    return statistics.median(row["ratios"])
+
+
 def rendered(readme: str, folder: Path = REFERENCE / DEVICE) -> str:
-    """Return the README's text with the table between the markers replaced."""
-    if readme.count(START) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README.md must contain {START} and {END} once each")
-    before, rest = readme.split(START)
-    block = table(ratios(folder), second_opinions(folder))
-    return f"{before}{START}\n{block}\n{END}{rest.split(END)[1]}"
+    """Return the README's text with the tables between the markers replaced."""
+    blocks = {
+        PEERS: table(ratios(folder), second_opinions(folder)),
+        MATRIX: matrix_table(matrix_rows(folder)),
+    }
+    for (start, end), block in blocks.items():
+        if readme.count(start) != 1 or readme.count(end) != 1:
+            raise ValueError(f"README.md must contain {start} and {end} once each")
+        before, rest = readme.split(start)
+        readme = f"{before}{start}\n{block}\n{end}{rest.split(end)[1]}"
+    return readme

@@ -28,6 +28,7 @@ ENUMS: dict[type[IntEnum], str] = {
 STRUCTS: dict[type[IntEnum], str] = {
     columns.FeatureColumn: "Feature",
     columns.BagColumn: "BagLayout",
+    columns.TTTableColumn: "TtTableIds",
     columns.InitialRuleColumn: "InitialRule",
     columns.InitialLayoutColumn: "InitialLayout",
     columns.RouteFeatureColumn: "RouteFeature",

@@ -100,6 +100,8 @@ TORCH_HEADERS = {
     "csrc/group/device_sort.h",
     "csrc/group/group_items.h",
     "csrc/optim/device_states.h",
+    "csrc/optim/update_matrix.h",
+    "csrc/tbe/group.h",
 }
 
 

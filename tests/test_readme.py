@@ -1,6 +1,7 @@
 """README.md says what is true: its example runs, its sizes hold, its links lead somewhere."""
 
 import importlib
+import itertools
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 import emblib
 from emblib.sharding import DistributedModelParallel, checkpoints
 from experiments import front_page
-from tests.bench import cpu_peers
+from tests.bench import cpu_matrix, cpu_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
@@ -170,6 +171,34 @@ def test_the_front_page_names_the_measured_shapes() -> None:
         )
         assert tuple(int(n.replace(",", "")) for n in found) == numbers
         assert front_page.SHAPES[name].endswith(distribution)
+
+
+def test_the_matrix_has_every_shape_of_its_benchmark() -> None:
+    rows = front_page.matrix_rows()
+    shapes = {cpu_matrix.name_of(case) for group in groups() for case in group.cases()}
+    assert {row["shape"] for row in rows} == shapes
+    found = {(row["pass"], row["dtype"]) for row in rows}
+    assert found == set(front_page.MATRIX_WORK) == {(g.work, g.dtype) for g in groups()}
+    assert {(r["peer"], r["threads"], r["pages"]) for r in rows} >= set(front_page.MATRIX_COLUMNS)
+    assert all(len(row["ratios"]) == 3 for row in rows)
+
+
+def groups() -> list[cpu_matrix.Group]:
+    """Return the groups of points that `cpu_matrix` measures with small pages."""
+    sizes = cpu_matrix.TABLES, cpu_matrix.DIMS, cpu_matrix.DTYPES, cpu_matrix.PASSES
+    return [cpu_matrix.Group(*four) for four in itertools.product(*sizes)]
+
+
+def test_a_lost_shape_is_listed() -> None:
+    row = {"shape": "T1 L1 D16 B1", "dtype": "fp32", "pass": "sgd", "threads": 1, "pages": "small"}
+    won, lost = (
+        {**row, "peer": "fbgemm", "ratios": ratios} for ratios in ([2, 3, 4], [0.5, 0.8, 2])
+    )
+    lost["shape"] = "T26 L1 D16 B1"
+    table = front_page.matrix_table([won, lost])
+    assert "**1.90×** (0.80–3.00), 1 of 2" in table
+    assert "step, SGD, fp32; FBGEMM, 1 thread: T26 L1 D16 B1 0.80×" in table
+    assert "- nowhere" in front_page.matrix_table([won])
 
 
 def test_the_headline_claims_only_what_was_measured() -> None:

@@ -38,6 +38,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "tt_plan": "which halves the rows share: only how tt_rows saves work, checked by its result",
     "tt_rows": tt.rows,
     "tt_core_grads": tt.core_grads,
+    "tt_update_": "calls tt_core_grads and update_rows_, whose references it has",
     "cache_plan_": row_cache.CacheModel.plan,
     "cache_locate": row_cache.CacheModel.locate,
     "cache_lookup_slots": "the slot of the row of each lookup, which the tests state in one line",
@@ -52,12 +53,16 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "quant_lookup": quant.lookup,
     "update_rows_": tt.update_rows_,
     "advise_huge_pages_": "changes no value",
+    "tbe_lookup_checked": "calls bounds_check and tbe_lookup, whose references it has",
+    "tbe_backward_": "calls tbe_group and tbe_update_, whose references it has",
     "fill_uniform_": random.uniform,
 }
 
 # Ops without a CUDA kernel, and why.
 CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
+    "tbe_lookup_checked": "a GPU cannot say whether a batch is valid without a wait",
+    "tbe_backward_": "on a GPU modules call its parts",
 }
 
 

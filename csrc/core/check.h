@@ -253,6 +253,11 @@ inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool variab
   return grad.size(grad.dim() - 1);
 }
 
+// Return the tensor itself where it is contiguous: torch's function asks the dispatcher even then.
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 inline IndexArray index_array(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.scalar_type() == ScalarType::Long};
 }

@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
   STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most 2^31 - 1 keys a call, got ",
                   keys.numel());
-  const Tensor input = torch::stable::contiguous(keys);
+  const Tensor input = as_contiguous(keys);
   const int64_t n = keys.numel();
   GroupTensors result(keys, n, keys.scalar_type());
   if (num_keys < int64_t{1} << 32) {

@@ -64,7 +64,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most 2^31 - 1 keys a call, got ",
                   keys.numel());
   const CudaLauncher launcher(keys);
-  const Tensor input = torch::stable::contiguous(keys);
+  const Tensor input = as_contiguous(keys);
   const int64_t n = keys.numel();
   Tensor unique = allocate(keys, {n});
   Tensor segments = allocate(keys, {n + 1}, ScalarType::Int);

@@ -136,10 +136,11 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
   return groups;
 }
 
-// Write the groups of sorted items [begin, end), the first of which is group `group` + 1.
+// Write the groups of sorted items [begin, end), the first of which is group `group` + 1; `base` is
+// added to their keys.
 template <class Item, class Emit>
 int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t group, uint64_t limit,
-                     const GroupOutput& out, const Emit& emit) {
+                     const GroupOutput& out, const Emit& emit, uint64_t base = 0) {
   // Every item writes the end of its group, and the last write remains: whether an item starts a
   // new group is unpredictable, so a branch on it would often be mispredicted.
   uint64_t previous = ~uint64_t{0};
@@ -150,7 +151,7 @@ int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t gro
     if (item.key >= limit) continue;
     group += item.key != previous;
     previous = item.key;
-    out.write_unique(group, item.key);
+    out.write_unique(group, base + item.key);
     out.segments[group + 1] = static_cast<int32_t>(j + 1);
   }
   return group;
@@ -229,6 +230,64 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
     write_groups(sorted.get(), starts[begin], starts[end], groups[begin] - 1, limit, out, emit);
   });
   finish_groups(sorted.get(), n, groups[buckets], limit, out);
+}
+
+// A run of items whose keys lie above those of the runs before it: [base, base + keys).
+struct Run {
+  int64_t first;  // position of its first item
+  uint64_t base;
+  uint64_t keys;
+};
+
+// Group n items that come in runs, all with valid keys: each run is sorted by itself, on fewer bits
+// and inside the cache of a core. `fill(r, put)` calls `put(position, key - base)` for every item
+// of run r; `emit` is that of `group_items`.
+template <class Fill, class Emit>
+void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const GroupOutput& out,
+                const Emit& emit) {
+  constexpr uint64_t kNoLimit = ~uint64_t{0};
+  const int64_t count = static_cast<int64_t>(runs.size());
+  const auto first = [&](int64_t run) { return run < count ? runs[run].first : n; };
+  const std::unique_ptr<Item32[]> items(new Item32[n]);
+  const auto sort = [&](int64_t run, std::vector<Item32>& scratch) {
+    fill(run, [&](int64_t position, uint64_t key) {
+      items[position] = {static_cast<uint32_t>(key), static_cast<uint32_t>(position)};
+    });
+    Item32* begin = items.get() + runs[run].first;
+    const int64_t length = first(run + 1) - runs[run].first;
+    if (length > static_cast<int64_t>(scratch.size())) scratch.resize(length);
+    if (length <= 24) return sort_bucket(begin, scratch.data(), length, 0);
+    const int bits = std::bit_width(runs[run].keys - 1);
+    const int width = length < 256 ? 6 : length < 2048 ? 8 : 11;
+    radix_sort<2, 11>(begin, scratch.data(), length, bits, width);
+  };
+  const auto write = [&](int64_t run, int64_t group) {
+    return write_groups(items.get(), first(run), first(run + 1), group, kNoLimit, out, emit,
+                        runs[run].base);
+  };
+  std::vector<int64_t> groups(count + 1, 0);
+  if (num_threads() == 1) {
+    std::vector<Item32> scratch;
+    for (int64_t run = 0; run < count; ++run) {
+      sort(run, scratch);
+      groups[run + 1] = write(run, groups[run] - 1) + 1;  // while its items are in the cache
+    }
+  } else {
+    const auto cost = [&](int64_t run) { return first(run) + run; };
+    parallel_balanced(count, 4096, cost, [&](int64_t begin, int64_t end) {
+      std::vector<Item32> scratch;
+      for (int64_t run = begin; run < end; ++run) {
+        sort(run, scratch);
+        groups[run + 1] =
+            count_groups(items.get() + first(run), first(run + 1) - first(run), kNoLimit);
+      }
+    });
+    for (int64_t run = 0; run < count; ++run) groups[run + 1] += groups[run];
+    parallel_balanced(count, 4096, cost, [&](int64_t begin, int64_t end) {
+      for (int64_t run = begin; run < end; ++run) write(run, groups[run] - 1);
+    });
+  }
+  finish_groups(items.get(), n, groups[count], kNoLimit, out);
 }
 
 // Return the number of chunks that n items are divided into.

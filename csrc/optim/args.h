@@ -32,12 +32,13 @@ EMB_HD RowLocation locate_update(const Feature& feature, int64_t row, int64_t sl
 
 struct UpdateRowsArgs {
   TierRows tier;       // float32 matrices [rows, width], row-wise states [rows]
-  const float* grads;  // [rows, width]
+  const float* grads;  // [.., width]
   int64_t width;
   const double* hyper;
+  const int32_t* rows = nullptr;  // of the gradients; null if there is one for each row
 };
 
-// Update rows [begin, end); `scratch` has room for one row.
+// Update the rows of gradients [begin, end); `scratch` has room for one row.
 using UpdateRowsFn = void (*)(const UpdateRowsArgs&, float* scratch, int64_t begin, int64_t end);
 
 struct UpdateRowsTable {

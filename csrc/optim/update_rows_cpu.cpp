@@ -25,7 +25,7 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   const int64_t rows = weights.size(0), width = weights.size(1);
   const TierRows tier = check_matrix_states(op, optimizer, weights, states, hyper);
   if (rows * width == 0) return;
-  const Tensor gradient = torch::stable::contiguous(grads);
+  const Tensor gradient = as_contiguous(grads);
   const UpdateRowsArgs args{tier, gradient.const_data_ptr<float>(), width,
                             hyper.const_data_ptr<double>()};
   const UpdateRowsFn update = update_rows_table().find(static_cast<int>(optimizer));

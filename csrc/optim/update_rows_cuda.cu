@@ -3,10 +3,7 @@
 
 #include <vector>
 
-#include "core/check.h"
-#include "core/launch.h"
-#include "optim/device_states.h"
-#include "optim/update_rows.cuh"
+#include "optim/update_matrix.h"
 
 namespace emb::cuda {
 namespace {
@@ -15,16 +12,7 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
                   int64_t optimizer, const Tensor& grads) {
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
-  check_same_device(op, "grads", grads, weights);
-  check_same_device(op, "hyper", hyper, weights);
-  for (const Tensor& state : states) {
-    check_dtype(op, "an optimizer state", state, ScalarType::Float, "float32");
-  }
-  const OptimizerStepArgs step =
-      optimizer_step_args(op, {weights}, optimizer, states, hyper, weights.size(0));
-  const Tensor gradient = torch::stable::contiguous(grads);
-  const MatrixGrad in{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1)};
-  launch_update_rows(CudaLauncher(weights), in, step);
+  update_matrix(op, CudaLauncher(weights), weights, states, hyper, optimizer, grads);
 }
 
 }  // namespace

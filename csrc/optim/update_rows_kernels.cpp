@@ -1,5 +1,5 @@
-// An optimizer over all rows of a matrix with a dense gradient on one CPU thread. A row whose
-// gradient is all zero was not part of the batch and keeps its weights and states.
+// An optimizer over rows of a matrix on one CPU thread. A row whose gradient is all zero was not
+// part of the batch and keeps its weights and states.
 #include "optim/args.h"
 #include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
@@ -24,9 +24,10 @@ EMB_HD bool is_zero(const float* g, int64_t width) {
 
 template <class Opt>
 EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const UpdateRowsArgs& args,
-                       float* scratch, int64_t row) {
+                       float* scratch, int64_t number) {
+  const int64_t row = args.rows != nullptr ? args.rows[number] : number;
   const int64_t width = args.width, start = row * width;
-  const float* grad = args.grads + start;
+  const float* grad = args.grads + number * width;
   RowViews views{static_cast<float*>(args.tier.weights) + start, scratch, nullptr, nullptr};
   if constexpr (Opt::kSteppedStates > 0) {
     views.first = static_cast<float*>(args.tier.element_states[0]) + start;

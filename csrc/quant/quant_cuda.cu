@@ -31,9 +31,9 @@ Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& fe
   check_packed(op, values, scales, bits);
   const Pooling pooling = check_quant_lookup(op, values, features, indices_in, offsets_in,
                                              sample_weights, pooling_code);
-  const Tensor indices = torch::stable::contiguous(indices_in);
-  const Tensor offsets = torch::stable::contiguous(offsets_in);
-  if (sample_weights) sample_weights = torch::stable::contiguous(*sample_weights);
+  const Tensor indices = as_contiguous(indices_in);
+  const Tensor offsets = as_contiguous(offsets_in);
+  if (sample_weights) sample_weights = as_contiguous(*sample_weights);
   const int64_t num_features = features.size(0);
   const bool variable = bag_layout.has_value() && pooling != Pooling::kNone;
   const BagMap map = bag_map(op, num_features, offsets, bag_layout, columns);

@@ -26,7 +26,7 @@ struct RouteInputs {
   RouteInputs(const char* op, const Tensor& ids_in, const Tensor& offsets_in,
               const Tensor& first_bags, const Tensor& features, const Tensor& blocks,
               const Tensor& copies, const Tensor& units)
-      : ids(torch::stable::contiguous(ids_in)), offsets(torch::stable::contiguous(offsets_in)) {
+      : ids(as_contiguous(ids_in)), offsets(as_contiguous(offsets_in)) {
     check_index_dtype(op, "ids", ids);
     check_index_dtype(op, "offsets", offsets);
     check_same_device(op, "offsets", offsets, ids);
@@ -66,7 +66,7 @@ struct RouteWeights {
 
   RouteWeights(const char* op, const RouteInputs& in, const Tensor& starts, int64_t total,
                const std::optional<Tensor>& weights)
-      : tensor(weights ? torch::stable::contiguous(*weights) : in.ids) {
+      : tensor(weights ? as_contiguous(*weights) : in.ids) {
     check_index_dtype(op, "starts", starts);
     check_same_device(op, "starts", starts, in.ids);
     STD_TORCH_CHECK(total >= 0, op, ": total must not be negative, got ", total);
@@ -84,9 +84,9 @@ struct SegmentInputs {
 
   SegmentInputs(const char* op, const Tensor& values_in, const Tensor& starts_in,
                 const Tensor& order_in, int64_t total)
-      : values(torch::stable::contiguous(values_in)),
-        starts(torch::stable::contiguous(starts_in)),
-        order(torch::stable::contiguous(order_in)) {
+      : values(as_contiguous(values_in)),
+        starts(as_contiguous(starts_in)),
+        order(as_contiguous(order_in)) {
     STD_TORCH_CHECK(values.dim() >= 1, op, ": values must have rows, got a scalar");
     check_index_dtype(op, "starts", starts);
     check_int64_rows(op, "order", order, 1, values);
@@ -116,18 +116,18 @@ struct CombineInputs {
   CombineInputs(const char* op, const char* name, const Tensor& flat_in, const Tensor& target_rows,
                 const Tensor& piece_rows, const std::optional<Tensor>& rows_in,
                 const std::optional<Tensor>& lengths_in)
-      : flat(torch::stable::contiguous(flat_in)) {
+      : flat(as_contiguous(flat_in)) {
     STD_TORCH_CHECK(flat.dim() == 1, op, ": ", name, " must be flat, got ", flat.dim(),
                     " dimensions; use .view(-1)");
     check_int64_rows(op, "targets", target_rows, kTargetColumns, flat);
     check_int64_rows(op, "pieces", piece_rows, kPieceColumns, flat);
     if (rows_in) {
-      rows = torch::stable::contiguous(*rows_in);
+      rows = as_contiguous(*rows_in);
       check_dtype(op, "rows", *rows, ScalarType::Int, "int32");
       check_same_device(op, "rows", *rows, flat);
     }
     if (lengths_in) {
-      lengths = torch::stable::contiguous(*lengths_in);
+      lengths = as_contiguous(*lengths_in);
       check_index_dtype(op, "lengths", *lengths);
       check_same_device(op, "lengths", *lengths, flat);
     }

@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   const char* op = "route_ids";
   const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
   check_routing(op, in);
-  const Tensor start_tensor = torch::stable::contiguous(starts);
+  const Tensor start_tensor = as_contiguous(starts);
   const RouteWeights route_weights(op, in, start_tensor, total, weights);
   const IndexArray start = index_array(start_tensor);
   const int64_t bags = in.routing.units[in.routing.num_units];

@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
                                              int64_t total, std::optional<Tensor> weights) {
   const char* op = "route_ids";
   const RouteInputs in(op, ids, offsets, first_bags, features, blocks, copies, units);
-  const Tensor start_tensor = torch::stable::contiguous(starts);
+  const Tensor start_tensor = as_contiguous(starts);
   const RouteWeights route_weights(op, in, start_tensor, total, weights);
   STD_TORCH_CHECK(start_tensor.numel() >= 1, op,
                   ": starts must have one entry more than units have bags, got none");

@@ -16,14 +16,7 @@ namespace {
 
 template <class I>
 int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  // Invalid indices set the sign of (index + 1) or of (rows - 1 - index); 64-bit comparisons would
-  // not vectorise.
-  uint64_t signs = 0;
-  for (int64_t i = begin; i < end; ++i) {
-    const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
-    signs |= (index + 1) | (static_cast<uint64_t>(rows) - 1 - index);
-  }
-  if (static_cast<int64_t>(signs) >= 0) return 0;
+  if (indices_are_valid(indices, begin, end, rows)) return 0;
   int64_t bad = 0;
   for (int64_t i = begin; i < end; ++i) bad += indices[i] < -1 || indices[i] >= rows;
   return bad;
@@ -60,8 +53,8 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const FeatureBags bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
   const int64_t num_lookups = indices.numel(), num_bags = bags.num_bags();
   const bool fatal = mode == BoundsMode::kFatal;
-  const Tensor index_tensor = torch::stable::contiguous(indices);
-  const Tensor offset_tensor = torch::stable::contiguous(offsets);
+  const Tensor index_tensor = as_contiguous(indices);
+  const Tensor offset_tensor = as_contiguous(offsets);
   const IndexArray ids = index_array(index_tensor);
 
   Tensor repaired = allocate(offsets, {num_bags + 1}, ScalarType::Int);

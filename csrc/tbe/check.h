@@ -39,6 +39,43 @@ bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int3
          (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
 }
 
+// Return whether offsets need no repair.
+template <class I>
+bool offsets_are_valid(const I* offsets, int64_t num_bags, int64_t num_lookups) {
+  using U = std::make_unsigned_t<I>;
+  U signs = 0;
+  for (int64_t i = 0; i < num_bags; ++i) {
+    signs |= static_cast<U>(offsets[i + 1]) |
+             (static_cast<U>(offsets[i + 1]) - static_cast<U>(offsets[i]));
+  }
+  return static_cast<I>(signs) >= 0 && offsets[0] == 0 &&
+         (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
+}
+
+inline bool offsets_are_valid(IndexArray offsets, int64_t num_bags, int64_t num_lookups) {
+  return offsets.is_int64
+             ? offsets_are_valid(static_cast<const int64_t*>(offsets.data), num_bags, num_lookups)
+             : offsets_are_valid(static_cast<const int32_t*>(offsets.data), num_bags, num_lookups);
+}
+
+// Return whether indices [begin, end) are rows of a table, or -1. Invalid ones set the sign of
+// (index + 1) or of (rows - 1 - index); 64-bit comparisons would not vectorise.
+template <class I>
+bool indices_are_valid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
+  uint64_t signs = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
+    signs |= (index + 1) | (static_cast<uint64_t>(rows) - 1 - index);
+  }
+  return static_cast<int64_t>(signs) >= 0;
+}
+
+inline bool indices_are_valid(IndexArray indices, int64_t begin, int64_t end, int64_t rows) {
+  return indices.is_int64
+             ? indices_are_valid(static_cast<const int64_t*>(indices.data), begin, end, rows)
+             : indices_are_valid(static_cast<const int32_t*>(indices.data), begin, end, rows);
+}
+
 // Repair offsets and return how many were invalid. kFatal raises at the first one. kWarning raises
 // for a different format; only for a single feature (`one_feature`) is a missing entry not evident
 // from the number of bags.
@@ -94,8 +131,8 @@ struct LookupInputs {
       : weights(op, weights_in),
         pooling(parse_pooling(op, pooling_code)),
         features(checked(op, features_in, indices_in, offsets_in)),
-        indices(torch::stable::contiguous(indices_in)),
-        offsets(torch::stable::contiguous(offsets_in)),
+        indices(as_contiguous(indices_in)),
+        offsets(as_contiguous(offsets_in)),
         slots(slots_in),
         feature_bags(op, features, offsets, bag_layout, pooling, columns),
         bags{index_array(offsets), feature_bags.num_bags(), indices.numel()} {

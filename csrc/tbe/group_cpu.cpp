@@ -1,5 +1,5 @@
 // `tbe_group` on the CPU: the lookups of all features as linear row ids, grouped, with the bag of
-// every sorted lookup for the backward pass.
+// every sorted lookup for the backward pass. Valid batches are grouped table by table.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -10,9 +10,78 @@
 #include "core/feature_bags.h"
 #include "group/group_items.h"
 #include "tbe/check.h"
+#include "tbe/group.h"
 
 namespace emb {
 namespace {
+
+// The lookups of each table, where features read tables in the order of their rows.
+struct TableRuns {
+  std::vector<Run> runs;
+  std::vector<int64_t> first_bag;  // [runs + 1]
+};
+
+// Return a run per table; none if rows are in another order, or runs would keep threads waiting.
+TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
+                  const std::vector<int32_t>& offsets) {
+  TableRuns found;
+  if (feature_bags.num_bags() <= 0) return found;
+  int64_t largest = 0;
+  for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
+    const auto base = static_cast<uint64_t>(features[f].row_base);
+    const auto rows = static_cast<uint64_t>(features[f].rows);
+    const int64_t bag = feature_bags.first[f];
+    const Run* last = found.runs.empty() ? nullptr : &found.runs.back();
+    if (last == nullptr || last->base != base || last->keys != rows) {
+      if (rows >= uint64_t{1} << 32 || (last != nullptr && base < last->base + last->keys)) {
+        return {};
+      }
+      found.runs.push_back({offsets[bag], base, rows});
+      found.first_bag.push_back(bag);
+    }
+    largest = std::max(largest, offsets[feature_bags.first[f + 1]] - found.runs.back().first);
+  }
+  const bool is_balanced = num_threads() == 1 || largest * num_threads() <= 2 * offsets.back();
+  if (found.runs.size() < 2 || largest > kSmallInput || !is_balanced) return {};
+  found.first_bag.push_back(feature_bags.num_bags());
+  return found;
+}
+
+// Return whether all lookups belong to bags and are of existing rows, none skipped.
+template <class I>
+bool all_found(const Feature* features, const FeatureBags& feature_bags, const I* indices,
+               const std::vector<int32_t>& offsets) {
+  int64_t signs = -static_cast<int64_t>(offsets[0]);
+  for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
+    const int64_t last_row = features[f].rows - 1, end = offsets[feature_bags.first[f + 1]];
+    for (int64_t i = offsets[feature_bags.first[f]]; i < end; ++i) {
+      signs |= indices[i] | (last_row - indices[i]);
+    }
+  }
+  return signs >= 0;
+}
+
+// Group by table if all lookups have rows; return whether it is done.
+template <class I>
+bool group_by_table(const Feature* features, const FeatureBags& feature_bags, const I* indices,
+                    const std::vector<int32_t>& offsets, const GroupOutput& out,
+                    int32_t* sorted_bags) {
+  const TableRuns tables = runs_of(features, feature_bags, offsets);
+  if (tables.runs.empty() || !all_found(features, feature_bags, indices, offsets)) return false;
+  const int64_t n = offsets.back();
+  const std::unique_ptr<int32_t[]> bag_of(new int32_t[n]);
+  const auto fill = [&](int64_t run, const auto& put) {
+    for (int64_t bag = tables.first_bag[run]; bag < tables.first_bag[run + 1]; ++bag) {
+      for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
+        put(i, static_cast<uint64_t>(indices[i]));
+        bag_of[i] = static_cast<int32_t>(bag);
+      }
+    }
+  };
+  group_runs(n, tables.runs, fill, out,
+             [&](int64_t j, int64_t position) { sorted_bags[j] = bag_of[position]; });
+  return true;
+}
 
 template <class Item>
 void group_lookups(const Feature* features, const FeatureBags& feature_bags, IndexArray indices,
@@ -48,6 +117,8 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
                     [&](int64_t j, int64_t position) { sorted_bags[j] = bag_of[position]; });
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,
@@ -60,26 +131,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   const FeatureBags feature_bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
   check_layout(op, features, kUnlimited, kUnlimited, total_rows, Pooling::kNone);
   const Feature* feature = feature_array(features);
-  const Tensor index_tensor = torch::stable::contiguous(indices);
-  const Tensor offset_tensor = torch::stable::contiguous(offsets);
+  const Tensor index_tensor = as_contiguous(indices);
+  const Tensor offset_tensor = as_contiguous(offsets);
   std::vector<int32_t> fixed(offsets.numel());
   repair_offsets(index_array(offset_tensor), feature_bags.num_bags(), indices.numel(),
                  BoundsMode::kIgnore, false, fixed.data());
   GroupTensors result(indices, indices.numel(), ScalarType::Long);
   Tensor sorted_bags = allocate(indices, {indices.numel()}, ScalarType::Int);
-  const auto run = [&](auto group) {
-    group(feature, feature_bags, index_array(index_tensor), fixed, total_rows, result.output(),
-          sorted_bags.mutable_data_ptr<int32_t>());
+  const GroupOutput output = result.output();
+  int32_t* bags = sorted_bags.mutable_data_ptr<int32_t>();
+  const IndexArray ids = index_array(index_tensor);
+  const auto by_table = [&](const auto* array) {
+    return group_by_table(feature, feature_bags, array, fixed, output, bags);
   };
-  if (total_rows < int64_t{1} << 32) {
-    run(group_lookups<Item32>);
-  } else {
-    run(group_lookups<Item64>);
+  const bool done = ids.is_int64 ? by_table(static_cast<const int64_t*>(ids.data))
+                                 : by_table(static_cast<const int32_t*>(ids.data));
+  if (!done) {
+    const auto group =
+        total_rows < int64_t{1} << 32 ? group_lookups<Item32> : group_lookups<Item64>;
+    group(feature, feature_bags, ids, fixed, total_rows, output, bags);
   }
   return {result.unique, result.segments, result.permutation, sorted_bags, result.count};
 }
 
-}  // namespace
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, tbe_group); }

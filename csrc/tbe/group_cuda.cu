@@ -36,8 +36,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
-  const Tensor index_tensor = torch::stable::contiguous(indices);
-  const Tensor offset_tensor = torch::stable::contiguous(offsets);
+  const Tensor index_tensor = as_contiguous(indices);
+  const Tensor offset_tensor = as_contiguous(offsets);
   Tensor rows = allocate(indices, {n}, ScalarType::Long);
   Tensor segments = allocate(indices, {n + 1}, ScalarType::Int);
   Tensor lookups = allocate(indices, {n}, ScalarType::Int);

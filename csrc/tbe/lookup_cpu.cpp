@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include "core/huge_pages.h"
@@ -26,7 +27,7 @@ LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
 
 // Outputs of this size and more are written past the caches, which would not hold them until they
 // are read: a store in place costs a read of the line, and evicts rows.
-constexpr int64_t kStreamBytes = int64_t{8} << 20;
+constexpr int64_t kStreamBytes = int64_t{2} << 20;
 
 // From this size on every output is new memory of the system (glibc's largest mmap threshold): page
 // faults of 4 KiB would cost more than the lookup.
@@ -70,23 +71,13 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   return out;
 }
 
-Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
-                  const Tensor& offsets, std::optional<Tensor> slots,
-                  std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
-                  int64_t pooling, int64_t columns, ScalarType output_dtype) {
-  const char* op = "tbe_lookup";
-  const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
-  const LookupInputs in(op, weights, features, indices, offsets, slots, bag_layout, pooling,
-                        columns);
-  check_sample_weights(op, sample_weights, indices);
-  STD_TORCH_CHECK(
-      in.pooling != Pooling::kNone || !sample_weights,
-      "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
-  std::optional<Tensor> scales = sample_weights;
-  if (scales) scales = torch::stable::contiguous(*scales);
+// Look up the checked arguments; sample weights are contiguous.
+Tensor look_up(const LookupInputs& in, const std::optional<Tensor>& scales, int64_t columns,
+               ScalarType output_dtype) {
+  const Dtype output_type = float_dtype("tbe_lookup", "output_dtype", output_dtype);
   Tensor out = new_output(in, columns, output_dtype);
   if (in.bags.count == 0) return out;
-  const Feature* feature = feature_array(features);
+  const Feature* feature = feature_array(in.features);
   char* output = static_cast<char*>(out.mutable_data_ptr());
   const bool large = bytes_of(out) >= kStreamBytes;
   const BagMap& map = in.feature_bags.map;
@@ -107,7 +98,64 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
   return out;
 }
 
+Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
+                  const Tensor& offsets, std::optional<Tensor> slots,
+                  std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
+                  int64_t pooling, int64_t columns, ScalarType output_dtype) {
+  const char* op = "tbe_lookup";
+  float_dtype(op, "output_dtype", output_dtype);
+  const LookupInputs in(op, weights, features, indices, offsets, slots, bag_layout, pooling,
+                        columns);
+  check_sample_weights(op, sample_weights, indices);
+  STD_TORCH_CHECK(
+      in.pooling != Pooling::kNone || !sample_weights,
+      "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
+  std::optional<Tensor> scales = sample_weights;
+  if (scales) scales = as_contiguous(*scales);
+  return look_up(in, scales, columns, output_dtype);
+}
+
+// Return whether neither indices nor offsets of a fixed batch need a repair or a report.
+bool is_valid(const LookupInputs& in) {
+  if (!offsets_are_valid(in.bags.offsets, in.bags.count, in.bags.num_lookups)) return false;
+  const Feature* feature = feature_array(in.features);
+  const IndexArray ids = index_array(in.indices);
+  const int64_t features = in.feature_bags.num_features();
+  const int64_t parts = std::clamp<int64_t>(in.bags.num_lookups / 65536, 1, num_threads());
+  std::vector<char> valid(parts, 1);
+  parallel_tasks(parts, [&](int64_t part) {
+    for (int64_t f = 0; f < features; ++f) {
+      const int64_t first = in.bags.offsets[in.feature_bags.first[f]];
+      const int64_t length = in.bags.offsets[in.feature_bags.first[f + 1]] - first;
+      valid[part] &= indices_are_valid(ids, first + length * part / parts,
+                                       first + length * (part + 1) / parts, feature[f].rows);
+    }
+  });
+  return std::find(valid.begin(), valid.end(), 0) == valid.end();
+}
+
+std::tuple<Tensor, int64_t> tbe_lookup_checked(std::vector<Tensor> weights, const Tensor& features,
+                                               const Tensor& indices, const Tensor& offsets,
+                                               std::optional<Tensor> sample_weights,
+                                               int64_t pooling, int64_t columns,
+                                               ScalarType output_dtype) {
+  const char* op = "tbe_lookup_checked";
+  float_dtype(op, "output_dtype", output_dtype);
+  const LookupInputs in(op, weights, features, indices, offsets, std::nullopt, std::nullopt,
+                        pooling, columns);
+  check_sample_weights(op, sample_weights, indices);
+  STD_TORCH_CHECK(in.pooling != Pooling::kNone || !sample_weights, op,
+                  ": sample_weights need sum or mean pooling; with none, scale the output");
+  if (!is_valid(in)) return {allocate(indices, {0}, output_dtype), 0};
+  std::optional<Tensor> scales = sample_weights;
+  if (scales) scales = as_contiguous(*scales);
+  return {look_up(in, scales, columns, output_dtype), 1};
+}
+
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, tbe_lookup); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, tbe_lookup);
+  EMB_IMPL(m, emb, tbe_lookup_checked);
+}

@@ -24,8 +24,7 @@ struct Lookup {
   Lookup(const char* op, const std::vector<Tensor>& weights, const Tensor& features,
          const Tensor& indices_in, const Tensor& offsets_in, const std::optional<Tensor>& slots,
          const std::optional<Tensor>& bag_layout, int64_t pooling, int64_t columns)
-      : indices(torch::stable::contiguous(indices_in)),
-        offsets(torch::stable::contiguous(offsets_in)) {
+      : indices(as_contiguous(indices_in)), offsets(as_contiguous(offsets_in)) {
     args.pooling = parse_pooling(op, pooling);
     check_features(op, features);
     check_lookups(op, indices, offsets);
@@ -72,7 +71,7 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
       args.pooling != Pooling::kNone || !sample_weights,
       "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
   if (sample_weights) {
-    lookup.sample_weights = torch::stable::contiguous(*sample_weights);
+    lookup.sample_weights = as_contiguous(*sample_weights);
     args.sample_weights = lookup.sample_weights->const_data_ptr<float>();
   }
   const bool none = args.pooling == Pooling::kNone;
@@ -100,7 +99,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   STD_TORCH_CHECK(bag_layout || grad.size(0) == lookup.batch(), op,
                   ": grad must have B = ", lookup.batch(), " rows, got ", grad.size(0));
   check_same_device(op, "grad", grad, indices);
-  const Tensor grad_tensor = torch::stable::contiguous(grad);
+  const Tensor grad_tensor = as_contiguous(grad);
   Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
   const SampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
                               float_dtype(op, "grad", grad.scalar_type()),
@@ -120,8 +119,8 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const CudaLauncher launcher(indices);
   const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
   const int64_t num_bags = offsets.numel() - 1;
-  const Tensor index_tensor = torch::stable::contiguous(indices);
-  const Tensor offset_tensor = torch::stable::contiguous(offsets);
+  const Tensor index_tensor = as_contiguous(indices);
+  const Tensor offset_tensor = as_contiguous(offsets);
   Tensor repaired = allocate(offsets, {num_bags + 1}, ScalarType::Int);
   Tensor violations = allocate_zeros(offsets, {2}, ScalarType::Long);
   Tensor tile_max = allocate(offsets, {offset_tiles(num_bags)}, ScalarType::Int);

@@ -36,7 +36,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   const int64_t batch = num_features > 0 ? in.bags.count / num_features : 0;
   STD_TORCH_CHECK(map.layout || grad.size(0) == batch, op, ": grad must have B = ", batch,
                   " rows, got ", grad.size(0));
-  const Tensor grad_tensor = torch::stable::contiguous(grad);
+  const Tensor grad_tensor = as_contiguous(grad);
   Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
   const Feature* feature = feature_array(features);
   const auto* gradient = static_cast<const char*>(grad_tensor.const_data_ptr());

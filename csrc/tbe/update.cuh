@@ -68,6 +68,7 @@ struct GradArgs {
   int32_t* num_tasks;
   float* partials;
   int64_t partial_stride;
+  int64_t result_stride;  // between the gradients that an op without an optimizer writes
 };
 
 // Return where the gradient of sorted lookup j starts, in elements, and set its weight.
@@ -211,7 +212,7 @@ struct Segment {
     const Feature& feature = args.features[args.map.feature(args.bags[begin])];
     dim = static_cast<int>(feature.dim);
     if (optimizer.optimizer == kNoOptimizer) {
-      element = static_cast<int64_t>(u) * dim;
+      element = static_cast<int64_t>(u) * args.result_stride;
       return;
     }
     const int slot = args.row_slots != nullptr ? args.row_slots[u] : -1;

@@ -12,6 +12,7 @@
 #include "core/parallel.h"
 #include "optim/check.h"
 #include "tbe/args.h"
+#include "tbe/group.h"
 
 namespace emb {
 
@@ -49,12 +50,12 @@ struct Gradient {
 
   Gradient(const char* op, const Tensor& grad_in, const Tensor& features_in, const Grouping& groups,
            const Tensor& offsets_in, const std::optional<Tensor>& bag_layout)
-      : grad(torch::stable::contiguous(grad_in)),
+      : grad(as_contiguous(grad_in)),
         features(features_in),
         segments(groups.segments),
         lookups(groups.lookups),
         bags(groups.bags),
-        offsets(torch::stable::contiguous(offsets_in)) {
+        offsets(as_contiguous(offsets_in)) {
     check_features(op, features);
     type = float_dtype(op, "grad", grad.scalar_type());
     for (const Tensor* tensor : {&groups.segments, &groups.lookups, &groups.bags, &groups.count}) {
@@ -102,7 +103,7 @@ struct Gradient {
                    const std::optional<Tensor>& bag_layout) {
     pooling = parse_pooling(op, code);
     check_sample_weights(op, weights, lookups);
-    if (weights) sample_weights = torch::stable::contiguous(*weights);
+    if (weights) sample_weights = as_contiguous(*weights);
     check_shape(op);
     if (layout != nullptr) FeatureBags(op, features, offsets, bag_layout, pooling, columns);
     if (pooling == Pooling::kMean) {
@@ -189,6 +190,14 @@ struct Gradient {
   }
 };
 
+// Return the length of the row of sorted lookup j.
+int64_t dim_of(const GradArgs& args, int64_t j) {
+  const int64_t bag = args.bags[j];
+  const int64_t feature =
+      args.bag_layout != nullptr ? args.bag_layout[bag].feature : bag / args.batch;
+  return args.features[feature].dim;
+}
+
 // The chunk sums of all segments longer than kChunk, so that one hot row occupies all threads.
 struct ChunkSums {
   std::vector<int64_t> groups, first_chunk = {0};
@@ -209,10 +218,7 @@ struct ChunkSums {
           std::upper_bound(first_chunk.begin(), first_chunk.end(), chunk) - first_chunk.begin() - 1;
       const int64_t begin = args.segments[groups[i]] + (chunk - first_chunk[i]) * kChunk;
       const int64_t end = std::min<int64_t>(begin + kChunk, args.segments[groups[i] + 1]);
-      const int64_t bag = args.bags[begin];
-      const int64_t feature =
-          args.bag_layout != nullptr ? args.bag_layout[bag].feature : bag / args.batch;
-      sum(args, begin, end, args.features[feature].dim, partials.get() + chunk * stride);
+      sum(args, begin, end, dim_of(args, begin), partials.get() + chunk * stride);
     });
   }
 
@@ -241,8 +247,8 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   check_layout(op, features, kUnlimited, gradient.feature_columns(), kUnlimited, gradient.pooling);
   const Feature* feature = feature_array(features);
   for (int64_t f = 0; f < features.size(0); ++f) {
-    STD_TORCH_CHECK(feature[f].dim == dim, op, ": all features must have dim ", dim, ", feature ",
-                    f, " has ", feature[f].dim);
+    STD_TORCH_CHECK(feature[f].dim <= dim, op, ": features must have a dim of at most ", dim,
+                    ", feature ", f, " has ", feature[f].dim);
   }
   Tensor out = allocate(grad, {gradient.num_lookups, dim}, ScalarType::Float);
   float* result = out.mutable_data_ptr<float>();
@@ -253,7 +259,8 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   args.longs = chunks.view();
   for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
-      update_table().segment_sum(args, sum, group, dim, result + group * dim);
+      const int64_t columns = dim_of(args.grads, args.grads.segments[group]);
+      update_table().segment_sum(args, sum, group, columns, result + group * dim);
     }
   });
   return out;
@@ -347,10 +354,31 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   });
 }
 
+void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
+                   int64_t optimizer, const Tensor& grad, const Tensor& features,
+                   const Tensor& indices, const Tensor& offsets,
+                   std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows) {
+  check_dtype("tbe_backward_", "hyper", hyper, ScalarType::Double, "float64");
+  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() > kStep,
+                  "tbe_backward_: hyper must be contiguous and have the step");
+  const auto [rows, segments, lookups, bags, count] =
+      tbe_group(features, indices, offsets, std::nullopt, total_rows);
+  double* numbers = static_cast<double*>(hyper.mutable_data_ptr());
+  numbers[kStep] += 1.0;
+  try {
+    tbe_update_(weights, states, hyper, optimizer, grad, features, rows, segments, lookups, bags,
+                count, offsets, std::nullopt, std::nullopt, sample_weights, pooling);
+  } catch (...) {
+    numbers[kStep] -= 1.0;  // an update that raises counts as no step
+    throw;
+  }
+}
+
 }  // namespace
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, tbe_row_grads);
   EMB_IMPL(m, emb, tbe_update_);
+  EMB_IMPL(m, emb, tbe_backward_);
 }

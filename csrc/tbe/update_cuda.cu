@@ -24,7 +24,7 @@ class Backward {
   Backward(const char* op, const Tensor& grad, const Tensor& features, const Grouping& groups,
            const Tensor& offsets, const std::optional<Tensor>& bag_layout,
            const std::optional<Tensor>& sample_weights, int64_t pooling)
-      : grad_(torch::stable::contiguous(grad)), offsets_(torch::stable::contiguous(offsets)) {
+      : grad_(as_contiguous(grad)), offsets_(as_contiguous(offsets)) {
     args_.grad_type = float_dtype(op, "grad", grad.scalar_type());
     args_.pooling = parse_pooling(op, pooling);
     check_features(op, features);
@@ -49,7 +49,7 @@ class Backward {
     args_.bags_in = Bags{index_array(offsets_), num_bags, num_lookups};
     args_.num_lookups = num_lookups;
     if (sample_weights) {
-      sample_weights_ = torch::stable::contiguous(*sample_weights);
+      sample_weights_ = as_contiguous(*sample_weights);
       args_.sample_weights = sample_weights_->const_data_ptr<float>();
     }
     args_.rows = groups.rows.const_data_ptr<int64_t>();
@@ -68,6 +68,8 @@ class Backward {
                     row_slots->numel());
     args_.row_slots = row_slots->const_data_ptr<int32_t>();
   }
+
+  void set_result_stride(int64_t stride) { args_.result_stride = stride; }
 
   void run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
     const int64_t chunks = max_chunks(args_.num_lookups);
@@ -149,6 +151,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   STD_TORCH_CHECK(dim > 0, op, ": dim must be positive, got ", dim);
   Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
                     sample_weights, pooling);
+  backward.set_result_stride(dim);
   Tensor out = allocate_zeros(grad, {lookups.numel(), dim}, ScalarType::Float);
   OptimizerStepArgs step;
   step.tiers[0].weights = out.mutable_data_ptr();

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "optim/check.h"
 #include "tt/args.h"
 
 namespace emb {
@@ -34,19 +35,29 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
   return shape;
 }
 
-// Check the arguments of `tt_keys`.
-inline TtShape tt_table_shape(const char* op, const Tensor& indices, int64_t rows,
-                              const std::vector<int64_t>& row_factors) {
-  check_index_dtype(op, "indices", indices);
-  const TtShape shape = tt_row_shape(op, row_factors);
-  const int64_t max_rows = shape.left().ids() * shape.right().ids();
-  STD_TORCH_CHECK(rows >= 1 && rows <= max_rows, op,
-                  ": rows must be in [1, product of row_factors = ", max_rows, "], got ", rows);
-  return shape;
+// Check the layout tensor of the tables, or of those that features read: int64 [T, 10],
+// contiguous.
+inline const TtTableIds* tt_table_ids(const char* op, const char* name, const Tensor& tables) {
+  check_dtype(op, name, tables, ScalarType::Long, "int64");
+  STD_TORCH_CHECK(tables.dim() == 2 && tables.size(1) == kTtTableColumns && tables.is_contiguous(),
+                  op, ": ", name, " must be a contiguous [T, ", kTtTableColumns, "] tensor");
+  return reinterpret_cast<const TtTableIds*>(tables.const_data_ptr<int64_t>());
 }
 
-// Check the cores and return their shape. Cores are [p_k, R_k q_k R_{k+1}]; the ranks follow from
-// their widths.
+// Check a row of such a tensor, on the CPU only.
+inline void check_table_ids(const char* op, const TtTableIds& table) {
+  const bool positive = table.rows >= 1 && table.first >= 1 && table.second >= 1 &&
+                        table.rights >= 1 && table.multiplier >= 1 && table.offset >= 0;
+  const double lefts = static_cast<double>(table.first) * static_cast<double>(table.second);
+  const double keys = lefts * static_cast<double>(table.rights);
+  STD_TORCH_CHECK(positive && lefts <= kMaxTtIds && table.rights <= kMaxTtIds &&
+                      static_cast<double>(table.rows) <= keys && keys <= kMaxTtRows,
+                  op, ": a table must have rows in [1, ", keys, "], got ", table.rows,
+                  "; make tables with emblib.ops.tt.layout_of");
+}
+
+// Check the cores of a table and return their shape. Cores are [p_k, R_k q_k R_{k+1}]; the ranks
+// follow from their widths.
 inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
                         const std::vector<int64_t>& row_factors,
                         const std::vector<int64_t>& dim_factors) {
@@ -80,13 +91,67 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
   return shape;
 }
 
-inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors) {
+// The tensor-train tables of an op: shapes, cores, and where their ids begin among those of all.
+struct TtTables {
+  std::vector<TtShape> shapes;
+  std::vector<std::vector<Tensor>> cores;
+  std::vector<int64_t> first_cores = {0};
+  std::vector<int64_t> first_keys = {0}, first_lefts = {0}, first_rights = {0};
+  int64_t dim = 0;         // of the widest table
+  int64_t value_size = 0;  // of the largest left half
+
+  // Lists of all tables one after the other; table t has num_cores[t] entries of each.
+  TtTables(const char* op, const std::vector<Tensor>& all_cores,
+           const std::vector<int64_t>& row_factors, const std::vector<int64_t>& dim_factors,
+           const std::vector<int64_t>& num_cores) {
+    const auto total = static_cast<int64_t>(all_cores.size());
+    STD_TORCH_CHECK(
+        row_factors.size() == all_cores.size() && dim_factors.size() == row_factors.size(), op,
+        ": cores, row_factors and dim_factors must have one length, got ", total, ", ",
+        row_factors.size(), " and ", dim_factors.size());
+    int64_t sum = 0;
+    for (const int64_t count : num_cores)
+      sum += count >= 2 && count <= kMaxCores ? count : total + 1;
+    STD_TORCH_CHECK(sum == total && total > 0, op, ": num_cores must be 2 to 4 for each table and ",
+                    total, " in all");
+    int64_t first = 0;
+    for (const int64_t count : num_cores) {
+      cores.emplace_back(all_cores.begin() + first, all_cores.begin() + first + count);
+      shapes.push_back(tt_shape(
+          op, cores.back(), {row_factors.begin() + first, row_factors.begin() + first + count},
+          {dim_factors.begin() + first, dim_factors.begin() + first + count}));
+      check_same_device(op, "each core", all_cores[first], all_cores[0]);
+      first += count;
+      first_cores.push_back(first);
+      append(op, shapes.back());
+    }
+  }
+
+  int64_t size() const { return static_cast<int64_t>(shapes.size()); }
+
+ private:
+  void append(const char* op, const TtShape& shape) {
+    const TtHalf left = shape.left(), right = shape.right();
+    const double keys = static_cast<double>(left.ids()) * static_cast<double>(right.ids());
+    STD_TORCH_CHECK(left.ids() <= kMaxTtIds - first_lefts.back() &&
+                        right.ids() <= kMaxTtIds - first_rights.back() &&
+                        keys <= kMaxTtRows - static_cast<double>(first_keys.back()),
+                    op, ": the halves of all tables must be fewer than 2^31; use several modules");
+    first_lefts.push_back(first_lefts.back() + left.ids());
+    first_rights.push_back(first_rights.back() + right.ids());
+    first_keys.push_back(first_keys.back() + left.ids() * right.ids());
+    dim = dim < shape.dim() ? shape.dim() : dim;
+    value_size = value_size < left.value_size() ? left.value_size() : value_size;
+  }
+};
+
+inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int64_t tables) {
   STD_TORCH_CHECK(tensors.size() == kTtPlanTensors, op, ": plan must be the ",
                   static_cast<int>(kTtPlanTensors), " tensors that tt_plan returns, got ",
                   tensors.size());
   const int64_t capacity = tensors[kTtRowLefts].numel();
   const int64_t sizes[kTtPlanTensors] = {capacity,     capacity + 1, capacity, capacity,
-                                         capacity + 1, capacity,     capacity, 3};
+                                         capacity + 1, capacity,     capacity, 3 * (tables + 1)};
   const int32_t* data[kTtPlanTensors];
   for (int i = 0; i < kTtPlanTensors; ++i) {
     check_dtype(op, "each plan tensor", tensors[i], ScalarType::Int, "int32");
@@ -96,9 +161,9 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors) {
                     tensors[i].numel());
     data[i] = tensors[i].const_data_ptr<int32_t>();
   }
-  return {capacity,           data[kTtLefts],     data[kTtLeftSegments],
-          data[kTtRowLefts],  data[kTtRights],    data[kTtRightSegments],
-          data[kTtRowRights], data[kTtRightRows], data[kTtCounts]};
+  return {capacity,           tables,          data[kTtLefts],         data[kTtLeftSegments],
+          data[kTtRowLefts],  data[kTtRights], data[kTtRightSegments], data[kTtRowRights],
+          data[kTtRightRows], data[kTtStarts]};
 }
 
 // Check the distinct ids of halves, ascending and below `ids`, and the rows of each: segments from
@@ -114,23 +179,49 @@ inline bool halves_fit(const int32_t* halves, const int32_t* segments, int64_t c
   return fit && segments[count] == rows;
 }
 
+// Check that the halves of every table are in its range of ids, and begin with its first row.
+inline bool starts_fit(const TtPlan& plan, const TtTables& tables, const int32_t* starts,
+                       const int32_t* halves, const int32_t* segments,
+                       const std::vector<int64_t>& first_ids) {
+  for (int64_t t = 0; t < tables.size(); ++t) {
+    for (int32_t u = starts[t]; u < starts[t + 1]; ++u) {
+      if (halves[u] < first_ids[t] || halves[u] >= first_ids[t + 1]) return false;
+    }
+    if (segments[starts[t]] != plan.row_starts()[t]) return false;
+  }
+  return true;
+}
+
 // Check the contents of a plan, on the CPU only: the kernels trust them. This takes a few
 // comparisons per row, compared to thousands of multiplications.
-inline void check_plan_contents(const char* op, const TtPlan& plan, const TtShape& shape) {
-  const int64_t rows = plan.counts[0], lefts = plan.counts[1], rights = plan.counts[2];
-  bool fit = rows >= 0 && rows <= plan.capacity && lefts >= 0 && rights >= 0 &&
-             halves_fit(plan.lefts, plan.left_segments, lefts, shape.left().ids(), rows) &&
-             halves_fit(plan.rights, plan.right_segments, rights, shape.right().ids(), rows);
+inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTables& tables) {
+  const int64_t count = tables.size();
+  bool fit = true;
+  for (const int32_t* starts : {plan.row_starts(), plan.left_starts(), plan.right_starts()}) {
+    fit &= starts[0] == 0 && starts[count] <= plan.capacity;
+    for (int64_t t = 0; t < count; ++t) fit &= starts[t] <= starts[t + 1];
+  }
+  STD_TORCH_CHECK(fit, op, ": plan must be what tt_plan returned for these row_factors");
+  const int64_t rows = plan.row_starts()[count], lefts = plan.left_starts()[count],
+                rights = plan.right_starts()[count];
+  fit = halves_fit(plan.lefts, plan.left_segments, lefts, tables.first_lefts.back(), rows) &&
+        halves_fit(plan.rights, plan.right_segments, rights, tables.first_rights.back(), rows) &&
+        starts_fit(plan, tables, plan.left_starts(), plan.lefts, plan.left_segments,
+                   tables.first_lefts) &&
+        starts_fit(plan, tables, plan.right_starts(), plan.rights, plan.right_segments,
+                   tables.first_rights);
   for (int64_t u = 0; fit && u < lefts; ++u) {
     for (int32_t j = plan.left_segments[u]; j < plan.left_segments[u + 1]; ++j) {
       fit &= plan.row_lefts[j] == u;
     }
   }
+  int64_t table = 0;
   for (int64_t v = 0; fit && v < rights; ++v) {
-    int64_t before = -1;
+    while (v >= plan.right_starts()[table + 1]) ++table;
+    int64_t before = plan.row_starts()[table] - 1;
     for (int32_t t = plan.right_segments[v]; fit && t < plan.right_segments[v + 1]; ++t) {
       const int64_t row = plan.right_rows[t];
-      fit = row > before && row < rows && plan.row_rights[row] == v;
+      fit = row > before && row < plan.row_starts()[table + 1] && plan.row_rights[row] == v;
       before = row;
     }
   }
@@ -138,17 +229,35 @@ inline void check_plan_contents(const char* op, const TtPlan& plan, const TtShap
 }
 
 // Check the remaining arguments of `tt_core_grads`; `num_rows` is the minimum number of rows.
-inline void check_core_grad_inputs(const char* op, const TtShape& shape, int64_t num_rows,
+inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64_t num_rows,
                                    const Tensor& prefixes, const Tensor& row_grads) {
   check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");
   check_dtype(op, "prefixes", prefixes, ScalarType::Float, "float32");
   STD_TORCH_CHECK(
-      row_grads.dim() == 2 && row_grads.size(0) >= num_rows && row_grads.size(1) == shape.dim(), op,
-      ": row_grads must be [", num_rows, " rows or more, ", shape.dim(), "], got ",
+      row_grads.dim() == 2 && row_grads.size(0) >= num_rows && row_grads.size(1) == tables.dim, op,
+      ": row_grads must be [", num_rows, " rows or more, ", tables.dim, "], got ",
       row_grads.numel(), " values");
-  STD_TORCH_CHECK(prefixes.dim() == 2 && prefixes.size(1) == shape.left().value_size() &&
-                      prefixes.is_contiguous(),
-                  op, ": prefixes must be what tt_rows returned for these cores");
+  STD_TORCH_CHECK(
+      prefixes.dim() == 2 && prefixes.size(1) == tables.value_size && prefixes.is_contiguous(), op,
+      ": prefixes must be what tt_rows returned for these cores");
+}
+
+// Check the optimizer states of `tt_update_`, those of the first core first, and return weights and
+// states of each core.
+inline std::vector<TierRows> check_core_states(const char* op, int64_t optimizer,
+                                               const std::vector<Tensor>& cores,
+                                               const std::vector<Tensor>& states,
+                                               const Tensor& hyper) {
+  STD_TORCH_CHECK(states.size() % cores.size() == 0, op,
+                  ": states must have the same number of tensors for each of ", cores.size(),
+                  " cores, got ", states.size());
+  const size_t each = states.size() / cores.size();
+  std::vector<TierRows> tiers;
+  for (size_t k = 0; k < cores.size(); ++k) {
+    const std::vector<Tensor> own(states.begin() + k * each, states.begin() + (k + 1) * each);
+    tiers.push_back(check_matrix_states(op, optimizer, cores[k], own, hyper));
+  }
+  return tiers;
 }
 
 }  // namespace emb

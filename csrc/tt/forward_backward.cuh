@@ -3,38 +3,90 @@
 // knows (distinct rows and halves) stay there; grids and buffers have the maximum size.
 #pragma once
 
+#include <vector>
+
 #include "tt/args.h"
 #include "tt/pair.cuh"
 #include "tt/rows.cuh"
 
 namespace emb::cuda {
 
+// One table of a batch. Values of halves are rows of `left_stride` and `right_stride` floats, the
+// same for all tables of the batch; so are rows and their gradients.
 struct TtBatch {
   TtShape shape;
   TtPlan plan;
+  int64_t table, first_left_id, first_right_id;
+  int64_t left_stride, right_stride, row_stride;
   const float* cores[kMaxCores];
 
   int64_t lefts() const { return min(plan.capacity, shape.left().ids()); }
   int64_t rights() const { return min(plan.capacity, shape.right().ids()); }
-  const int32_t* left_count() const { return plan.counts + 1; }
-  const int32_t* right_count() const { return plan.counts + 2; }
+  const int32_t* left_range() const { return plan.left_starts() + table; }
+  const int32_t* right_range() const { return plan.right_starts() + table; }
 
   TtHalves left_halves() const {
-    return {shape.left(), cores[0], cores[1], plan.lefts, left_count(), false};
+    return {shape.left(), cores[0],      cores[1],    plan.lefts,
+            left_range(), first_left_id, left_stride, false};
   }
 
- private:
   static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 };
 
-// Device memory of the right halves, in floats; buffers of length 0 are not used.
+// All tables of a batch.
+struct TtBatches {
+  std::vector<TtBatch> tables;
+
+  TtBatches(const std::vector<TtShape>& shapes, const std::vector<const float*>& cores,
+            const TtPlan& plan) {
+    const float* const* core = cores.data();
+    for (const TtShape& shape : shapes) {
+      TtBatch batch{shape, plan, static_cast<int64_t>(tables.size()), left_ids_, right_ids_};
+      for (int k = 0; k < shape.cores; ++k) batch.cores[k] = *core++;
+      tables.push_back(batch);
+      const TtHalf left = shape.left(), right = shape.right();
+      left_ids_ += left.ids();
+      right_ids_ += right.ids();
+      left_stride_ = max(left_stride_, left.value_size());
+      right_stride_ = max(right_stride_, right.value_size());
+      dim_ = max(dim_, shape.dim());
+    }
+    for (TtBatch& batch : tables) {
+      batch.left_stride = left_stride_;
+      batch.right_stride = right_stride_;
+      batch.row_stride = dim_;
+    }
+  }
+
+  // Floats of the values of all left halves, and of all right ones.
+  int64_t left_floats() const { return lefts() * left_stride_; }
+  int64_t right_floats() const { return TtBatch::min(capacity(), right_ids_) * right_stride_; }
+  int64_t lefts() const { return TtBatch::min(capacity(), left_ids_); }
+  int64_t capacity() const { return tables.empty() ? 0 : tables[0].plan.capacity; }
+  bool has_pairs() const {
+    return most([](const TtBatch& b) { return b.shape.left().pair; }) > 0;
+  }
+
+  // Return the maximum over the tables.
+  template <class Size>
+  int64_t most(const Size& size) const {
+    int64_t found = 0;
+    for (const TtBatch& batch : tables) found = max(found, size(batch));
+    return found;
+  }
+
+ private:
+  static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+  int64_t left_ids_ = 0, right_ids_ = 0, left_stride_ = 0, right_stride_ = 0, dim_ = 0;
+};
+
+// Device memory of the right halves, in floats; buffers of length 0 are not used. Tables share the
+// mirrored cores one after the other.
 struct TtRightMemory {
-  float* values;                           // [rights()][value_size]
+  float* values;
   float *mirrored_outer, *mirrored_inner;  // a pair's cores with their axes reversed
 
-  static int64_t value_floats(const TtBatch& batch) {
-    return batch.rights() * batch.shape.right().value_size();
-  }
   static int64_t outer_floats(const TtBatch& batch) {
     const TtHalf half = batch.shape.right();
     return half.pair ? half.outer_rows * half.outer_size() : 0;
@@ -43,11 +95,17 @@ struct TtRightMemory {
     const TtHalf half = batch.shape.right();
     return half.pair ? half.inner_rows * half.inner_size() : 0;
   }
+
+  template <class Allocate>
+  TtRightMemory(const TtBatches& batches, Allocate& allocate)
+      : values(allocate(batches.right_floats())),
+        mirrored_outer(allocate(batches.most(outer_floats))),
+        mirrored_inner(allocate(batches.most(inner_floats))) {}
 };
 
 inline TtHalves right_halves(const TtBatch& batch, const TtRightMemory& memory) {
-  return {batch.shape.right(), memory.mirrored_outer, memory.mirrored_inner,
-          batch.plan.rights,   batch.right_count(),   true};
+  return {batch.shape.right(), memory.mirrored_outer, memory.mirrored_inner, batch.plan.rights,
+          batch.right_range(), batch.first_right_id,  batch.right_stride,    true};
 }
 
 inline TtRowsArgs tt_rows_args(const TtBatch& batch, const float* left_values,
@@ -58,19 +116,29 @@ inline TtRowsArgs tt_rows_args(const TtBatch& batch, const float* left_values,
   args.left_columns = left.columns();
   args.right_columns = right.columns();
   args.rank = left.rank;
-  args.left = {left.pair ? left_values : batch.cores[0], left.pair ? nullptr : plan.lefts};
+  args.left = left.pair ? TtHalfRows<const float>{left_values, nullptr, 0, batch.left_stride}
+                        : TtHalfRows<const float>{batch.cores[0], plan.lefts, batch.first_left_id,
+                                                  left.value_size()};
   args.right = right_values;
+  args.right_stride = batch.right_stride;
+  args.row_stride = batch.row_stride;
   args.left_segments = plan.left_segments;
   args.row_lefts = plan.row_lefts;
   args.row_rights = plan.row_rights;
+  args.left_range = batch.left_range();
+  args.right_range = batch.right_range();
   args.right_segments = plan.right_segments;
   args.right_rows = plan.right_rows;
-  args.left_count = batch.left_count();
-  args.right_count = batch.right_count();
   args.left_capacity = batch.lefts();
   args.right_capacity = batch.rights();
   args.row_capacity = plan.capacity;
   return args;
+}
+
+// Return the arguments that reverse all rows of a matrix.
+inline TtReverseArgs reverse_all(const float* from, float* to, int64_t rows, int64_t a, int64_t q,
+                                 int64_t b) {
+  return {{from, nullptr, 0, a * q * b}, {to, nullptr, 0, a * q * b}, nullptr, rows, a, q, b};
 }
 
 template <class Launcher>
@@ -78,36 +146,49 @@ void expand_right(const Launcher& launcher, const TtBatch& batch, const TtRightM
   const TtHalf half = batch.shape.right();
   const int last = batch.shape.cores - 1;
   if (!half.pair) {
-    launch_reverse(launcher, {batch.cores[last], memory.values, batch.plan.rights, nullptr,
-                              batch.right_count(), batch.rights(), half.rank, half.q_outer, 1});
+    launch_reverse(launcher,
+                   {{batch.cores[last], batch.plan.rights, batch.first_right_id, half.value_size()},
+                    {memory.values, nullptr, 0, batch.right_stride},
+                    batch.right_range(),
+                    batch.rights(),
+                    half.rank,
+                    half.q_outer,
+                    1});
     return;
   }
-  launch_reverse(launcher, {batch.cores[last], memory.mirrored_outer, nullptr, nullptr, nullptr,
-                            half.outer_rows, half.inner_rank, half.q_outer, 1});
-  launch_reverse(launcher, {batch.cores[last - 1], memory.mirrored_inner, nullptr, nullptr, nullptr,
-                            half.inner_rows, half.rank, half.q_inner, half.inner_rank});
+  launch_reverse(launcher, reverse_all(batch.cores[last], memory.mirrored_outer, half.outer_rows,
+                                       half.inner_rank, half.q_outer, 1));
+  launch_reverse(launcher, reverse_all(batch.cores[last - 1], memory.mirrored_inner,
+                                       half.inner_rows, half.rank, half.q_inner, half.inner_rank));
   launch_expand(launcher, right_halves(batch, memory), memory.values);
 }
 
-// `left_values` has room for all left halves, [lefts()][value_size]; it is unused for two cores.
+// `left_values` has room for all left halves; it is unused for two cores.
 template <class Launcher>
-void forward_pass(const Launcher& launcher, const TtBatch& batch, const TtRightMemory& memory,
+void forward_pass(const Launcher& launcher, const TtBatches& batches, const TtRightMemory& memory,
                   float* left_values, float* rows) {
-  expand_right(launcher, batch, memory);
-  if (batch.shape.left().pair) launch_expand(launcher, batch.left_halves(), left_values);
-  launch_tt_rows(launcher, tt_rows_args(batch, left_values, memory.values), rows);
+  for (const TtBatch& batch : batches.tables) {
+    expand_right(launcher, batch, memory);
+    if (batch.shape.left().pair) launch_expand(launcher, batch.left_halves(), left_values);
+    launch_tt_rows(launcher, tt_rows_args(batch, left_values, memory.values), rows);
+  }
 }
 
-// Scratch of the backward pass besides TtRightMemory, in floats.
+// Make the values of all left halves again.
+template <class Launcher>
+void expand_left(const Launcher& launcher, const TtBatches& batches, float* left_values) {
+  for (const TtBatch& batch : batches.tables) {
+    if (batch.shape.left().pair) launch_expand(launcher, batch.left_halves(), left_values);
+  }
+}
+
+// Scratch of the backward pass besides TtRightMemory; tables share what is for one table.
 struct TtBackwardMemory {
-  float *left_grads, *right_grads;  // of the values
+  float *left_grads, *right_grads;  // of the values, of all tables
   float* partials;
   float* outer_values;                     // of either pair, one after the other
   float *mirrored_outer, *mirrored_inner;  // gradients of a right pair's mirrored cores
 
-  static int64_t left_floats(const TtBatch& batch) {
-    return batch.shape.left().pair ? batch.lefts() * batch.shape.left().value_size() : 0;
-  }
   static int64_t partial_floats(const TtBatch& batch) {
     return tt_slots(batch.rights(), batch.plan.capacity) * batch.shape.right().value_size();
   }
@@ -117,36 +198,54 @@ struct TtBackwardMemory {
     const int64_t b = right.pair ? batch.rights() * right.outer_size() : 0;
     return a > b ? a : b;
   }
+
+  template <class Allocate>
+  TtBackwardMemory(const TtBatches& batches, Allocate& allocate)
+      : left_grads(allocate(batches.has_pairs() ? batches.left_floats() : 0)),
+        right_grads(allocate(batches.right_floats())),
+        partials(allocate(batches.most(partial_floats))),
+        outer_values(allocate(batches.most(outer_value_floats))),
+        mirrored_outer(allocate(batches.most(TtRightMemory::outer_floats))),
+        mirrored_inner(allocate(batches.most(TtRightMemory::inner_floats))) {}
 };
 
-// Compute the gradients of all cores. All but the inner cores of pairs must be zero on entry.
+// Compute the gradients of all cores of a table. All but the inner cores of pairs must be zero on
+// entry.
 template <class Launcher>
 void backward_pass(const Launcher& launcher, const TtBatch& batch, const TtRightMemory& right,
                    const TtBackwardMemory& memory, const float* left_values, const float* row_grads,
                    float* const* grads) {
   const TtHalf left_half = batch.shape.left(), half = batch.shape.right();
   const int last = batch.shape.cores - 1;
+  const TtHalfRows<float> left_grads =
+      left_half.pair ? TtHalfRows<float>{memory.left_grads, nullptr, 0, batch.left_stride}
+                     : TtHalfRows<float>{grads[0], batch.plan.lefts, batch.first_left_id,
+                                         left_half.value_size()};
   expand_right(launcher, batch, right);
   launch_value_grads(launcher, tt_rows_args(batch, left_values, right.values), row_grads,
-                     left_half.pair ? memory.left_grads : grads[0],
-                     left_half.pair ? nullptr : batch.plan.lefts, memory.partials,
-                     memory.right_grads);
+                     left_grads, memory.partials, memory.right_grads);
   if (left_half.pair) {
     launch_contract(launcher, batch.left_halves(), static_cast<const float*>(memory.left_grads),
                     memory.outer_values, grads[0], grads[1]);
   }
   if (!half.pair) {
-    launch_reverse(launcher, {memory.right_grads, grads[last], nullptr, batch.plan.rights,
-                              batch.right_count(), batch.rights(), half.q_outer, half.rank, 1});
+    launch_reverse(launcher,
+                   {{memory.right_grads, nullptr, 0, batch.right_stride},
+                    {grads[last], batch.plan.rights, batch.first_right_id, half.value_size()},
+                    batch.right_range(),
+                    batch.rights(),
+                    half.q_outer,
+                    half.rank,
+                    1});
     return;
   }
   launch_contract(launcher, right_halves(batch, right),
                   static_cast<const float*>(memory.right_grads), memory.outer_values,
                   memory.mirrored_outer, memory.mirrored_inner);
-  launch_reverse(launcher, {memory.mirrored_outer, grads[last], nullptr, nullptr, nullptr,
-                            half.outer_rows, half.q_outer, half.inner_rank, 1});
-  launch_reverse(launcher, {memory.mirrored_inner, grads[last - 1], nullptr, nullptr, nullptr,
-                            half.inner_rows, half.inner_rank, half.q_inner, half.rank});
+  launch_reverse(launcher, reverse_all(memory.mirrored_outer, grads[last], half.outer_rows,
+                                       half.q_outer, half.inner_rank, 1));
+  launch_reverse(launcher, reverse_all(memory.mirrored_inner, grads[last - 1], half.inner_rows,
+                                       half.inner_rank, half.q_inner, half.rank));
 }
 
 }  // namespace emb::cuda

@@ -1,23 +1,32 @@
-// `tt_rows` and `tt_core_grads` on the CPU. The right halves of a batch are few and are all
-// expanded first; left halves are expanded when they are needed.
+// `tt_rows`, `tt_core_grads` and `tt_update_` on the CPU. The right halves of a batch are few and
+// are all expanded first; left halves are expanded when they are needed. Of the cores only rows
+// that the batch uses are read, and only these have gradients and are updated.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "core/isa.h"
 #include "core/parallel.h"
+#include "optim/args.h"
+#include "optim/check.h"
 #include "tt/args.h"
 #include "tt/check.h"
 
 namespace emb {
 
 EMB_SELECT_KERNELS(TtTable, kTtTable, tt_table)
+EMB_SELECT_KERNELS(UpdateRowsTable, kUpdateRowsTable, tt_update_table)
 
 // A range with fewer multiplications than this is not worth waking a thread for.
 inline constexpr int64_t kTtGrain = 1 << 21;
+inline constexpr int64_t kUpdateGrain = 1 << 15;  // elements
+// Work on whole tables, in multiplications: what a thread should have, and what a row costs
+// besides.
+inline constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
 
 using Floats = std::unique_ptr<float[]>;
 
@@ -31,65 +40,111 @@ inline void tt_reverse(const TtReverseArgs& args, int64_t rows) {
       [&](int64_t begin, int64_t end) { tt_table().reverse(args, begin, end); });
 }
 
+// One table and its part of the plan of a batch: pointers to its first left and right half. Numbers
+// in the plan count those of all tables, so they are relative to `first_row`, `first_left` and
+// `first_right`.
 struct TtBatch {
   TtShape shape;
+  int64_t first_core;  // in the list of the cores of all tables
   TtPlan plan;
+  int64_t first_row, first_left, first_right;
   int64_t num_rows, num_lefts, num_rights;
+  int64_t first_left_id, first_right_id;
   TtHalf left, right;
   std::vector<const float*> cores;
 
-  TtBatch(const char* op, const std::vector<Tensor>& core_tensors,
-          const std::vector<Tensor>& plan_tensors, const std::vector<int64_t>& row_factors,
-          const std::vector<int64_t>& dim_factors)
-      : shape(tt_shape(op, core_tensors, row_factors, dim_factors)),
-        plan(tt_plan_of(op, plan_tensors)),
-        num_rows(plan.counts[0]),
-        num_lefts(plan.counts[1]),
-        num_rights(plan.counts[2]),
+  TtBatch(const TtTables& tables, const TtPlan& all, int64_t t)
+      : shape(tables.shapes[t]),
+        first_core(tables.first_cores[t]),
+        plan(all),
+        first_row(all.row_starts()[t]),
+        first_left(all.left_starts()[t]),
+        first_right(all.right_starts()[t]),
+        num_rows(all.row_starts()[t + 1] - first_row),
+        num_lefts(all.left_starts()[t + 1] - first_left),
+        num_rights(all.right_starts()[t + 1] - first_right),
+        first_left_id(tables.first_lefts[t]),
+        first_right_id(tables.first_rights[t]),
         left(shape.left()),
         right(shape.right()) {
-    check_plan_contents(op, plan, shape);
-    for (const Tensor& core : core_tensors) cores.push_back(core.const_data_ptr<float>());
+    plan.lefts += first_left;
+    plan.left_segments += first_left;
+    plan.rights += first_right;
+    plan.right_segments += first_right;
+    for (const Tensor& core : tables.cores[t]) cores.push_back(core.const_data_ptr<float>());
   }
 
-  TtHalfCores left_cores() const { return {left, cores[0], cores[1], plan.lefts, false}; }
+  TtHalfCores left_cores() const {
+    return {left, cores[0], cores[1], plan.lefts, first_left_id, false};
+  }
 
   // Return the multiplications for the left halves [0, u) and their rows.
   int64_t cost(int64_t u) const {
     const int64_t per_left = left.pair ? left.q_outer * left.inner_size() : 0;
-    return u * per_left + plan.left_segments[u] * int64_t{1} * shape.dim() * left.rank;
+    return u * per_left + (plan.left_segments[u] - first_row) * shape.dim() * left.rank;
   }
 
   Floats scratch() const { return new_floats(tt_scratch_size(left, shape.dim())); }
 };
 
+// The core rows that the halves of a pair use, ascending, and the number among them of each half.
+struct PairRows {
+  std::vector<int32_t> outer, inner;                  // core rows
+  std::vector<int32_t> outer_numbers, inner_numbers;  // by half
+
+  PairRows(const TtHalfCores& cores, int64_t halves)
+      : outer_numbers(halves), inner_numbers(halves) {
+    std::vector<int32_t> number_of(cores.half.outer_rows, -1);
+    for (int64_t u = 0; u < halves; ++u) {
+      const auto row = static_cast<int32_t>(cores.inner_row(u));
+      if (inner.empty() || inner.back() != row) inner.push_back(row);
+      inner_numbers[u] = static_cast<int32_t>(inner.size()) - 1;
+      outer_numbers[u] = static_cast<int32_t>(cores.outer_row(u));
+      number_of[outer_numbers[u]] = 0;
+    }
+    for (size_t row = 0; row < number_of.size(); ++row) {
+      if (number_of[row] < 0) continue;
+      number_of[row] = static_cast<int32_t>(outer.size());
+      outer.push_back(static_cast<int32_t>(row));
+    }
+    for (int32_t& number : outer_numbers) number = number_of[number];
+  }
+
+  int64_t num_outer() const { return static_cast<int64_t>(outer.size()); }
+  int64_t num_inner() const { return static_cast<int64_t>(inner.size()); }
+};
+
 // The right halves of a batch, expanded: [V][columns, rank].
 struct TtRights {
-  Floats mirrored_outer, mirrored_inner;  // a pair's cores with their axes reversed
+  std::optional<PairRows> rows;           // of a pair
+  Floats mirrored_outer, mirrored_inner;  // these rows with their axes reversed
   Floats values;
   TtHalfCores cores;
 
   explicit TtRights(const TtBatch& batch)
       : values(new_floats(batch.num_rights * batch.right.value_size())),
-        cores{batch.right, nullptr, nullptr, batch.plan.rights, true} {
+        cores{batch.right, nullptr, nullptr, batch.plan.rights, batch.first_right_id, true} {
     const TtHalf& half = batch.right;
     const int last = batch.shape.cores - 1;
     if (!half.pair) {
-      tt_reverse(
-          {batch.cores[last], values.get(), batch.plan.rights, nullptr, half.rank, half.q_outer, 1},
-          batch.num_rights);
+      tt_reverse({batch.cores[last], values.get(), batch.plan.rights, nullptr, batch.first_right_id,
+                  half.rank, half.q_outer, 1},
+                 batch.num_rights);
       return;
     }
-    mirrored_outer = new_floats(half.outer_rows * half.outer_size());
-    mirrored_inner = new_floats(half.inner_rows * half.inner_size());
-    tt_reverse({batch.cores[last], mirrored_outer.get(), nullptr, nullptr, half.inner_rank,
-                half.q_outer, 1},
-               half.outer_rows);
-    tt_reverse({batch.cores[last - 1], mirrored_inner.get(), nullptr, nullptr, half.rank,
-                half.q_inner, half.inner_rank},
-               half.inner_rows);
+    rows.emplace(cores, batch.num_rights);
+    mirrored_outer = new_floats(rows->num_outer() * half.outer_size());
+    mirrored_inner = new_floats(rows->num_inner() * half.inner_size());
+    tt_reverse({batch.cores[last], mirrored_outer.get(), rows->outer.data(), nullptr, 0,
+                half.inner_rank, half.q_outer, 1},
+               rows->num_outer());
+    tt_reverse({batch.cores[last - 1], mirrored_inner.get(), rows->inner.data(), nullptr, 0,
+                half.rank, half.q_inner, half.inner_rank},
+               rows->num_inner());
     cores.outer = mirrored_outer.get();
     cores.inner = mirrored_inner.get();
+    cores.outer_numbers = rows->outer_numbers.data();
+    cores.inner_numbers = rows->inner_numbers.data();
     const int64_t per_half = half.q_outer * half.inner_size();
     parallel_balanced(
         batch.num_rights, kTtGrain, [&](int64_t v) { return v * per_half; },
@@ -103,36 +158,44 @@ struct TtRights {
 
 namespace {
 
-// Make the distinct rows of a batch; each left half is expanded once.
+// The output of `tt_rows`: rows of `stride` floats, and the values of the first `num_saved` left
+// halves of all tables, for each of which there are `value_stride` floats.
+struct TtRowsOutput {
+  float *rows, *saved;
+  int64_t stride, num_saved, value_stride;
 
-std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
-                                   std::vector<int64_t> row_factors,
-                                   std::vector<int64_t> dim_factors, int64_t num_saved) {
-  const char* op = "tt_rows";
-  const TtBatch batch(op, cores, plan, row_factors, dim_factors);
-  STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
+  // Return the part of a table: its values lie one after the other.
+  float* saved_of(const TtBatch& batch) const { return saved + batch.first_left * value_stride; }
+  int64_t num_saved_of(const TtBatch& batch) const {
+    return std::clamp<int64_t>(num_saved - batch.first_left, 0, batch.num_lefts);
+  }
+};
+
+// Make the distinct rows of one table; each left half is expanded once.
+void make_rows(const TtBatch& batch, const TtRowsOutput& out) {
   const TtHalf &left = batch.left, &right = batch.right;
-  Tensor rows = allocate(cores[0], {batch.plan.capacity, batch.shape.dim()});
-  Tensor prefixes = allocate(cores[0], {num_saved, left.value_size()});
-  if (batch.num_rows == 0) return {rows, prefixes};
-
   const TtRights rights(batch);
+  const int64_t num_saved = left.pair ? out.num_saved_of(batch) : 0;
   TtRowsArgs args{batch.left_cores(),
                   right.columns(),
                   rights.values.get(),
-                  {nullptr, 0, batch.cores.back(), batch.plan.rights, 0, right.value_size()},
+                  {nullptr, 0, batch.cores.back(), batch.plan.rights, batch.first_right_id, 0,
+                   right.value_size()},
                   batch.plan.left_segments,
                   batch.plan.row_rights,
-                  prefixes.mutable_data_ptr<float>(),
-                  left.pair ? num_saved : 0,
-                  rows.mutable_data_ptr<float>()};
+                  batch.first_right,
+                  num_saved > 0 ? out.saved_of(batch) : nullptr,
+                  num_saved,
+                  out.rows,
+                  out.stride};
   Floats natural;
   if (right.pair && args.lanes_along_right()) {
     natural = new_floats(batch.num_rights * right.value_size());
     tt_reverse(
-        {rights.values.get(), natural.get(), nullptr, nullptr, right.columns(), 1, right.rank},
+        {rights.values.get(), natural.get(), nullptr, nullptr, 0, right.columns(), 1, right.rank},
         batch.num_rights);
-    args.right_natural = {natural.get(), batch.num_rights, nullptr, nullptr, 0, right.value_size()};
+    args.right_natural = {natural.get(),     batch.num_rights, nullptr, nullptr, 0, 0,
+                          right.value_size()};
   }
   parallel_balanced(
       batch.num_lefts, kTtGrain, [&](int64_t u) { return batch.cost(u); },
@@ -140,6 +203,55 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
         const Floats scratch = batch.scratch();
         tt_table().rows(args, scratch.get(), begin, end);
       });
+}
+
+// Return the tables that have rows in the batch.
+std::vector<TtBatch> used_tables(const TtTables& tables, const TtPlan& plan) {
+  std::vector<TtBatch> used;
+  for (int64_t t = 0; t < tables.size(); ++t) {
+    TtBatch batch(tables, plan, t);
+    if (batch.num_rows > 0) used.push_back(std::move(batch));
+  }
+  return used;
+}
+
+// Call `body` for each table: on several threads at once where that keeps all of them busy, else
+// one after another, each on several threads.
+template <class Body>
+void for_tables(const std::vector<TtBatch>& tables, const Body& body) {
+  std::vector<int64_t> work = {0};  // before each table
+  int64_t most = 0;
+  for (const TtBatch& table : tables) {
+    const int64_t own = table.cost(table.num_lefts) + kRowWork * table.num_rows;
+    work.push_back(work.back() + own);
+    most = std::max(most, own);
+  }
+  const auto count = static_cast<int64_t>(tables.size());
+  if (2 * most * num_threads() > 3 * work.back()) {
+    for (const TtBatch& table : tables) body(table);
+    return;
+  }
+  parallel_balanced(
+      count, kTableGrain, [&](int64_t t) { return work[t]; },
+      [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) body(tables[t]);
+      });
+}
+
+std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
+                                   std::vector<int64_t> row_factors,
+                                   std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
+                                   int64_t num_saved) {
+  const char* op = "tt_rows";
+  const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
+  const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
+  check_plan_contents(op, plan, tables);
+  STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
+  Tensor rows = allocate(cores[0], {plan.capacity, tables.dim});
+  Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size});
+  const TtRowsOutput out{rows.mutable_data_ptr<float>(), prefixes.mutable_data_ptr<float>(),
+                         tables.dim, num_saved, tables.value_size};
+  for_tables(used_tables(tables, plan), [&](const TtBatch& batch) { make_rows(batch, out); });
   return {rows, prefixes};
 }
 
@@ -159,28 +271,29 @@ std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64
   std::vector<int64_t> starts;
   int64_t limit = 0;
   for (int64_t u = begin; u < end; ++u) {
-    if (u > begin && cores.ids[u] < limit) continue;
+    if (u > begin && cores.id(u) < limit) continue;
     starts.push_back(u);
-    limit = (cores.ids[u] / cores.half.outer_rows + 1) * cores.half.outer_rows;
+    limit = (cores.inner_row(u) + 1) * cores.half.outer_rows;
   }
   starts.push_back(end);
   return starts;
 }
 
-// The halves [begin, end) by outer row, for the sum of their outer values into the gradient of the
-// core.
+// The halves [begin, end) by outer row, for the sum of their outer values into the gradients of the
+// outer rows of the batch.
 class OuterSums {
  public:
-  OuterSums(const TtHalfCores& cores, int64_t begin, int64_t end, const float* outer_values,
-            float* grads)
-      : rows_(cores.half.outer_rows), starts_(rows_ + 1, 0), members_(end - begin) {
-    for (int64_t u = begin; u < end; ++u) ++starts_[cores.ids[u] % rows_ + 1];
+  OuterSums(const PairRows& rows, int64_t size, int64_t begin, int64_t end,
+            const float* outer_values, float* grads)
+      : rows_(rows.num_outer()), starts_(rows_ + 1, 0), members_(end - begin) {
+    const std::vector<int32_t>& number = rows.outer_numbers;
+    for (int64_t u = begin; u < end; ++u) ++starts_[number[u] + 1];
     for (int64_t i = 0; i < rows_; ++i) starts_[i + 1] += starts_[i];
     std::vector<int32_t> cursor(starts_.begin(), starts_.end() - 1);
     for (int64_t u = begin; u < end; ++u) {
-      members_[cursor[cores.ids[u] % rows_]++] = static_cast<int32_t>(u - begin);
+      members_[cursor[number[u]]++] = static_cast<int32_t>(u - begin);
     }
-    args_ = {outer_values, cores.half.outer_size(), starts_.data(), members_.data(), grads};
+    args_ = {outer_values, size, starts_.data(), members_.data(), grads};
   }
 
   int64_t rows() const { return rows_; }
@@ -193,41 +306,59 @@ class OuterSums {
   TtOuterSumArgs args_;
 };
 
-// Clear the gradients of the inner rows that no half of the batch uses.
-void clear_unused(const TtHalfCores& cores, int64_t num_halves, float* inner_grads) {
-  const int64_t size = cores.half.inner_size();
-  int64_t next = 0;
-  for (int64_t u = 0; u <= num_halves; ++u) {
-    const int64_t inner =
-        u < num_halves ? cores.ids[u] / cores.half.outer_rows : cores.half.inner_rows;
-    if (inner >= next) std::fill(inner_grads + next * size, inner_grads + inner * size, 0.0f);
-    next = inner + 1;
-  }
+// The gradients of the rows of one core that the batch uses.
+struct CoreGrads {
+  std::vector<int32_t> rows;  // ascending
+  Floats values;              // [rows][width]
+  int64_t width = 0;
+
+  int64_t size() const { return static_cast<int64_t>(rows.size()); }
+};
+
+// Copy ids of halves that are rows of a core.
+std::vector<int32_t> core_rows(const int32_t* ids, int64_t count, int64_t first_id) {
+  std::vector<int32_t> rows(count);
+  for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<int32_t>(ids[i] - first_id);
+  return rows;
 }
 
 class Backward {
  public:
-  Backward(const TtBatch& batch, const TtRights& rights, const float* prefixes, int64_t num_saved,
-           const float* row_grads)
+  // `saved` has the values of the first `num_saved` left halves; rows of gradients have `stride`
+  // floats.
+  Backward(const TtBatch& batch, const TtRights& rights, const float* saved, int64_t num_saved,
+           const float* row_grads, int64_t stride)
       : batch_(batch),
         rights_(rights),
         row_grads_(row_grads),
+        stride_(stride),
         right_grads_(new_floats(batch.num_rights * batch.right.value_size())),
         cursors_(batch.plan.right_segments, batch.plan.right_segments + batch.num_rights),
-        left_{prefixes, batch.left.pair ? std::min(num_saved, batch.num_lefts) : 0,
-              nullptr,  batch.plan.lefts,
-              0,        batch.left.value_size()} {}
+        left_{
+            saved, batch.left.pair ? num_saved : 0, nullptr, batch.plan.lefts, batch.first_left_id,
+            0,     batch.left.value_size()} {}
 
-  // Compute the gradients of the cores of the left half, and those of the right values.
-  void left_half(float* outer, float* inner) {
+  // Compute the gradients of the core or cores of the left half, and those of the right values.
+  void left_half(CoreGrads* outer, CoreGrads* inner) {
     const TtHalf& left = batch_.left;
+    const int64_t lefts = batch_.num_lefts;
+    outer->width = left.outer_size();
     if (!left.pair) {
+      outer->rows = core_rows(batch_.plan.lefts, lefts, batch_.first_left_id);
+      outer->values = new_floats(lefts * outer->width);
       left_.rest = batch_.cores[0];
-      left_groups({nullptr, outer, 0}, 0, batch_.num_lefts);
-      return right_sums(batch_.num_lefts, nullptr);
+      left_groups({nullptr, nullptr, outer->values.get(), 0}, 0, lefts);
+      return right_sums(lefts, nullptr);
     }
     left_.ids = nullptr;
-    const int64_t num_saved = left_.num_saved, lefts = batch_.num_lefts;
+    const PairRows rows(batch_.left_cores(), lefts);
+    outer->rows = rows.outer;
+    outer->values = new_floats(rows.num_outer() * outer->width);
+    std::fill_n(outer->values.get(), rows.num_outer() * outer->width, 0.0f);
+    inner->rows = rows.inner;
+    inner->width = left.inner_size();
+    inner->values = new_floats(rows.num_inner() * inner->width);
+    const int64_t num_saved = left_.num_saved;
     const bool alone = num_threads() == 1;
     const int64_t fit = (alone ? kWaveFloatsAlone : kWaveFloats) / left_.size;
     const int64_t wave = std::max(std::min(fit, lefts), 4 * kTtBlock);
@@ -235,32 +366,36 @@ class Backward {
     recomputed_ = new_floats(num_saved < lefts ? wave * left_.size : 0);
     const Floats outer_values = new_floats(saved_wave * left.outer_size());
     left_.rest = recomputed_.get();
-    clear_unused(batch_.left_cores(), lefts, inner);
     for (int64_t begin = 0, end; begin < lefts; begin = end) {
       end = begin < num_saved ? std::min(begin + saved_wave, num_saved)
                               : std::min(begin + wave, lefts);
       left_.first = begin;
-      left_groups({inner, outer_values.get(), begin}, begin, end);
-      const OuterSums sums(batch_.left_cores(), begin, end, outer_values.get(), outer);
+      left_groups({inner->values.get(), rows.inner_numbers.data(), outer_values.get(), begin},
+                  begin, end);
+      const OuterSums sums(rows, outer->width, begin, end, outer_values.get(), outer->values.get());
       right_sums(end, &sums);
     }
   }
 
-  // Compute the gradients of the cores of the right half: [last core], or [third, last] of a pair.
-  void right_half(float* last, float* third) const {
+  // Compute the gradients of the core or cores of the right half; `third` is that of a pair.
+  void right_half(CoreGrads* last, CoreGrads* third) const {
     const TtHalf& half = batch_.right;
+    last->width = half.outer_size();
     if (!half.pair) {
+      last->rows = core_rows(batch_.plan.rights, batch_.num_rights, batch_.first_right_id);
+      last->values = new_floats(batch_.num_rights * last->width);
       return tt_reverse(
-          {right_grads_.get(), last, nullptr, batch_.plan.rights, half.q_outer, half.rank, 1},
+          {right_grads_.get(), last->values.get(), nullptr, nullptr, 0, half.q_outer, half.rank, 1},
           batch_.num_rights);
     }
-    const Floats outer = new_floats(half.outer_rows * half.outer_size());
-    const Floats inner = new_floats(half.inner_rows * half.inner_size());
+    const PairRows& rows = *rights_.rows;
+    const int64_t num_outer = rows.num_outer(), num_inner = rows.num_inner();
+    const Floats outer = new_floats(num_outer * half.outer_size());
+    const Floats inner = new_floats(num_inner * half.inner_size());
     const Floats outer_values = new_floats(batch_.num_rights * half.outer_size());
-    std::fill_n(outer.get(), half.outer_rows * half.outer_size(), 0.0f);
-    clear_unused(rights_.cores, batch_.num_rights, inner.get());
+    std::fill_n(outer.get(), num_outer * half.outer_size(), 0.0f);
     const std::vector<int64_t> groups = inner_groups(rights_.cores, 0, batch_.num_rights);
-    const TtHalfGrads grads{inner.get(), outer_values.get(), 0};
+    const TtHalfGrads grads{inner.get(), rows.inner_numbers.data(), outer_values.get(), 0};
     const int64_t per_half = 2 * half.q_outer * half.inner_size();
     parallel_balanced(
         static_cast<int64_t>(groups.size()) - 1, kTtGrain,
@@ -271,14 +406,22 @@ class Backward {
                               right_grads_.get() + groups[begin] * half.value_size(), scratch.get(),
                               groups[begin], groups[end]);
         });
-    const OuterSums sums(rights_.cores, 0, batch_.num_rights, outer_values.get(), outer.get());
+    const OuterSums sums(rows, half.outer_size(), 0, batch_.num_rights, outer_values.get(),
+                         outer.get());
     parallel_balanced(
         sums.rows(), kTtGrain, [&](int64_t row) { return sums.cost(row); },
         [&](int64_t begin, int64_t end) { sums.run(begin, end); });
-    tt_reverse({outer.get(), last, nullptr, nullptr, half.q_outer, half.inner_rank, 1},
-               half.outer_rows);
-    tt_reverse({inner.get(), third, nullptr, nullptr, half.inner_rank, half.q_inner, half.rank},
-               half.inner_rows);
+    last->rows = rows.outer;
+    last->values = new_floats(num_outer * last->width);
+    third->rows = rows.inner;
+    third->width = half.inner_size();
+    third->values = new_floats(num_inner * third->width);
+    tt_reverse(
+        {outer.get(), last->values.get(), nullptr, nullptr, 0, half.q_outer, half.inner_rank, 1},
+        num_outer);
+    tt_reverse({inner.get(), third->values.get(), nullptr, nullptr, 0, half.inner_rank,
+                half.q_inner, half.rank},
+               num_inner);
   }
 
  private:
@@ -290,7 +433,9 @@ class Backward {
                                rights_.values.get(),
                                batch_.plan.left_segments,
                                batch_.plan.row_rights,
+                               batch_.first_right,
                                row_grads_,
+                               stride_,
                                grads};
     std::vector<int64_t> groups;
     if (batch_.left.pair) {
@@ -325,15 +470,18 @@ class Backward {
                                 plan.right_segments,
                                 plan.right_rows,
                                 plan.row_lefts,
+                                batch_.first_left,
                                 cursors_.data(),
                                 plan.left_segments[end],
                                 row_grads_,
+                                stride_,
                                 right_grads_.get()};
     const int64_t rights = batch_.num_rights, outer_rows = sums != nullptr ? sums->rows() : 0;
     const int64_t per_row = int64_t{1} * batch_.shape.dim() * batch_.left.rank;
     const auto cost = [&](int64_t i) {
       const int64_t v = std::min(i, rights);
-      return plan.right_segments[v] * per_row + (i > rights ? sums->cost(i - rights) : 0);
+      return (plan.right_segments[v] - batch_.first_row) * per_row +
+             (i > rights ? sums->cost(i - rights) : 0);
     };
     parallel_balanced(rights + outer_rows, kTtGrain, cost, [&](int64_t first, int64_t last) {
       if (first < rights) tt_table().right_grads(args, first, std::min(last, rights));
@@ -344,36 +492,95 @@ class Backward {
   const TtBatch& batch_;
   const TtRights& rights_;
   const float* row_grads_;
+  int64_t stride_;
   Floats right_grads_;
   Floats recomputed_;  // values of left halves that the forward pass did not save
   std::vector<int32_t> cursors_;
   TtValues left_;
 };
 
-std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan,
+// The arguments of an op that computes the gradients of cores.
+struct GradInputs {
+  TtTables tables;
+  TtPlan plan;
+  const Tensor &prefixes, gradient;
+
+  GradInputs(const char* op, const std::vector<Tensor>& cores,
+             const std::vector<Tensor>& plan_tensors, const Tensor& prefixes_in,
+             const Tensor& row_grads, const std::vector<int64_t>& row_factors,
+             const std::vector<int64_t>& dim_factors, const std::vector<int64_t>& num_cores)
+      : tables(op, cores, row_factors, dim_factors, num_cores),
+        plan(tt_plan_of(op, plan_tensors, tables.size())),
+        prefixes(prefixes_in),
+        gradient(torch::stable::contiguous(row_grads)) {
+    check_plan_contents(op, plan, tables);
+    check_core_grad_inputs(op, tables, plan.row_starts()[tables.size()], prefixes, row_grads);
+  }
+
+  // Compute the gradients of the cores of a table that has rows in the batch.
+  std::vector<CoreGrads> of(const TtBatch& batch) const {
+    const TtRights rights(batch);
+    const TtRowsOutput saved{nullptr, const_cast<float*>(prefixes.const_data_ptr<float>()), 0,
+                             prefixes.size(0), tables.value_size};
+    const int64_t num_saved = saved.num_saved_of(batch);
+    Backward backward(batch, rights, num_saved > 0 ? saved.saved_of(batch) : nullptr, num_saved,
+                      gradient.const_data_ptr<float>(), tables.dim);
+    std::vector<CoreGrads> grads(batch.shape.cores);
+    const size_t last = grads.size() - 1;
+    backward.left_half(&grads[0], &grads[1]);
+    backward.right_half(&grads[last], &grads[last - 1]);
+    return grads;
+  }
+};
+
+std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                   const Tensor& prefixes, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
-                                  std::vector<int64_t> dim_factors) {
-  const char* op = "tt_core_grads";
-  const TtBatch batch(op, cores, plan, row_factors, dim_factors);
-  check_core_grad_inputs(op, batch.shape, batch.num_rows, prefixes, row_grads);
-  const Tensor gradient = torch::stable::contiguous(row_grads);
-  const size_t last = cores.size() - 1;
+                                  std::vector<int64_t> dim_factors,
+                                  std::vector<int64_t> num_cores) {
+  const GradInputs inputs("tt_core_grads", cores, plan_tensors, prefixes, row_grads, row_factors,
+                          dim_factors, num_cores);
   std::vector<Tensor> grads;
-  for (size_t k = 0; k <= last; ++k) {
-    // The inner core of the left pair is overwritten; gradients of the others are accumulated.
-    grads.push_back(k == 1 && batch.left.pair && batch.num_rows > 0
-                        ? allocate(cores[k], {cores[k].size(0), cores[k].size(1)})
-                        : allocate_zeros(cores[k], {cores[k].size(0), cores[k].size(1)}));
+  for (const Tensor& core : cores) {
+    grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}));
   }
-  if (batch.num_rows == 0) return grads;
-  const auto data = [&](size_t k) { return grads[k].mutable_data_ptr<float>(); };
-  const TtRights rights(batch);
-  Backward backward(batch, rights, prefixes.const_data_ptr<float>(), prefixes.size(0),
-                    gradient.const_data_ptr<float>());
-  backward.left_half(data(0), data(1));
-  backward.right_half(data(last), data(last - 1));
+  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch) {
+    const std::vector<CoreGrads> found = inputs.of(batch);
+    for (size_t k = 0; k < found.size(); ++k) {
+      const CoreGrads& core = found[k];
+      float* out = grads[batch.first_core + k].mutable_data_ptr<float>();
+      for (int64_t i = 0; i < core.size(); ++i) {
+        std::copy_n(core.values.get() + i * core.width, core.width,
+                    out + core.rows[i] * core.width);
+      }
+    }
+  });
   return grads;
+}
+
+void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
+                int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
+                const Tensor& row_grads, std::vector<int64_t> row_factors,
+                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores) {
+  const char* op = "tt_update_";
+  const GradInputs inputs(op, cores, plan_tensors, prefixes, row_grads, row_factors, dim_factors,
+                          num_cores);
+  const std::vector<TierRows> tiers = check_core_states(op, optimizer, cores, states, hyper);
+  const UpdateRowsFn update = tt_update_table().find(static_cast<int>(optimizer));
+  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch) {
+    const std::vector<CoreGrads> found = inputs.of(batch);
+    for (size_t k = 0; k < found.size(); ++k) {
+      const CoreGrads& core = found[k];
+      const UpdateRowsArgs args{tiers[batch.first_core + k], core.values.get(), core.width,
+                                hyper.const_data_ptr<double>(), core.rows.data()};
+      parallel_balanced(
+          core.size(), kUpdateGrain, [&](int64_t i) { return i * core.width; },
+          [&](int64_t begin, int64_t end) {
+            const Floats scratch = new_floats(core.width);
+            update(args, scratch.get(), begin, end);
+          });
+    }
+  });
 }
 
 }  // namespace
@@ -382,4 +589,5 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, tt_rows);
   EMB_IMPL(m, emb, tt_core_grads);
+  EMB_IMPL(m, emb, tt_update_);
 }

@@ -11,30 +11,33 @@
 
 namespace emb::cuda {
 
-// Distinct halves of one kind; their number is known on the device only.
+// The distinct halves of one kind of a table, [range[0], range[1]) of those of all tables; the
+// range is known on the device only.
 struct TtHalves {
   TtHalf half;
   const float* outer;  // [outer_rows][q_outer, inner_rank]
   const float* inner;  // [inner_rows][inner_rank, q_inner, rank]
-  const int32_t *ids, *count;
-  bool mirrored;  // columns of a value come as (inner, outer)
+  const int32_t *ids, *range;
+  int64_t first_id;      // of the table
+  int64_t value_stride;  // floats between the values of halves
+  bool mirrored;         // columns of a value come as (inner, outer)
 
   EMB_DEVICE int64_t width() const { return int64_t{1} * half.q_inner * half.rank; }
-  // Return the offset in the values of line (half u, outer column); add place_offset(n) for element
-  // n of the inner core's row.
+  // Return the offset in the values of line (half u, outer column); add element_offset(n) for
+  // element n of the inner core's row.
   EMB_DEVICE int64_t line_offset(int64_t u, int outer_column) const {
-    return u * half.value_size() + outer_column * (mirrored ? half.rank : width());
+    return u * value_stride + outer_column * (mirrored ? half.rank : width());
   }
   EMB_DEVICE int64_t element_offset(int64_t n) const {
     if (!mirrored) return n;
     return n / half.rank * half.rank * half.q_outer + n % half.rank;
   }
-  // Return the first of the distinct ids that is >= id.
+  // Return the first of the table's distinct halves whose id within the table is >= id.
   EMB_DEVICE int lower_bound(int64_t id) const {
-    int low = 0, high = *count;
+    int low = range[0], high = range[1];
     while (low < high) {
       const int middle = low + (high - low) / 2;
-      if (ids[middle] < id) {
+      if (ids[middle] - first_id < id) {
         low = middle + 1;
       } else {
         high = middle;
@@ -110,7 +113,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
     const int64_t line = first + i < lines ? first + i : 0;
     const int64_t u = begin + line / q;
     const int column = static_cast<int>(line % q);
-    const int64_t row = halves.ids[u] - inner * halves.half.outer_rows;
+    const int64_t row = halves.ids[u] - halves.first_id - inner * halves.half.outer_rows;
     tiles->first_offset[i] = row * halves.half.outer_size() + column * halves.half.inner_rank;
     tiles->second_offset[i] = halves.line_offset(u, column);
   }
@@ -205,7 +208,7 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
   }
 }
 
-// outer_values[u][jo, m] = sum over n of value_grads[line, n] * inner[m, n].
+// outer_values[u - range[0]][jo, m] = sum over n of value_grads[line, n] * inner[m, n].
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
     outer_values_kernel(TtHalves halves, const float* value_grads, float* outer_values) {
   constexpr int kM = 64, kN = 32;
@@ -243,7 +246,8 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
       for (int j = 0; j < 4; ++j) {
         const int64_t n = column + thread.n + j;
         if (line >= lines || n >= height) continue;
-        outer_values[begin * halves.half.outer_size() + line * height + n] = sums[i][j];
+        const int64_t first_half = (begin - halves.range[0]) * halves.half.outer_size();
+        outer_values[first_half + line * height + n] = sums[i][j];
       }
     }
     __syncthreads();
@@ -256,13 +260,14 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
     sum_outer_kernel(TtHalves halves, const float* outer_values, float* grads) {
   __shared__ int found[kPairThreads];
   const int64_t size = halves.half.outer_size(), rows = halves.half.outer_rows;
-  const int halves_in_batch = *halves.count;
+  const int first_half = halves.range[0], halves_end = halves.range[1];
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     for (int64_t first = 0; first < halves.half.inner_rows; first += kPairThreads) {
       const int64_t inner = first + threadIdx.x, id = inner * rows + row;
-      const int u = inner < halves.half.inner_rows ? halves.lower_bound(id) : halves_in_batch;
+      const int u = inner < halves.half.inner_rows ? halves.lower_bound(id) : halves_end;
       __syncthreads();
-      found[threadIdx.x] = u < halves_in_batch && halves.ids[u] == id ? u : -1;
+      const bool exists = u < halves_end && halves.ids[u] - halves.first_id == id;
+      found[threadIdx.x] = exists ? u - first_half : -1;
       __syncthreads();
       for (int64_t d = threadIdx.x; d < size; d += kPairThreads) {
         float sum = first > 0 ? grads[row * size + d] : 0.0f;

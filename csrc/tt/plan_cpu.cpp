@@ -3,8 +3,10 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
+#include "core/feature_bags.h"
 #include "core/parallel.h"
 #include "group/group_items.h"
 #include "tt/check.h"
@@ -14,18 +16,34 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 14;
 
-Tensor tt_keys(const Tensor& indices, int64_t rows, std::vector<int64_t> row_factors) {
-  const TtKeyMap key_of = tt_table_shape("tt_keys", indices, rows, row_factors).key_map();
-  const Tensor input = torch::stable::contiguous(indices);
+Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
+               const Tensor& feature_tables) {
+  const char* op = "tt_keys";
+  check_lookups(op, indices, offsets);
+  const TtTableIds* tables = tt_table_ids(op, "feature_tables", feature_tables);
+  for (int64_t f = 0; f < feature_tables.size(0); ++f) check_table_ids(op, tables[f]);
+  const Tensor input = as_contiguous(indices), input_offsets = as_contiguous(offsets);
+  const FeatureBags feature_bags(op, feature_tables, input_offsets, bag_layout, Pooling::kNone, 0);
   const int64_t n = indices.numel();
   Tensor keys = allocate(indices, {n}, ScalarType::Long);
   const IndexArray ids = index_array(input);
   int64_t* out = keys.mutable_data_ptr<int64_t>();
+  const Bags bags{index_array(input_offsets), feature_bags.num_bags(), n};
+  // The lookups of feature f are [ends[f - 1], ends[f]).
+  std::vector<int64_t> ends(std::max<int64_t>(feature_bags.num_features(), 1), n);
+  for (int64_t f = 0; f + 1 < feature_bags.num_features(); ++f) {
+    const int64_t bag = feature_bags.first[f + 1];
+    ends[f] = std::max(f > 0 ? ends[f - 1] : 0, bag < bags.count ? bags.begin(bag) : n);
+  }
+  STD_TORCH_CHECK(n == 0 || feature_bags.num_features() > 0, op,
+                  ": feature_tables must have a row per feature, got none for ", n, " indices");
   const auto cost = [](int64_t i) { return i; };
   parallel_balanced(n, kGrain, cost, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t id = repair_index(ids[i], rows);
-      out[i] = id < 0 ? -1 : key_of(id);
+    int64_t f = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    for (; begin < end; ++f) {
+      const TtTableIds table = tables[f];
+      const int64_t stop = std::min(end, ends[f]);
+      for (; begin < stop; ++begin) out[begin] = tt_key(table, ids[begin]);
     }
   });
   return keys;
@@ -35,81 +53,134 @@ struct PlanTensors {
   std::vector<Tensor> tensors;
   int32_t* data[kTtPlanTensors];
 
-  explicit PlanTensors(const Tensor& like) {
+  PlanTensors(const Tensor& like, int64_t tables) {
     const int64_t n = like.numel();
-    for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, int64_t{3}}) {
+    for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, 3 * (tables + 1)}) {
       tensors.push_back(allocate(like, {size}, ScalarType::Int));
     }
     for (int i = 0; i < kTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
   }
 };
 
-// Find runs of equal left halves among rows [0, m); return their number.
-int64_t find_lefts(const int64_t* keys, int64_t m, int64_t rights, const PlanTensors& plan) {
+// The distinct keys of a batch, and the tables that they are of.
+struct Keys {
+  const int64_t* data;
+  int64_t count;
+  const TtTableIds* tables;
+  int64_t num_tables;
+
+  // Return the first key of table t; for t = num_tables, a bound of all keys.
+  int64_t first(int64_t t) const { return t < num_tables ? tables[t].first_key : kUnlimited; }
+};
+
+// Find the rows of each table, and among them runs of equal left halves.
+void find_lefts(const Keys& keys, const PlanTensors& plan) {
   int32_t *lefts = plan.data[kTtLefts], *segments = plan.data[kTtLeftSegments],
-          *row_lefts = plan.data[kTtRowLefts];
-  int64_t count = 0, limit = 0;  // the current run contains keys below `limit`
-  for (int64_t j = 0; j < m; ++j) {
-    if (keys[j] >= limit) {
-      const int64_t left = keys[j] / rights;
-      limit = (left + 1) * rights;
-      lefts[count] = static_cast<int32_t>(left);
-      segments[count++] = static_cast<int32_t>(j);
+          *row_lefts = plan.data[kTtRowLefts], *starts = plan.data[kTtStarts];
+  int32_t* left_starts = starts + keys.num_tables + 1;
+  int64_t count = 0, j = 0;
+  for (int64_t t = 0; t < keys.num_tables; ++t) {
+    const TtTableIds table = keys.tables[t];
+    const int64_t last_key = keys.first(t + 1);
+    int64_t limit = 0;  // the current run contains keys below `limit`
+    starts[t] = static_cast<int32_t>(j);
+    left_starts[t] = static_cast<int32_t>(count);
+    for (; j < keys.count && keys.data[j] < last_key; ++j) {
+      if (keys.data[j] >= limit) {
+        const int64_t left = (keys.data[j] - table.first_key) / table.rights;
+        limit = table.first_key + (left + 1) * table.rights;
+        lefts[count] = static_cast<int32_t>(table.first_left + left);
+        segments[count++] = static_cast<int32_t>(j);
+      }
+      row_lefts[j] = static_cast<int32_t>(count - 1);
     }
-    row_lefts[j] = static_cast<int32_t>(count - 1);
   }
-  segments[count] = static_cast<int32_t>(m);
-  return count;
+  starts[keys.num_tables] = static_cast<int32_t>(keys.count);
+  left_starts[keys.num_tables] = static_cast<int32_t>(count);
+  segments[count] = static_cast<int32_t>(keys.count);
 }
 
-// Group rows [0, m), whose left halves are known, by their right half; return the number of groups.
-int64_t find_rights(const int64_t* keys, int64_t m, int64_t rights, const PlanTensors& plan) {
-  const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts];
+// Group the rows, whose left halves are known, by their right half.
+void find_rights(const Keys& keys, int64_t right_ids, const PlanTensors& plan) {
+  const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts],
+                *starts = plan.data[kTtStarts];
+  const int64_t m = keys.count;
   std::vector<int64_t> firsts(group_parts(m) + 1);
   const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
   for (int64_t part = 0; part <= parts; ++part) firsts[part] = m * part / parts;
   const auto fill = [&](int64_t part, const auto& put) {
-    for (int64_t j = firsts[part]; j < firsts[part + 1]; ++j) {
-      put(j, keys[j] - lefts[row_lefts[j]] * rights);
+    int64_t j = firsts[part];
+    int64_t t = std::upper_bound(starts, starts + keys.num_tables + 1, j) - starts - 1;
+    for (; j < firsts[part + 1]; ++t) {
+      const TtTableIds table = keys.tables[t];
+      const int64_t stop = std::min<int64_t>(firsts[part + 1], starts[t + 1]);
+      for (; j < stop; ++j) {
+        const int64_t left = lefts[row_lefts[j]] - table.first_left;
+        put(j, table.first_right + keys.data[j] - table.first_key - left * table.rights);
+      }
     }
   };
   int32_t count = 0;
   const GroupOutput out{plan.data[kTtRights], false, plan.data[kTtRightSegments],
                         plan.data[kTtRightRows], &count};
-  group_items<Item32>(m, rights, firsts, fill, out, [](int64_t, int64_t) {});
-  const int32_t *segments = plan.data[kTtRightSegments], *rows = plan.data[kTtRightRows];
+  group_items<Item32>(m, right_ids, firsts, fill, out, [](int64_t, int64_t) {});
+  const int32_t *rights = plan.data[kTtRights], *segments = plan.data[kTtRightSegments],
+                *rows = plan.data[kTtRightRows];
   for (int32_t v = 0; v < count; ++v) {
-    for (int32_t t = segments[v]; t < segments[v + 1]; ++t) plan.data[kTtRowRights][rows[t]] = v;
+    for (int32_t i = segments[v]; i < segments[v + 1]; ++i) plan.data[kTtRowRights][rows[i]] = v;
   }
-  return count;
+  int32_t* right_starts = plan.data[kTtStarts] + 2 * (keys.num_tables + 1);
+  for (int64_t t = 0; t < keys.num_tables; ++t) {
+    const int64_t first = keys.tables[t].first_right;
+    right_starts[t] =
+        static_cast<int32_t>(std::lower_bound(rights, rights + count, first) - rights);
+  }
+  right_starts[keys.num_tables] = count;
 }
 
-std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
-                            std::vector<int64_t> row_factors) {
+std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tensor& tables,
+                            int64_t left_ids, int64_t right_ids) {
   const char* op = "tt_plan";
   check_dtype(op, "keys", keys, ScalarType::Long, "int64");
   check_dtype(op, "count", count, ScalarType::Int, "int32");
-  const TtShape shape = tt_row_shape(op, row_factors);
+  const TtTableIds* table = tt_table_ids(op, "tables", tables);
+  const int64_t num_tables = tables.size(0);
+  int64_t keys_end = 0, lefts_end = 0, rights_end = 0;
+  for (int64_t t = 0; t < num_tables; ++t) {
+    check_table_ids(op, table[t]);
+    STD_TORCH_CHECK(table[t].first_key == keys_end && table[t].first_left == lefts_end &&
+                        table[t].first_right == rights_end,
+                    op, ": tables must follow each other, as emblib.ops.tt.layout_of makes them");
+    const int64_t lefts = table[t].first * table[t].second, rights = table[t].rights;
+    const double keys = static_cast<double>(lefts) * static_cast<double>(rights);
+    STD_TORCH_CHECK(lefts <= kMaxTtIds - lefts_end && rights <= kMaxTtIds - rights_end &&
+                        keys <= kMaxTtRows - static_cast<double>(keys_end),
+                    op, ": the halves of all tables must be fewer than 2^31");
+    keys_end += lefts * rights;
+    lefts_end += lefts;
+    rights_end += rights;
+  }
+  STD_TORCH_CHECK(num_tables > 0 && left_ids == lefts_end && right_ids == rights_end, op,
+                  ": left_ids and right_ids must be ", lefts_end, " and ", rights_end,
+                  ", as the tables say, got ", left_ids, " and ", right_ids);
   const int64_t n = keys.numel(), m = count.numel() > 0 ? *count.const_data_ptr<int32_t>() : 0;
   STD_TORCH_CHECK(m >= 0 && m <= n && keys.is_contiguous(), op,
                   ": count must be the number of distinct keys, in [0, ", n, "], got ", m);
-  PlanTensors plan(keys);
-  const int64_t rights = shape.right().ids();
-  const int64_t* key = keys.const_data_ptr<int64_t>();
+  PlanTensors plan(keys, num_tables);
+  const Keys sorted{keys.const_data_ptr<int64_t>(), m, table, num_tables};
   bool ascending = true;
-  for (int64_t j = 1; j < m; ++j) ascending &= key[j - 1] < key[j];
-  STD_TORCH_CHECK(
-      m == 0 || (ascending && key[0] >= 0 && key[m - 1] / rights < shape.left().ids()), op,
-      ": keys must be distinct and ascending, as tbe_group returns them, and below the product of "
-      "row_factors");
-  const int64_t lefts = find_lefts(key, m, rights, plan);
-  const int64_t distinct_rights = find_rights(key, m, rights, plan);
-  const int64_t used[] = {lefts, lefts + 1, m, distinct_rights, distinct_rights + 1, m, m};
-  for (int i = 0; i < kTtCounts; ++i) {
+  for (int64_t j = 1; j < m; ++j) ascending &= sorted.data[j - 1] < sorted.data[j];
+  STD_TORCH_CHECK(m == 0 || (ascending && sorted.data[0] >= 0 && sorted.data[m - 1] < keys_end), op,
+                  ": keys must be distinct and ascending, as tbe_group returns them, and below the "
+                  "product of row_factors");
+  find_lefts(sorted, plan);
+  find_rights(sorted, right_ids, plan);
+  const int32_t* starts = plan.data[kTtStarts];
+  const int64_t lefts = starts[2 * num_tables + 1], rights = starts[3 * num_tables + 2];
+  const int64_t used[] = {lefts, lefts + 1, m, rights, rights + 1, m, m};
+  for (int i = 0; i < kTtStarts; ++i) {
     std::fill(plan.data[i] + used[i], plan.data[i] + plan.tensors[i].numel(), 0);
   }
-  const int64_t counts[] = {m, lefts, distinct_rights};
-  for (int i = 0; i < 3; ++i) plan.data[kTtCounts][i] = static_cast<int32_t>(counts[i]);
   return plan.tensors;
 }
 

@@ -2,6 +2,7 @@
 // the device.
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
 #include <vector>
 
 #include "group/device_sort.h"
@@ -11,14 +12,23 @@
 namespace emb::cuda {
 namespace {
 
-Tensor tt_keys(const Tensor& indices, int64_t rows, std::vector<int64_t> row_factors) {
-  const TtShape shape = tt_table_shape("tt_keys", indices, rows, row_factors);
+Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
+               const Tensor& feature_tables) {
+  const char* op = "tt_keys";
+  check_lookups(op, indices, offsets);
+  const TtTableIds* tables = tt_table_ids(op, "feature_tables", feature_tables);
+  check_same_device(op, "feature_tables", feature_tables, indices);
   const CudaLauncher launcher(indices);
   const Tensor input = torch::stable::contiguous(indices);
-  const int64_t n = indices.numel();
+  const Tensor input_offsets = torch::stable::contiguous(offsets);
+  const int64_t n = indices.numel(), features = feature_tables.size(0);
+  STD_TORCH_CHECK(n == 0 || features > 0, op,
+                  ": feature_tables must have a row per feature, got none for ", n, " indices");
   Tensor keys = allocate(indices, {n}, ScalarType::Long);
-  launch_tt_keys(launcher,
-                 {index_array(input), n, rows, shape.key_map(), keys.mutable_data_ptr<int64_t>()});
+  const Bags bags{index_array(input_offsets), offsets.numel() - 1, n};
+  launch_tt_keys(launcher, {index_array(input), n, tables, static_cast<int>(features), bags,
+                            bag_map(op, features, input_offsets, bag_layout, 0),
+                            keys.mutable_data_ptr<int64_t>()});
   return keys;
 }
 
@@ -30,35 +40,44 @@ void group_halves(const CudaLauncher& launcher, const Tensor& like,
   launch_inverse(launcher, out.segments, sort.sorted_positions, out.count, sort.n, row_halves);
 }
 
-std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count,
-                            std::vector<int64_t> row_factors) {
+std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tensor& tables,
+                            int64_t left_ids, int64_t right_ids) {
   const char* op = "tt_plan";
   check_dtype(op, "keys", keys, ScalarType::Long, "int64");
   check_dtype(op, "count", count, ScalarType::Int, "int32");
   check_same_device(op, "count", count, keys);
-  const TtShape shape = tt_row_shape(op, row_factors);
+  const TtTableIds* table = tt_table_ids(op, "tables", tables);
+  check_same_device(op, "tables", tables, keys);
   STD_TORCH_CHECK(count.numel() == 1 && keys.is_contiguous(), op,
                   ": keys and count must come from one call of tbe_group");
+  STD_TORCH_CHECK(tables.size(0) > 0 && left_ids > 0 && left_ids <= kMaxTtIds && right_ids > 0 &&
+                      right_ids <= kMaxTtIds,
+                  op, ": the halves of all tables must be fewer than 2^31, got ", left_ids, " and ",
+                  right_ids);
   const CudaLauncher launcher(keys);
-  const int64_t n = keys.numel();
+  const int64_t n = keys.numel(), num_tables = tables.size(0);
   std::vector<Tensor> plan;
-  for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, int64_t{3}}) {
+  for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, 3 * (num_tables + 1)}) {
     plan.push_back(allocate(keys, {size}, ScalarType::Int));
   }
   const auto data = [&](TtPlanTensor i) { return plan[i].mutable_data_ptr<int32_t>(); };
   const Tensor left_rows = allocate(keys, {n}, ScalarType::Int);
-  const DeviceSort<uint32_t> left(keys, n, shape.left().ids(),
-                                  left_rows.mutable_data_ptr<int32_t>());
-  const DeviceSort<uint32_t> right(keys, n, shape.right().ids(), data(kTtRightRows));
-  int32_t* counts = data(kTtCounts);
-  launch_tt_split(launcher, {keys.const_data_ptr<int64_t>(), count.const_data_ptr<int32_t>(),
-                             shape.right().ids(), left.buffers(), right.buffers(), counts});
-  group_halves(launcher, keys, left.buffers(),
-               {data(kTtLefts), false, data(kTtLeftSegments), counts + 1, nullptr, nullptr},
-               data(kTtRowLefts));
+  const DeviceSort<uint32_t> left(keys, n, left_ids, left_rows.mutable_data_ptr<int32_t>());
+  const DeviceSort<uint32_t> right(keys, n, right_ids, data(kTtRightRows));
+  const auto* key = keys.const_data_ptr<int64_t>();
+  const int tables_ = static_cast<int>(num_tables);
+  int32_t* starts = data(kTtStarts);
+  launch_tt_split(launcher, {key, count.const_data_ptr<int32_t>(), table, tables_, left.buffers(),
+                             right.buffers(), starts});
+  group_halves(
+      launcher, keys, left.buffers(),
+      {data(kTtLefts), false, data(kTtLeftSegments), starts + 2 * num_tables + 1, nullptr, nullptr},
+      data(kTtRowLefts));
   group_halves(launcher, keys, right.buffers(),
-               {data(kTtRights), false, data(kTtRightSegments), counts + 2, nullptr, nullptr},
+               {data(kTtRights), false, data(kTtRightSegments), starts + 3 * num_tables + 2,
+                nullptr, nullptr},
                data(kTtRowRights));
+  launch_tt_starts(launcher, {key, data(kTtLefts), data(kTtRights), table, tables_, starts});
   return plan;
 }
 

@@ -12,23 +12,29 @@ namespace emb::cuda {
 inline constexpr int kRowThreads = 128;
 inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
 
-// The values of left halves: in a buffer, or, if the half is a single core, the core's row
-// `ids[u]`.
-struct TtLeftValues {
-  const float* data;
+// A row of floats per half: of a buffer, or, with ids, of a core.
+template <class Float>
+struct TtHalfRows {
+  Float* data;
   const int32_t* ids;
+  int64_t first_id;  // of the table
+  int64_t stride;    // floats between rows
 
-  EMB_DEVICE const float* at(int64_t u, int64_t size) const {
-    return data + (ids != nullptr ? ids[u] : u) * size;
+  EMB_DEVICE Float* at(int64_t u) const {
+    return data + (ids != nullptr ? ids[u] - first_id : u) * stride;
   }
 };
 
+// One table of a batch. Numbers of rows and halves are those of all tables; the ranges of this one
+// are known on the device only.
 struct TtRowsArgs {
   int left_columns, right_columns, rank;
-  TtLeftValues left;
-  const float* right;  // [V][right columns, rank]
+  TtHalfRows<const float> left;
+  const float* right;  // [V][right_stride], of which [right columns, rank] are used
+  int64_t right_stride;
+  int64_t row_stride;  // floats between rows and between their gradients
   const int32_t *left_segments, *row_lefts, *row_rights;
-  const int32_t *left_count, *right_count;
+  const int32_t *left_range, *right_range;
   const int32_t *right_segments, *right_rows;
   int64_t left_capacity, right_capacity, row_capacity;
 
@@ -54,13 +60,14 @@ EMB_DEVICE float dot(const float* a, const float* b, int n) {
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     tt_rows_kernel(TtRowsArgs args, float* rows) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-  const int64_t dim = args.dim(), lefts = *args.left_count;
-  const bool vectors =
-      args.rank % 4 == 0 && is_aligned(args.left.data, 16) && is_aligned(args.right, 16);
-  for (int64_t u = simt::global_warp(); u < lefts; u += simt::warps_in_grid()) {
-    const float* left = args.left.at(u, args.left_size());
+  const int64_t dim = args.dim(), last = args.left_range[1];
+  const bool vectors = args.rank % 4 == 0 && args.left.stride % 4 == 0 &&
+                       args.right_stride % 4 == 0 && is_aligned(args.left.data, 16) &&
+                       is_aligned(args.right, 16);
+  for (int64_t u = args.left_range[0] + simt::global_warp(); u < last; u += simt::warps_in_grid()) {
+    const float* left = args.left.at(u);
     for (int64_t j = args.left_segments[u]; j < args.left_segments[u + 1]; ++j) {
-      const float* right = args.right + args.row_rights[j] * args.right_size();
+      const float* right = args.right + args.row_rights[j] * args.right_stride;
       for (int o = lane; o < dim; o += static_cast<int>(simt::kWarp)) {
         const int row = o / args.right_columns;
         const float* a = left + int64_t{1} * row * args.rank;
@@ -71,7 +78,7 @@ EMB_DEVICE float dot(const float* a, const float* b, int n) {
         } else {
           for (int r = 0; r < args.rank; ++r) sum += a[r] * b[r];
         }
-        rows[j * dim + o] = sum;
+        rows[j * args.row_stride + o] = sum;
       }
     }
   }
@@ -97,19 +104,19 @@ struct LaneElements {
 inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarp);
 
 // grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]; one
-// warp per left half. With `ids` the result is written to the row of a core.
-[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
-    left_grads_kernel(TtRowsArgs args, const float* row_grads, float* grads, const int32_t* ids) {
-  const int64_t size = args.left_size(), dim = args.dim(), lefts = *args.left_count;
-  for (int64_t u = simt::global_warp(); u < lefts; u += simt::warps_in_grid()) {
-    float* out = grads + (ids != nullptr ? ids[u] : u) * size;
+// warp per left half. With ids the results are rows of a core's gradient.
+[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, 6)
+    left_grads_kernel(TtRowsArgs args, const float* row_grads, TtHalfRows<float> grads) {
+  const int64_t size = args.left_size(), last = args.left_range[1];
+  for (int64_t u = args.left_range[0] + simt::global_warp(); u < last; u += simt::warps_in_grid()) {
+    float* out = grads.at(u);
     const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
     for (int64_t first = 0; first < size; first += kPass) {
       const LaneElements elements(first, size, args.rank);
       float sums[kElementsPerLane] = {};
       for (int64_t j = begin; j < end; ++j) {
-        const float* right = args.right + args.row_rights[j] * args.right_size();
-        const float* grad = row_grads + j * dim;
+        const float* right = args.right + args.row_rights[j] * args.right_stride;
+        const float* grad = row_grads + j * args.row_stride;
         for (int jr = 0; jr < args.right_columns; ++jr) {
 #pragma unroll
           for (int i = 0; i < kElementsPerLane; ++i) {
@@ -127,7 +134,8 @@ inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::k
 }
 
 // A right half may be in any number of rows, so the rows are divided into chunks at multiples of
-// kTtChunk. Chunk c of half v has slot v + c: this needs no scan, and no two chunks share a slot.
+// kTtChunk, counted from the first row of the table. Chunk c of half number v of the table has slot
+// v + c: this needs no scan, and no two chunks share a slot.
 inline constexpr int64_t kTtChunk = 64;
 
 EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / kTtChunk + 1; }
@@ -136,32 +144,34 @@ EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / k
 // row_grads[j][jl, jr] * left[jl, r]; one warp per slot and pass.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     right_partials_kernel(TtRowsArgs args, const float* row_grads, float* partials) {
-  const int64_t size = args.right_size(), dim = args.dim();
-  const int rights = *args.right_count;
+  const int64_t size = args.right_size();
+  const int first_right = args.right_range[0], rights = args.right_range[1] - first_right;
+  const int32_t* segments = args.right_segments + first_right;
+  const int64_t first_row = segments[0];
   const int64_t passes = (size + kPass - 1) / kPass;
-  const int64_t work = rights == 0 ? 0 : tt_slots(rights, args.right_segments[rights]) * passes;
+  const int64_t work = rights == 0 ? 0 : tt_slots(rights, segments[rights] - first_row) * passes;
   for (int64_t w = simt::global_warp(); w < work; w += simt::warps_in_grid()) {
     const int64_t slot = w / passes;
     int low = 0, high = rights - 1;  // the last half whose first slot is <= slot
     while (low < high) {
       const int middle = low + (high - low + 1) / 2;
-      if (middle + args.right_segments[middle] / kTtChunk <= slot) {
+      if (middle + (segments[middle] - first_row) / kTtChunk <= slot) {
         low = middle;
       } else {
         high = middle - 1;
       }
     }
     const int64_t chunk = slot - low;
-    const int64_t segment = args.right_segments[low], segment_end = args.right_segments[low + 1];
+    const int64_t segment = segments[low] - first_row, segment_end = segments[low + 1] - first_row;
     const int64_t begin = segment > chunk * kTtChunk ? segment : chunk * kTtChunk;
     const int64_t last = (chunk + 1) * kTtChunk, end = segment_end < last ? segment_end : last;
     if (begin >= end) continue;
     const LaneElements elements((w - slot * passes) * kPass, size, args.rank);
     float sums[kElementsPerLane] = {};
     for (int64_t t = begin; t < end; ++t) {
-      const int64_t j = args.right_rows[t];
-      const float* left = args.left.at(args.row_lefts[j], args.left_size());
-      const float* grad = row_grads + j * dim;
+      const int64_t j = args.right_rows[first_row + t];
+      const float* left = args.left.at(args.row_lefts[j]);
+      const float* grad = row_grads + j * args.row_stride;
       for (int jl = 0; jl < args.left_columns; ++jl) {
 #pragma unroll
         for (int i = 0; i < kElementsPerLane; ++i) {
@@ -180,37 +190,38 @@ EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / k
 // grads[v] = sum of the chunks of v, in order.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     right_sums_kernel(TtRowsArgs args, const float* partials, float* grads) {
-  const int64_t size = args.right_size(), work = *args.right_count * size;
+  const int64_t size = args.right_size();
+  const int first_right = args.right_range[0];
+  const int32_t* segments = args.right_segments + first_right;
+  const int64_t work = (args.right_range[1] - first_right) * size, first_row = segments[0];
   for (int64_t e = simt::global_thread(); e < work; e += simt::threads_in_grid()) {
-    const int64_t v = e / size;
-    const int64_t first = v + args.right_segments[v] / kTtChunk;
-    const int64_t last = v + (args.right_segments[v + 1] - 1) / kTtChunk;
+    const int64_t v = e / size, element = e - v * size;
+    const int64_t first = v + (segments[v] - first_row) / kTtChunk;
+    const int64_t last = v + (segments[v + 1] - 1 - first_row) / kTtChunk;
     float sum = 0.0f;
-    for (int64_t slot = first; slot <= last; ++slot) sum += partials[slot * size + e - v * size];
-    grads[e] = sum;
+    for (int64_t slot = first; slot <= last; ++slot) sum += partials[slot * size + element];
+    grads[(first_right + v) * args.right_stride + element] = sum;
   }
 }
 
-// Reverses the axes of rows: row from_ids[i] of `from`, or i, becomes row to_ids[i] of `to`, or i;
-// one thread per element.
+// Reverses the axes of rows, those in `range` or all `rows`; one thread per element.
 struct TtReverseArgs {
-  const float* from;                         // [..][a, q, b]
-  float* to;                                 // [..][b, q, a]
-  const int32_t *from_ids, *to_ids, *count;  // count: number of rows; if null, `rows`
+  TtHalfRows<const float> from;  // [..][a, q, b]
+  TtHalfRows<float> to;          // [..][b, q, a]
+  const int32_t* range;          // of the rows; if null, all
   int64_t rows, a, q, b;
 };
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     reverse_kernel(TtReverseArgs args) {
   const int64_t size = args.a * args.q * args.b;
-  const int64_t rows = args.count != nullptr ? *args.count : args.rows;
+  const int64_t first = args.range != nullptr ? args.range[0] : 0;
+  const int64_t rows = args.range != nullptr ? args.range[1] - first : args.rows;
   for (int64_t e = simt::global_thread(); e < rows * size; e += simt::threads_in_grid()) {
     const int64_t row = e / size, element = e - row * size;
     const int64_t ai = element % args.a, j = element / args.a % args.q;
     const int64_t bi = element / (args.a * args.q);
-    const int64_t from = args.from_ids != nullptr ? args.from_ids[row] : row;
-    const int64_t to = args.to_ids != nullptr ? args.to_ids[row] : row;
-    args.to[to * size + element] = args.from[from * size + (ai * args.q + j) * args.b + bi];
+    args.to.at(first + row)[element] = args.from.at(first + row)[(ai * args.q + j) * args.b + bi];
   }
 }
 
@@ -231,10 +242,9 @@ void launch_tt_rows(const Launcher& launcher, const TtRowsArgs& args, float* row
 // `partials` is scratch, [tt_slots(right_capacity, row_capacity)][right_size].
 template <class Launcher>
 void launch_value_grads(const Launcher& launcher, const TtRowsArgs& args, const float* row_grads,
-                        float* left_grads, const int32_t* left_ids, float* partials,
-                        float* right_grads) {
+                        const TtHalfRows<float>& left_grads, float* partials, float* right_grads) {
   launcher(left_grads_kernel, blocks_for(args.left_capacity, kRowWarps, launcher.blocks(64)),
-           kRowThreads, args, row_grads, left_grads, left_ids);
+           kRowThreads, args, row_grads, left_grads);
   const int64_t slots = tt_slots(args.right_capacity, args.row_capacity);
   const int64_t passes = (args.right_size() + kPass - 1) / kPass;
   launcher(right_partials_kernel, blocks_for(slots * passes, kRowWarps, launcher.blocks(64)),

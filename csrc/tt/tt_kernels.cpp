@@ -217,19 +217,21 @@ struct Scratch {
 // Return the end of the block that begins with half u: the same inner row, at most kTtBlock halves.
 EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
   const int64_t max_end = u + kTtBlock < end ? u + kTtBlock : end;
-  const int64_t inner = cores.ids[u] / cores.half.outer_rows;
-  const int64_t limit = (inner + 1) * cores.half.outer_rows;  // above all ids if not a pair
+  // Above all ids if not a pair.
+  const int64_t limit = (cores.inner_row(u) + 1) * cores.half.outer_rows;
   int64_t last = u + 1;
-  while (last < max_end && cores.ids[last] < limit) ++last;
+  while (last < max_end && cores.id(last) < limit) ++last;
   return last;
 }
 
 // Copy the outer rows of the halves [begin, end) one after the other: [n q_outer, inner_rank].
 EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, float* packed) {
   const int64_t size = cores.half.outer_size();
-  const int64_t base = cores.ids[begin] / cores.half.outer_rows * cores.half.outer_rows;
+  const int64_t base = cores.inner_row(begin) * cores.half.outer_rows;
   for (int64_t u = begin; u < end; ++u) {
-    copy(cores.outer + (cores.ids[u] - base) * size, size, packed + (u - begin) * size);
+    const int64_t row =
+        cores.outer_numbers != nullptr ? cores.outer_numbers[u] : cores.id(u) - base;
+    copy(cores.outer + row * size, size, packed + (u - begin) * size);
   }
 }
 
@@ -261,7 +263,7 @@ EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
             .a = scratch.packed,
             .a_row = half.inner_rank,
             .a_column = 1,
-            .b = cores.inner + cores.ids[begin] / half.outer_rows * half.inner_size(),
+            .b = cores.inner_of(begin),
             .b_row = width,
             .c = out,
             .c_row = width,
@@ -288,8 +290,8 @@ EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
   const bool along_right = args.lanes_along_right();
   if (!along_right) transpose({value, columns, rank, rank}, scratch.value, columns);
   for (int64_t j = begin; j < end; ++j) {
-    const int64_t v = args.row_rights[j];
-    float* row = args.rows + j * columns * right_columns;
+    const int64_t v = args.row_rights[j] - args.first_right;
+    float* row = args.rows + j * args.row_stride;
     if (along_right) {
       multiply({.m = columns,
                 .n = right_columns,
@@ -329,7 +331,7 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
     if (left.half.pair) expand_block(left, u, next, scratch, values);
     for (int64_t i = u; i < next; ++i) {
       const float* value =
-          left.half.pair ? values + (i - u) * size : left.outer + left.ids[i] * size;
+          left.half.pair ? values + (i - u) * size : left.outer + left.id(i) * size;
       rows_of_left(args, i, value, scratch);
     }
   }
@@ -341,8 +343,8 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, i
   const TtHalf& half = cores.half;
   const int64_t width = int64_t{1} * half.q_inner * half.rank;
   const int64_t lines = (end - begin) * half.q_outer;
-  const int64_t inner = cores.ids[begin] / half.outer_rows;
-  const bool starts_group = begin == 0 || cores.ids[begin - 1] / half.outer_rows != inner;
+  const int64_t inner = grads.inner_numbers[begin];
+  const bool starts_group = begin == 0 || grads.inner_numbers[begin - 1] != inner;
   if (cores.mirrored) {
     reorder(half, value_grads, Order::kOuterFirst, end - begin, scratch.permuted);
     value_grads = scratch.permuted;
@@ -376,11 +378,9 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, i
 EMB_HD void transpose_inner(const TtHalfCores& cores, int64_t begin, int64_t u,
                             const Scratch& scratch) {
   const TtHalf& half = cores.half;
-  const int64_t inner = cores.ids[u] / half.outer_rows;
-  if (u > begin && cores.ids[u - 1] / half.outer_rows == inner) return;
+  if (u > begin && cores.inner_row(u - 1) == cores.inner_row(u)) return;
   const int64_t width = int64_t{1} * half.q_inner * half.rank;
-  transpose({cores.inner + inner * half.inner_size(), half.inner_rank, width, width}, scratch.inner,
-            half.inner_rank);
+  transpose({cores.inner_of(u), half.inner_rank, width, width}, scratch.inner, half.inner_rank);
 }
 
 void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* value_grads,
@@ -403,10 +403,10 @@ EMB_HD void value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
     multiply({.m = columns,
               .n = rank,
               .k = right_columns,
-              .a = args.row_grads + j * columns * right_columns,
+              .a = args.row_grads + j * args.row_stride,
               .a_row = right_columns,
               .a_column = 1,
-              .b = args.right + int64_t{args.row_rights[j]} * right_columns * rank,
+              .b = args.right + (args.row_rights[j] - args.first_right) * right_columns * rank,
               .b_row = rank,
               .c = out,
               .c_row = rank,
@@ -421,9 +421,9 @@ void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin,
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(left, u, end);
     for (int64_t i = u; i < next; ++i) {
-      value_grad(args, i,
-                 left.half.pair ? scratch.values + (i - u) * size
-                                : args.grads.outer_values + left.ids[i] * size);
+      value_grad(
+          args, i,
+          left.half.pair ? scratch.values + (i - u) * size : args.grads.outer_values + i * size);
     }
     if (!left.half.pair) continue;
     transpose_inner(left, begin, u, scratch);
@@ -440,10 +440,10 @@ void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
       multiply({.m = right_columns,
                 .n = rank,
                 .k = columns,
-                .a = args.row_grads + j * columns * right_columns,
+                .a = args.row_grads + j * args.row_stride,
                 .a_row = 1,
                 .a_column = right_columns,
-                .b = args.left.at(args.row_lefts[j]),
+                .b = args.left.at(args.row_lefts[j] - args.first_left),
                 .b_row = rank,
                 .c = args.grads + v * right_columns * rank,
                 .c_row = rank,
@@ -465,9 +465,12 @@ void sum_outer(const TtOuterSumArgs& args, int64_t begin, int64_t end) {
 
 void reverse(const TtReverseArgs& args, int64_t begin, int64_t end) {
   const int64_t a = args.a, q = args.q, b = args.b, size = a * q * b;
+  const auto row = [&](const int32_t* ids, int64_t i) {
+    return ids != nullptr ? ids[i] - args.first_id : i;
+  };
   for (int64_t i = begin; i < end; ++i) {
-    const float* from = args.from + (args.from_ids != nullptr ? args.from_ids[i] : i) * size;
-    float* to = args.to + (args.to_ids != nullptr ? args.to_ids[i] : i) * size;
+    const float* from = args.from + row(args.from_ids, i) * size;
+    float* to = args.to + row(args.to_ids, i) * size;
     if (b == 1 || a == 1) {  // one axis of length 1: a plain transposition
       const int64_t lines = b == 1 ? a : q;
       transpose({from, lines, size / lines, size / lines}, to, lines);

@@ -92,6 +92,11 @@ def for_update() -> Iterator[None]:
         _for_update.reset(before)
 
 
+def is_for_update() -> bool:
+    """Return whether lookups are made for their backward alone."""
+    return _for_update.get()
+
+
 def _shape(batch: Lookup) -> tuple[int, ...]:
     """Return the shape of the output of a lookup."""
     if batch.pooling is Pooling.NONE:
@@ -159,7 +164,7 @@ class FusedLookup(torch.autograd.Function):
         """Return `[B, output_dim]`, `[output_dim]` with a bag layout, `[L, dim]` for NONE."""
         _save(ctx, batch, sample_weights, row_weights)
         ctx.tiers, ctx.rule = tiers, rule
-        if not torch.compiler.is_compiling() and _for_update.get():
+        if not torch.compiler.is_compiling() and is_for_update():
             return _zeros(batch, tiers.output_dtype, grad_anchor.device)
         return lookup_no_grad(tiers.weights, batch, sample_weights, tiers.output_dtype)
 
@@ -176,40 +181,72 @@ class FusedLookup(torch.autograd.Function):
     @staticmethod
     def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, _, row_weights = _saved(ctx)
-        tiers, rule = ctx.tiers, ctx.rule
-        scale = is_finite = overflow = None
-        if ctx.needs_input_grad[0]:
-            scale = scale_of_backward()
-        if scale is not None:
-            grad, is_finite = found = unscaled(grad, scale)
-            overflow = found.overflow()
-        locations = None if batch.hooks is None else batch.hooks.before_update()
-        if locations is None:
-            # Slots of a batch without hooks do not refer to a cache, so they are still valid.
-            slots = batch.slots if batch.hooks is None else None
-            locations = RowLocations(groups_of(batch), slots=slots)
-        grad = clip_gradient(grad, rule)
-        sample_grad = None
-        if ctx.needs_input_grad[4]:
-            located = batch._replace(slots=locations.slots)
-            if locations.indices is not None:
-                located = located._replace(indices=locations.indices)
-            sample_grad = _sample_weight_grad(grad, tiers.weights, located)
-            if scale is not None:
-                sample_grad = sample_grad * scale.to(sample_grad.device)
-        if ctx.needs_input_grad[0]:
-            if batch.trained_features is not None:
-                locations = _of_trained_tables(batch, locations)
-            counted = counted_step(tiers.hyperparams, grad)
-            if is_finite is not None:  # without rows nothing is updated
-                count = locations.groups.count * is_finite
-                locations = locations._replace(groups=locations.groups._replace(count=count))
-            _make_step(tiers, rule.name, grad, batch, locations, row_weights, counted)
-            if is_finite is not None:
-                tiers.hyperparams[Hyper.STEP].add_(is_finite).sub_(1)
-        if batch.hooks is not None:
-            batch.hooks.after_update()
+        wanted = Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[4])
+        scale = scale_of_backward() if wanted.update else None
+        overflow, sample_grad = update_in_backward(
+            ctx.tiers, ctx.rule, batch, row_weights, grad, scale, wanted
+        )
         return overflow, None, None, None, sample_grad, None
+
+
+class Wanted(NamedTuple):
+    """What a backward is to do: update the rows, and form the gradient of the sample weights."""
+
+    update: bool = True
+    sample_grad: bool = False
+
+
+def update_in_backward(
+    tiers: Tiers,
+    rule: UpdateRule,
+    batch: Lookup,
+    row_weights: Tensor | None,
+    grad: Tensor,
+    scale: Tensor | None,
+    wanted: Wanted,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Update the rows of a batch; return the gradients of the anchor and of the sample weights.
+
+    Args:
+        tiers: the memory of the module.
+        rule: of the update.
+        batch: looked up in forward.
+        row_weights: by which the gradient of each lookup is scaled.
+        grad: of the output.
+        scale: of a `GradScaler`, if the gradient is scaled.
+        wanted: what to do.
+    """
+    is_finite = overflow = None
+    if scale is not None:
+        grad, is_finite = found = unscaled(grad, scale)
+        overflow = found.overflow()
+    locations = None if batch.hooks is None else batch.hooks.before_update()
+    if locations is None:
+        # Slots of a batch without hooks do not refer to a cache, so they are still valid.
+        slots = batch.slots if batch.hooks is None else None
+        locations = RowLocations(groups_of(batch), slots=slots)
+    grad = clip_gradient(grad, rule)
+    sample_grad = None
+    if wanted.sample_grad:
+        located = batch._replace(slots=locations.slots)
+        if locations.indices is not None:
+            located = located._replace(indices=locations.indices)
+        sample_grad = _sample_weight_grad(grad, tiers.weights, located)
+        if scale is not None:
+            sample_grad = sample_grad * scale.to(sample_grad.device)
+    if wanted.update:
+        if batch.trained_features is not None:
+            locations = _of_trained_tables(batch, locations)
+        counted = counted_step(tiers.hyperparams, grad)
+        if is_finite is not None:  # without rows nothing is updated
+            count = locations.groups.count * is_finite
+            locations = locations._replace(groups=locations.groups._replace(count=count))
+        _make_step(tiers, rule.name, grad, batch, locations, row_weights, counted)
+        if is_finite is not None:
+            tiers.hyperparams[Hyper.STEP].add_(is_finite).sub_(1)
+    if batch.hooks is not None:
+        batch.hooks.after_update()
+    return overflow, sample_grad
 
 
 def _make_step(
@@ -336,7 +373,7 @@ class GradientLookup(torch.autograd.Function):
         output_dtype, ctx.dtype = dtypes
         ctx.slower, ctx.shape, ctx.offsets = slower, memory.shape, offsets
         ctx.rule, ctx.unique, ctx.devices = rule, unique, [p.device for p in parameters]
-        if not torch.compiler.is_compiling() and _for_update.get():
+        if not torch.compiler.is_compiling() and is_for_update():
             return _zeros(batch, output_dtype, memory.device)
         return lookup_no_grad([memory.view(-1), *slower], batch, sample_weights, output_dtype)
 
@@ -529,7 +566,9 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
 
 def _may_move(hyper: Tensor) -> bool:
     """Return whether an update changes weights; at rate 0 it does not, as `gradcheck` needs."""
-    return torch.compiler.is_compiling() or hyper.is_cuda or bool(hyper[Hyper.LEARNING_RATE] != 0)
+    if torch.compiler.is_compiling() or hyper.is_cuda:
+        return True
+    return bool(hyper.tolist()[Hyper.LEARNING_RATE] != 0)  # one number costs as much as all
 
 
 def _readable(weights: Sequence[Tensor], batch: Lookup) -> Sequence[Tensor]:

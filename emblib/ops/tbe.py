@@ -42,6 +42,8 @@ tbe_group = torch.ops.emblib.tbe_group.default
 tbe_row_grads = torch.ops.emblib.tbe_row_grads.default
 tbe_update_ = torch.ops.emblib.tbe_update_.default
 tbe_sample_weight_grad = torch.ops.emblib.tbe_sample_weight_grad.default
+tbe_lookup_checked = torch.ops.emblib.tbe_lookup_checked.default  # on the CPU only
+tbe_backward_ = torch.ops.emblib.tbe_backward_.default  # on the CPU only
 
 
 def output_shape(
@@ -139,6 +141,26 @@ def _(grad: Tensor, features: Tensor, rows: Tensor, *rest: Any) -> Tensor:
 
 
 @torch.library.register_fake("emblib::tbe_update_")
+def _(*arguments: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("emblib::tbe_lookup_checked")
+def _(
+    weights: Sequence[Tensor],
+    features: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    pooling: int,
+    output_dim: int,
+    output_dtype: torch.dtype,
+) -> tuple[Tensor, int]:
+    shape = output_shape(features, indices, offsets, pooling, output_dim, variable=False)
+    return indices.new_empty(shape, dtype=output_dtype), 1
+
+
+@torch.library.register_fake("emblib::tbe_backward_")
 def _(*arguments: Any) -> None:
     return None
 

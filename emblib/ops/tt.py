@@ -1,24 +1,32 @@
 """Tensor-train tables: a provider of rows for the table-batched ops.
 
-A batch is keyed, grouped and pooled by the ops of `emblib.ops.tbe`; between them the ops here
-make each distinct row once. With L lookups, D dim, d cores, M distinct rows and `Q_l`, `Q_r` the
-columns of the two halves that the chain of cores is cut into (`Q_l * Q_r = D`, see
-csrc/tt/args.h):
+A batch of T tables is keyed, grouped and pooled by the ops of `emblib.ops.tbe`; between them the
+ops here make each distinct row once. With L lookups, D the dim of the widest table, d cores, M
+distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of cores is cut into
+(`Q_l * Q_r = dim`, see csrc/tt/args.h):
 
-- `tt_keys(indices, rows, row_factors)` int64 `[L]`: sort keys whose neighbours share cores; -1
-  stays, any other id outside the table becomes that of row 0
-- `tt_plan(keys, count, row_factors)`: eight int32 tensors, `TTPlan`: which halves the rows share
-- `tt_rows(cores, plan, row_factors, dim_factors, num_saved)`: rows `[L, D]` in key order, those
-  from M on unspecified, and the values of the first `num_saved` left halves, `[num_saved, Q_l *
-  rank]`, for backward
-- `tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors)`: gradients of all
-  cores
+- `tables`, `feature_tables`: int64 `[T, 10]` and `[F, 10]`, see `emblib.columns.TTTableColumn`; the
+  second has the row of the table of each feature. `layout_of` makes them
+- `cores`: of all tables, table after table, and so are `row_factors` and `dim_factors`; table t has
+  `num_cores[t]` of each
+- `tt_keys(indices, offsets, bag_layout, feature_tables)` int64 `[L]`: sort keys within the table,
+  whose neighbours share cores; -1 stays, any other id outside the table becomes that of row 0
+- `tt_plan(keys, count, tables, left_ids, right_ids)`: eight int32 tensors, `TTPlan`: which halves
+  the distinct rows share. Here keys are those of all tables, one table after the other
+- `tt_rows(cores, plan, row_factors, dim_factors, num_cores, num_saved)`: rows `[L, D]` in key
+  order, those from M on and columns beyond the dim of their table unspecified; and the values of
+  the first `num_saved` left halves, `[num_saved, largest Q_l * rank]`, for backward
+- `tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors, num_cores)`: gradients
+  of all cores
+- `tt_update_(cores, states, hyper, optimizer, plan, ...)`, then as `tt_core_grads`: the optimizer
+  on the rows of the cores that the batch uses, as `update_rows_` with these gradients; `states` are
+  those of the first core, then those of the second, ...
 - `update_rows_(weights, states, hyper, optimizer, grads)`: the optimizer, a number of
   `emblib.ops.codes`, on the rows of a matrix whose gradient is not zero throughout
 
 Cores are float32 `[p_k, R_k * q_k * R_{k+1}]`. The gradient of the large middle core is formed by
 one product per row of it, never per lookup; nothing is summed with atomics, so that the same
-input gives the same bits on any number of threads.
+input gives the same bits on any number of threads, and a table the same as in a batch of its own.
 
 Sources: TT-Rec (Yin et al., MLSys 2021) for the table; sharing of prefixes and sums per distinct
 row as in EL-Rec (Wang et al., SC 2022); grouping by the middle core is emblib's. The definition
@@ -26,8 +34,7 @@ is `emblib.reference.tt`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,7 +44,7 @@ from torch.autograd.function import once_differentiable
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
-from emblib.specs import Pooling
+from emblib.specs import Pooling, TTSpec
 
 _ops = torch.ops.emblib
 
@@ -50,7 +57,8 @@ class TTPlan(NamedTuple):
     """Distinct rows by their halves (int32; padded to L): see csrc/tt.
 
     `lefts`, `rights` distinct ids; `left_segments` over rows, `right_segments` over `right_rows`;
-    `row_lefts`, `row_rights` the halves of each row; `counts` distinct rows, lefts and rights.
+    `row_lefts`, `row_rights` the halves of each row; `starts` `[3, T + 1]` where rows, lefts and
+    rights of each table begin.
     """
 
     lefts: Tensor
@@ -60,19 +68,83 @@ class TTPlan(NamedTuple):
     right_segments: Tensor
     row_rights: Tensor
     right_rows: Tensor
-    counts: Tensor
+    starts: Tensor
+
+
+class TTLayout(NamedTuple):
+    """The tables of a module as the ops take them; see the top of this file.
+
+    `tables` has the rows of the tensor of this name, `num_keys`, `left_ids` and `right_ids` the
+    numbers of keys and of ids of halves of all tables, `dim` is that of the widest.
+    """
+
+    row_factors: tuple[int, ...]
+    dim_factors: tuple[int, ...]
+    num_cores: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    num_keys: int
+    left_ids: int
+    right_ids: int
+    dim: int
+    has_one_dim: bool
+
+    def cores_of(self, table: int) -> slice:
+        """Return where a list of the cores of all tables has those of one."""
+        first = sum(self.num_cores[:table])
+        return slice(first, first + self.num_cores[table])
+
+
+_MOST_KEYS, _MOST_HALVES = 4 * 10**18, 2**31 - 1
+
+
+def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
+    """Return the layout of tables in the order of `specs`.
+
+    Raises:
+        ValueError: more halves or keys than the ops can number.
+    """
+    tables = []
+    keys = lefts = rights = 0
+    for spec in specs:
+        p = spec.row_factors
+        num_left = 1 if len(p) == 2 else 2
+        num_lefts, num_rights = math.prod(p[:num_left]), math.prod(p[num_left:])
+        second = p[1] if num_left == 2 else 1
+        halves = p[0], second, num_rights, int(num_left == 2)
+        tables.append((spec.rows, *spec.permutation, *halves, keys, lefts, rights))
+        keys, lefts, rights = keys + num_lefts * num_rights, lefts + num_lefts, rights + num_rights
+    if keys > _MOST_KEYS or max(lefts, rights) > _MOST_HALVES:
+        raise ValueError(
+            f"the row factors of all tables must make fewer than 2^31 halves and {_MOST_KEYS} "
+            f"keys, got {lefts} and {rights} halves and {keys} keys; use several modules, more "
+            "cores or more even factors"
+        )
+    dims = [spec.dim for spec in specs]
+    return TTLayout(
+        tuple(p for spec in specs for p in spec.row_factors),
+        tuple(q for spec in specs for q in spec.dim_factors),
+        tuple(len(spec.row_factors) for spec in specs),
+        tuple(tables),
+        keys,
+        lefts,
+        rights,
+        max(dims, default=0),
+        len(set(dims)) <= 1,
+    )
 
 
 class TTLookup(NamedTuple):
-    """One batch for one table; `features` describe it as a dense one of prod(row_factors) rows."""
+    """One batch; `features` describe its tables as dense ones whose rows are the keys."""
 
-    rows: int
-    row_factors: tuple[int, ...]
-    dim_factors: tuple[int, ...]
+    layout: TTLayout
+    tables: Tensor
+    feature_tables: Tensor
     features: Tensor
     indices: Tensor
     offsets: Tensor
+    bag_layout: Tensor | None
     pooling: Pooling
+    output_dim: int
     output_dtype: torch.dtype
 
 
@@ -100,27 +172,30 @@ class Made(NamedTuple):
 
 def make_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Made:
     """Group the lookups and make the distinct rows, keeping `num_saved` left-half values."""
-    keys = _ops.tt_keys(batch.indices, batch.rows, batch.row_factors)
-    total = math.prod(batch.row_factors)
-    groups = tbe.group(batch.features, keys, batch.offsets, total)
-    plan = TTPlan(*_ops.tt_plan(groups.rows, groups.count, batch.row_factors))
-    rows, prefixes = _ops.tt_rows(cores, plan, batch.row_factors, batch.dim_factors, num_saved)
+    layout = batch.layout
+    keys = _ops.tt_keys(batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables)
+    groups = tbe.group(batch.features, keys, batch.offsets, layout.num_keys, batch.bag_layout)
+    plan = TTPlan(
+        *_ops.tt_plan(groups.rows, groups.count, batch.tables, layout.left_ids, layout.right_ids)
+    )
+    rows, prefixes = _ops.tt_rows(cores, plan, *layout[:3], num_saved)
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
     return Made(groups, plan, rows, prefixes, inverse)
 
 
 def pool(made: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
-    """Pool the rows made for a batch: `[B, D]`, or `[L, D]` for NONE."""
+    """Pool the rows made for a batch: `[B, output_dim]`, or `[L, D]` for NONE."""
+    weights, features, slots = _row_memory(made, batch)
     return _ops.tbe_lookup(
-        [made.rows.view(-1)],
-        _row_features(batch),
+        weights,
+        features,
         made.inverse,
         batch.offsets,
-        None,
-        None,
+        slots,
+        batch.bag_layout,
         sample_weights,
         codes.POOLING[batch.pooling.value],
-        made.rows.size(1),
+        batch.output_dim,
         batch.output_dtype,
     )
 
@@ -134,12 +209,13 @@ def lookup(
 
 def kept_prefixes(batch: TTLookup, cores: Sequence[Tensor]) -> int:
     """Return how many left-half values a forward pass keeps for its backward pass."""
-    if len(cores) == 2:
+    layout = batch.layout
+    if max(layout.num_cores) == 2:
         return 0  # the left half is the first core itself
-    most = min(batch.indices.numel(), math.prod(batch.row_factors[:2]))
+    most = min(batch.indices.numel(), layout.left_ids)
     if cores[0].device.type != "cpu":
         return most
-    return min(most, _KEPT_BYTES_CPU // (4 * _left_value_size(cores, batch.dim_factors)))
+    return min(most, _KEPT_BYTES_CPU // (4 * _left_value_size(cores, *layout[1:3])))
 
 
 class DenseTTLookup(torch.autograd.Function):
@@ -151,12 +227,12 @@ class DenseTTLookup(torch.autograd.Function):
         batch: TTLookup,
         sample_weights: Tensor | None,
         rule: autograd.UpdateRule,
-        share: ShareGradients | None,
+        shares: Mapping[int, ShareGradients],
         *cores: Tensor,
     ) -> Tensor:
-        """Return `[B, D]`, or `[L, D]` for NONE."""
+        """Return the output of `pool`."""
         made = make_rows(cores, batch, kept_prefixes(batch, cores))
-        ctx.batch, ctx.rule, ctx.share = batch, rule, share
+        ctx.batch, ctx.rule, ctx.shares = batch, rule, shares
         _save(ctx, made, sample_weights, cores)
         return pool(made, batch, sample_weights)
 
@@ -167,13 +243,12 @@ class DenseTTLookup(torch.autograd.Function):
         made, sample_weights, cores = _saved(ctx)
         if ctx.rule.max_gradient is not None:
             grad = autograd.clip_gradient(grad, ctx.rule, scale_of_backward())
-        core_grads: Sequence[Tensor | None] = [None] * len(cores)
+        core_grads: list[Any] = [None] * len(cores)
         if any(ctx.needs_input_grad[4:]):
-            core_grads = _core_grads(grad, made, ctx.batch, sample_weights, cores)
-            if ctx.share is not None:
-                shared: list[Tensor] = []
-                ctx.share(core_grads, shared.extend)
-                core_grads = shared
+            row_grads = _row_grads(grad, made, ctx.batch, sample_weights)
+            core_grads = _core_grads(row_grads, made, ctx.batch, cores)
+            for table, share in ctx.shares.items():
+                _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
         sample_grad = None
         if ctx.needs_input_grad[1]:
             sample_grad = _sample_weight_grad(grad, made, ctx.batch)
@@ -198,15 +273,16 @@ class FusedTTLookup(torch.autograd.Function):
         rule: autograd.UpdateRule,
         batch: TTLookup,
         sample_weights: Tensor | None,
-        share: ShareGradients | None,
+        shares: Mapping[int, ShareGradients],
+        frozen_cores: frozenset[int],
     ) -> Tensor:
-        """Return `[B, D]`, or `[L, D]` for NONE."""
+        """Return the output of `pool`."""
         compiling = torch.compiler.is_compiling()  # a compiled graph cannot compare versions
         made = make_rows(cores, batch, 0 if compiling else kept_prefixes(batch, cores))
         ctx.cores = cores
         ctx.versions = [] if compiling else [core._version for core in cores]
         ctx.states, ctx.hyperparams, ctx.rule, ctx.batch = states, hyper, rule, batch
-        ctx.share = share
+        ctx.shares, ctx.frozen_cores = shares, frozen_cores
         _save(ctx, made, sample_weights, ())
         return pool(made, batch, sample_weights)
 
@@ -227,23 +303,77 @@ class FusedTTLookup(torch.autograd.Function):
             if scale is not None:
                 sample_grad = sample_grad * scale.to(sample_grad.device)
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None, None, sample_grad, None
+            return None, None, None, None, None, None, sample_grad, None, None
         if ctx.versions and ctx.versions != [core._version for core in cores]:
             # Another backward pass has moved the cores: values kept from forward no longer fit.
-            _, prefixes = _ops.tt_rows(
-                cores, made.plan, batch.row_factors, batch.dim_factors, made.prefixes.size(0)
-            )
+            _, prefixes = _ops.tt_rows(cores, made.plan, *batch.layout[:3], made.prefixes.size(0))
             made = made._replace(prefixes=prefixes)
         grad = autograd.clip_gradient(grad, ctx.rule)
-        core_grads = _core_grads(grad, made, batch, sample_weights, cores)
-        update = partial(update_cores, cores, ctx.states, ctx.hyperparams, ctx.rule)
-        if scale is not None:
-            update = partial(update, skips_overflow=True)
-        if ctx.share is None:
-            update(core_grads)
+        row_grads = _row_grads(grad, made, batch, sample_weights)
+        if scale is None and not ctx.shares and not ctx.frozen_cores:
+            _update(cores, ctx.states, ctx.hyperparams, ctx.rule, made, batch, row_grads)
+            return overflow, None, None, None, None, None, sample_grad, None, None
+        core_grads = _core_grads(row_grads, made, batch, cores)
+        trained = [k for k in range(len(cores)) if k not in ctx.frozen_cores]
+
+        def update(grads: list[Tensor]) -> None:
+            update_cores(
+                [cores[k] for k in trained],
+                [ctx.states[k] for k in trained],
+                ctx.hyperparams,
+                ctx.rule,
+                [grads[k] for k in trained],
+                skips_overflow=scale is not None,
+            )
+
+        if len(batch.layout.num_cores) == 1 and ctx.shares:
+            ctx.shares[0](core_grads, update)
         else:
-            ctx.share(core_grads, update)
-        return overflow, None, None, None, None, None, sample_grad, None
+            for table, share in ctx.shares.items():
+                _sum_shared(core_grads, batch.layout.cores_of(table), share)
+            update(core_grads)
+        return overflow, None, None, None, None, None, sample_grad, None, None
+
+
+def _update(
+    cores: Sequence[Tensor],
+    states: Sequence[list[Tensor]],
+    hyper: Tensor,
+    rule: autograd.UpdateRule,
+    made: Made,
+    batch: TTLookup,
+    row_grads: Tensor,
+) -> None:
+    """Apply one step of the optimizer to the core rows that the batch uses."""
+    hyper[Hyper.STEP].add_(counted_step(hyper, row_grads))
+    all_states = [state for of_core in states for state in of_core]
+    try:
+        _ops.tt_update_(
+            cores,
+            all_states,
+            hyper,
+            codes.OPTIMIZER[rule.name],
+            made.plan,
+            made.prefixes,
+            row_grads,
+            *batch.layout[:3],
+        )
+    except BaseException:
+        hyper[Hyper.STEP].sub_(1)
+        raise
+    torch.autograd.graph.increment_version(cores)
+
+
+def _sum_shared(core_grads: list[Any], cores: slice, share: ShareGradients) -> None:
+    """Replace the gradients of the cores of one of several tables by the sums of all slices."""
+    summed: list[Tensor] = []
+    share(core_grads[cores], summed.extend)
+    if not summed:
+        raise RuntimeError(
+            "slices of one tensor train on one rank need modules of their own, since their "
+            "gradients are summed one after another"
+        )
+    core_grads[cores] = summed
 
 
 def update_cores(
@@ -278,37 +408,36 @@ def update_cores(
     torch.autograd.graph.increment_version(cores)
 
 
-def _core_grads(
-    grad: Tensor,
-    made: Made,
-    batch: TTLookup,
-    sample_weights: Tensor | None,
-    cores: Sequence[Tensor],
-) -> list[Tensor]:
-    row_grads = _ops.tbe_row_grads(
+def _row_grads(grad: Tensor, made: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
+    """Return the gradients of the distinct rows."""
+    return _ops.tbe_row_grads(
         grad,
         batch.features,
         *made.groups,
         batch.offsets,
-        None,
+        batch.bag_layout,
         sample_weights,
         codes.POOLING[batch.pooling.value],
-        math.prod(batch.dim_factors),
+        batch.layout.dim,
     )
-    return _ops.tt_core_grads(
-        cores, made.plan, made.prefixes, row_grads, batch.row_factors, batch.dim_factors
-    )
+
+
+def _core_grads(
+    row_grads: Tensor, made: Made, batch: TTLookup, cores: Sequence[Tensor]
+) -> list[Tensor]:
+    return _ops.tt_core_grads(cores, made.plan, made.prefixes, row_grads, *batch.layout[:3])
 
 
 def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:
+    weights, features, slots = _row_memory(made, batch)
     return _ops.tbe_sample_weight_grad(
         grad,
-        [made.rows.view(-1)],
-        _row_features(batch),
+        weights,
+        features,
         made.inverse,
         batch.offsets,
-        None,
-        None,
+        slots,
+        batch.bag_layout,
         codes.POOLING[batch.pooling.value],
     )
 
@@ -336,30 +465,55 @@ def _saved(ctx: Any) -> tuple[Made, Tensor | None, Sequence[Tensor]]:
     return made, sample_weights, tensors[groups + plan + 4 :]
 
 
-def _row_features(batch: TTLookup) -> Tensor:
-    """Describe the made rows as a dense table of L rows, without a host-to-device copy."""
-    features = batch.features.clone()
+def _row_memory(made: Made, batch: TTLookup) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Describe the made rows as dense tables of L rows: weights, features and slots of a lookup.
+
+    Rows of tables of several dims have the stride of the widest, which only rows of a cache have.
+    """
+    features = batch.features.clone()  # without a host-to-device copy
+    features[:, FeatureColumn.ROW_BASE] = 0
     features[:, FeatureColumn.ROWS] = batch.indices.numel()
-    return features
+    rows = made.rows.view(-1)
+    if batch.layout.has_one_dim:
+        return [rows], features, None
+    features[:, FeatureColumn.CACHE_STRIDE] = batch.layout.dim
+    nothing = rows[:0]
+    return [rows, nothing, nothing, rows], features, made.inverse
 
 
-def _left_value_size(cores: Sequence[Tensor], dim_factors: Sequence[int]) -> int:
-    """Return the floats per left half: its columns times the rank at its end."""
-    rank = cores[0].size(1) // dim_factors[0]
-    if len(cores) == 2:
-        return cores[0].size(1)
-    return dim_factors[0] * cores[1].size(1) // rank
+def _left_value_size(
+    cores: Sequence[Tensor], dim_factors: Sequence[int], num_cores: Sequence[int]
+) -> int:
+    """Return the floats per left half, its columns times the rank at its end: the largest."""
+    sizes, first = [], 0
+    for count in num_cores:
+        size = cores[first].size(1)
+        if count > 2:
+            rank = size // dim_factors[first]
+            size = dim_factors[first] * (cores[first + 1].size(1) // rank)
+        sizes.append(size)
+        first += count
+    return max(sizes)
 
 
 @torch.library.register_fake("emblib::tt_keys")
-def _(indices: Tensor, rows: int, row_factors: Sequence[int]) -> Tensor:
+def _(
+    indices: Tensor, offsets: Tensor, bag_layout: Tensor | None, feature_tables: Tensor
+) -> Tensor:
     return indices.new_empty(indices.numel(), dtype=torch.int64)
 
 
 @torch.library.register_fake("emblib::tt_plan")
-def _(keys: Tensor, count: Tensor, row_factors: Sequence[int]) -> list[Tensor]:
-    n = keys.numel()
-    return [keys.new_empty(size, dtype=torch.int32) for size in (n, n + 1, n, n, n + 1, n, n, 3)]
+def _(keys: Tensor, count: Tensor, tables: Tensor, left_ids: int, right_ids: int) -> list[Tensor]:
+    n, starts = keys.numel(), 3 * (tables.size(0) + 1)
+    return [
+        keys.new_empty(size, dtype=torch.int32) for size in (n, n + 1, n, n, n + 1, n, n, starts)
+    ]
+
+
+def _widest(dim_factors: Sequence[int], num_cores: Sequence[int]) -> int:
+    factors = iter(dim_factors)
+    return max(math.prod(next(factors) for _ in range(count)) for count in num_cores)
 
 
 @torch.library.register_fake("emblib::tt_rows")
@@ -368,15 +522,22 @@ def _(
     plan: Sequence[Tensor],
     row_factors: Sequence[int],
     dim_factors: Sequence[int],
+    num_cores: Sequence[int],
     num_saved: int,
 ) -> tuple[Tensor, Tensor]:
-    rows = cores[0].new_empty(plan[2].numel(), math.prod(dim_factors))
-    return rows, cores[0].new_empty(num_saved, _left_value_size(cores, dim_factors))
+    rows = cores[0].new_empty(plan[2].numel(), _widest(dim_factors, num_cores))
+    size = _left_value_size(cores, dim_factors, num_cores)
+    return rows, cores[0].new_empty(num_saved, size)
 
 
 @torch.library.register_fake("emblib::tt_core_grads")
 def _(cores: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     return [torch.empty_like(core) for core in cores]
+
+
+@torch.library.register_fake("emblib::tt_update_")
+def _(*arguments: Any) -> None:
+    return None
 
 
 @torch.library.register_fake("emblib::update_rows_")

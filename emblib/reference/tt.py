@@ -57,7 +57,19 @@ def to_dense(
     return rows(cores, ids, row_factors, dim_factors)
 
 
-def keys(indices: Tensor, num_rows: int, row_factors: Sequence[int]) -> Tensor:
+def permuted(ids: Tensor, num_rows: int, permutation: tuple[int, int]) -> Tensor:
+    """Return the rows of valid ids: `(multiplier * id + offset) % num_rows`, exactly."""
+    multiplier, offset = permutation
+    rows = [(multiplier * i + offset) % num_rows for i in ids.tolist()]
+    return torch.tensor(rows, dtype=torch.int64, device=ids.device)
+
+
+def keys(
+    indices: Tensor,
+    num_rows: int,
+    row_factors: Sequence[int],
+    permutation: tuple[int, int] = (1, 0),
+) -> Tensor:
     """Return sort keys of ids, int64 `[L]`, whose neighbours share their work.
 
     The digits of the first two cores come first and swapped (the large middle core leads), the
@@ -66,7 +78,7 @@ def keys(indices: Tensor, num_rows: int, row_factors: Sequence[int]) -> Tensor:
     """
     ids = indices.long()
     repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
-    parts = digits(repaired, row_factors)
+    parts = digits(permuted(repaired, num_rows, permutation), row_factors)
     order = list(range(len(row_factors)))
     if len(order) > 2:
         order[:2] = [1, 0]

@@ -147,13 +147,13 @@ def share_cores(
         if len(sharding.shards) < 2 or ranks.rank not in owners:
             continue
         here = [i for i, part in enumerate(parts) if part.table == number]
-        modules = [groups.module_of(i)[0] for i in here]
-        if len(here) > 1 and not all(autograd.is_fused(m.optimizer) for m in modules):
+        modules = [groups.module_of(i) for i in here]
+        if len(here) > 1 and not all(autograd.is_fused(m.optimizer) for m, _ in modules):
             raise ValueError(
                 f"rank {ranks.rank} has {len(here)} shards of tensor train {config.name!r}, whose "
                 "gradients only a fused optimizer can add up: pass an optimizer, or plan at most "
                 "one shard per rank"
             )
         shared = SharedCores(config.name, ranks, owners, len(here))
-        for k, module in enumerate(modules):
-            module.share_gradients = shared.member(k)
+        for k, (module, table) in enumerate(modules):
+            module.shared_gradients[table] = shared.member(k)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.specs import Pooling, TTSpec
+from emblib.specs import IdOrder, Pooling, TTSpec
 from emblib.storage.base import (
     CutUnits,
     MemoryBytes,
@@ -35,7 +35,8 @@ from emblib.storage.base import (
 )
 from emblib.storage.handles import TableHandle, mark
 from emblib.storage.initial_values import seeded
-from emblib.tables import TTEmbeddingBag
+from emblib.tables import TableBatchedTTEmbeddingBags
+from emblib.tables.tt import Cores
 from emblib.tt import layout_entry
 from emblib.tt.initializers import INITIALIZERS, CoreLayout
 from emblib.tt.shapes import check_ranks
@@ -52,12 +53,16 @@ class TensorTrain(Storage):
         row_factors: of the rows; left out, chosen by `emblib.tt.shapes`.
         dim_factors: of the row length; left out, chosen by `emblib.tt.shapes`.
         init: distribution of the initial values, as in `TTEmbeddingBag`.
+        ids: which row an id has, see `TTSpec`. A table of permuted ids is not cut by rows.
+        seed: of the permutation.
     """
 
     ranks: tuple[int, ...]
     row_factors: tuple[int, ...] = ()
     dim_factors: tuple[int, ...] = ()
     init: str = "gaussian"
+    ids: IdOrder = IdOrder.AS_GIVEN
+    seed: int = 0
 
     plan_name: ClassVar[str] = "TensorTrain"
     is_alternative: ClassVar[bool] = True
@@ -69,6 +74,7 @@ class TensorTrain(Storage):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.init not in INITIALIZERS:
             raise ValueError(f"init must be one of {', '.join(INITIALIZERS)}, got {self.init!r}")
+        object.__setattr__(self, "ids", IdOrder(self.ids))
 
     # Configuration
 
@@ -88,7 +94,8 @@ class TensorTrain(Storage):
 
     def spec(self, rows: int, dim: int, name: str) -> TTSpec:
         """Return a table of this storage as the table modules take it."""
-        return TTSpec(rows, dim, self.ranks, self.row_factors, self.dim_factors, name)
+        factors = self.row_factors, self.dim_factors
+        return TTSpec(rows, dim, self.ranks, *factors, name, self.ids, self.seed)
 
     def check_slice(self, part: TableSlice) -> None:
         """Raise ValueError for a slice that does not end between slices of core 0."""
@@ -108,12 +115,17 @@ class TensorTrain(Storage):
             (p1 - p0, *whole.row_factors[1:]),
             (q1 - q0, *whole.dim_factors[1:]),
             name,
+            whole.ids,
+            whole.seed,
         )
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return the rows and columns of one slice of core 0."""
+        """Return the rows and columns of one slice of core 0; all rows if ids are permuted."""
         spec = table.spec()
-        return CutUnits(math.prod(spec.row_factors[1:]), math.prod(spec.dim_factors[1:]))
+        rows = math.prod(spec.row_factors[1:])
+        if self.ids is IdOrder.PERMUTED:
+            rows = max(rows, table.num_embeddings)
+        return CutUnits(rows, math.prod(spec.dim_factors[1:]))
 
     def core_range(self, part: TableSlice) -> tuple[Span, Span]:
         """Return the ranges of the first row factor and of the first dim factor that a slice has.
@@ -157,8 +169,13 @@ class TensorTrain(Storage):
     def group_key(
         self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of this slice alone: a kernel has one tensor train."""
-        return ("tensor_train", number)
+        """Return a key that whole tables of one optimizer share.
+
+        A slice is alone: it sums gradients of cores with slices that may be on the same rank.
+        """
+        if not part.is_whole:
+            return ("tensor_train", number)
+        return ("tensor_train", optimizer, part.dim if pooling is Pooling.NONE else 0)
 
     def make_kernel(
         self,
@@ -169,8 +186,8 @@ class TensorTrain(Storage):
         seeds: Sequence[int],
         device: torch.device,
     ) -> nn.Module:
-        """Return the module of one slice, read by `len(reads)` features."""
-        return TTKernel(parts[0], len(reads), optimizer, pooling, seeds[0], device)
+        """Return the module of the slices, which the features of `reads` read."""
+        return TTKernel(parts, reads, optimizer, pooling, seeds, device)
 
     def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameters `cores.0`, `cores.1`, ..."""
@@ -178,14 +195,11 @@ class TensorTrain(Storage):
 
     def views(self, kernel: Any) -> list[dict[str, Tensor]]:
         """Return `cores.0`, `cores.1`, ... and the states `<state>.0`, `<state>.1`, ..."""
-        views = {f"cores.{k}": core.detach() for k, core in enumerate(kernel.cores)}
-        for k, states in enumerate(kernel.core_optimizer_states()):
-            views.update({f"{name}.{k}": state for name, state in states.items()})
-        return [views]
+        return [_views(kernel, t) for t in range(len(kernel.tables))]
 
     def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
         """Draw the cores again."""
-        (kernel.seed,) = seeds
+        kernel.seeds = tuple(seeds)
         kernel.reset_parameters()
 
     # Sharding and checkpoints
@@ -284,80 +298,65 @@ def _distinct(ids: float, rows: int) -> float:
     return rows * -math.expm1(-ids / rows)
 
 
-class TTKernel(TTEmbeddingBag):
-    """A slice of a tensor-train table, read by any number of features."""
+def _views(kernel: Any, table: int) -> dict[str, Tensor]:
+    views = {f"cores.{k}": core.detach() for k, core in enumerate(kernel.table_cores(table))}
+    for k, states in enumerate(kernel.core_optimizer_states(table)):
+        views.update({f"{name}.{k}": state for name, state in states.items()})
+    return views
+
+
+class TTKernel(TableBatchedTTEmbeddingBags):
+    """Slices of tensor-train tables, each with the initial values that its whole table has."""
 
     def __init__(
         self,
-        part: TableSlice,
-        num_features: int,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
-        seed: int,
+        seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._part, self._num_features, self.seed = part, num_features, seed
-        storage: Any = part.storage
-        self._storage: TensorTrain = storage
-        super().__init__(part.spec, optimizer, pooling=pooling, init=storage.init, device=device)
+        self._parts, self.seeds = tuple(parts), tuple(seeds)
+        self._handled: dict[int, Cores] = {}
+        super().__init__(
+            [part.spec for part in parts],
+            optimizer,
+            pooling=pooling,
+            feature_tables=reads,
+            device=device,
+        )
 
-    def forward(
-        self,
-        indices: Tensor,
-        offsets: Tensor,
-        per_sample_weights: Tensor | None = None,
-        *,
-        batch_sizes: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor:
-        """Look up the bags of all features, one after another.
+    def set_cores(self, table: int, cores: Cores) -> None:
+        """Read the cores of a table from the list of its handle.
 
-        Args:
-            indices: int32 or int64 `[L]`, feature after feature.
-            offsets: int32 or int64 `[num_features * B + 1]`, of the bags in this order.
-            per_sample_weights: float32 `[L]`, scales each row.
-            batch_sizes: `[num_features][ranks]`, where features differ in batch size.
-
-        Returns:
-            Pooled rows `[B, num_features * D]`; with batch sizes one vector, rank after rank and
-            for each rank feature after feature; `[L, D]` for pooling NONE.
+        That is where functions of torch replace parameters.
         """
-        out = super().forward(indices, offsets, per_sample_weights)
-        features, dim = self._num_features, out.shape[1]
-        if self.pooling is Pooling.NONE:
-            return out
-        if batch_sizes is None:
-            if features == 1:
-                return out
-            return out.view(features, -1, dim).transpose(0, 1).reshape(-1, features * dim)
-        if features == 1:
-            return out.view(-1)
-        blocks = out.split([size for sizes in batch_sizes for size in sizes])
-        ranks = len(batch_sizes[0])
-        by_rank = [blocks[f * ranks + r] for r in range(ranks) for f in range(features)]
-        return torch.cat(by_rank).view(-1)
+        self._handled[table] = cores
+
+    def _all_cores(self) -> list[nn.Parameter]:
+        if len(self._handled) < len(self.tables):
+            return super()._all_cores()
+        return [core for t in range(len(self.tables)) for core in self._handled[t].as_list()]
 
     def _check_ranks(self) -> None:
         # Which ranks are of use depends on the whole table, not on how it is cut.
-        whole = self._part.config.spec()
-        check_ranks(whole.ranks, whole.row_factors, whole.dim_factors)
+        for part in self._parts:
+            whole = part.config.spec()
+            check_ranks(whole.ranks, whole.row_factors, whole.dim_factors)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the cores again; optimizer state, step and learning rate as at construction."""
-        if not self.cores[0].is_meta:
-            whole = self._part.config.spec()
-            cpu = torch.device("cpu")
-            layout = CoreLayout(whole.row_factors, whole.dim_factors, whole.full_ranks, cpu)
-            with seeded(cpu, self.seed):
-                values = INITIALIZERS[self.init](layout, 1.0 / math.sqrt(3.0 * whole.rows))
-            for core, value in zip(
-                self.cores, self._storage.cores_of(self._part, values), strict=True
-            ):
-                core.copy_(value)
-        for states in self._core_states():
-            for state in states:
-                state.zero_()
-        self._reset_common()
+    def _draw(self, table: int) -> Sequence[Tensor]:
+        """Draw the initial values of the whole table, and return those of the slice."""
+        part, device = self._parts[table], self.features.device
+        if device.type == "meta":
+            return self.table_cores(table)
+        storage: Any = part.storage
+        whole, cpu = part.config.spec(), torch.device("cpu")
+        layout = CoreLayout(whole.row_factors, whole.dim_factors, whole.full_ranks, cpu)
+        with seeded(cpu, self.seeds[table]):
+            values = INITIALIZERS[storage.init](layout, 1.0 / math.sqrt(3.0 * whole.rows))
+        drawn: list[Tensor] = storage.cores_of(part, values)
+        return drawn
 
 
 class TTHandle(TableHandle):
@@ -366,50 +365,60 @@ class TTHandle(TableHandle):
     checks_parameters = False  # the cores are the memory, not views of it
 
     def attach(self, kernel: nn.Module, index: int) -> None:
-        """Become the handle of `kernel`, which has one table."""
+        """Become the handle of table `index` of `kernel`, and have its cores."""
         super().attach(kernel, index)
-        assert isinstance(kernel, TTEmbeddingBag)
-        self.cores = kernel.cores
+        assert isinstance(kernel, TTKernel)
+        self.cores = Cores(kernel.table_cores(index))
+        kernel.set_cores(index, self.cores)
+
+    @property
+    def spec(self) -> TTSpec:
+        """Return rows, dim, ranks and factors of the table."""
+        spec: TTSpec = self.kernel.tables[self.index]
+        return spec
 
     def bind(self) -> None:
         """Mark the cores as those of this table."""
-        kernel: TTEmbeddingBag = self.kernel
-        for k, core in enumerate(self.cores):
+        kernel: TTKernel = self.kernel
+        frozen = kernel._frozen_cores
+        for k, core in zip(kernel._cores_of(self.index), self.cores, strict=True):
             if autograd.updates_in_backward(kernel.optimizer):
                 marked: Any = core
                 marked.flag_tells = True
-                core.requires_grad_(k not in kernel._frozen_cores)
+                core.requires_grad_(k not in frozen)
             mark(core, self, kernel.optimizer)
         kernel._mark_parameters()
 
     def dense_rows(self) -> Tensor:
         """Return the rows that the cores make, `[rows, dim]`."""
-        rows: Tensor = self.kernel.to_dense()
+        rows: Tensor = self.kernel.to_dense(self.index)
         return rows
 
     def adopt(self, other: TTHandle) -> None:
         """Take the cores."""
-        self.cores = self.kernel.cores = other.cores
-        for core in self.cores:
+        self.cores = other.cores
+        self.kernel.set_cores(self.index, other.cores)
+        for k, core in zip(self.kernel._cores_of(self.index), other.cores, strict=True):
+            self.kernel.cores[k] = core
             core.grad = None
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}{layout_entry.NAME}"] = layout_entry.entry(self.kernel.spec)
+        destination[f"{prefix}{layout_entry.NAME}"] = layout_entry.entry(self.spec)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         unexpected, errors = arguments[-2:]
         self._is_on_meta(state_dict, prefix, errors)
-        layout_entry.may_load(state_dict, prefix, self.kernel.spec, self.cores, errors)
+        layout_entry.may_load(state_dict, prefix, [self.spec], self.cores, errors)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if f"{prefix}{layout_entry.NAME}" in unexpected:
             unexpected.remove(f"{prefix}{layout_entry.NAME}")
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        return SimpleNamespace(**{layout_entry.NAME: layout_entry.entry(self.kernel.spec)})
+        return SimpleNamespace(**{layout_entry.NAME: layout_entry.entry(self.spec)})
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""

@@ -2,6 +2,11 @@
 
 from emblib.tables.quantized import QuantizedEmbeddingBags
 from emblib.tables.tbe import TableBatchedEmbeddingBags
-from emblib.tables.tt import TTEmbeddingBag
+from emblib.tables.tt import TableBatchedTTEmbeddingBags, TTEmbeddingBag
 
-__all__ = ["QuantizedEmbeddingBags", "TTEmbeddingBag", "TableBatchedEmbeddingBags"]
+__all__ = [
+    "QuantizedEmbeddingBags",
+    "TTEmbeddingBag",
+    "TableBatchedEmbeddingBags",
+    "TableBatchedTTEmbeddingBags",
+]

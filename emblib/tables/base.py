@@ -71,6 +71,8 @@ class FusedTables(nn.Module):
     tables: tuple[Any, ...]
     total_rows: int
     spec_kind: ClassVar[SpecKind]
+    has_row_gradients: ClassVar[bool] = True
+    """Whether gradients are of rows, so that External() leaves sparse ones."""
     parameter_class: type[parameters.TableParameter] = parameters.TableParameter
     """The class of parameters that backward updates."""
     _layout: list[tuple[int, ...]]
@@ -128,7 +130,8 @@ class FusedTables(nn.Module):
                 )
         check_features(self.tables, self.feature_tables, self.pooling)
         dims = sorted({spec.dim for spec in self.tables})
-        if len(dims) > 1 and self.optimizer.leaves_gradient is Gradient.SPARSE:
+        is_sparse = self.optimizer.leaves_gradient is Gradient.SPARSE
+        if len(dims) > 1 and is_sparse and self.has_row_gradients:
             raise ValueError(
                 f"a sparse gradient is [rows, dim], so {brief(self.optimizer)} needs one dim for "
                 f"all tables, got {dims}; make one module per dim, a collection, or use "

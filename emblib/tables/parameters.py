@@ -476,4 +476,4 @@ def caller_level() -> int:
     return level
 
 
-_INTERNAL_MODULES = ("emblib.", "torch.nn.modules.", "torch._dynamo.")
+_INTERNAL_MODULES = ("emblib.", "torch.autograd.", "torch.nn.modules.", "torch._dynamo.")

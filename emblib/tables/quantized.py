@@ -14,7 +14,7 @@ from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float
 from emblib.tables import base
 from emblib.tables.base import check_features, variable_batch, warn_of_dtype
 from emblib.tables.tbe import TableBatchedEmbeddingBags
-from emblib.tables.tt import TTEmbeddingBag
+from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
 _ALIGNMENT = 64  # of the bytes at which a table begins: a cache line
 _CHUNK = 1 << 16  # rows made floats at a time by to_dense
@@ -167,7 +167,8 @@ class QuantizedEmbeddingBags(nn.Module):
         """Quantise the rows of `source`.
 
         Args:
-            source: `TableBatchedEmbeddingBags`, `TTEmbeddingBag`, `nn.EmbeddingBag` (sum or mean)
+            source: `TableBatchedEmbeddingBags`, `TableBatchedTTEmbeddingBags` (of which
+                `TTEmbeddingBag` is one), `nn.EmbeddingBag` (sum or mean)
                 or `nn.Embedding` (pooling NONE), whose tables, features and pooling are kept; a
                 matrix `[R, D]`, or several by name, which are pooled by SUM.
             bits: 8 or 4.
@@ -359,7 +360,7 @@ class _Source(NamedTuple):
     """The tables to quantise, and how they are looked up."""
 
     specs: list[TableSpec]
-    tensors: list[Tensor] | TTEmbeddingBag
+    tensors: list[Tensor] | TableBatchedTTEmbeddingBags
     pooling: Pooling
     feature_tables: Sequence[int] | None
     output_dtype: torch.dtype
@@ -372,10 +373,10 @@ class _Source(NamedTuple):
             specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
             rest = (source.feature_tables, source.output_dtype, source.hyperparams.device)
             return cls(specs, source.table_weights(), source.pooling, *rest)
-        if isinstance(source, TTEmbeddingBag):
-            spec = TableSpec(source.spec.rows, source.spec.dim, source.spec.name)
-            device = source.hyperparams.device
-            return cls([spec], source, source.pooling, None, source.output_dtype, device)
+        if isinstance(source, TableBatchedTTEmbeddingBags):
+            specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
+            rest = (source.feature_tables, source.output_dtype, source.hyperparams.device)
+            return cls(specs, source, source.pooling, *rest)
         pooling = Pooling.SUM
         if isinstance(source, nn.Embedding):
             pooling, source = Pooling.NONE, source.weight
@@ -386,8 +387,9 @@ class _Source(NamedTuple):
         named = {"": source} if isinstance(source, Tensor) else source
         if not isinstance(named, Mapping) or not named:
             raise TypeError(
-                "source must be TableBatchedEmbeddingBags, TTEmbeddingBag, nn.EmbeddingBag, "
-                f"nn.Embedding, a matrix or matrices by name, got {type(source).__name__}"
+                "source must be TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags, "
+                "nn.EmbeddingBag, nn.Embedding, a matrix or matrices by name, got "
+                f"{type(source).__name__}"
             )
         for name, tensor in named.items():
             if not isinstance(tensor, Tensor) or tensor.dim() != 2:
@@ -401,4 +403,5 @@ class _Source(NamedTuple):
         if isinstance(self.tensors, list):
             yield from self.tensors
         else:
-            yield self.tensors.to_dense()
+            for table in range(len(self.specs)):
+                yield self.tensors.to_dense(table)

@@ -29,6 +29,7 @@ from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
 from emblib.tables.reporting import Reporting, StatsReporter
+from emblib.tables.short_calls import ShortCalls
 
 
 class TableBatchedEmbeddingBags(FusedTables):
@@ -83,6 +84,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     _prefetcher: Prefetcher | None
     _reporting: Reporting | None
     _forwards: int  # steps begun so far by training forwards, for optimizers that count them
+    _calls: ShortCalls | None = None
     _applied_steps: int  # the value of `_forwards` at the last deferred step
 
     def __init__(
@@ -212,6 +214,13 @@ class TableBatchedEmbeddingBags(FusedTables):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
+        is_short = batch_sizes is None and feature_requires_grad is None
+        if is_short and not torch.compiler.is_compiling():
+            calls = self._calls
+            if calls is None or not calls.are_of(self):
+                calls = self._prepare_calls()
+            if calls.take(self, indices, offsets, per_sample_weights):
+                return calls(self, indices, offsets, per_sample_weights)
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
         args = LookupArgs(per_sample_weights, feature_requires_grad, total_unique_indices)
@@ -223,6 +232,17 @@ class TableBatchedEmbeddingBags(FusedTables):
             out = self._look_up(BatchId(indices, offsets), batch_sizes, args)
         self._report(indices)
         return out
+
+    def _prepare_calls(self) -> ShortCalls:
+        """Prepare calls of the module as it is now."""
+        if autograd.updates_in_backward(self.optimizer):
+            self._check_weights()
+        self._calls = ShortCalls(self)
+        return self._calls
+
+    def _restore(self) -> None:
+        self._calls = None  # which would keep the memory of the module on another device
+        super()._restore()
 
     def _check_weights(self) -> None:
         """Raise RuntimeError for weights that a wrapper has replaced or replicated."""

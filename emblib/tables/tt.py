@@ -1,17 +1,22 @@
-"""A table stored as tensor-train cores, with the optimizer fused into the backward pass."""
+"""Tables stored as tensor-train cores, with the optimizer fused into the backward pass."""
+
+from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.columns import TTTableColumn
 from emblib.ops import autograd, tt
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec, brief, check_float_dtype
-from emblib.tables import optimizer_hooks
+from emblib.tables import optimizer_hooks, parameters
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
+from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
 from emblib.tt.initializers import INITIALIZERS, CoreLayout
 from emblib.tt.shapes import check_ranks
@@ -22,6 +27,11 @@ _ASSIGN = "assign_to_params_buffers"  # of a module's metadata, by load_state_di
 
 class Cores(nn.ParameterList):
     """The cores; loading a state dict copies into these parameters and never replaces them."""
+
+    def as_list(self) -> list[nn.Parameter]:
+        """Return the cores; iterating over a `ParameterList` is slow."""
+        own: Any = list(self._parameters.values())
+        return own if len(own) == len(self) else list(self)  # those that are computed are elsewhere
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
@@ -34,17 +44,19 @@ def _copying(metadata: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key != _ASSIGN}
 
 
-class TTEmbeddingBag(FusedTables):
-    """Looks up one tensor-train table and pools the rows into one `[B, D]` output.
+class TableBatchedTTEmbeddingBags(FusedTables):
+    """Looks up F features in T tensor-train tables at once and pools them into `[B, sum D]`.
 
-    Every distinct row of the batch is computed once from 2 to 4 small cores. Backward forms the
-    gradients of the cores and applies `optimizer` to every core row that contributed; with
-    `optim.External()` it leaves dense gradients on `cores` instead.
+    Tables may differ in rows, dim, ranks, factors and number of cores. Every distinct row of the
+    batch is computed once from the 2 to 4 small cores of its table. Backward forms the gradients of
+    the cores and applies `optimizer` to every core row that contributed; with `optim.External()` it
+    leaves dense gradients on `cores` instead. A table has the same bits as in a module of its own.
 
     Args:
-        spec: rows, dim, ranks and factors.
+        tables: rows, dim, ranks, factors and name of each table.
         optimizer: one of `emblib.optim`; its "row" is the row of a core.
-        pooling: SUM, MEAN, or NONE for one vector per lookup.
+        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
+        feature_tables: the table of each feature; by default feature i reads table i.
         init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
             rows the standard deviation 1/sqrt(3 * rows), that of a dense table's uniform start.
         output_dtype: float32, float16 or bfloat16. Cores and sums are float32 in any case.
@@ -55,21 +67,34 @@ class TTEmbeddingBag(FusedTables):
 
     Threads may read a module at the same time; simultaneous updates may be lost (docs/threads.md).
 
-    Cores cover `prod(row_factors) >= rows` rows; the surplus is never read, computed or trained.
+    `cores` has the cores of all tables, table after table; `table_cores` those of one. The cores of
+    a table cover `prod(row_factors) >= rows` rows; the surplus is never read, computed or trained.
 
-    A module may be a slice of a table whose other slices are in other modules: `share_gradients`,
-    if set, gets the gradients of the cores in every backward pass, to sum those of shared cores.
+    Tables may be slices of tables whose other slices are in other modules: `shared_gradients` has,
+    by table, functions that sum the gradients of cores that slices share in every backward pass.
+
+    Example:
+        >>> tables = [emblib.TTSpec(1_000_000, 64, (16, 16)), emblib.TTSpec(20_000, 32, (8, 8))]
+        >>> bags = emblib.TableBatchedTTEmbeddingBags(tables, emblib.optim.Adagrad(0.1))
+        >>> bags(torch.tensor([3, 14, 15, 92]), torch.tensor([0, 2, 3, 3, 4])).shape
+        torch.Size([2, 96])
     """
 
     cores: Cores
+    tables: tuple[TTSpec, ...]
     spec_kind = SpecKind(TTSpec, "TTSpec(1000, 64, ranks=(8, 8))", "use TableBatchedEmbeddingBags")
+    has_row_gradients = False
+    table_ids: Tensor
+    feature_table_ids: Tensor
+    _frozen_cores: frozenset[int] = frozenset()
 
     def __init__(
         self,
-        spec: TTSpec,
+        tables: Sequence[TTSpec],
         optimizer: Optimizer | None = None,
         *,
         pooling: Pooling = Pooling.SUM,
+        feature_tables: Sequence[int] | None = None,
         init: str = "gaussian",
         output_dtype: torch.dtype = torch.float32,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
@@ -78,8 +103,10 @@ class TTEmbeddingBag(FusedTables):
     ) -> None:
         check_float_dtype("output_dtype", output_dtype)
         precision = Precision(output=output_dtype)
-        super().__init__([spec], optimizer, pooling, None, precision, bounds_check)
+        super().__init__(tables, optimizer, pooling, feature_tables, precision, bounds_check)
         self.include_last_offset = include_last_offset
+        if not self.tables:
+            raise ValueError("tables must have at least one TTSpec, got none")
         if optimizer_hooks.is_periodic(self.optimizer) or optimizer_hooks.global_decay(
             self.optimizer
         ):
@@ -87,23 +114,24 @@ class TTEmbeddingBag(FusedTables):
                 f"{self.optimizer} reads rows of a dense table; a tensor-train table has none: "
                 "use TableBatchedEmbeddingBags, or RowwiseAdagrad without counter and global_decay"
             )
-        self.spec = spec
         self.init = init
-        self.share_gradients: tt.ShareGradients | None = None
+        self.shared_gradients: dict[int, tt.ShareGradients] = {}
         self._check_ranks()
         if init not in INITIALIZERS:
             raise ValueError(f"init must be one of {', '.join(INITIALIZERS)}, got {init!r}")
+        self.core_layout = tt.layout_of(self.tables)
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
         self._allocate(device)
         self.reset_parameters()
 
     def _check_ranks(self) -> None:
-        check_ranks(self.spec.ranks, self.spec.row_factors, self.spec.dim_factors)
+        for spec in self.tables:
+            check_ranks(spec.ranks, spec.row_factors, spec.dim_factors)
 
     def _allocate(self, device: torch.device) -> None:
-        spec, has_gradient = self.spec, not autograd.updates_in_backward(self.optimizer)
-        shapes = self._core_layout(device).shapes()
+        has_gradient = not autograd.updates_in_backward(self.optimizer)
+        shapes = [shape for spec in self.tables for shape in _shapes(spec, device).shapes()]
         self.cores = Cores(
             nn.Parameter(
                 torch.empty(shape, dtype=torch.float32, device=device), requires_grad=has_gradient
@@ -117,16 +145,40 @@ class TTEmbeddingBag(FusedTables):
                     f"state_{state.name}_{k}", torch.zeros(size, dtype=torch.float32, device=device)
                 )
         self._mark_parameters()
-        self._layout = [
-            (0, 0, math.prod(spec.row_factors), spec.dim, 0, 0, 0, 0),  # the range of the keys
-            (0, 0, spec.rows, spec.dim, 0, 0, 0, 0),  # the range of the indices
-        ]
-        self.register_buffer(layout_entry.NAME, layout_entry.entry(spec).to(device))
+        keys, rows = self._key_feature, self._row_feature
+        self._layout = [*self._feature_rows(keys), *self._feature_rows(rows)]
+        self.register_buffer(layout_entry.NAME, layout_entry.entries(self.tables).to(device))
+        for name, ids in self._ids().items():
+            self.register_buffer(name, ids.to(device), persistent=False)
         self._register_common(device)
+
+    def _key_feature(self, table: int, column: int) -> tuple[int, ...]:
+        """Return the row of `features` of the keys of a table."""
+        spec = self.tables[table]
+        first = self.core_layout.tables[table][TTTableColumn.FIRST_KEY]
+        return (0, first, math.prod(spec.row_factors), spec.dim, column, 0, 0, 0)
+
+    def _row_feature(self, table: int, column: int) -> tuple[int, ...]:
+        """Return the row of `features` of the indices of a table, for the bounds check."""
+        spec = self.tables[table]
+        return (0, 0, spec.rows, spec.dim, column, 0, 0, 0)
+
+    def _ids(self) -> dict[str, Tensor]:
+        """Return the buffers that say how row ids become keys, by table and by feature."""
+        ids = torch.tensor(self.core_layout.tables, dtype=torch.int64, device="cpu")
+        by_feature = ids[torch.tensor(self.feature_tables, dtype=torch.int64, device="cpu")]
+        return {"table_ids": ids, "feature_table_ids": by_feature}
 
     def _restore(self) -> None:
         super()._restore()
-        setattr(self, layout_entry.NAME, layout_entry.entry(self.spec).to(self.hyperparams.device))
+        device = self.hyperparams.device
+        setattr(self, layout_entry.NAME, layout_entry.entries(self.tables).to(device))
+        for name, ids in self._ids().items():
+            buffer = getattr(self, name)
+            if buffer.device == device and not buffer.is_meta:
+                buffer.copy_(ids)  # a captured CUDA graph has its address
+            else:
+                setattr(self, name, ids.to(device))
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -138,7 +190,7 @@ class TTEmbeddingBag(FusedTables):
         metadata, *rest = arguments
         missing: list[str] = arguments[2]
         errors: list[str] = arguments[4]
-        if not layout_entry.may_load(state_dict, prefix, self.spec, self.cores, errors):
+        if not layout_entry.may_load(state_dict, prefix, self.tables, self.cores, errors):
             return
         keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
         if (
@@ -154,127 +206,176 @@ class TTEmbeddingBag(FusedTables):
             )  # the shapes of the cores identify the layout
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train the cores from the next forward on, or freeze them: all, or none."""
+        """Train the cores of a table from the next forward on, or freeze them: all, or none."""
         self._frozen_cores = frozenset(
             k
             for k, core in enumerate(self.cores)
             if (not trained if core is parameter else k in self._frozen_cores)
         )
-        self._frozen = bool(self._frozen_cores)
+        self._untrained = frozenset(
+            t for t in range(len(self.tables)) if self._frozen_cores >= set(self._cores_of(t))
+        )
+        self._frozen = len(self._untrained) == len(self.tables)
 
-    _frozen_cores: frozenset[int] = frozenset()
+    def _cores_of(self, table: int) -> range:
+        """Return the numbers of the cores of a table."""
+        return range(len(self.cores))[self.core_layout.cores_of(table)]
 
     def _check_frozen(self) -> None:
-        if 0 < len(self._frozen_cores) < len(self.cores):
-            raise RuntimeError(
-                f"cores {sorted(self._frozen_cores)} of {len(self.cores)} are frozen: a tensor "
-                "train is trained whole, so call requires_grad_ for all its cores"
-            )
-
-    def _core_layout(self, device: torch.device) -> CoreLayout:
-        spec = self.spec
-        return CoreLayout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
+        if not self._frozen_cores:
+            return
+        for t in range(len(self.tables)):
+            numbers = self._cores_of(t)
+            frozen = [k - numbers[0] for k in numbers if k in self._frozen_cores]
+            if frozen and t not in self._untrained:
+                raise RuntimeError(
+                    f"cores {frozen} of {len(numbers)} are frozen in table "
+                    f"{self.table_names[t]!r}: a tensor train is trained whole, so call "
+                    "requires_grad_ for all its cores"
+                )
 
     def reset_parameters(self) -> None:
         """Redraw the cores and reset optimizer state, step and learning rate."""
-        layout = self._core_layout(self.features.device)
-        values = INITIALIZERS[self.init](layout, 1.0 / math.sqrt(3.0 * self.spec.rows))
         with torch.no_grad():
-            for core, value in zip(self.cores, values, strict=True):
-                core.copy_(value)
+            for t in range(len(self.tables)):
+                for core, value in zip(self.table_cores(t), self._draw(t), strict=True):
+                    core.copy_(value)
             for states in self._core_states():
                 for state in states:
                     state.zero_()
             self._reset_common()
 
+    def _draw(self, table: int) -> Sequence[Tensor]:
+        """Draw the initial values of the cores of a table."""
+        spec = self.tables[table]
+        layout = _shapes(spec, self.features.device)
+        return INITIALIZERS[self.init](layout, 1.0 / math.sqrt(3.0 * spec.rows))
+
     def forward(
-        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Pool embeddings to `[B, D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
+        """Pool embeddings to `[B, sum D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
 
         Args:
-            indices: int32 or int64 `[L]`, row of each lookup; -1 skips.
-            offsets: int32 or int64 `[B + 1]`: bag b is `indices[offsets[b] : offsets[b + 1]]`.
+            indices: int32 or int64 `[L]`, row of each lookup in the table of its feature; -1 skips.
+            offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
+                `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
+            batch_sizes: `[F][ranks]` if features differ in batch size, as in
+                `TableBatchedEmbeddingBags`; the output is one vector then.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
+                some cores of a table frozen.
+            ValueError: `batch_sizes` that do not fit.
         """
         self._check_frozen()
-        if not self.include_last_offset:
-            offsets = append_last_offset(indices, offsets)
-        offsets = check_bounds(self, indices, offsets, self.features[1:])
-        batch = self._batch(indices, offsets, self.pooling, self.output_dtype)
+        batch = self._batch(indices, offsets, batch_sizes)
         weighted = per_sample_weights is not None and per_sample_weights.requires_grad
+        cores = self._all_cores()
         if not torch.is_grad_enabled() or (self._frozen and not weighted):
-            return tt.lookup(self._core_list(), batch, per_sample_weights)
+            return tt.lookup([core.detach() for core in cores], batch, per_sample_weights)
         rule = autograd.UpdateRule.of(self.optimizer)
         if not autograd.updates_in_backward(self.optimizer):
             return tt.DenseTTLookup.apply(
-                batch, per_sample_weights, rule, self.share_gradients, *self.cores
+                batch, per_sample_weights, rule, self.shared_gradients, *cores
             )
-        for core in self.cores:
-            self._check_in_place(core)
+        self._check_in_place(next(filter(parameters.is_replaced, cores), cores[0]))
         return tt.FusedTTLookup.apply(
             self.grad_anchor.detach() if self._frozen else self.grad_anchor,
-            self._core_list(),
+            [core.detach() for core in cores],
             self._core_states(),
             self.hyperparams,
             rule,
             batch,
             per_sample_weights,
-            self.share_gradients,
+            self.shared_gradients,
+            self._frozen_cores,
         )
 
     def _apply_gradients(self) -> None:
-        grads = [core.grad for core in self.cores]
-        if all(grad is None for grad in grads):
+        cores = self._all_cores()
+        if all(core.grad is None for core in cores):
             return
-        filled = [
-            torch.zeros_like(core) if grad is None else grad
-            for core, grad in zip(self.cores, grads, strict=True)
-        ]
+        filled = [torch.zeros_like(core) if core.grad is None else core.grad for core in cores]
         rule = autograd.UpdateRule.of(self.optimizer)
-        tt.update_cores(self._core_list(), self._core_states(), self.hyperparams, rule, filled)
+        detached = [core.detach() for core in cores]
+        tt.update_cores(detached, self._core_states(), self.hyperparams, rule, filled)
 
     def _batch(
-        self, indices: Tensor, offsets: Tensor, pooling: Pooling, output_dtype: torch.dtype
+        self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tt.TTLookup:
-        spec = self.spec
+        """Return the batch as the ops take it: repaired offsets and bag layout."""
+        if not self.include_last_offset:
+            offsets = append_last_offset(indices, offsets)
+        bag_layout, output_dim = self._bag_layout(offsets, batch_sizes, indices.device)
+        num_features = len(self.feature_tables)
+        rows = self.features[num_features:]
         return tt.TTLookup(
-            spec.rows,
-            spec.row_factors,
-            spec.dim_factors,
-            self.features[:1],
+            self.core_layout,
+            self.table_ids,
+            self.feature_table_ids,
+            self.features[:num_features],
             indices,
-            offsets,
-            pooling,
-            output_dtype,
+            check_bounds(self, indices, offsets, rows, bag_layout),
+            bag_layout,
+            self.pooling,
+            output_dim,
+            self.output_dtype,
         )
 
-    def _core_list(self) -> list[Tensor]:
-        return [core.detach() for core in self.cores]
+    def _all_cores(self) -> list[nn.Parameter]:
+        """Return the cores as lookups read them."""
+        return self.cores.as_list()
 
     def _core_states(self) -> list[list[Tensor]]:
-        return [
-            [getattr(self, f"state_{state.name}_{k}") for state in self.optimizer.states]
-            for k in range(len(self.cores))
-        ]
+        names = [f"state_{state.name}_" for state in self.optimizer.states]
+        buffers: Any = self._buffers
+        return [[buffers[f"{name}{k}"] for name in names] for k in range(len(self.cores))]
 
-    def core_optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return per core its optimizer state by name: core-shaped, or one entry per row."""
+    def table_cores(self, table: int) -> list[nn.Parameter]:
+        """Return the cores of a table."""
+        return [self.cores[k] for k in self._cores_of(table)]
+
+    def core_optimizer_states(self, table: int | None = None) -> list[dict[str, Tensor]]:
+        """Return per core, of one table or of all, its optimizer state by name.
+
+        A state is core-shaped, or has one entry per row of the core.
+        """
         names = [state.name for state in self.optimizer.states]
-        return [dict(zip(names, states, strict=True)) for states in self._core_states()]
+        numbers = range(len(self.cores)) if table is None else self._cores_of(table)
+        all_states = self._core_states()
+        return [dict(zip(names, all_states[k], strict=True)) for k in numbers]
 
-    def to_dense(self) -> Tensor:
-        """Return the table as a dense `[rows, D]` matrix."""
-        chunks = []
-        for start in range(0, self.spec.rows, _DENSE_CHUNK):
-            end = min(start + _DENSE_CHUNK, self.spec.rows)
-            ids = torch.arange(start, end, device=self.features.device)
-            offsets = torch.arange(end - start + 1, device=self.features.device)
-            batch = self._batch(ids, offsets, Pooling.NONE, torch.float32)
-            chunks.append(tt.lookup(self._core_list(), batch))
+    def to_dense(self, table: int) -> Tensor:
+        """Return a table as a dense `[rows, D]` matrix."""
+        spec, device = self.tables[table], self.features.device
+        layout = tt.layout_of([spec])
+        ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)
+        keys = (0, 0, layout.num_keys, spec.dim, 0, 0, 0, 0)
+        features = torch.tensor([keys], dtype=torch.int64, device=device)
+        cores, chunks = [core.detach() for core in self.table_cores(table)], []
+        for start in range(0, spec.rows, _DENSE_CHUNK):
+            rows = torch.arange(start, min(start + _DENSE_CHUNK, spec.rows), device=device)
+            offsets = torch.arange(rows.numel() + 1, device=device)
+            batch = tt.TTLookup(
+                layout,
+                ids,
+                ids,
+                features,
+                rows,
+                offsets,
+                None,
+                Pooling.NONE,
+                spec.dim,
+                torch.float32,
+            )
+            chunks.append(tt.lookup(cores, batch))
         return torch.cat(chunks)
 
     def nbytes(self) -> dict[str, int]:
@@ -288,8 +389,145 @@ class TTEmbeddingBag(FusedTables):
 
     @property
     def compression(self) -> float:
-        """Return the number of values of the dense table over those of the cores."""
-        return self.spec.rows * self.spec.dim / sum(core.numel() for core in self.cores)
+        """Return the number of values of the dense tables over those of the cores."""
+        dense = sum(spec.rows * spec.dim for spec in self.tables)
+        return dense / sum(core.numel() for core in self.cores)
+
+    def _size_of(self, spec: TTSpec) -> str:
+        return f"{spec.rows} x {spec.dim}, ranks={spec.ranks}"
+
+    def extra_repr(self) -> str:
+        """Describe tables, optimizer and options."""
+        return f"{super().extra_repr()}, {self.compression:.1f}x smaller"
+
+
+def _shapes(spec: TTSpec, device: torch.device) -> CoreLayout:
+    return CoreLayout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
+
+
+class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
+    """One tensor-train table, with the inputs of `nn.EmbeddingBag`.
+
+    Args:
+        spec: rows, dim, ranks and factors.
+        optimizer, pooling, init, output_dtype, bounds_check, device, include_last_offset: as in
+            `TableBatchedTTEmbeddingBags`.
+
+    Example:
+        >>> bag = emblib.TTEmbeddingBag(emblib.TTSpec(1_000_000, 64, (16, 16)))
+        >>> bag(torch.tensor([[3, 14], [15, 92]])).shape
+        torch.Size([2, 64])
+    """
+
+    def __init__(
+        self,
+        spec: TTSpec,
+        optimizer: Optimizer | None = None,
+        *,
+        pooling: Pooling = Pooling.SUM,
+        init: str = "gaussian",
+        output_dtype: torch.dtype = torch.float32,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
+        device: torch.device | str | None = None,
+        include_last_offset: bool = True,
+    ) -> None:
+        super().__init__(
+            [spec],
+            optimizer,
+            pooling=pooling,
+            init=init,
+            output_dtype=output_dtype,
+            bounds_check=bounds_check,
+            device=device,
+            include_last_offset=include_last_offset,
+        )
+
+    @classmethod
+    def from_dense(
+        cls,
+        weight: Tensor,
+        optimizer: Optimizer | None = None,
+        *,
+        spec: TTSpec | None = None,
+        ranks: Sequence[int] | None = None,
+        error: float | None = None,
+        nbytes: int | None = None,
+        counts: Tensor | None = None,
+        **options: Any,
+    ) -> TTEmbeddingBag:
+        """Return the table of a tensor train that approximates a dense table.
+
+        The errors, of all rows and of the most accessed, are logged at level INFO;
+        `emblib.tables.tt_svd.decompose` returns them.
+
+        Args:
+            weight: `[rows, dim]`, of any floating dtype, e.g. that of a trained `nn.EmbeddingBag`.
+            optimizer: as in the constructor.
+            spec: factors of rows and dim; with none of the next three its ranks as well.
+            ranks: the inner ranks.
+            error: the largest relative error, from which the ranks follow.
+            nbytes: of the cores in float32, from which the ranks follow.
+            counts: accesses of each row, by which their errors are weighted.
+            options: as in the constructor; `device` is by default that of `weight`.
+
+        Raises:
+            ValueError: not one of `ranks`, `error` and `nbytes`; a wrong shape.
+
+        Example:
+            >>> trained = torch.nn.EmbeddingBag(1000, 16)
+            >>> bag = emblib.TTEmbeddingBag.from_dense(trained.weight, ranks=(16, 16))
+        """
+        made = decompose(weight, spec, ranks=ranks, error=error, nbytes=nbytes, counts=counts)
+        bag = cls(made.spec, optimizer, **{"device": weight.device, **options})
+        with torch.no_grad():
+            for core, value in zip(bag.cores, made.cores, strict=True):
+                core.copy_(value)
+        return bag
+
+    @property
+    def spec(self) -> TTSpec:
+        """Return rows, dim, ranks and factors."""
+        return self.tables[0]
+
+    def forward(  # type: ignore[override]  # one table has no batch sizes
+        self,
+        indices: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Pool embeddings to `[B, D]`, or `[L, D]` for pooling NONE, in `output_dtype`.
+
+        Args:
+            indices: int32 or int64, row of each lookup; -1 skips. `[L]`, or `[B, N]` for B bags of
+                N lookups.
+            offsets: int32 or int64 `[B + 1]`: bag b is `indices[offsets[b] : offsets[b + 1]]`; not
+                with 2-dimensional indices.
+            per_sample_weights: float32 in the shape of `indices`, scales each row; gets a gradient
+                if it requires one.
+
+        Raises:
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+            ValueError: offsets missing, or given for 2-dimensional indices.
+        """
+        if indices.dim() == 2:
+            if offsets is not None:
+                raise ValueError(
+                    "2-dimensional indices are bags of equal length and take no offsets; flatten "
+                    "them, or leave offsets out"
+                )
+            bags, length = indices.shape
+            entries = bags + 1 if self.include_last_offset else bags
+            offsets = torch.arange(entries, device=indices.device) * length
+            indices = indices.reshape(-1)
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights.reshape(-1)
+        elif offsets is None:
+            raise ValueError("1-dimensional indices need offsets: where each bag begins")
+        return super().forward(indices, offsets, per_sample_weights)
+
+    def to_dense(self, table: int = 0) -> Tensor:
+        """Return the table as a dense `[rows, D]` matrix."""
+        return super().to_dense(table)
 
     def extra_repr(self) -> str:
         """Describe sizes, optimizer and options."""

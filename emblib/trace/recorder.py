@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from emblib.reference.tbe import repair_offsets
-from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
+from emblib.tables import (
+    TableBatchedEmbeddingBags,
+    TableBatchedTTEmbeddingBags,
+    TTEmbeddingBag,
+)
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import ModuleLock
 from emblib.trace.file import INTEGERS, LookupTrace, TracedFeature
@@ -73,10 +77,10 @@ def _reading(module: nn.Module) -> Reading | None:
         return _bag
     if isinstance(module, nn.Embedding):
         return _embedding
-    if isinstance(module, TableBatchedEmbeddingBags):
-        return _batched
     if isinstance(module, TTEmbeddingBag):
         return _tensor_train
+    if isinstance(module, TableBatchedEmbeddingBags | TableBatchedTTEmbeddingBags):
+        return _batched
     if hasattr(module, "embedding_specs") and hasattr(module, "feature_table_map"):
         return _fbgemm
     return _keyed if _configurations(module) else None
@@ -129,13 +133,15 @@ def _tensor_train(
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
     spec = module.spec
     feature = TracedFeature(name, spec.name or name, spec.rows, spec.dim)
+    if offsets is None:
+        return [Bags(feature, *_one_each(ids))]
     return [Bags(feature, ids, repair_offsets(offsets, ids.numel()).diff())]
 
 
 def _batched(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
-    assert isinstance(module, TableBatchedEmbeddingBags)
+    assert isinstance(module, TableBatchedEmbeddingBags | TableBatchedTTEmbeddingBags)
     features = []
     for f, t in enumerate(module.feature_tables):
         spec, table = module.tables[t], f"{name}.{module.table_names[t]}"

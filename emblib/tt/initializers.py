@@ -69,51 +69,37 @@ def sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
     return cores
 
 
-_LEVELS = 15
 _JITTER = 0.01
 
 
 def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Make rows whose values are uniform around zero; the last rank must be at least 2.
+    """Make rows whose values are uniform around zero, rows of one table unlike each other.
 
-    A uniform value is one of 15 levels plus a uniform step of one level's width. The last core
-    holds the levels on odd places of the last bond, the core before it the steps on even places,
-    each faces ones, and cores before those hand ones through. A jitter of 1% tells otherwise
-    equal rows apart.
+    Every value is one entry of the last core, where values are dealt out evenly, with a random
+    sign. Which one, the other cores select: from each place of a bond they lead to one random place
+    of the next. (A sum of several entries would be closer to a normal distribution.) A jitter of 1%
+    tells equal selections apart.
+
+    FBTT's scheme of this name selects levels by the last digits of row and column alone, so that
+    the rows of a table lie in few dimensions: the effective rank is 4 of 64.
     """
-    ranks, cores = layout.full_ranks, len(layout.row_factors)
-    if ranks[-2] < 2:
-        raise ValueError(
-            f"init 'approx_uniform' needs a last rank >= 2, got {ranks[-2]}; use 'gaussian' or "
-            "'uniform'"
-        )
+    ranks, cores, device = layout.full_ranks, len(layout.row_factors), layout.device
     scale = (std * math.sqrt(3.0)) ** (1.0 / cores)
-    device, bond = layout.device, ranks[-2]
-    odd = torch.arange(bond, device=device) % 2
     values = []
     for k, (p, q) in enumerate(zip(layout.row_factors, layout.dim_factors, strict=True)):
+        shape = (p, ranks[k], q, ranks[k + 1])
         if k == cores - 1:
-            # Dealt out, not drawn: a small core would miss some levels by chance.
-            place = torch.randperm(p * q, device=device).view(p, q, 1)
-            level = (2 * place + 1) * _LEVELS // (2 * p * q) * 2 + 1 - _LEVELS
-            core = (1 - odd) + _one_place((p, q), bond, 1, device) * (level / _LEVELS)
-            core = core.transpose(1, 2).unsqueeze(3)  # [p, R, q, 1]
-        elif k == cores - 2:
-            step = torch.empty((p, q, 1), device=device).uniform_(-1.0 / _LEVELS, 1.0 / _LEVELS)
-            core = odd + _one_place((p, q), bond, 0, device) * step
-            core = core.unsqueeze(1).expand(p, ranks[k], q, bond) / ranks[k]
+            # Dealt out, not drawn: a small core would miss parts of the interval by chance.
+            count = math.prod(shape)
+            place = torch.randperm(count, device=device).view(shape)
+            core = (2.0 * place + 1.0) / count - 1.0
         else:
-            core = torch.full((p, ranks[k], q, ranks[k + 1]), 1.0 / ranks[k], device=device)
-        noise = torch.randn(core.shape, device=device) * (_JITTER / math.sqrt(ranks[k] * bond))
+            sign = torch.randint(0, 2, (*shape[:3], 1), device=device) * 2.0 - 1.0
+            chosen = torch.randint(0, shape[3], (*shape[:3], 1), device=device)
+            core = torch.zeros(shape, device=device).scatter_(3, chosen, sign)
+        noise = torch.randn(shape, device=device) * (_JITTER / math.sqrt(ranks[k] * ranks[k + 1]))
         values.append(((core + noise) * scale).reshape(p, -1))
     return values
-
-
-def _one_place(shape: tuple[int, int], bond: int, parity: int, device: torch.device) -> Tensor:
-    """Return zeros `[*shape, bond]` with a one at a random position of the given parity."""
-    places = (bond + 1 - parity) // 2
-    place = torch.randint(0, places, (*shape, 1), device=device) * 2 + parity
-    return torch.zeros((*shape, bond), device=device).scatter_(2, place, 1.0)
 
 
 INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from emblib.tt.shapes import check_ranks
 
@@ -19,9 +20,27 @@ _FEWEST = 7  # rows, dim, and of two cores the factors and one rank
 
 
 def entry(spec: Any) -> Tensor:
-    """Return rows, dim, row factors, dim factors and ranks of a `TTSpec` as one int64 tensor."""
-    numbers = (spec.rows, spec.dim, *spec.row_factors, *spec.dim_factors, *spec.ranks)
+    """Return rows, dim, row factors, dim factors and ranks of a `TTSpec` as one int64 tensor.
+
+    Those of a table with permuted ids end with 1 + seed.
+    """
+    order = () if spec.ids.value == "as_given" else (1 + spec.seed,)
+    numbers = (spec.rows, spec.dim, *spec.row_factors, *spec.dim_factors, *spec.ranks, *order)
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def entries(specs: Sequence[Any]) -> Tensor:
+    """Return the entry of the tables of a module: that of the table, or a padded row per table."""
+    rows = [entry(spec) for spec in specs]
+    return rows[0] if len(rows) == 1 else pad_sequence(rows, batch_first=True)
+
+
+def _rows_of(saved: Tensor | None, count: int) -> list[Tensor | None]:
+    """Return the entry of each of `count` tables."""
+    if saved is None or saved.dim() != 2:
+        return [saved] * count
+    rows: list[Tensor | None] = [row[: int((row != 0).sum())] for row in saved]
+    return (rows + [None] * count)[:count]
 
 
 def difference(saved: Tensor | None, own: Tensor) -> str:
@@ -31,6 +50,8 @@ def difference(saved: Tensor | None, own: Tensor) -> str:
     of ranks and factors. The number of rows is not compared then; rows that both have are the same.
     """
     here = _fields(own)
+    if saved is None and here["ids"] != "as_given":
+        return f"there is no {NAME}, so the ids of these cores are as given, here {here['ids']}"
     if saved is None:
         others = [other for other in _of_equal_shapes(here) if other != here]
         if not others:
@@ -55,11 +76,11 @@ def difference(saved: Tensor | None, own: Tensor) -> str:
 def may_load(
     state_dict: MutableMapping[str, Any],
     prefix: str,
-    spec: Any,
+    specs: Sequence[Any],
     cores: Iterable[Tensor],
     errors: list[str],
 ) -> bool:
-    """Return whether the cores in a state dict are those of `spec`; for `_load_from_state_dict`.
+    """Return whether the cores in a state dict are those of `specs`; for `_load_from_state_dict`.
 
     If not, `errors` says why, and `state_dict` gets the cores as they are here, so that modules
     below, which load them whatever their parent says, leave them as they are.
@@ -68,7 +89,9 @@ def may_load(
     given = [key for key in own if key in state_dict]
     if not given:
         return True
-    problem = difference(state_dict.get(f"{prefix}{NAME}"), entry(spec))
+    saved = _rows_of(state_dict.get(f"{prefix}{NAME}"), len(specs))
+    found = [difference(row, entry(spec)) for row, spec in zip(saved, specs, strict=True)]
+    problem = next(filter(None, found), "")
     if not problem:
         wrong = [key for key in given if state_dict[key].shape != own[key].shape]
         problem = "; ".join(
@@ -84,18 +107,21 @@ def may_load(
 
 def _fields(numbers: Tensor) -> dict[str, Any]:
     rows, dim, *rest = numbers.tolist()
-    cores = (len(rest) + 1) // 3
+    cores = (len(rest) + 1) // 3  # 3 * cores - 1 numbers, and one more if ids are permuted
+    seed = rest.pop() - 1 if len(rest) == 3 * cores else None
     return {
         "rows": rows,
         "dim": dim,
         "row_factors": tuple(rest[:cores]),
         "dim_factors": tuple(rest[cores : 2 * cores]),
         "ranks": tuple(rest[2 * cores :]),
+        "ids": "as_given" if seed is None else f"permuted by seed {seed}",
     }
 
 
 def _describe(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in fields.items())
+    shown = {key: value for key, value in fields.items() if (key, value) != ("ids", "as_given")}
+    return ", ".join(f"{key}={value}" for key, value in shown.items())
 
 
 def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:

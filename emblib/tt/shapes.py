@@ -3,9 +3,16 @@
 Row factors are ceil-roots: the padding they add is below 1% from a few thousand rows on, and they
 cost microseconds, where a search over prime factorisations takes seconds and may pad by 90%
 (2**20 rows). Dim factors are exact: a table never has columns its user did not ask for.
+
+Cores share rows by the digits of ids, not by what ids mean. Ids are often in an order that means
+something, such as first seen or most frequent, and ids that are near each other share cores: the
+hottest ids of a table in order of frequency share all but the last. A permutation of ids,
+`(multiplier * id + offset) % rows`, spreads them. It is a bijection, since the multiplier has no
+factor in common with the number of rows.
 """
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 
 
@@ -31,24 +38,52 @@ def dim_factors(dim: int, cores: int) -> tuple[int, ...]:
     )
 
 
-def check_ranks(
-    ranks: Sequence[int], row_factors: Sequence[int], dim_factors: Sequence[int]
-) -> None:
-    """Raise ValueError unless every rank is in `[1, most]`.
+def most_ranks(row_factors: Sequence[int], dim_factors: Sequence[int]) -> tuple[int, ...]:
+    """Return the largest rank that the cores on the two sides of each cut can use.
 
     Rank k joins the first k cores to the others; as a matrix of `prod(p_j * q_j)` rows (j < k) by
     `prod(p_j * q_j)` columns (j >= k) the table has no rank above the smaller of the two, so a
     larger one would only add weights that can express nothing.
     """
     sizes = [p * q for p, q in zip(row_factors, dim_factors, strict=True)]
-    for k, rank in enumerate(ranks, start=1):
-        most = min(math.prod(sizes[:k]), math.prod(sizes[k:]))
+    return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
+
+
+def check_ranks(
+    ranks: Sequence[int], row_factors: Sequence[int], dim_factors: Sequence[int]
+) -> None:
+    """Raise ValueError unless every rank is one that its cores can use, see `most_ranks`."""
+    for k, (rank, most) in enumerate(zip(ranks, most_ranks(row_factors, dim_factors), strict=True)):
         if not 1 <= rank <= most:
             raise ValueError(
-                f"ranks[{k - 1}] must be in [1, {most}], what the cores on its two sides can use "
+                f"ranks[{k}] must be in [1, {most}], what the cores on its two sides can use "
                 f"(row_factors {tuple(row_factors)}, dim_factors {tuple(dim_factors)}), "
-                f"got {rank}; lower it, or use fewer cores"
+                f"got {rank}; lower it, use TTSpec.usable(), or use fewer cores"
             )
+
+
+AS_GIVEN = (1, 0)
+"""The multiplier and offset that change nothing."""
+
+
+def permutation(rows: int, seed: int) -> tuple[int, int]:
+    """Return a multiplier and an offset for a table, drawn from a seed."""
+    if rows < 5:
+        return AS_GIVEN
+    draw = random.Random(seed)
+    # Not near 0, 1/2 or 1 of the rows, where neighbours would stay neighbours.
+    while math.gcd(multiplier := draw.randrange(rows // 5, rows - rows // 5), rows) > 1:
+        pass
+    return multiplier, draw.randrange(rows)
+
+
+def inverse(permuted: tuple[int, int], rows: int) -> tuple[int, int]:
+    """Return the multiplier and the offset that lead back."""
+    multiplier, offset = permuted
+    if rows == 1:
+        return AS_GIVEN
+    back = pow(multiplier, -1, rows)
+    return back, -back * offset % rows
 
 
 def _ceil_root(value: int, degree: int) -> int:

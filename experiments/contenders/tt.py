@@ -1,4 +1,4 @@
-"""emblib.TTEmbeddingBag for the largest tables, plain tables for the rest: TT-Rec's arrangement."""
+"""Tensor trains for the largest tables, plain tables for the rest: TT-Rec's arrangement."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class TTTables(Contender):
         largest_first = sorted(tables, key=lambda i: -task.shapes[i].rows)
         self.compressed = sorted(largest_first[: task.tt_tables])
         self.plain = [i for i in tables if i not in self.compressed]
-        self.modules = [
-            emblib.TTEmbeddingBag(spec, OPTIMIZERS[task.optimizer](task.lr), device=task.device)
-            for spec in tt_specs(task, [task.shapes[i] for i in self.compressed])
-        ]
+        self.trains = emblib.TableBatchedTTEmbeddingBags(
+            tt_specs(task, [task.shapes[i] for i in self.compressed]),
+            OPTIMIZERS[task.optimizer](task.lr),
+            device=task.device,
+        )
         rest = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
         self.rest = BatchedTables(rest) if self.plain else None
 
@@ -55,20 +56,20 @@ class TTTables(Contender):
         """Lay out ids, offsets and gradient per part."""
         device = self.task.device
         columns = split_gradient(batch, self.task.shapes)
-        parts = [batch.feature(f) for f in self.compressed]
-        tt = [(i.to(device), o.to(device)) for i, o in parts]
+        compressed = self._part(batch, self.compressed)
         rest = self.rest.prepare(self._part(batch, self.plain)) if self.rest else None
         ordered = [columns[f] for f in (*self.plain, *self.compressed)]
-        return rest, tt, torch.cat(ordered, dim=1).to(device)
+        ids, offsets = compressed.indices.to(device), compressed.offsets.to(device)
+        return rest, (ids, offsets), torch.cat(ordered, dim=1).to(device)
 
     def _lookup(self, prepared: Any) -> Tensor:
-        rest, tt, _ = prepared
+        rest, compressed, _ = prepared
         outputs = [self.rest.module(rest[0], rest[1])] if self.rest else []
-        outputs += [m(i, o) for m, (i, o) in zip(self.modules, tt, strict=True)]
+        outputs.append(self.trains(*compressed))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def forward(self, prepared: Any) -> Tensor:
-        """Look up with one call for the plain tables and one per compressed table."""
+        """Look up with one call for the plain tables and one for the compressed ones."""
         with torch.no_grad():
             return self._lookup(prepared)
 
@@ -78,13 +79,13 @@ class TTTables(Contender):
 
     def nbytes(self) -> dict[str, int]:
         """Sum over all modules."""
-        parts = [m.nbytes() for m in self.modules] + ([self.rest.nbytes()] if self.rest else [])
+        parts = [self.trains.nbytes()] + ([self.rest.nbytes()] if self.rest else [])
         return {k: sum(p[k] for p in parts) for k in ("weights", "optimizer_state")}
 
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of the plain tables, then all cores."""
         rows = self.rest.observe(self._part(batch, self.plain)) if self.rest else []
-        return rows + [c.detach().cpu().clone() for m in self.modules for c in m.cores]
+        return rows + [core.detach().cpu().clone() for core in self.trains.cores]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
         """Compute plain tables by rows and TT tables by the chain of core products."""
@@ -95,7 +96,7 @@ class TTTables(Contender):
             output, after = self.rest.expect(self._part(batch, self.plain), plain)
             outputs.append(output)
         output, cores = expect_tt(
-            self._part(batch, self.compressed), tt, self.task, [m.spec for m in self.modules]
+            self._part(batch, self.compressed), tt, self.task, self.trains.tables
         )
         return torch.cat([*outputs, output], dim=1), after + cores
 

@@ -70,6 +70,13 @@ CASES = {
 }
 
 
+OPTIMIZERS = {
+    "sgd": optim.SGD(LR),
+    "rowwise_adagrad": optim.RowwiseAdagrad(LR),
+    "adam": optim.Adam(LR),
+}
+
+
 @dataclass(frozen=True)
 class Variant:
     """The dtype of weights and output, and SUM or NONE."""
@@ -91,7 +98,7 @@ class Emblib:
     def __init__(self, case: Case, optimizer: str, variant: Variant) -> None:
         self.module = TableBatchedEmbeddingBags(
             [TableSpec(case.rows, case.dim)] * case.tables,
-            optim.SGD(LR) if optimizer == "sgd" else optim.RowwiseAdagrad(LR),
+            OPTIMIZERS[optimizer],
             pooling=variant.pooling,
             precision=Precision(weights=variant.dtype, output=variant.dtype),
         )
@@ -117,10 +124,13 @@ class Fbgemm(Emblib):
 
         spec = (case.rows, case.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
         dtype = SparseType.FP16 if variant.dtype is torch.float16 else SparseType.FP32
-        sgd, rowwise = EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD
+        types = {
+            "sgd": EmbOptimType.EXACT_SGD,
+            "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        }
         self.module = SplitTableBatchedEmbeddingBagsCodegen(
             [spec] * case.tables,
-            optimizer=sgd if optimizer == "sgd" else rowwise,
+            optimizer=types[optimizer],
             learning_rate=LR,
             weights_precision=dtype,
             output_dtype=dtype,
@@ -130,7 +140,7 @@ class Fbgemm(Emblib):
 
 
 class EmbeddingBag(Emblib):
-    """One `torch.nn.EmbeddingBag` (or `Embedding`) a table, sparse gradients, torch's SGD."""
+    """One `torch.nn.EmbeddingBag` (or `Embedding`) a table, sparse gradients, SGD or SparseAdam."""
 
     def __init__(self, case: Case, optimizer: str, variant: Variant) -> None:
         dtype, self.sequence = variant.dtype, variant.pooling is Pooling.NONE
@@ -144,7 +154,8 @@ class EmbeddingBag(Emblib):
         ]
         self.offsets = torch.arange(0, case.batch * case.pooling + 1, case.pooling)
         parameters = [p for table in self.tables for p in table.parameters()]
-        self.optimizer = torch.optim.SGD(parameters, lr=LR)
+        kind = torch.optim.SparseAdam if optimizer == "adam" else torch.optim.SGD
+        self.optimizer: torch.optim.Optimizer = kind(parameters, lr=LR)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         parts = indices.view(len(self.tables), -1)
@@ -157,6 +168,13 @@ class EmbeddingBag(Emblib):
         self.optimizer.zero_grad()
         self.forward(indices, offsets).backward(grad)
         self.optimizer.step()
+
+    def touch(self) -> None:
+        """Write the states of the optimizer once, which it made without touching their pages."""
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.mul_(1)
 
 
 class Ceiling:

@@ -65,7 +65,7 @@ def dense(collection: Any, table: str) -> Tensor:
     handle = collection.handles()[table]
     kernel, index = handle.kernel, handle.index
     if hasattr(kernel, "to_dense"):
-        return kernel.to_dense()[:IDS].clone()
+        return kernel.to_dense(index)[:IDS].clone()
     if not hasattr(kernel, "find"):
         return handle.weight.detach()[:IDS].float().clone()
     slots = kernel.find(index, torch.arange(IDS))

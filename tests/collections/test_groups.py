@@ -184,13 +184,25 @@ def test_first_values_of_tensor_trains_do_not_depend_on_the_cut() -> None:
     kind = TensorTrain((2, 2), row_factors=(6, 4, 5), dim_factors=(2, 2, 2))
     config = EmbeddingBagConfig(115, 8, "t", storage=kind)
     whole = TableGroups([TableSlice.whole(config)], [], pooled=True, seeds={"t": 3})
-    dense = whole.module_of(0)[0].to_dense()
+    dense = whole.module_of(0)[0].to_dense(0)
     for rows in ((0, 60), (60, 115)):
         for columns in ((0, 4), (4, 8)):
             part = TableSlice(config, rows, columns)
             cut = TableGroups([part], [], pooled=True, seeds={"t": 3})
-            assert torch.allclose(cut.module_of(0)[0].to_dense(), part.part_of(dense), atol=1e-7)
+            assert torch.allclose(cut.module_of(0)[0].to_dense(0), part.part_of(dense), atol=1e-7)
     assert float(dense.std()) == pytest.approx((3 * 115) ** -0.5, rel=0.3)
+
+
+def test_permuted_trains_are_not_cut_by_rows() -> None:
+    kind = TensorTrain((2, 2), (6, 4, 5), (2, 2, 2), ids="permuted", seed=4)
+    config = EmbeddingBagConfig(120, 8, "t", storage=kind)
+    assert config.spec().permutation != (1, 0)
+    with pytest.raises(ValueError, match="must be multiples of 120"):
+        TableSlice(config, (0, 60), (0, 8))
+    whole = TableGroups([TableSlice.whole(config)], [0], pooled=True, seeds={"t": 3})
+    cut = TableGroups([TableSlice(config, (0, 120), (4, 8))], [0], pooled=True, seeds={"t": 3})
+    ids, offsets = torch.tensor([0, 5, 119, 60]), torch.arange(5)
+    assert torch.allclose(whole(ids, offsets)[:, 4:], cut(ids, offsets), atol=1e-7)
 
 
 @pytest.mark.parametrize("optimizer", ["none", "adam"])

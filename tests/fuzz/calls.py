@@ -18,9 +18,10 @@ from emblib.ops.codes import (
     OPTIMIZER,
     POOLING,
 )
+from emblib.ops.tt import TTLayout, layout_of
 from emblib.reference import quant, route, tbe, tt
 from emblib.reference import random as counters
-from emblib.specs import Pooling
+from emblib.specs import Pooling, TTSpec
 from tests import quant_cases, route_cases
 from tests.fuzz.call import FLOATS, INTS, Arguments, Call, close, drawn_seed, same
 from tests.fuzz.state_calls import STATE_CALLS
@@ -128,6 +129,29 @@ def _tbe_lookup(draw: random.Random) -> Call:
     return Call("tbe_lookup", (tiers, data.features, *batch, *rest), check)
 
 
+def _tbe_lookup_checked(draw: random.Random) -> Call:
+    data = _data(draw)
+    if data.bag_layout is not None:
+        data = Data(replace(data.case, sizes=None))
+    rest = (data.sample_weights, POOLING[data.case.pooling.value], data.columns, data.case.output)
+
+    def check(_: Arguments, got: Any) -> None:
+        rows = data.features[:, 2]
+        feature = torch.arange(len(rows)).repeat_interleave(data.case.batch)
+        lengths = data.repaired.diff()
+        limits = rows[feature.repeat_interleave(lengths)]
+        tail = data.indices.long()[-limits.numel() :] if limits.numel() else limits
+        is_valid = torch.equal(data.repaired, data.offsets) and bool(
+            ((tail >= -1) & (tail < limits)).all()
+        )
+        assert got[1] == is_valid
+        if is_valid:
+            close(got[0], data.lookup(data.weights.double(), data.sample_weights))
+
+    batch = (data.indices, data.offsets)
+    return Call("tbe_lookup_checked", ([data.weights], data.features, *batch, *rest), check)
+
+
 def _tbe_group(draw: random.Random) -> Call:
     data = _data(draw)
 
@@ -185,6 +209,35 @@ def _tbe_update(draw: random.Random) -> Call:
     return Call("tbe_update_", problem.arguments(weights, states), check)
 
 
+def _tbe_backward(draw: random.Random) -> Call:
+    tables = draw.randint(1, 3)
+    problem = Problem(
+        OPTIMIZER_CASES[draw.choice(list(OPTIMIZER_CASES))],
+        rows=tuple(draw.choice([1, 2, 40]) for _ in range(tables)),
+        dims=tuple(draw.choice([1, 3, 8, 20]) for _ in range(tables)),
+        tiers=tuple(draw.randrange(3) for _ in range(tables)),
+        cached=(False,) * tables,
+        features_of=tuple(draw.randrange(tables) for _ in range(draw.randint(1, 4))),
+        batch=draw.choice([1, 6]),
+        longest=draw.choice([0, 5]),
+        seed=drawn_seed(draw),
+    )
+    weights = [tensor.clone() for tensor in problem.weights]
+    states = [tensor.clone() for tensor in problem.states]
+    hyper = problem.hyperparams.clone()
+    hyper[1] -= 1  # which the op counts
+
+    def check(arguments: Arguments, _: Any) -> None:
+        same(arguments[2], problem.hyperparams)
+        for found, want in zip([*arguments[0], *arguments[1]], problem.expected(), strict=True):
+            close(found, want)
+
+    memory = (weights, states, hyper, OPTIMIZER[problem.optimizer.name], problem.grad)
+    batch = (problem.features, problem.indices, problem.offsets, None)
+    rest = (POOLING["sum"], problem.total_rows)
+    return Call("tbe_backward_", (*memory, *batch, *rest), check)
+
+
 def _tbe_sample_weight_grad(draw: random.Random) -> Call:
     data = _data(draw, draw.choice([Pooling.SUM, Pooling.MEAN]))
     grad, batch = data.gradient(), (data.indices, data.repaired, None, data.bag_layout)
@@ -214,8 +267,20 @@ class _Train:
     indices: Tensor
 
     @property
+    def layout(self) -> TTLayout:
+        """The table as the ops take it."""
+        ranks = (1,) * (len(self.p) - 1)
+        return layout_of([TTSpec(math.prod(self.p), math.prod(self.q), ranks, self.p, self.q)])
+
+    @property
+    def factors(self) -> tuple[list[int], list[int], list[int]]:
+        """The row and dim factors of the table, and its number of cores."""
+        return self.p, self.q, [len(self.p)]
+
+    @property
     def plan(self) -> list[Tensor]:
-        return _ops.tt_plan(self.keys, self.count, self.p)
+        tables, sizes = torch.tensor(self.layout.tables), self.layout[5:7]
+        return _ops.tt_plan(self.keys, self.count, tables, *sizes)
 
     @property
     def ids(self) -> Tensor:
@@ -231,7 +296,7 @@ def _train(draw: random.Random) -> _Train:
     cores = [torch.randn(p[k], ranks[k] * q[k] * ranks[k + 1]) for k in range(size)]
     rows = math.prod(p)
     indices = torch.randint(0, rows, (draw.choice([0, 1, 40]),)).to(draw.choice(INTS))
-    keys, _, _, count = _ops.group(_ops.tt_keys(indices, rows, p), rows)
+    keys, _, _, count = _ops.group(tt.keys(indices, rows, p), rows)
     kept = draw.choice([0, 3]) if size > 2 else 0
     return _Train(cores, p, q, keys.long(), count, kept, indices)
 
@@ -239,21 +304,25 @@ def _train(draw: random.Random) -> _Train:
 def _tt_keys(draw: random.Random) -> Call:
     case = _train(draw)
     rows = draw.randint(1, math.prod(case.p))
+    spec = TTSpec(rows, math.prod(case.q), (1,) * (len(case.p) - 1), case.p, case.q)
+    tables = torch.tensor(layout_of([spec]).tables)
+    offsets = torch.tensor([0, case.indices.numel()])
 
     def check(_: Arguments, got: Any) -> None:
         same(got, tt.keys(case.indices, rows, case.p))
 
-    return Call("tt_keys", (case.indices, rows, case.p), check)
+    return Call("tt_keys", (case.indices, offsets, None, tables), check)
 
 
 def _tt_plan(draw: random.Random) -> Call:
     case = _train(draw)
 
     def check(_: Arguments, got: Any) -> None:
-        rows, _ = _ops.tt_rows(case.cores, got, case.p, case.q, 0)
+        rows, _ = _ops.tt_rows(case.cores, got, *case.factors, 0)
         close(rows[: int(case.count)], tt.rows(case.cores, case.ids, case.p, case.q))
 
-    return Call("tt_plan", (case.keys, case.count, case.p), check)
+    call = (case.keys, case.count, torch.tensor(case.layout.tables), *case.layout[5:7])
+    return Call("tt_plan", call, check)
 
 
 def _tt_rows(draw: random.Random) -> Call:
@@ -262,21 +331,39 @@ def _tt_rows(draw: random.Random) -> Call:
     def check(_: Arguments, got: Any) -> None:
         close(got[0][: int(case.count)], tt.rows(case.cores, case.ids, case.p, case.q))
 
-    return Call("tt_rows", (case.cores, case.plan, case.p, case.q, case.kept), check)
+    return Call("tt_rows", (case.cores, case.plan, *case.factors, case.kept), check)
 
 
 def _tt_core_grads(draw: random.Random) -> Call:
     case = _train(draw)
     grads = torch.randn(case.keys.numel(), math.prod(case.q))
-    _, prefixes = _ops.tt_rows(case.cores, case.plan, case.p, case.q, case.kept)
+    _, prefixes = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
 
     def check(_: Arguments, got: Any) -> None:
         given = (case.ids, grads[: int(case.count)], case.p, case.q)
         for core, want in zip(got, tt.core_grads(case.cores, *given), strict=True):
             close(core / 20, want / 20)
 
-    call = (case.cores, case.plan, prefixes, grads, case.p, case.q)
-    return Call("tt_core_grads", call, check)
+    return Call("tt_core_grads", (case.cores, case.plan, prefixes, grads, *case.factors), check)
+
+
+def _tt_update(draw: random.Random) -> Call:
+    case = _train(draw)
+    grads = torch.randn(case.keys.numel(), math.prod(case.q))
+    _, prefixes = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
+    hyper = OPTIMIZER_CASES["adagrad"].hyperparams()
+    hyper[1] = 3.0
+    states, before = [torch.ones_like(c) for c in case.cores], [c.clone() for c in case.cores]
+
+    def check(arguments: Arguments, _: Any) -> None:
+        given = (case.ids, grads[: int(case.count)], case.p, case.q)
+        for k, grad in enumerate(tt.core_grads(before, *given)):
+            want, state = before[k].double(), torch.ones_like(before[k]).double()
+            tt.update_rows_(want, [state], hyper, "adagrad", grad.double())
+            close(arguments[0][k] / 20, want / 20)
+
+    rest = (case.plan, prefixes, grads, *case.factors)
+    return Call("tt_update_", (case.cores, states, hyper, OPTIMIZER["adagrad"], *rest), check)
 
 
 def _update_rows(draw: random.Random) -> Call:
@@ -434,14 +521,17 @@ CALLS: dict[str, Callable[[random.Random], Call]] = {
     "group_inverse": _group_inverse,
     "bounds_check": _bounds_check,
     "tbe_lookup": _tbe_lookup,
+    "tbe_lookup_checked": _tbe_lookup_checked,
     "tbe_group": _tbe_group,
     "tbe_row_grads": _tbe_row_grads,
     "tbe_update_": _tbe_update,
+    "tbe_backward_": _tbe_backward,
     "tbe_sample_weight_grad": _tbe_sample_weight_grad,
     "tt_keys": _tt_keys,
     "tt_plan": _tt_plan,
     "tt_rows": _tt_rows,
     "tt_core_grads": _tt_core_grads,
+    "tt_update_": _tt_update,
     "gather_segments": _gather_segments,
     "route_lengths": _route_lengths,
     "route_ids": _route_ids,

@@ -15,6 +15,7 @@ from emblib.ops import tbe
 from emblib.ops.codes import BOUNDS_CHECK, OPTIMIZER, POOLING
 from emblib.reference import tbe as reference
 from tests.tbe_cases import CASES, OPTIMIZERS, Case, tolerance
+from tests.test_schema import CPU_ONLY
 
 ops = torch.ops.emblib
 
@@ -282,6 +283,16 @@ def _opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
             module.output_dim,
             torch.float16,
         ),
+        "tbe_lookup_checked": (
+            [weights],
+            features,
+            indices,
+            offsets,
+            scales,
+            POOLING["sum"],
+            module.output_dim,
+            torch.float16,
+        ),
         "tbe_group": (features, indices, offsets, None, module.total_rows),
         "tbe_row_grads": (grad, features, *groups, offsets, None, scales, POOLING["mean"], 16),
         "tbe_update_": (
@@ -297,6 +308,19 @@ def _opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
             None,
             scales,
             POOLING["sum"],
+        ),
+        "tbe_backward_": (
+            [weights],
+            module._states(),
+            hyper,
+            OPTIMIZER["adam"],
+            grad,
+            features,
+            indices,
+            offsets,
+            scales,
+            POOLING["sum"],
+            module.total_rows,
         ),
         "tbe_sample_weight_grad": (
             grad,
@@ -317,8 +341,8 @@ OPCHECKED = sorted(_opcheck_arguments(torch.device("cpu")))
 
 @pytest.mark.parametrize("name", OPCHECKED)
 def test_opcheck(name: str, device: torch.device) -> None:
-    if name == "advise_huge_pages_" and device.type != "cpu":
-        pytest.skip("the memory of a GPU has no page size to ask for")
+    if name in CPU_ONLY and device.type != "cpu":
+        pytest.skip(CPU_ONLY[name])
     torch.library.opcheck(getattr(ops, name).default, _opcheck_arguments(device)[name])
 
 

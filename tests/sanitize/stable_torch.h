@@ -94,6 +94,8 @@ inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes,
   return tensor;
 }
 
+inline Tensor contiguous(const Tensor& tensor) { return tensor; }
+
 inline void zero_(Tensor& tensor) {
   std::fill_n(tensor.mutable_data_ptr<uint8_t>(), tensor.nbytes(), uint8_t{0});
 }

@@ -134,6 +134,7 @@ def _update(
     bags: tuple[Tensor, Tensor | None],
     row_slots: Tensor | None,
     rest: tuple[Tensor | None, int],
+    result_stride: int = 0,
 ) -> None:
     (offsets, bag_layout), (sample_weights, pooling) = bags, rest
     pooled, columns = pooling != POOLING["none"], grad.size(-1)
@@ -155,6 +156,7 @@ def _update(
         sample_weights,
         *groups,
         row_slots,
+        result_stride,
     )
 
 
@@ -171,7 +173,7 @@ def tbe_row_grads(
     out = torch.zeros(groups[0].numel(), dim)
     step = (-1, None, out, *_NO_TIER[1:], *_NO_TIER * 3)
     rest = (sample_weights, pooling)
-    _update(step, grad, features, groups, (offsets, bag_layout), None, rest)
+    _update(step, grad, features, groups, (offsets, bag_layout), None, rest, dim)
     return out
 
 

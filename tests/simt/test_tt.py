@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from emblib.columns import TTTableColumn
+from emblib.ops.tt import layout_of
 from emblib.reference import tt
+from emblib.specs import TTSpec
 from tests.simt.library import Word, library
 
 
@@ -19,6 +22,10 @@ class Case(NamedTuple):
     ranks: tuple[int, ...]
     lookups: int
     below: int = 0
+
+    @property
+    def spec(self) -> TTSpec:
+        return TTSpec(math.prod(self.p), math.prod(self.q), self.ranks, self.p, self.q)
 
 
 CASES = {
@@ -71,14 +78,17 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
 
 
 def shape_words(case: Case) -> tuple[Word, ...]:
-    return (len(case.p), *case.p, *case.q, 1, *case.ranks, 1)
+    return (1, len(case.p), *case.p, *case.q, 1, *case.ranks, 1)
 
 
 def plan_of(case: Case, batch: Batch) -> list[Tensor]:
     n = case.lookups
-    sizes = (n, n + 1, n, n, n + 1, n, n, 3)
+    sizes = (n, n + 1, n, n, n + 1, n, n, 6)
     plan = [torch.full((size,), 7, dtype=torch.int32) for size in sizes]
-    library().call("tt_plan", *shape_words(case), batch.keys, batch.count, n, *plan)
+    layout = layout_of([case.spec])
+    tables = torch.tensor(layout.tables)
+    ids = (tables, 1, layout.left_ids, layout.right_ids)
+    library().call("tt_plan", *ids, batch.keys, batch.count, n, *plan)
     return plan
 
 
@@ -97,9 +107,10 @@ def test_keys(p: tuple[int, ...], dtype: torch.dtype) -> None:
     rows = math.prod(p) - 1
     ids = torch.tensor([*range(-2, math.prod(p) + 2), 2**31 - 1], dtype=dtype)
     keys = torch.full((ids.numel(),), 7)
-    case = Case(p, (1,) * len(p), (1,) * (len(p) - 1), 0)
-    is_int64 = dtype == torch.int64
-    library().call("tt_keys", *shape_words(case), ids, is_int64, ids.numel(), rows, keys)
+    spec = TTSpec(rows, 2 ** len(p), (1,) * (len(p) - 1), p)
+    tables, offsets = torch.tensor(layout_of([spec]).tables), torch.arange(ids.numel() + 1)
+    lookups = (ids, dtype == torch.int64, ids.numel(), offsets, 1, ids.numel())
+    library().call("tt_keys", tables, 1, *lookups, None, keys)
     assert torch.equal(keys, tt.keys(ids, rows, p))
 
 
@@ -107,9 +118,11 @@ def test_keys(p: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_plan_is_that_of_the_cpu(case: Case) -> None:
     batch = make_batch(case)
     got = plan_of(case, batch)
-    want = torch.ops.emblib.tt_plan(batch.keys, batch.count, case.p)
-    rows, lefts, rights = want[7].tolist()
-    used = (lefts, lefts + 1, rows, rights, rights + 1, rows, rows, 3)
+    layout = layout_of([case.spec])
+    tables, ids = torch.tensor(layout.tables), (layout.left_ids, layout.right_ids)
+    want = torch.ops.emblib.tt_plan(batch.keys, batch.count, tables, *ids)
+    rows, lefts, rights = want[7].view(3, 2)[:, 1].tolist()
+    used = (lefts, lefts + 1, rows, rights, rights + 1, rows, rows, 6)
     for mine, theirs, length in zip(got, want, used, strict=True):
         assert torch.equal(mine[:length], theirs[:length])
 
@@ -142,8 +155,96 @@ def test_an_empty_batch_has_no_halves() -> None:
         keys=torch.zeros(4, dtype=torch.int64), count=torch.zeros(1, dtype=torch.int32)
     )
     plan = plan_of(case, batch)
-    assert plan[7].tolist() == [0, 0, 0]
+    assert plan[7].tolist() == [0] * 6
     words = batch_words(case, batch, plan)
     grads = [torch.zeros_like(core) for core in batch.cores]
     library().call("tt_core_grads", *words, torch.zeros(4, 12), torch.ones(4, 8), *grads)
     assert all((grad == 0).all() for grad in grads)
+
+
+MIXED = [CASES[name] for name in ("two_cores_odd", "three_cores", "four_cores_odd", "dim_one")]
+MIXED += [CASES["three_cores"], CASES["one_row"]]
+
+
+def test_a_batch_of_several_tables() -> None:
+    """Keys, plan, rows and gradients of tables of different shapes, each as on its own."""
+    layout = layout_of([case.spec for case in MIXED])
+    batches = [make_batch(case, seed) for seed, case in enumerate(MIXED)]
+    tables, firsts = (
+        torch.tensor(layout.tables),
+        [row[TTTableColumn.FIRST_KEY] for row in layout.tables],
+    )
+    n = sum(case.lookups for case in MIXED)
+    count = sum(int(batch.count) for batch in batches)
+    keys = torch.zeros(n, dtype=torch.int64)
+    distinct = zip(batches, firsts, strict=True)
+    keys[:count] = torch.cat([batch.keys[: int(batch.count)] + first for batch, first in distinct])
+    sizes = (n, n + 1, n, n, n + 1, n, n, 3 * (len(MIXED) + 1))
+    plan = [torch.full((size,), 7, dtype=torch.int32) for size in sizes]
+    ids, counts = (layout.left_ids, layout.right_ids), torch.tensor([count], dtype=torch.int32)
+    library().call("tt_plan", tables, len(MIXED), *ids, keys, counts, n, *plan)
+    want = torch.ops.emblib.tt_plan(keys, counts, tables, *ids)
+    rows, lefts, rights = want[7].view(3, -1)[:, -1].tolist()
+    used = (lefts, lefts + 1, rows, rights, rights + 1, rows, rows, plan[7].numel())
+    for mine, theirs, length in zip(plan, want, used, strict=True):
+        assert torch.equal(mine[:length], theirs[:length])
+
+    shapes = [word for case in MIXED for word in shape_words(case)[1:]]
+    cores = [core for batch in batches for core in batch.cores]
+    words = (len(MIXED), *shapes, n, *cores, *plan)
+    widest = max(_left_size(case) for case in MIXED)
+    left_values = torch.full((min(n, layout.left_ids), widest), 1e30)
+    out = torch.full((n, layout.dim), 1e30)
+    library().call("tt_rows", *words, left_values, out)
+    row_grads = torch.randn(n, layout.dim, generator=torch.Generator().manual_seed(1))
+    grads = [torch.zeros_like(core) for core in cores]
+    library().call("tt_core_grads", *words, left_values, row_grads, *grads)
+
+    flat, _ = torch.ops.emblib.tt_rows(cores, want, *layout[:3], 0)
+    first, grad = 0, iter(grads)
+    for case, batch in zip(MIXED, batches, strict=True):
+        dim, last = math.prod(case.q), first + int(batch.count)
+        double = [core.double() for core in batch.cores]
+        exact = tt.rows(double, batch.distinct, case.p, case.q)
+        assert_near(out[first:last, :dim], exact)
+        assert_near(flat[first:last, :dim], exact)
+        mine = row_grads[first:last, :dim].double()
+        for wanted in tt.core_grads(double, batch.distinct, mine, case.p, case.q):
+            assert_near(next(grad), wanted)
+        first = last
+
+
+def _left_size(case: Case) -> int:
+    rank = case.ranks[0] if len(case.p) == 2 else case.ranks[1]
+    return math.prod(case.q[: 1 if len(case.p) == 2 else 2]) * rank
+
+
+@pytest.mark.parametrize("rows", [60, 3_000_000_019, 9_000_000_000_000])
+def test_keys_of_permuted_ids(rows: int) -> None:
+    spec = TTSpec(rows, 8, (1, 1), ids="permuted", seed=3)
+    ids = torch.tensor([0, 1, 2, rows // 2, rows - 1, -1, rows])
+    tables, keys = torch.tensor(layout_of([spec]).tables), torch.full((7,), 7)
+    library().call("tt_keys", tables, 1, ids, 1, 7, torch.arange(8), 1, 7, None, keys)
+    assert torch.equal(keys, tt.keys(ids, rows, spec.row_factors, spec.permutation))
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_keys_of_several_features(variable: bool) -> None:
+    """Feature by feature, also where features differ in batch size or have no lookups."""
+    specs = [CASES["two_cores"].spec, CASES["four_cores"].spec, CASES["three_cores"].spec]
+    ids = torch.tensor([0, 5, 170, 3, -1, 9, 10**6, 1, 2])
+    counts = [2, 0, 3] if variable else [2, 2, 2]
+    offsets = torch.tensor([0, 1, 4, 4, 6, 9] if variable else [0, 1, 4, 4, 4, 6, 9])
+    features = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    bag_layout = torch.stack([features, torch.zeros_like(features)], 1) if variable else None
+    tables = torch.tensor(layout_of(specs).tables)
+    keys = torch.full((9,), 7)
+    bags = (offsets, 1, offsets.numel() - 1, bag_layout)
+    library().call("tt_keys", tables, 3, ids, 1, 9, *bags, keys)
+    lengths = offsets.diff()
+    of_lookup = features.repeat_interleave(lengths)
+    for i, f in enumerate(of_lookup.tolist()):
+        spec = specs[f]
+        assert keys[i] == tt.keys(ids[i : i + 1], spec.rows, spec.row_factors)
+    got = torch.ops.emblib.tt_keys(ids, offsets, bag_layout, tables)
+    assert torch.equal(got, keys)

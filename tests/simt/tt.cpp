@@ -9,23 +9,29 @@
 namespace emb::cuda {
 namespace {
 
-// Words: cores d, d row factors, d dim factors, d + 1 ranks.
-TtShape read_shape(Words* words) {
-  TtShape shape{};
-  shape.cores = static_cast<int>(words->number());
-  for (int k = 0; k < shape.cores; ++k) shape.p[k] = words->number();
-  for (int k = 0; k < shape.cores; ++k) shape.q[k] = static_cast<int>(words->number());
-  for (int k = 0; k <= shape.cores; ++k) shape.ranks[k] = static_cast<int>(words->number());
-  return shape;
+// Words: number of tables, and for each: cores d, d row factors, d dim factors, d + 1 ranks.
+std::vector<TtShape> read_shapes(Words* words) {
+  std::vector<TtShape> shapes(words->number());
+  for (TtShape& shape : shapes) {
+    shape.cores = static_cast<int>(words->number());
+    for (int k = 0; k < shape.cores; ++k) shape.p[k] = words->number();
+    for (int k = 0; k < shape.cores; ++k) shape.q[k] = static_cast<int>(words->number());
+    for (int k = 0; k <= shape.cores; ++k) shape.ranks[k] = static_cast<int>(words->number());
+  }
+  return shapes;
 }
 
-// Words: shape, capacity, d cores, eight plan tensors.
-TtBatch read_batch(Words* words) {
-  TtBatch batch{read_shape(words), {}, {}};
-  batch.plan.capacity = words->number();
-  for (int k = 0; k < batch.shape.cores; ++k) batch.cores[k] = words->pointer<const float>();
+// Words: shapes, capacity, the cores of all tables, eight plan tensors.
+TtBatches read_batches(Words* words) {
+  const std::vector<TtShape> shapes = read_shapes(words);
+  TtPlan plan{};
+  plan.capacity = words->number();
+  plan.tables = static_cast<int64_t>(shapes.size());
+  std::vector<const float*> cores;
+  for (const TtShape& shape : shapes) {
+    for (int k = 0; k < shape.cores; ++k) cores.push_back(words->pointer<const float>());
+  }
   const auto next = [&] { return words->pointer<const int32_t>(); };
-  TtPlan& plan = batch.plan;
   plan.lefts = next();
   plan.left_segments = next();
   plan.row_lefts = next();
@@ -33,8 +39,8 @@ TtBatch read_batch(Words* words) {
   plan.right_segments = next();
   plan.row_rights = next();
   plan.right_rows = next();
-  plan.counts = next();
-  return batch;
+  plan.starts = next();
+  return {shapes, cores, plan};
 }
 
 // Memory of exactly the requested size, so that the sanitizer detects every access outside.
@@ -43,11 +49,6 @@ class Memory {
   float* operator()(int64_t floats) {
     held_.emplace_back(floats, 1e30f);
     return held_.back().data();
-  }
-  TtRightMemory right(const TtBatch& batch) {
-    return {(*this)(TtRightMemory::value_floats(batch)),
-            (*this)(TtRightMemory::outer_floats(batch)),
-            (*this)(TtRightMemory::inner_floats(batch))};
   }
 
  private:
@@ -67,71 +68,77 @@ void group_halves(const simt::HostLauncher& launcher, HostSort<uint32_t>* sort,
 
 using namespace emb::cuda;
 
-// shape, ids, is_int64, n, rows, keys
+// feature tables, features, ids, is_int64, n, offsets, is_int64, bags, bag layout or 0, keys
 extern "C" const char* simt_tt_keys(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    const emb::TtShape shape = read_shape(&words);
     TtKeysArgs args{};
+    args.tables = words.pointer<const emb::TtTableIds>();
+    args.num_features = static_cast<int>(words.number());
     args.ids = words.indices();
     args.n = words.number();
-    args.rows = words.number();
-    args.key_of = shape.key_map();
+    const emb::IndexArray offsets = words.indices();
+    args.bags = {offsets, words.number(), args.n};
+    const auto* layout = words.pointer<const emb::BagLayout>();
+    const int64_t batch = args.bags.count / args.num_features;
+    args.map = {layout, static_cast<uint32_t>(batch > 0 ? batch : 1), 0};
     args.keys = words.pointer<int64_t>();
     launch_tt_keys(launcher, args);
   });
 }
 
-// shape, keys, count, n, eight plan tensors
+// tables, number of tables, left ids, right ids, keys, count, n, eight plan tensors
 extern "C" const char* simt_tt_plan(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    const emb::TtShape shape = read_shape(&words);
+    const auto* tables = words.pointer<const emb::TtTableIds>();
+    const int num_tables = static_cast<int>(words.number());
+    const int64_t left_ids = words.number(), right_ids = words.number();
     const auto* keys = words.pointer<const int64_t>();
     const auto* count = words.pointer<const int32_t>();
     const int64_t n = words.number();
     int32_t* plan[emb::kTtPlanTensors];
     for (int32_t*& tensor : plan) tensor = words.pointer<int32_t>();
     std::vector<int32_t> left_rows(n);
-    HostSort<uint32_t> left(n, shape.left().ids(), left_rows.data());
-    HostSort<uint32_t> right(n, shape.right().ids(), plan[6]);
+    HostSort<uint32_t> left(n, left_ids, left_rows.data());
+    HostSort<uint32_t> right(n, right_ids, plan[6]);
+    int32_t* starts = plan[7];
     launch_tt_split(launcher,
-                    {keys, count, shape.right().ids(), left.buffers, right.buffers, plan[7]});
-    group_halves(launcher, &left, {plan[0], false, plan[1], plan[7] + 1, nullptr, nullptr},
-                 plan[2]);
-    group_halves(launcher, &right, {plan[3], false, plan[4], plan[7] + 2, nullptr, nullptr},
-                 plan[5]);
+                    {keys, count, tables, num_tables, left.buffers, right.buffers, starts});
+    group_halves(launcher, &left,
+                 {plan[0], false, plan[1], starts + 2 * num_tables + 1, nullptr, nullptr}, plan[2]);
+    group_halves(launcher, &right,
+                 {plan[3], false, plan[4], starts + 3 * num_tables + 2, nullptr, nullptr}, plan[5]);
+    launch_tt_starts(launcher, {keys, plan[0], plan[3], tables, num_tables, starts});
   });
 }
 
-// batch, left values, rows
+// batches, left values, rows
 extern "C" const char* simt_tt_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    const TtBatch batch = read_batch(&words);
+    const TtBatches batches = read_batches(&words);
     auto* left_values = words.pointer<float>();
     Memory memory;
-    forward_pass(launcher, batch, memory.right(batch), left_values, words.pointer<float>());
+    forward_pass(launcher, batches, TtRightMemory(batches, memory), left_values,
+                 words.pointer<float>());
   });
 }
 
-// batch, left values, row gradients, d core gradients
+// batches, left values, row gradients, gradients of the cores of all tables
 extern "C" const char* simt_tt_core_grads(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    const TtBatch batch = read_batch(&words);
+    const TtBatches batches = read_batches(&words);
     const auto* left_values = words.pointer<const float>();
     const auto* row_grads = words.pointer<const float>();
-    float* grads[emb::kMaxCores] = {};
-    for (int k = 0; k < batch.shape.cores; ++k) grads[k] = words.pointer<float>();
     Memory memory;
-    const TtRightMemory right = memory.right(batch);
-    const TtBackwardMemory scratch{memory(TtBackwardMemory::left_floats(batch)),
-                                   memory(batch.rights() * batch.shape.right().value_size()),
-                                   memory(TtBackwardMemory::partial_floats(batch)),
-                                   memory(TtBackwardMemory::outer_value_floats(batch)),
-                                   memory(TtRightMemory::outer_floats(batch)),
-                                   memory(TtRightMemory::inner_floats(batch))};
-    backward_pass(launcher, batch, right, scratch, left_values, row_grads, grads);
+    const TtRightMemory right(batches, memory);
+    const TtBackwardMemory scratch(batches, memory);
+    for (const TtBatch& batch : batches.tables) {
+      float* grads[emb::kMaxCores] = {};
+      for (int k = 0; k < batch.shape.cores; ++k) grads[k] = words.pointer<float>();
+      backward_pass(launcher, batch, right, scratch, left_values, row_grads, grads);
+    }
   });
 }

@@ -32,7 +32,7 @@ OptimizerStepArgs read_step(Words* words) {
 }
 
 // grad, dtype, stride, features, bag layout, batch, columns, offsets, is_int64, bags, L, pooling,
-// partial stride, sample weights, rows, segments, lookups, bags, count, row slots
+// partial stride, sample weights, rows, segments, lookups, bags, count, row slots, result stride
 GradArgs read_grads(Words* words) {
   GradArgs args{};
   args.grad = words->pointer<const void>();
@@ -54,6 +54,7 @@ GradArgs read_grads(Words* words) {
   args.bags = words->pointer<const int32_t>();
   args.count = words->pointer<const int32_t>();
   args.row_slots = words->pointer<const int32_t>();
+  args.result_stride = words->number();
   return args;
 }
 

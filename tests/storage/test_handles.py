@@ -198,7 +198,7 @@ def test_dynamic_tables_of_one_kernel_are_frozen_together() -> None:
 def test_cores_are_frozen_together() -> None:
     table = MODULES["tt"]()
     table.cores[0].requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"cores \[0\] of 2 are frozen"):
+    with pytest.raises(RuntimeError, match=r"cores \[0\] of 2 are frozen in table 'table_0'"):
         table(*BATCH)
 
 

@@ -401,10 +401,6 @@ WRONG = {
     "few rows": (lambda: TTEmbeddingBag(TTSpec(100, 8, (2, 2), (4, 5, 4))), "< rows 100"),
     "wrong dim": (lambda: TTEmbeddingBag(TTSpec(90, 9, (2, 2), None, (2, 2, 2))), "to dim 9"),
     "init": (lambda: TTEmbeddingBag(SPEC, init="xavier"), "init must be one of gaussian"),
-    "uniform rank": (
-        lambda: TTEmbeddingBag(TTSpec(64, 8, (2, 1)), init="approx_uniform"),
-        "last rank >= 2",
-    ),
     "output": (lambda: TTEmbeddingBag(SPEC, output_dtype=torch.int8), "output_dtype must be"),
     "nan rate": (lambda: TTEmbeddingBag(SPEC).set_learning_rate(math.nan), "finite"),
     "negative rate": (lambda: TTEmbeddingBag(SPEC).set_learning_rate(-0.1), "finite"),
@@ -430,7 +426,7 @@ def test_wrong_learning_rate_leaves_the_old_one() -> None:
     [
         (torch.rand(3), torch.tensor([0, 3]), "int32 or int64"),
         (torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), "offsets"),
-        (torch.tensor([[1], [2]]), torch.tensor([0, 2]), "1 dimension"),
+        (torch.tensor([[[1], [2]]]), torch.tensor([0, 2]), "1 dimension"),
     ],
 )
 def test_wrong_batches(indices: Tensor, offsets: Tensor, message: str) -> None:

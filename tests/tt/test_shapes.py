@@ -1,9 +1,12 @@
 """How a table is cut into factors, and which ranks fit them."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
+from emblib.specs import TTSpec
 from emblib.tt import shapes
 
 
@@ -34,3 +37,13 @@ def test_ranks_that_do_not_fit() -> None:
     for ranks in ((9, 6), (8, 7), (0, 2), (-1, 2)):
         with pytest.raises(ValueError, match=r"must be in \[1, "):
             shapes.check_ranks(ranks, (4, 5, 3), (2, 2, 2))
+
+
+def test_the_documentation_has_the_sizes_of_cores() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/tensor_trains.md").read_text()
+    found = re.findall(r"\| ([\d,]+) × (\d+) \| ([\d,]+)× \| ([\d,]+)× \| ([\d,]+)× \|", text)
+    assert len(found) == 2
+    for row in found:
+        rows, dim, *shown = (int(number.replace(",", "")) for number in row)
+        specs = [TTSpec(rows, dim, (rank, rank)).usable() for rank in (8, 16, 32)]
+        assert shown == [round(4 * rows * dim / spec.nbytes) for spec in specs]

@@ -83,14 +83,13 @@ def test_nbytes_of_plain_tables() -> None:
 def test_nbytes_of_tt_are_those_of_its_cores_and_plain_tables() -> None:
     contender = build("tt", task(tt_tables=1))
     assert isinstance(contender, TTTables)
-    (module,) = contender.modules
-    ranks = (1, *module.spec.ranks, 1)
+    (spec,) = contender.trains.tables
+    ranks = spec.full_ranks
     cores = sum(
         p * a * q * b
-        for p, q, a, b in zip(
-            module.spec.row_factors, module.spec.dim_factors, ranks, ranks[1:], strict=False
-        )
+        for p, q, a, b in zip(spec.row_factors, spec.dim_factors, ranks, ranks[1:], strict=False)
     )
+    assert spec.nbytes == 4 * cores
     assert contender.nbytes()["weights"] == 4 * (cores + (7 + 90) * 8)
 
 

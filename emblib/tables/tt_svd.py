@@ -1,0 +1,360 @@
+"""Make tensor-train cores from a dense table: TT-SVD, and a fit weighted by access counts.
+
+The table is cut at each rank in turn: the matrix of what is left of the cut by what is right of it
+is replaced by its best approximation of that rank (Oseledets, 2011). The squared errors of the cuts
+add up, so the result is within `sqrt(cores - 1)` of the best tensor train of these ranks.
+
+Singular vectors are eigenvectors of the Gram matrix of the shorter side. The first cut, the only
+one of the size of the table, reads it in chunks; what is left after it is smaller by
+`rank / (p[0] * q[0])`. So there is never a second copy of the table.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib.specs import TTSpec
+from emblib.tt import shapes
+
+_LOG = logging.getLogger(__name__)
+_CHUNK_BYTES = 64 << 20
+_FIT_SWEEPS = 3
+_RIDGE = 1e-6  # of the mean squared regressor, where few counted rows determine a slice
+
+
+class Decomposition(NamedTuple):
+    """Cores of a table, float32 `[p_k, R_k * q_k * R_{k+1}]`, and what they lose.
+
+    Attributes:
+        spec: the table, with the ranks that were chosen.
+        cores: its cores.
+        error: the norm of the difference to the table, relative to the norm of the table.
+        hot_error: the same for the 1% of rows with the most accesses, if there were counts.
+    """
+
+    spec: TTSpec
+    cores: list[Tensor]
+    error: float
+    hot_error: float | None
+
+
+def decompose(
+    weight: Tensor,
+    spec: TTSpec | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    error: float | None = None,
+    nbytes: int | None = None,
+    counts: Tensor | None = None,
+) -> Decomposition:
+    """Return the cores of a tensor train that approximates a dense table.
+
+    One of `ranks`, `error` and `nbytes` says how large it may be, or `spec` with its ranks.
+
+    Args:
+        weight: `[rows, dim]`, of any floating dtype.
+        spec: factors of rows and dim, by default those of `TTSpec` for 3 cores.
+        ranks: the inner ranks; those that the cores cannot use are lowered.
+        error: a relative error; the ranks are the smallest whose cuts stay below it together.
+        nbytes: of the cores; the ranks are the largest equal ones that fit.
+        counts: accesses of each row `[rows]`: the first and the last core are then fitted so that
+            the squared errors of rows, weighted by these, are smallest.
+
+    Raises:
+        ValueError: not one of the sizes, or of a wrong shape.
+
+    Source: Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 33 (2011).
+
+    Example:
+        >>> weight = torch.randn(500, 16)
+        >>> emblib.tables.tt_svd.decompose(weight, error=0.5).error <= 0.5
+        True
+    """
+    _check(weight, spec, ranks, error, nbytes, counts)
+    rows, dim = weight.shape
+    if nbytes is not None:
+        given = TTSpec.for_bytes(rows, dim, nbytes, like=spec)
+    elif spec is None:
+        given = TTSpec(rows, dim, (1,) * (2 if ranks is None else len(ranks)))
+    else:
+        given = spec
+    most = shapes.most_ranks(given.row_factors, given.dim_factors)
+    wanted = most if error is not None else tuple(ranks if ranks is not None else given.ranks)
+    limits = [min(rank, top) for rank, top in zip(wanted, most, strict=True)]
+    cut = _Cuts(weight, given, limits, error)
+    cores = cut.cores()
+    made = replace(given, ranks=cut.ranks)
+    if counts is not None and float(counts.sum()) > 0:
+        for _ in range(_FIT_SWEEPS):
+            cores = _fit_outer(weight, made, cores, counts)
+    result = _measured(weight, made, cores, counts)
+    hot = "" if result.hot_error is None else f", of the hottest 1% of rows {result.hot_error:.3g}"
+    _LOG.info(
+        "made a tensor train of ranks %s from a %d x %d table: relative error %.3g%s",
+        made.ranks,
+        rows,
+        dim,
+        result.error,
+        hot,
+    )
+    return result
+
+
+def _check(
+    weight: Tensor,
+    spec: TTSpec | None,
+    ranks: Sequence[int] | None,
+    error: float | None,
+    nbytes: int | None,
+    counts: Tensor | None,
+) -> None:
+    if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
+        raise ValueError(
+            f"weight must be a floating-point matrix [rows, dim], got {tuple(weight.shape)} of "
+            f"{weight.dtype}"
+        )
+    sizes = [
+        name for name, size in (("ranks", ranks), ("error", error), ("nbytes", nbytes)) if size
+    ]
+    if len(sizes) > 1 or (not sizes and spec is None):
+        raise ValueError(
+            f"say once how large the tensor train may be: ranks, error, nbytes or a spec, got "
+            f"{', '.join(sizes) or 'none'}"
+        )
+    if spec is not None and (spec.rows, spec.dim) != tuple(weight.shape):
+        raise ValueError(f"weight must be {spec.rows} x {spec.dim}, got {tuple(weight.shape)}")
+    if error is not None and not 0 < error < 1:
+        raise ValueError(f"error must be in (0, 1), got {error}")
+    if counts is not None and (counts.shape != weight.shape[:1] or bool((counts < 0).any())):
+        raise ValueError(
+            f"counts must be {weight.shape[0]} numbers >= 0, got {tuple(counts.shape)}"
+        )
+
+
+class _Cuts:
+    """TT-SVD of one table. `limits` are the largest ranks; `error` may ask for smaller ones."""
+
+    def __init__(
+        self, weight: Tensor, spec: TTSpec, limits: Sequence[int], error: float | None
+    ) -> None:
+        self._weight, self._spec, self._limits = weight, spec, limits
+        self._tail = None
+        if error is not None:
+            total = sum(float(chunk.double().square().sum()) for _, chunk in _chunks(weight))
+            self._tail = total * error**2 / len(limits)
+        self.ranks: tuple[int, ...] = ()
+
+    def cores(self) -> list[Tensor]:
+        """Return the cores, and set `ranks`."""
+        p, q = self._spec.row_factors, self._spec.dim_factors
+        basis = self._basis(self._gram_of_first(), self._limits[0])
+        rank = basis.size(1)
+        rest = self._project(basis)  # [rank, prod(p[1:]), prod(q[1:])]
+        cores, ranks = [_core(basis, p[0], 1, q[0])], [rank]
+        for k in range(1, len(p) - 1):
+            right_rows, right_columns = math.prod(p[k + 1 :]), math.prod(q[k + 1 :])
+            matrix = rest.view(rank, p[k], right_rows, q[k], right_columns)
+            matrix = matrix.permute(1, 0, 3, 2, 4).reshape(p[k] * rank * q[k], -1)
+            left, right = self._split(matrix, self._limits[k])
+            cores.append(left.reshape(p[k], -1).float())
+            rest, rank = right.reshape(-1, right_rows, right_columns), left.size(1)
+            ranks.append(rank)
+        last = rest.permute(1, 0, 2).reshape(p[-1], -1)
+        self.ranks = tuple(ranks)
+        return [*cores, last.float().contiguous()]
+
+    def _gram_of_first(self) -> Tensor:
+        """Return the Gram matrix of (first row digit, first column digit), in float64."""
+        p, q = self._spec.row_factors, self._spec.dim_factors
+        size, inner = p[0] * q[0], math.prod(q[1:])
+        gram = torch.zeros(size, size, dtype=torch.float64, device=self._weight.device)
+        for digits, values in _slices(self._weight, self._spec):
+            columns = values.double().view(p[0], digits, q[0], inner)
+            unfolded = columns.permute(0, 2, 1, 3).reshape(size, digits * inner)
+            gram.addmm_(unfolded, unfolded.T)
+        return gram
+
+    def _project(self, basis: Tensor) -> Tensor:
+        """Return the table in the basis of the first cut: `[rank, rows / p[0], dim / q[0]]`."""
+        p, q = self._spec.row_factors, self._spec.dim_factors
+        rank, inner = basis.size(1), math.prod(q[1:])
+        shape = rank, math.prod(p[1:]), inner
+        rest = torch.empty(shape, dtype=torch.float32, device=basis.device)
+        begin, turned = 0, basis.T.float()
+        for digits, values in _slices(self._weight, self._spec):
+            columns = values.float().view(p[0], digits, q[0], inner)
+            unfolded = columns.permute(0, 2, 1, 3).reshape(p[0] * q[0], digits * inner)
+            rest[:, begin : begin + digits] = (turned @ unfolded).view(rank, digits, inner)
+            begin += digits
+        return rest
+
+    def _split(self, matrix: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+        """Return factors `[rows, rank]` and `[rank, columns]` of a matrix."""
+        if matrix.size(0) <= matrix.size(1):
+            basis = self._basis(_gram(matrix), limit).float()
+            return basis, basis.T @ matrix
+        basis = self._basis(_gram(matrix.T), limit).float()
+        return matrix @ basis, basis.T.contiguous()
+
+    def _basis(self, gram: Tensor, limit: int) -> Tensor:
+        """Return the leading eigenvectors of a Gram matrix, as many as the rank needs."""
+        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
+        rank = min(limit, values.numel())
+        if self._tail is not None:
+            tails = values.flip(0).cumsum(0).flip(0)  # what a rank of k loses is tails[k]
+            rank = max(1, min(rank, int((tails > self._tail).sum())))
+        return vectors[:, :rank].contiguous()
+
+
+def _gram(matrix: Tensor) -> Tensor:
+    """Return `matrix @ matrix.T` in float64, a block of columns at a time."""
+    gram = torch.zeros(matrix.size(0), matrix.size(0), dtype=torch.float64, device=matrix.device)
+    width = max(1, _CHUNK_BYTES // (8 * matrix.size(0)))
+    for block in matrix.split(width, dim=1):
+        wide = block.double()
+        gram.addmm_(wide, wide.T)
+    return gram
+
+
+def _core(basis: Tensor, p: int, rank: int, q: int) -> Tensor:
+    return basis.reshape(p, rank * q * basis.size(1)).float()
+
+
+def _chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first row and the rows of pieces of a table."""
+    step = max(1, _CHUNK_BYTES // (8 * weight.size(1)))
+    for begin in range(0, weight.size(0), step):
+        yield begin, weight[begin : begin + step].detach()
+
+
+def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
+    """Yield pieces of the table of all first digits: their other digits, and `[p[0] * digits, D]`.
+
+    Rows that only the factors make are zero.
+    """
+    p0, others = spec.row_factors[0], math.prod(spec.row_factors[1:])
+    step = max(1, min(others, _CHUNK_BYTES // (8 * p0 * spec.dim)))
+    first = torch.arange(p0, device=weight.device).unsqueeze(1) * others
+    for begin in range(0, others, step):
+        digits = min(step, others - begin)
+        rows = (first + torch.arange(begin, begin + digits, device=weight.device)).view(-1)
+        values = weight.detach()[_ids(spec, rows.clamp(max=spec.rows - 1))]
+        yield digits, values.masked_fill_((rows >= spec.rows).unsqueeze(1), 0.0)
+
+
+def _ids(spec: TTSpec, rows: Tensor) -> Tensor:
+    """Return the ids that have these rows of the tensor train."""
+    multiplier, offset = shapes.inverse(spec.permutation, spec.rows)
+    return (multiplier * rows + offset) % spec.rows
+
+
+def _rows(spec: TTSpec, ids: Tensor) -> Tensor:
+    """Return the rows of the tensor train that these ids have."""
+    multiplier, offset = spec.permutation
+    return (multiplier * ids + offset) % spec.rows
+
+
+def _parts(cores: Sequence[Tensor], spec: TTSpec, rows: Tensor, first: int, end: int) -> Tensor:
+    """Return the product of cores `first` to `end` for rows: `[L, R_first, columns, R_end]`."""
+    full, q = spec.full_ranks, spec.dim_factors
+    found = torch.eye(full[first], device=rows.device).expand(rows.numel(), -1, -1).unsqueeze(2)
+    for k in range(first, end):
+        digit = rows // math.prod(spec.row_factors[k + 1 :]) % spec.row_factors[k]
+        core = cores[k][digit].view(rows.numel(), full[k], q[k], full[k + 1])
+        found = torch.einsum("lacr,lrqs->lacqs", found, core).flatten(2, 3)
+    return found
+
+
+def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor) -> list[Tensor]:
+    """Fit the last core to the weighted rows, then the first.
+
+    Given the others, a slice of an outer core is the solution of a least-squares problem of its
+    own rows, with as many unknowns per column as the rank has.
+    """
+    for outer in (len(cores) - 1, 0):
+        rank = spec.full_ranks[1] if outer == 0 else spec.full_ranks[-2]
+        p, q = spec.row_factors[outer], spec.dim_factors[outer]
+        gram = torch.zeros(p, rank, rank, dtype=torch.float64, device=weight.device)
+        target = torch.zeros(p, rank, q, dtype=torch.float64, device=weight.device)
+        for ids, chunk in _counted_chunks(weight, spec, counts):
+            rows, values, scale = _rows(spec, ids), chunk[0].double(), chunk[1].double()
+            if outer == 0:
+                digit = rows // math.prod(spec.row_factors[1:])
+                known = _parts(cores, spec, rows, 1, len(cores)).squeeze(3).double()  # [L, r, c]
+                columns = values.view(rows.numel(), q, -1).transpose(1, 2)  # [L, c, q]
+            else:
+                digit = rows % p
+                known = _parts(cores, spec, rows, 0, outer).squeeze(1).transpose(1, 2).double()
+                columns = values.view(rows.numel(), -1, q)
+            weighted = known * scale.view(-1, 1, 1)
+            gram.index_add_(0, digit, weighted @ known.transpose(1, 2))
+            target.index_add_(0, digit, weighted @ columns)
+        mean = gram.diagonal(dim1=1, dim2=2).mean(1)
+        ridge = torch.where(mean > 0, mean * _RIDGE, 1.0).view(-1, 1, 1)
+        eye = torch.eye(rank, dtype=torch.float64, device=weight.device)
+        before = cores[outer].double()
+        before = before.view(p, q, rank).transpose(1, 2) if outer == 0 else before.view(p, rank, q)
+        # Towards the core as it was, where no counted row says otherwise.
+        fitted = torch.linalg.solve(gram + ridge * eye, target + ridge * before)
+        fitted = fitted.transpose(1, 2) if outer == 0 else fitted
+        cores = [*cores]
+        cores[outer] = fitted.reshape(p, -1).float()
+    return cores
+
+
+def _counted_chunks(
+    weight: Tensor, spec: TTSpec, counts: Tensor
+) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """Yield ids that were accessed, the values of their rows and their counts."""
+    counted = counts.nonzero().squeeze(1).to(weight.device)
+    widest = max(spec.ranks) ** 2 * spec.dim
+    step = max(1, _CHUNK_BYTES // (8 * widest))
+    for ids in counted.split(step):
+        yield ids, (weight.detach()[ids], counts.to(weight.device)[ids])
+
+
+def _measured(
+    weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor | None
+) -> Decomposition:
+    """Compare the rows that the cores make with the table, one first digit after another."""
+    p, q, rank = spec.row_factors, spec.dim_factors, spec.ranks[0]
+    others, inner = math.prod(p[1:]), math.prod(q[1:])
+    rest = _product(cores[1:], spec).reshape(rank, others * inner)
+    lost = torch.empty(spec.rows, dtype=torch.float64, device=weight.device)
+    norm = torch.empty_like(lost)
+    for i, first in enumerate(cores[0].view(p[0], q[0], rank)):
+        rows = slice(min(i * others, spec.rows), min((i + 1) * others, spec.rows))
+        own = torch.arange(rows.start, rows.stop, device=weight.device)
+        values = weight.detach()[_ids(spec, own)].double()
+        made = (first @ rest).view(q[0], others, inner).transpose(0, 1)[: values.size(0)]
+        lost[rows] = (made.reshape(values.shape) - values).square().sum(1)
+        norm[rows] = values.square().sum(1)
+    hot_error = None
+    if counts is not None:
+        hottest = counts.to(weight.device).argsort(descending=True)[: max(1, spec.rows // 100)]
+        hottest = _rows(spec, hottest)
+        hot_error = _ratio(lost[hottest], norm[hottest])
+    return Decomposition(spec, cores, _ratio(lost, norm), hot_error)
+
+
+def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
+    """Return the product of the last cores for all their digits: `[R, rows, columns]`."""
+    full, p, q = spec.full_ranks, spec.row_factors, spec.dim_factors
+    found = torch.ones(1, 1, 1, device=cores[0].device)
+    for k in range(len(p) - 1, len(p) - 1 - len(cores), -1):
+        core = cores[k - len(p)].view(p[k], full[k], q[k], full[k + 1])
+        found = torch.einsum("pacr,rnd->apncd", core, found).flatten(1, 2).flatten(2, 3)
+    return found
+
+
+def _ratio(lost: Tensor, norm: Tensor) -> float:
+    total = float(norm.sum())
+    return math.sqrt(float(lost.sum()) / total) if total else 0.0

@@ -1,0 +1,328 @@
+"""The short path of calls on the CPU: the bits of the long path, and when it is not taken."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from emblib import BoundsCheck, Pooling, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib.ops import autograd
+from emblib.tables import optimizer_hooks
+from emblib.tables.short_calls import ShortCalls
+from tests.optimizer_cases import CASES as OPTIMIZER_CASES
+from tests.tbe_cases import CASES, Case
+
+BATCH = (torch.tensor([3, 1, 4, 1]), torch.tensor([0, 1, 3, 4, 4]))
+
+
+def _module(**options: Any) -> TableBatchedEmbeddingBags:
+    torch.manual_seed(0)
+    tables = [TableSpec(9, 4), TableSpec(5, 8)]
+    return TableBatchedEmbeddingBags(tables, optim.Adam(0.1), **options)
+
+
+def _is_short(out: Tensor) -> bool:
+    assert out.grad_fn is not None
+    return out.grad_fn.name() == "ShortLookupBackward"
+
+
+def _without_short_calls(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ShortCalls, "take", lambda *_: False)
+
+
+def _tensors(module: TableBatchedEmbeddingBags) -> list[Tensor]:
+    """All that a step changes, copied."""
+    changed = (module.weights, *module._states(), module.hyperparams, module.bounds_violations)
+    return [tensor.detach().clone() for tensor in changed]
+
+
+def _trained(case: Case, optimizer: optim.Optimizer, path: str) -> list[Tensor]:
+    """Outputs of some steps, and what they leave behind."""
+    module = case.module(optimizer)
+    outputs = []
+    for step in range(3):
+        out = module(*replace(case, seed=case.seed + step).batch_of())
+        assert out.grad_fn is None or out.grad_fn.name() == f"{path}LookupBackward"
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(step)).to(out))
+        outputs.append(out.detach())
+    with torch.no_grad():
+        outputs.append(module(*case.batch_of()))
+    return [*outputs, *_tensors(module)]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_any_batch(name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = _trained(CASES[name], OPTIMIZER_CASES[optimizer], "Short")
+    _without_short_calls(monkeypatch)
+    long = _trained(CASES[name], OPTIMIZER_CASES[optimizer], "Fused")
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+
+
+def _is_plain(optimizer: optim.Optimizer) -> bool:
+    decay = optimizer_hooks.global_decay(optimizer)
+    return decay is None and not optimizer_hooks.is_periodic(optimizer)
+
+
+@pytest.mark.parametrize("name", [n for n, o in OPTIMIZER_CASES.items() if _is_plain(o)])
+def test_bits_of_any_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = OPTIMIZER_CASES[name]
+    short = _trained(CASES["mixed_dims"], optimizer, "Short")
+    _without_short_calls(monkeypatch)
+    long = _trained(CASES["mixed_dims"], optimizer, "Fused")
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+
+
+@pytest.mark.parametrize("offsets", [[0, 1, 3, 4, 4], [0, 3, 1, 9, 4]])
+@pytest.mark.parametrize("mode", list(BoundsCheck))
+def test_invalid_batches(
+    mode: BoundsCheck, offsets: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is repaired, counted, warned of and raised is that of the long path."""
+    invalid = (torch.tensor([3, -1, 99, -7]), torch.tensor(offsets))
+
+    def observed() -> tuple[list[str], list[Tensor]]:
+        module = _module(bounds_check=mode)
+        module(*BATCH).sum().backward()
+        said = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                module(*invalid).sum().backward()
+            except RuntimeError as error:
+                said = [str(error)]
+        assert all(warning.filename == __file__ for warning in caught)
+        return said + [str(warning.message) for warning in caught], _tensors(module)
+
+    said, changed = observed()
+    _without_short_calls(monkeypatch)
+    said_long, changed_long = observed()
+    assert said == said_long
+    assert len(said) == (mode in (BoundsCheck.FATAL, BoundsCheck.WARNING))
+    assert all(torch.equal(a, b) for a, b in zip(changed, changed_long, strict=True))
+
+
+def _weights_with_gradient(module: TableBatchedEmbeddingBags) -> Tensor:
+    return module(*BATCH, torch.ones(4, requires_grad=True))
+
+
+def _one_table_frozen(module: TableBatchedEmbeddingBags) -> Tensor:
+    module.set_table_trained(0, trained=False)
+    return module(*BATCH)
+
+
+def _for_update(module: TableBatchedEmbeddingBags) -> Tensor:
+    with autograd.for_update():
+        return module(*BATCH)
+
+
+def _reported(module: TableBatchedEmbeddingBags) -> Tensor:
+    class Reporter:
+        def should_report(self, iteration: int) -> bool:
+            return True
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *arguments, **options: None
+
+    module.set_stats_reporter(Reporter())
+    return module(*BATCH)
+
+
+def _some_features(module: TableBatchedEmbeddingBags) -> Tensor:
+    return module(*BATCH, feature_requires_grad=torch.tensor([1, 0]))
+
+
+def _sizes_of_batches(module: TableBatchedEmbeddingBags) -> Tensor:
+    return module(*BATCH, batch_sizes=[[2], [2]])
+
+
+LONG_CALLS = [
+    _weights_with_gradient,
+    _one_table_frozen,
+    _for_update,
+    _reported,
+    _some_features,
+    _sizes_of_batches,
+]
+
+
+@pytest.mark.parametrize("call", LONG_CALLS, ids=lambda call: call.__name__.strip("_"))
+def test_calls_that_need_more(call: Callable[[TableBatchedEmbeddingBags], Tensor]) -> None:
+    module = _module()
+    assert _is_short(module(*BATCH))
+    assert not _is_short(call(module))
+
+
+class _Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_ops_of_the_long_path() -> None:
+    module = _module()
+    assert _is_short(module(*BATCH))
+    with _Recorder() as recorder:
+        module(*BATCH)
+    assert "emblib.tbe_lookup.default" in recorder.ops
+
+
+def test_fake_tensors_after_real_ones() -> None:
+    module = _module()
+    assert _is_short(module(*BATCH))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = (torch.zeros(4, dtype=torch.int64), torch.zeros(5, dtype=torch.int64))
+        assert module(*fake).shape == (2, 12)
+    before = _tensors(module)
+    module(*BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(before, _tensors(module), strict=True))
+
+
+def _replace_data(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
+    module.weights.data = torch.ones_like(module.weights)
+    return module
+
+
+def _change_numbers(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
+    module.set_hyperparameters(lr=0.5, max_gradient=0.25)
+    return module
+
+
+def _load(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
+    state = {key: value * 0.5 for key, value in module.state_dict().items()}
+    module.load_state_dict(state)
+    return module
+
+
+def _move(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
+    module.to("meta").to_empty(device="cpu").reset_parameters()
+    return module
+
+
+def _omit_last_offset(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
+    module.include_last_offset = False
+    return module
+
+
+def _replace_buffer(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
+    module.state_exp_avg = torch.ones_like(module.state_exp_avg)
+    return module
+
+
+CHANGES: list[Callable[[TableBatchedEmbeddingBags], Any]] = [
+    _replace_data,
+    _change_numbers,
+    _load,
+    _move,
+    _omit_last_offset,
+    _replace_buffer,
+    lambda module: copy.deepcopy(module),
+    lambda module: copy.copy(module),
+    lambda module: pickle.loads(pickle.dumps(module)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_what_changes_between_calls_is_seen(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained() -> list[Tensor]:
+        module = _module()
+        module(*BATCH).sum().backward()
+        torch.manual_seed(1)
+        changed = CHANGES[number](module)
+        batch = BATCH if changed.include_last_offset else (BATCH[0], BATCH[1][:-1])
+        outputs = []
+        for _ in range(2):
+            out = changed(*batch)
+            out.square().sum().backward()
+            outputs.append(out.detach())
+        return [*outputs, *_tensors(changed), *_tensors(module)]
+
+    short = trained()
+    _without_short_calls(monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(short, trained(), strict=True))
+
+
+def test_memory_that_a_module_left_is_given_back() -> None:
+    module = _module()
+    module(*BATCH)
+    assert isinstance(module._calls, ShortCalls)
+    module.to("meta")
+    assert module._calls is None
+
+
+def test_gradients_of_an_output_that_requires_them() -> None:
+    """A gradient of the gradient is refused, as on the long path; nothing is updated twice."""
+    module = _module()
+    out = module(*BATCH)
+    weight = torch.ones_like(out, requires_grad=True)
+    (out * weight).sum().backward(create_graph=True)
+    assert module.step == 1
+    assert torch.equal(weight.grad, out)
+
+
+@pytest.mark.parametrize("pooling", [Pooling.SUM, Pooling.MEAN])
+def test_saved_tensors_are_protected(pooling: Pooling) -> None:
+    module = _module(pooling=pooling)
+    indices, offsets = (tensor.clone() for tensor in BATCH)
+    module(*BATCH)
+    out = module(indices, offsets)
+    indices.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert module.step == 0
+
+
+def test_an_update_that_raises_counts_as_no_step() -> None:
+    module = _module()
+    hyper = module.hyperparams
+    arguments = ([module.weights.detach()], module._states(), hyper, 3, torch.zeros(1, 1))
+    with pytest.raises(RuntimeError, match="grad"):
+        torch.ops.emblib.tbe_backward_(
+            *arguments, module.features, *BATCH, None, 0, module.total_rows
+        )
+    assert module.step == 0
+
+
+def test_in_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lookups in one loss, and a backward that is repeated, are updates each."""
+
+    def trained() -> list[Tensor]:
+        module = _module()
+        torch.manual_seed(2)
+        head = nn.Linear(12, 1)
+        loss = head(module(*BATCH)).sum() + head(module(BATCH[0].flip(0), BATCH[1])).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [*_tensors(module), *(p.grad for p in head.parameters() if p.grad is not None)]
+
+    short = trained()
+    _without_short_calls(monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(short, trained(), strict=True))
+
+
+def test_weights_that_a_parametrization_computes() -> None:
+    module = _module()
+    doubled = 2.0 * module(*BATCH).detach()
+
+    class Twice(nn.Module):
+        def forward(self, weights: Tensor) -> Tensor:
+            return 2.0 * weights
+
+    nn.utils.parametrize.register_parametrization(module, "weights", Twice())
+    with torch.no_grad():
+        assert torch.equal(module(*BATCH), doubled)
+        module.parametrizations.weights.original.mul_(4.0)
+        assert torch.equal(module(*BATCH), 4.0 * doubled)
