@@ -21,14 +21,17 @@ from emblib.collections import (
 )
 from emblib.dynamic import (
     BackingStore,
+    CachedTTEmbeddingBags,
     DiskRows,
     DynamicEmbeddingBags,
     HashTable,
     HostRows,
     KeyStatus,
+    RowEviction,
     RowStore,
     SqliteRows,
     TierMode,
+    TTCache,
 )
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
 from emblib.specs import (
@@ -66,6 +69,7 @@ __all__ = [
     "BoundsCheck",
     "CacheConfig",
     "CachePolicy",
+    "CachedTTEmbeddingBags",
     "CountMinSketch",
     "DiskRows",
     "DynamicEmbeddingBags",
@@ -92,9 +96,11 @@ __all__ = [
     "Pooling",
     "Precision",
     "QuantizedEmbeddingBags",
+    "RowEviction",
     "RowStore",
     "SqliteRows",
     "StochasticRounding",
+    "TTCache",
     "TTEmbeddingBag",
     "TTSpec",
     "TableBatchedEmbeddingBags",

@@ -3,8 +3,10 @@
 `module` has `DynamicEmbeddingBags`, which looks rows up and trains them; `hash_index` maps keys to
 slots, `rows` lays out the rows, and `training` inserts the keys of a batch. `saving` has
 checkpoints, `tiers` the stores behind the tables, and `hash_table` one table for direct use.
+`cached_tt` has tensor trains whose most used rows are found by such a table.
 """
 
+from emblib.dynamic.cached_tt import CachedTTEmbeddingBags, RowEviction, TTCache, TTCacheStats
 from emblib.dynamic.hash_table import HashTable, Insertion, TableRows
 from emblib.dynamic.keys import KeyStatus
 from emblib.dynamic.module import DynamicEmbeddingBags
@@ -23,6 +25,7 @@ from emblib.dynamic.tiers.store import (
 
 __all__ = [
     "BackingStore",
+    "CachedTTEmbeddingBags",
     "DiskRows",
     "DynamicEmbeddingBags",
     "FoundRows",
@@ -30,10 +33,13 @@ __all__ = [
     "HostRows",
     "Insertion",
     "KeyStatus",
+    "RowEviction",
     "RowStore",
     "SqliteRows",
     "StoredRows",
     "StoredTable",
+    "TTCache",
+    "TTCacheStats",
     "TableRows",
     "TierMode",
     "TierStats",
