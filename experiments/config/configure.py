@@ -141,7 +141,7 @@ def check_keys(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if key in choices:
             _check_choice(key, override, choices[key])
-        elif key not in known and not key.startswith("options."):  # which the kind checks
+        elif key not in known and not re.match(r"(cases\.\w+\.)?options\.", key):  # the kind's
             raise UsageError(_unknown_key(key, override, known, choices))
         elif override.is_add():
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
@@ -235,9 +235,11 @@ def check_values(config: Config) -> None:
         if point is not config or kind.keyed is not None:  # else the cases are what is measured
             wanted = bool(point.keys.loads) or bool(kind.keyed)
             check_keyed(prefix, point.contenders, wanted=wanted)
+        own = isinstance(point, CaseConfig) and point.kind
+        choices = kinds.find(own).choices if own else () if prefix else kind.choices
         for name in point.contenders:
-            if name not in (*contenders, *(() if prefix else kind.choices)):
-                message = _not_there("contender", name, contenders, "", 0.3)
+            if name not in (*contenders, *choices):
+                message = _not_there("contender", name, (*choices, *contenders), "", 0.3)
                 raise UsageError(f"{prefix}contenders: {message}")
     for axis in ("T", "E", "D", "B", "L", "rank"):
         values = getattr(config.sweep, axis)
@@ -289,16 +291,31 @@ def _kind(config: Config) -> kinds.Kind:
     if config.kind not in kinds.KINDS:
         raise UsageError(_not_there("kind", config.kind, kinds.KINDS, "kind=", 0.4))
     kind = kinds.find(config.kind)
-    if kind.options is None:
-        if config.options:
-            raise UsageError(f"options: kind={config.kind} has none, got {list(config.options)}")
-        return kind
-    try:
-        settled = OmegaConf.merge(OmegaConf.structured(kind.options), config.options)
-    except OmegaConfBaseException as error:
-        raise UsageError(f"options.{_one_line(error)}") from error
-    config.options = cast(dict[str, Any], OmegaConf.to_container(settled))
+    config.options = _settled(kind, config.options, "")
+    for name, case in config.cases.items():
+        if not case.kind and case.options:
+            raise UsageError(f"cases.{name}.options: say of which kind, cases.{name}.kind=...")
+        if case.kind and case.kind not in kinds.KINDS:
+            hint = _not_there("kind", case.kind, kinds.KINDS, f"cases.{name}.kind=", 0.4)
+            raise UsageError(f"cases.{name}.kind: {hint}")
+        if case.kind:
+            case.options = _settled(kinds.find(case.kind), case.options, f"cases.{name}.")
     return kind
+
+
+def _settled(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the options of a kind, those left out with their defaults."""
+    if kind.options is None:
+        if options:
+            raise UsageError(f"{prefix}options: kind={kind.name} has none, got {list(options)}")
+        return {}
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(kind.options), options)
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{prefix}options.{_one_line(error)}") from error
+    settled = cast(dict[str, Any], OmegaConf.to_container(merged))
+    kind.check_options(settled, prefix)
+    return settled
 
 
 def _check_point(prefix: str, point: Config | CaseConfig) -> None:

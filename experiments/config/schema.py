@@ -205,6 +205,7 @@ class CaseConfig:
 
     title: str = ""
     note: str = ""
+    kind: str = ""  # a name in experiments/kinds; empty: that of the experiment, or keys
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     contenders: list[str] = field(default_factory=lambda: ["tbe", "tt"])
     tt: TTConfig = field(default_factory=TTConfig)
@@ -212,6 +213,7 @@ class CaseConfig:
     keys: KeysConfig = field(default_factory=KeysConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     published: list[PublishedConfig] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)  # of its kind, if that has any
 
 
 @dataclass

@@ -25,6 +25,7 @@ from experiments.config.schema import (
     WorkloadConfig,
 )
 from experiments.contenders import registry
+from experiments.quality import LABELS
 
 SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
 
@@ -40,7 +41,7 @@ Condition = Callable[[dict[str, Any]], bool]
 
 def label_of(contender: str) -> str:
     """Return the label of a contender or of a computed arm."""
-    return (COMPUTED | LOOKUPS | CALIBRATED).get(contender) or registry.label(contender)
+    return (COMPUTED | LOOKUPS | CALIBRATED | LABELS).get(contender) or registry.label(contender)
 
 
 def variants_of(contender: str) -> str:
@@ -98,6 +99,7 @@ class Cell:
     keys: KeysConfig = field(default_factory=KeysConfig)
     ranks: int = 0  # 0: those of the run
     scaling: Scaling = Scaling.weak
+    options: dict[str, Any] = field(default_factory=dict)  # of its kind
 
     def with_arms(self, *arms: Arm) -> Cell:
         """Return the cell with other arms."""
@@ -145,6 +147,7 @@ def case_cells(config: Config, kind_of: Callable[[CaseConfig], str]) -> list[Cel
             cache=c.cache,
             kind=kind_of(c),
             keys=c.keys,
+            options=c.options,
         )
         for key, c in config.cases.items()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from experiments.config.schema import Config
@@ -22,6 +23,7 @@ KINDS = {
     "noise": "experiments.kinds.gate:Noise",
     "power": "experiments.kinds.gate:Power",
     "micro": "experiments.kinds.micro:Micro",
+    "quality": "experiments.kinds.quality:Quality",
 }
 
 __all__ = ["KINDS", "Kind", "expand", "find"]
@@ -42,9 +44,12 @@ def expand(config: Config) -> list[Cell]:
     """
     kind = find(config.kind)
     cases, swept = kind.cells(config)
+    cases = [cell if cell.kind == kind.name else find(cell.kind).as_case(cell) for cell in cases]
     swept = swept[: config.timing.max_cells or None]
     found: dict[str, Cell] = {}
     for cell in swept + cases if kind.swept_first else cases + swept:
+        if cell.kind == kind.name and not cell.options:
+            cell = dataclasses.replace(cell, options=config.options)
         sized = resolve(cell, sized=find(cell.kind).makes_tables)
         capped = cap(sized, config)
         found.setdefault(capped.key, capped)

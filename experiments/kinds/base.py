@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from experiments.config.schema import CaseConfig, Config, UsageError
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 
 TIME = "time"  # the kind of cells whose contenders are timed side by side
 KEYS = "keys"  # the kind of a case that names loads of hash tables
+
+
+@dataclass(frozen=True)
+class CaseReport:
+    """What a case adds to a report: sentences after the first one, tables and figures."""
+
+    answer: Sequence[str] = ()
+    tables: Sequence[tuple[str, str, Table]] = ()
+    figures: Sequence[Figure] = ()
 
 
 class Kind:
@@ -82,14 +92,21 @@ class Kind:
 
     def case_cells(self, config: Config) -> list[Cell]:
         """Return a cell per case."""
-        cells = case_cells(config, self.kind_of_case)
+        cells = case_cells(config, lambda case: case.kind or self.kind_of_case(case))
         if not self.only_arm:
             return cells
         return [cell.with_arms(Arm(self.only_arm)) for cell in cells]
 
     def kind_of_case(self, case: CaseConfig) -> str:
-        """Return the kind of a case's cell: a case that names loads is about hash tables."""
+        """Return the kind of a case that names none: one that names loads is about hash tables."""
         return KEYS if case.keys.loads else self.case_kind
+
+    def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
+        """Raise UsageError where options of this kind, of a run or of a case, do not suit it."""
+
+    def as_case(self, cell: Cell) -> Cell:
+        """Return a cell of this kind that is a case of another kind's experiment."""
+        return cell
 
     def swept_cells(self, config: Config) -> list[Cell]:
         """Return the cells of the sweep."""
@@ -151,6 +168,10 @@ class Kind:
         of = getattr(self._report(), "tables", None) if self.report else None
         found: Sequence[tuple[str, str, Table]] = of(run) if of else ()
         return found
+
+    def case_report(self, run: Run) -> CaseReport:
+        """Return what cases of this kind add to the report of another kind's experiment."""
+        return CaseReport()
 
     def how_to_read(self) -> Sequence[str]:
         """Return what a reader must know about the kind's numbers."""

@@ -36,14 +36,16 @@ def dense_arms(cell: Cell) -> int:
 
 def fit_memory(cell: Cell, session: Session) -> Cell:
     """Shrink the tables only if the uncompressed contenders would not fit in the free memory."""
+    kind = kinds.find(cell.kind)
+    if not kind.makes_tables:
+        return cell
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     adagrad = session.config.optimizer.value == "adagrad"
     wanted = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
-    kind = kinds.find(cell.kind)
     if session.device.type == "cpu" and not kind.over_ranks:
         wanted *= session.config.device.ranks  # whose tables lie in the same memory
     room = memory.available_bytes(session.device) * session.config.device.memory_share
-    if wanted <= room or not kind.makes_tables:
+    if wanted <= room:
         return cell
     return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
 

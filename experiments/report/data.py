@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.config.schema import AXES, Mode
 from experiments.config.sweep import SWEEP, Arm, variants_of
 from experiments.kinds import Kind, find
-from experiments.kinds.base import TIME
+from experiments.kinds.base import TIME, CaseReport
 from experiments.report import text
 from experiments.results.metrics import mode_of, replicate_of
 from experiments.results.store import Record, read_config, read_json, read_records
@@ -122,6 +122,12 @@ class Run:
     def kind(self) -> Kind:
         """Return the kind of the run."""
         return find(_kind(self.config))
+
+    def case_reports(self) -> list[CaseReport]:
+        """Return what cases of other kinds add to the report."""
+        others = dict.fromkeys(r.get("kind", TIME) for r in self.records)
+        kinds = (find(name) for name in others if name != self.kind.name)
+        return [kind.case_report(self) for kind in kinds]
 
     @property
     def smoke(self) -> bool:

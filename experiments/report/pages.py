@@ -19,9 +19,12 @@ CLOSING = (
 
 def page(run: Run) -> Page:
     """Return the report of a run."""
-    sections = [
-        Section(title, [words], table=table) for title, words, table in run.kind.tables(run)
-    ]
+    cases = run.case_reports()
+    tables = [*run.kind.tables(run), *(table for case in cases for table in case.tables)]
+    sections = [Section(title, [words], table=table) for title, words, table in tables]
+    answer = run.kind.answer(run)
+    if added := [words for case in cases for words in case.answer]:
+        answer = [" ".join([*answer[:1], *added]), *answer[1:]]
     for mode in run.modes:
         sections += mode_sections(run, mode)
     sections += [
@@ -45,7 +48,7 @@ def page(run: Run) -> Page:
     ]
     return Page(
         name=str(run.config.name),
-        answer=[SMOKE, *run.kind.answer(run)] if run.smoke else run.kind.answer(run),
+        answer=[SMOKE, *answer] if run.smoke else answer,
         sections=sections,
         subtitle=figures.subtitle(run),
         question=str(run.info.get("question", "")),
@@ -71,7 +74,10 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
                 title=figure.title if first else f"{figure.title} · {mode}",
                 subtitle=subtitle,
             )
-            for figure in run.kind.figures(alone)
+            for figure in [
+                *run.kind.figures(alone),
+                *(figure for case in alone.case_reports() for figure in case.figures),
+            ]
         ]
         drawn += [*figures.modes(run), *outcomes.figures(run)] if first else []
     cases = [section for name in alone.sections() for section in _case(alone, name)]

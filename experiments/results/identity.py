@@ -18,7 +18,7 @@ from experiments.paths import ROOT
 
 # How a number comes about: a change here makes earlier samples another measurement.
 BENCH_SOURCES = (
-    *(f"{package}/*.py" for package in ("workloads", "timing", "contenders", "measure")),
+    *(f"{package}/*.py" for package in ("workloads", "timing", "contenders", "measure", "quality")),
     *(f"run/{name}.py" for name in ("ranks", "session", "worker")),
     *("machine/cpu.py", "machine/telemetry.py"),
 )

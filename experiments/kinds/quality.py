@@ -1,0 +1,241 @@
+"""The kind `quality`: models trained with tables made smaller, and what they predict worse."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from experiments.config.schema import Config, Optimizer, UsageError
+from experiments.config.sweep import Arm, Cell
+from experiments.kinds.base import CaseReport, Kind
+from experiments.quality import DATA, LABELS, PLAIN
+from experiments.results import metrics
+from experiments.results.store import Record
+from experiments.timing import statistics
+
+if TYPE_CHECKING:
+    from experiments.report.data import Run
+    from experiments.report.tables import Table
+
+FROM_FILES = ("criteo", "interactions")
+
+FORMULA = (
+    "Every method trains the same network on the same samples in the same order. The learning rate "
+    "of its tables and the epoch are those of the least loss on validation samples; scores are of "
+    "test samples that no choice has seen. AUC is the share of pairs of a positive and a negative "
+    "sample that the model puts in the right order; log loss is in nats. A process is a seed of "
+    "initial values and order; the samples are the same. Differences to plain tables are paired by "
+    "seed; intervals are 95 % t-intervals over seeds, so other samples can differ by more.",
+    "Only the large tables are made smaller, all to the same share of their bytes; the others stay "
+    "plain. Bytes are those of the parameters; Adagrad doubles them in training. Served bytes are "
+    "with dense rows quantised to 8 bits; tensor trains, ROBE and DHE are served as they are.",
+    "Steps are timed after training, method by method in random order on the same batch, each with "
+    "the network around it: forward, backward and all updates. Ratios are paired step by step; "
+    "shown are the median over steps, then the mean over seeds with its 95 % interval.",
+)
+
+
+@dataclass
+class Options:
+    """What data models are trained on, and how."""
+
+    data: list[str] = field(default_factory=lambda: ["planted"])
+    path: str = ""  # of data=[criteo] or [interactions]
+    samples: int = 100_000  # at most; 0: all of a data set
+    scale: float = 0.0005  # of Criteo-Kaggle's cardinalities, for planted samples
+    shares: list[float] = field(default_factory=lambda: [0.25, 0.0625, 0.015625])
+    rates: list[float] = field(default_factory=lambda: [0.02, 0.06, 0.2])
+    epochs: int = 4  # at most; training ends when the loss in validation does not fall
+    large: float = 0.05  # of all rows: tables from this share on are made smaller
+    timed_steps: int = 30
+
+
+class Quality(Kind):
+    """What does a model lose when its tables are made smaller?"""
+
+    name = "quality"
+    options = Options
+    choices = tuple(LABELS)
+    makes_tables = False
+    measures = "experiments.measure.quality:quality_cell"
+    has_modes = False
+    side_by_side = False  # its own notes say how
+    report = "experiments.kinds.quality_report"
+    notes = FORMULA
+    done = "None: all {count} models were trained."
+
+    def check(self, config: Config) -> None:
+        """Check methods, shares and rates."""
+        super().check(config)
+        if unknown := [name for name in config.contenders if name not in LABELS]:
+            raise UsageError(
+                f"contenders: kind=quality trains {', '.join(LABELS)}, not {', '.join(unknown)}"
+            )
+        if config.optimizer is not Optimizer.adagrad:
+            raise UsageError("optimizer: kind=quality trains tables with adagrad")
+
+    def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
+        """Check data, shares and rates."""
+        if unknown := [name for name in options["data"] if name not in DATA]:
+            raise UsageError(
+                f"{prefix}options.data: there is {', '.join(DATA)}, not {', '.join(unknown)}"
+            )
+        for name in ("data", "shares", "rates"):
+            if not options[name]:
+                raise UsageError(f"{prefix}options.{name} must not be empty")
+        if not all(0 < share <= 1 for share in options["shares"]):
+            raise UsageError(f"{prefix}options.shares must be in (0, 1], got {options['shares']}")
+        if not all(rate > 0 for rate in options["rates"]):
+            raise UsageError(f"{prefix}options.rates must be > 0, got {options['rates']}")
+
+    def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
+        """Return a cell per source of data; its methods are trained on the same samples."""
+        found = []
+        settings = {**dataclasses.asdict(Options()), **config.options}
+        if config.timing.max_rows:  # a smoke run
+            settings["shares"] = settings["shares"][:1]
+        for name in settings["data"]:
+            options = {**settings, "data": [name]}
+            arms = _arms(config.contenders, options)
+            found.append(Cell(name, name, config.workload, arms, kind=self.name, options=options))
+        return [], [_with_file(cell) for cell in found]
+
+    def as_case(self, cell: Cell) -> Cell:
+        """Return the case with an arm per method and share; it has the first source of data."""
+        arms = _arms([arm.contender for arm in cell.arms], cell.options)
+        return _with_file(dataclasses.replace(cell, arms=arms))
+
+    def case_report(self, run: Run) -> CaseReport:
+        """Return what models lose that were trained as a case."""
+        report = self._report()
+        return CaseReport(report.as_case(run), report.tables(run), report.figures(run)[:1])
+
+    def readme_lines(self, run: Run, command: str, link: str) -> list[str] | None:
+        """Return what each method loses at the headline's share."""
+        return [f"{command}:", "", *self._report().readme_table(run), "", link]
+
+    def section_table(self, run: Run, section: str) -> Table | None:
+        """Return nothing: the results are in the tables before."""
+        return None
+
+    def progress(self, records: Sequence[Record]) -> str:
+        """Return the AUC of each method at its largest share."""
+        best: dict[str, Record] = {}
+        for record in records:
+            best.setdefault(str(record["contender"]), record)
+        return "AUC: " + " · ".join(
+            f"{r['contender']} {r['auc']:.4f}" if r["status"] == "ok" else f"{name}: {r['status']}"
+            for name, r in best.items()
+        )
+
+    def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
+        """Return quality.csv: a row per data set, method and share."""
+        return {"quality": frame(records)}
+
+
+def _arms(methods: Sequence[str], options: Mapping[str, Any]) -> tuple[Arm, ...]:
+    shares = sorted(options["shares"], reverse=True)
+    return tuple(
+        arm
+        for name in dict.fromkeys(methods)
+        for arm in ([Arm(name)] if name == PLAIN else [Arm(name, cache=s) for s in shares])
+    )
+
+
+def _with_file(cell: Cell) -> Cell:
+    """Return the cell with the file that data is read from, so that a point knows it."""
+    name = cell.options["data"][0]
+    if name not in FROM_FILES:
+        return cell
+    path = Path(cell.options["path"]).expanduser()
+    if not path.is_file():
+        what = f"there is no file {path}" if cell.options["path"] else "say options.path=FILE"
+        raise UsageError(f"options.data: {name} is read from a file: {what}")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    workload = dataclasses.replace(cell.workload, file=str(path), sha256=digest)
+    return dataclasses.replace(cell, workload=workload)
+
+
+def frame(records: Sequence[Record]) -> pd.DataFrame:
+    """Return a row per data set, method and share, all seeds together."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.get("kind") == Quality.name:
+            groups.setdefault((record["section"], record["arm"]), []).append(record)
+    pairs = [(group, groups.get((section, PLAIN), [])) for (section, _), group in groups.items()]
+    pools = metrics.Pools.of(pairs, "step")
+    return pd.DataFrame([_row(group, base, pools) for group, base in pairs])
+
+
+def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) -> dict[str, Any]:
+    taken, plain = metrics.good(group), metrics.good(base)
+    record = taken[0] if taken else group[0]
+    effect = metrics.ratio(taken, plain, "step", pools.ratios)
+    auc, loss = (paired(taken, plain, name) for name in ("auc", "log_loss"))
+    excess = [r["log_loss"] - r["oracle_loss"] for r in taken if r.get("oracle_loss") is not None]
+    names = ("section", "data", "contender", "arm", "label", "reason")
+    return {
+        **{name: record.get(name, record["section"]) for name in names},
+        "share": record["cache"] or 1.0,
+        "status": record["status"],
+        "seeds": len(taken),
+        "auc": _mean([r["auc"] for r in taken]),
+        "auc_change": auc[0],
+        "auc_change_lo": auc[1],
+        "auc_change_hi": auc[2],
+        "log_loss": _mean([r["log_loss"] for r in taken]),
+        "log_loss_change": loss[0],
+        "log_loss_change_lo": loss[1],
+        "log_loss_change_hi": loss[2],
+        "excess_log_loss": _mean(excess),
+        "oracle_auc": _mean([r["oracle_auc"] for r in taken if r.get("oracle_auc") is not None]),
+        "rates": " ".join(f"{r['rate']:g}" for r in taken),
+        "bytes": record.get("weights_bytes", math.nan),
+        "served_bytes": record.get("served_bytes", math.nan),
+        "times_smaller": (record.get("large_bytes") or math.nan)
+        / (record.get("weights_bytes") or math.nan),
+        "step_s": statistics.summarise(
+            [s for r in taken for s in metrics.seconds(r, "step")]
+        ).median,
+        "ratio": effect.ratio,
+        "ratio_lo": effect.lo,
+        "ratio_hi": effect.hi,
+    }
+
+
+def paired(
+    taken: Sequence[Record], plain: Sequence[Record], name: str
+) -> tuple[float, float, float]:
+    """Return the mean difference to plain tables over seeds, and its 95 % interval."""
+    others = {metrics.replicate_of(r): r[name] for r in plain}
+    return interval(
+        [
+            r[name] - others[metrics.replicate_of(r)]
+            for r in taken
+            if metrics.replicate_of(r) in others
+        ]
+    )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return mean and 95 % t-interval; one value gives no interval."""
+    from scipy import stats
+
+    mean = _mean(values)
+    if len(values) < 2:
+        return mean, math.nan, math.nan
+    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * spread / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,270 @@
+"""The report of smaller tables: what a model loses at how many bytes, and the time of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pandas as pd
+
+from experiments.quality import LABELS, PLAIN
+from experiments.report import text
+from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
+from experiments.report.data import Run
+from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
+from experiments.report.tables import Column, Table, Value, ratio, size, times
+
+CLOSE = 0.001  # of AUC: what counts as kept
+TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
+_MARKERS = "osDv^P*XhpdH<>o"
+HEIGHT = 4.2  # inches of a panel
+
+
+def answer(run: Run) -> list[str]:
+    """Say what the subject loses and costs at the headline's share, then who does better where."""
+    rows = good(run)
+    own = rows[(rows["contender"] == run.subject.contender)] if len(rows) else rows
+    if not len(own):
+        return [f"No answer: {run.subject.label} has no result."]
+    share = _share(run, own)
+    at_share = rows[rows["share"] == share]
+    sentences = []
+    for data, group in at_share.groupby("data", sort=False):
+        row = group[group["contender"] == run.subject.contender]
+        if len(row):
+            best = group.loc[group["auc"].idxmax()]
+            sentences.append(_sentence(run, str(data), row.iloc[0], best))
+    kept = _kept(rows)
+    return [
+        f"With {_small(share)} of the bytes of the large tables, {'; '.join(sentences)}.",
+        *([kept] if kept else []),
+        *_order(at_share),
+    ]
+
+
+def as_case(run: Run) -> list[str]:
+    """Say what models with tensor trains lose, in a run whose question is another one."""
+    rows = good(run)
+    own = rows[rows["contender"] == TRAINS[0]] if len(rows) else rows
+    return [
+        f"Trained on {row['data']} data with tensor trains of {_small(row['share'])} of the bytes "
+        f"of its large tables, a model has an AUC of {row['auc']:.4f}, {_change(row)} from plain."
+        for _, row in own.head(1).iterrows()
+    ]
+
+
+def good(run: Run) -> pd.DataFrame:
+    """Return the methods that have a result."""
+    rows = run.frame("quality")
+    return rows[rows["status"] == "ok"] if len(rows) else rows
+
+
+def _share(run: Run, rows: pd.DataFrame) -> float:
+    """Return the share that is nearest to the headline's."""
+    wanted = float(run.config.report.subject_cache)
+    shares = rows.loc[rows["contender"] != PLAIN, "share"].unique()
+    return float(min(shares, key=lambda s: abs(math.log(s / wanted)), default=1.0))
+
+
+def _sentence(run: Run, data: str, row: pd.Series, best: pd.Series) -> str:
+    own = LABELS[str(row["contender"])]
+    said = (
+        f"{own} on {data} has an AUC of {row['auc']:.4f}, {_change(row)} from plain, and a step "
+        f"takes {text.times(row['ratio'])} the time"
+    )
+    if best["contender"] == row["contender"]:
+        return f"{said}; no other of the {len(run.config.contenders) - 1} methods has more"
+    return f"{said}; most has {LABELS[str(best['contender'])]}, {_change(best)}"
+
+
+def _small(share: float) -> str:
+    """Return a share as a fraction, e.g. '1/16'."""
+    return f"1/{1 / share:g}"
+
+
+def _change(row: pd.Series) -> str:
+    shown = _signed(row["auc_change"])
+    if text.missing(row["auc_change_lo"]):
+        return f"{shown} [one seed]"
+    return f"{shown} [{_signed(row['auc_change_lo'])}, {_signed(row['auc_change_hi'])}]"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−")
+
+
+def _kept(rows: pd.DataFrame) -> str:
+    """Say how small each data set's tables get with an AUC within CLOSE of plain tables."""
+    said = []
+    for data, group in rows.groupby("data", sort=False):
+        near = group[(group["contender"] != PLAIN) & (group["auc_change"] >= -CLOSE)]
+        trains = near[near["contender"].isin(TRAINS)]
+        words = [
+            f"{name} down to {_small(some['share'].min())}"
+            f" ({LABELS[str(some.loc[some['share'].idxmin(), 'contender'])]})"
+            for name, some in (("any method", near), ("a tensor train", trains))
+            if len(some)
+        ]
+        said.append(f"{data}: {', '.join(words) or 'no method at any share'}")
+    return (
+        f"Within {CLOSE} of the AUC of plain tables stay, on {'; on '.join(said)}." if said else ""
+    )
+
+
+def _order(rows: pd.DataFrame) -> list[str]:
+    """Compare tensor trains with permuted ids and with ids as given."""
+    found = rows.pivot_table(index="data", columns="contender", values="auc", sort=False)
+    if not {"tt_permuted", "tt_as_given"} <= set(found):
+        return []
+    gains = (found["tt_permuted"] - found["tt_as_given"]).dropna()
+    said = ", ".join(f"{_signed(gain)} on {data}" for data, gain in gains.items())
+    return [f"Permuting the ids of a tensor train changes the AUC by {said}."] if said else []
+
+
+def _results(rows: pd.DataFrame) -> Table:
+    """Return a row per method and share."""
+    oracle = not rows["oracle_auc"].isna().all()
+    columns: dict[str, Column] = {
+        "tables": lambda r: LABELS.get(str(r["contender"]), str(r["contender"])),
+        "share": lambda r: Value(_small(r["share"]), r["share"]),
+        "AUC": lambda r: Value.of(r["auc"], lambda v: f"{v:.4f}"),
+        "change of AUC": lambda r: _interval(r, "auc_change"),
+        "change of log loss": lambda r: _interval(r, "log_loss_change"),
+        **(
+            {"above best log loss": lambda r: Value.of(r["excess_log_loss"], lambda v: f"{v:.4f}")}
+            if oracle
+            else {}
+        ),
+        "bytes": lambda r: size(r["bytes"]),
+        "smaller": lambda r: times(r["times_smaller"]),
+        "served": lambda r: size(r["served_bytes"]),
+        "step ÷ plain": lambda r: ratio(r, is_baseline=r["contender"] == PLAIN),
+        "rates chosen": lambda r: str(r["rates"]),
+    }
+    return Table.of(rows, columns, names=2)
+
+
+def _interval(row: pd.Series, name: str) -> Value:
+    if row["contender"] == PLAIN:
+        return Value("0", 0.0)
+    low, high = row[f"{name}_lo"], row[f"{name}_hi"]
+    between = "" if text.missing(low) else f" [{_signed(low)}, {_signed(high)}]"
+    return Value.of(row[name], lambda v: _signed(v) + between)
+
+
+def readme_table(run: Run) -> list[str]:
+    """Return lines of Markdown: the change of AUC of each method at the headline's share."""
+    rows = good(run)
+    share = _share(run, rows)
+    at_share = rows[rows["share"] == share]
+    names = list(dict.fromkeys(rows["data"]))
+    plain = rows[rows["contender"] == PLAIN].set_index("data")
+    lines = []
+    for method in dict.fromkeys(at_share["contender"]):
+        own = at_share[at_share["contender"] == method].set_index("data")
+        shown = [_change(own.loc[n]) if n in own.index else text.NONE for n in names]
+        steps = " ".join(text.times(own.loc[n, "ratio"]) for n in names if n in own.index)
+        lines.append(f"| {LABELS[str(method)]} | {' | '.join(shown)} | {steps} |")
+    seeds = text.count(int(rows["seeds"].max()), "seed")
+    return [
+        f"Change of AUC with large tables of {_small(share)} of their bytes, mean of {seeds} with "
+        "its 95 % interval, and the time of a step ÷ plain.",
+        "",
+        f"| tables | {' | '.join(names)} | step |",
+        f"| --- |{' ---: |' * (len(names) + 1)}",
+        f"| plain, AUC | {' | '.join(format(plain.loc[n, 'auc'], '.4f') for n in names)} | 1 |",
+        *lines,
+    ]
+
+
+def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+    """Return what the data sets are, then the results on each."""
+    records = {r["data"]: r for r in run.records if "samples_of" in r}
+    columns: dict[str, Column] = {
+        "data": lambda r: str(r["data"]),
+        "what": lambda r: str(r["title"]),
+        "samples": lambda r: f"{sum(r['samples_of'].values()):,}",
+        "of these test": lambda r: f"{r['samples_of']['test']:,}",
+        "positive": lambda r: text.percent(r["positive"]),
+        "fields": lambda r: str(r["features"]),
+        "large tables": lambda r: str(r["large_tables"]),
+        "their bytes": lambda r: size(r["large_bytes"]),
+        "best AUC": lambda r: Value.of(r["oracle_auc"], lambda v: f"{v:.4f}"),
+    }
+    if not records:
+        return []
+    words = "Best AUC: of the probabilities that drew the labels, where they are known."
+    found = [("Data that models are trained on", words, Table.of(list(records.values()), columns))]
+    rows = run.frame("quality")
+    for name, record in records.items():
+        words = f"{text.capitalised(record['title'])}."
+        found.append((f"Models trained on {name}", words, _results(rows[rows["data"] == name])))
+    return found
+
+
+def figures(run: Run) -> list[Figure]:
+    """Return the change of AUC against bytes, and against the time of a step."""
+    rows = good(run)
+    if not len(rows):
+        return []
+    smaller = Scale("times smaller (large tables)", log=2, shown=lambda v: f"{v:g}×")
+    slower = Scale("time of a step ÷ plain", log=2, shown=lambda v: f"{v:g}×")
+    share = _share(run, rows)
+    named = rows[(rows["share"] == share) | (rows["contender"] == PLAIN)]
+    words = "Mean over seeds with its 95 % interval, paired with plain tables (dashed)."
+    return [
+        Figure(
+            "quality",
+            "What smaller tables lose",
+            f"{words} Up and to the right is better.",
+            "",
+            _panels(rows, "times_smaller", smaller),
+            columns=2,
+        ),
+        Figure(
+            "quality_time",
+            f"What is lost at which step time, with {_small(share)} of the bytes",
+            f"{words} Up and to the left is better.",
+            "",
+            _panels(named, "ratio", slower),
+            columns=2,
+        ),
+    ]
+
+
+def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
+    """Return a panel per data set: the change of AUC against a column."""
+    panels = []
+    for data, group in rows.groupby("data", sort=False):
+        # Intervals may leave the panel: with few seeds some are far wider than all effects.
+        low, high = group["auc_change"].min(), group["auc_change"].max()
+        room = 0.15 * (high - low) or CLOSE
+        change = Scale("change of AUC", low=low - room, high=high + room, shown=_short)
+        lines = [_curve(str(m), own, column) for m, own in group.groupby("contender", sort=False)]
+        names = "best" if column == "ratio" else "lower left"
+        drawn = curves(lines, scale, change, names=names, marks=[Mark(0.0, INK, DASHED)])
+        panels.append(Panel(text.capitalised(str(data)), drawn, 1.4 * WIDTH, HEIGHT))
+    return panels
+
+
+def _short(value: float) -> str:
+    return "0" if abs(value) < 1e-9 else f"{value:+.3g}".replace("-", "−")
+
+
+def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
+    number = list(LABELS).index(method)
+    rows = rows.sort_values(column)
+    low, high = rows["auc_change_lo"], rows["auc_change_hi"]
+    known = not low.isna().any()
+    return Curve(
+        rows[column],
+        rows["auc_change"],
+        INK if method == PLAIN else list(COLOURS.values())[number],
+        LABELS[method],
+        marker=_MARKERS[number % len(_MARKERS)],
+        line="-" if column == "times_smaller" else "",
+        width=1.2,
+        size=5.0,
+        low=low if known else None,
+        high=high if known else None,
+    )

