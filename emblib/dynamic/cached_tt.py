@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -97,7 +98,8 @@ class CachedTTEmbeddingBags(nn.Module):
     A stored row is owned by the cache: lookups read it, backward updates it with the optimizer, and
     the cores have no part in it; `to_dense` and `state_dict` have its values. Training lookups
     count ids in a hash table; `populate` stores the most used ones from then on. New rows
-    start with what the cores make of them and with zero optimizer states.
+    start with what the cores make of them and with zero optimizer states. Rows must not be chosen
+    between a lookup and its backward, which raises then.
 
     Args:
         tables: rows, dim, ranks, factors and name of each tensor train.
@@ -115,7 +117,8 @@ class CachedTTEmbeddingBags(nn.Module):
         torch.Size([2, 64])
     """
 
-    bases: Tensor
+    key_bases: Tensor
+    row_bases: Tensor
     row_of_slot: Tensor
     key_of_row: Tensor
     counters: Tensor
@@ -152,16 +155,20 @@ class CachedTTEmbeddingBags(nn.Module):
         self._first_key = [0, *accumulate(spec.rows for spec in self.tables)]
         self._first_row = [0, *accumulate(self.cache_rows)]
         features = self.trains.feature_tables
-        bases = torch.tensor([self._first_key[t] for t in features], device=device)
-        self.register_buffer("bases", bases, persistent=False)
-        ends = torch.tensor([self.tables[t].rows for t in features], device=device)
-        self.register_buffer("ends", ends, persistent=False)
+        by_feature = {
+            "key_bases": [self._first_key[t] for t in features],
+            "row_bases": [self._first_row[t] for t in features],
+            "ends": [self.tables[t].rows for t in features],
+        }
+        for name, values in by_feature.items():
+            self.register_buffer(name, torch.tensor(values, device=device), persistent=False)
         slots = torch.full((self.index.capacity(),), -1, device=device)
         self.register_buffer("row_of_slot", slots, persistent=False)
         self.register_buffer("key_of_row", torch.full((total,), -1, device=device))
         self.register_buffer("counters", torch.zeros(3, dtype=torch.int64, device=device))
         self.register_buffer("changes", torch.zeros(2, dtype=torch.float64, device=device))
         self._since = 0  # training lookups since the rows were chosen
+        self._choice = 0  # number of that choice
         self.register_load_state_dict_post_hook(_rebuild_index)
 
     def forward(
@@ -177,7 +184,19 @@ class CachedTTEmbeddingBags(nn.Module):
         stored = rows >= 0
         cold = torch.where(stored, -1, indices)
         found: Tensor = self.trains(cold, offsets, per_sample_weights)
-        return found + self.rows(rows.to(indices.dtype), offsets, per_sample_weights)
+        out = found + self.rows(rows.to(indices.dtype), offsets, per_sample_weights)
+        if out.requires_grad:
+            out.register_hook(partial(self._check_choice, self._choice))
+        return out
+
+    def _check_choice(self, choice: int, gradient: Tensor) -> None:
+        """Raise where the stored rows are other ones than at the lookup: they would be updated."""
+        if choice != self._choice:
+            raise RuntimeError(
+                "rows of the cache were replaced between a lookup and its backward: call "
+                "populate() after backward; with TTCache(every=...), make one lookup per "
+                "backward, or use every=None and call populate()"
+            )
 
     def _counts_uses(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -185,7 +204,7 @@ class CachedTTEmbeddingBags(nn.Module):
     @torch.no_grad()
     def _stored_rows(self, indices: Tensor, offsets: Tensor, *, counted: bool) -> Tensor:
         """Return for each lookup its row among those stored of its table, or -1."""
-        features = len(self.bases)
+        features = len(self.ends)
         batch = (offsets.numel() - 1) // features
         ends = offsets.long()[::batch] if batch else offsets.new_zeros(features + 1).long()
         sizes = (ends[1:] - ends[:-1]).clamp(min=0)
@@ -199,7 +218,7 @@ class CachedTTEmbeddingBags(nn.Module):
             )
         ids = indices.long()
         valid = (ids >= 0) & (ids < self.ends[feature])
-        keys = torch.where(valid, ids + self.bases[feature], -1)
+        keys = torch.where(valid, ids + self.key_bases[feature], -1)
         slots = self.index.slots(keys)
         rows = torch.where(slots >= 0, self.row_of_slot[slots], -1)
         if counted:
@@ -207,9 +226,7 @@ class CachedTTEmbeddingBags(nn.Module):
             self.counters[0] += valid.sum()
             self.counters[1] += (rows >= 0).sum()
             self._since += 1
-        firsts = torch.tensor(self._first_row, device=indices.device)
-        table = torch.tensor(self.trains.feature_tables, device=indices.device)[feature]
-        return torch.where(rows >= 0, rows - firsts[table], -1)
+        return torch.where(rows >= 0, rows - self.row_bases[feature], -1)
 
     @torch.no_grad()
     def populate(self) -> None:
@@ -249,6 +266,7 @@ class CachedTTEmbeddingBags(nn.Module):
         lost = float((values - made).double().square().sum())
         self.changes += torch.tensor([changed, lost], device=self.changes.device)
         self.counters[2] += len(rows)
+        self._choice += 1
         self.row_of_slot[self.index.slots(keys)] = -1
         self.index.erase(keys)
         self.key_of_row[first + rows] = -1
@@ -257,6 +275,7 @@ class CachedTTEmbeddingBags(nn.Module):
         """Store keys in free rows, with what the cores make of them."""
         if not len(keys):
             return
+        self._choice += 1
         slots = self.index.find_or_insert_slots(keys).slots
         rows, keys, slots = rows[slots >= 0], keys[slots >= 0], slots[slots >= 0]
         first = self._first_row[table]

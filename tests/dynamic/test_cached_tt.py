@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -87,6 +88,49 @@ def test_populate_changes_no_lookup() -> None:
     bags.populate()
     for t in (0, 1):
         torch.testing.assert_close(bags.to_dense(t), before[t])
+
+
+def test_rows_that_were_replaced_before_backward_are_not_updated() -> None:
+    bags = bags_of()
+    train(bags, 2)
+    out = bags(*batch(5))
+    bags.populate()
+    before = [bags.to_dense(t) for t in (0, 1)]
+    with pytest.raises(RuntimeError, match="between a lookup and its backward"):
+        out.sum().backward()
+    assert all(torch.equal(bags.to_dense(t), before[t]) for t in (0, 1))
+    train(bags, 1)
+
+
+def test_features_may_share_a_table_and_ids_be_int32() -> None:
+    torch.manual_seed(0)
+    bags = CachedTTEmbeddingBags(
+        TABLES, TTCache((9, 4)), optim.SGD(0.1), feature_tables=[1, 0, 0], pooling=Pooling.SUM
+    )
+    draw = torch.Generator().manual_seed(3)
+    for step in range(4):
+        lengths = torch.randint(0, 4, (9,), generator=draw)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+        ends = [int(offsets[3 * f]) for f in range(4)]
+        most = [70, 300, 300]
+        ids = [
+            torch.randint(m, (b - a,), generator=draw)
+            for m, a, b in zip(most, ends, ends[1:], strict=False)
+        ]
+        tables = [bags.to_dense(t) for t in (1, 0, 0)]
+        expected = [
+            torch.stack(
+                [table[own[a - ends[f] : b - ends[f]]].sum(0) for a, b in itertools.pairwise(at)]
+            )
+            for f, (table, own) in enumerate(zip(tables, ids, strict=True))
+            for at in [offsets[3 * f : 3 * f + 4].tolist()]
+        ]
+        out = bags(torch.cat(ids).int(), offsets)
+        torch.testing.assert_close(out, torch.cat(expected, 1))
+        out.square().sum().backward()
+        if step % 2:
+            bags.populate()
+    assert bags.cache_stats().hits > 0
 
 
 def test_the_most_used_ids_are_stored() -> None:
