@@ -36,6 +36,7 @@ LONG = {
     "experiments/run/test_runner.py": 65,
     "sharding/test_failures.py": 60,
     "experiments/measure/test_sharding.py": 60,
+    "experiments/kinds/test_quality.py": 60,
     "simt/test_compile.py": 50,
     "sanitize/test_hash.py": 50,
     "tables/test_disk.py": 50,
