@@ -240,8 +240,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return out.view(-1, self.num_tables, self.embedding_dim).transpose(0, 1)
 
     def reset_parameters(self) -> None:
-        """Draw the cores again."""
-        self._trains.reset_parameters()
+        """Draw the cores again, and empty the cache."""
+        self.bags.reset_parameters()
         if DISTRIBUTIONS[self.weight_dist]:
             return
         with torch.no_grad():

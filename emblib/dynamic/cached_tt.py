@@ -396,6 +396,16 @@ class CachedTTEmbeddingBags(nn.Module):
         super().__setstate__(state)
         self._rebuild_index()
 
+    def reset_parameters(self) -> None:
+        """Redraw the cores, reset optimizer states, empty the cache and forget all counts."""
+        self.trains.reset_parameters()
+        self.rows.reset_parameters()
+        self.key_of_row.fill_(-1)
+        self._rebuild_index()
+        self.counts.clear()
+        self.reset_cache_stats()
+        self._since, self._choice = 0, self._choice + 1
+
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of cores and stored rows, from the next backward on."""
         self.trains.set_learning_rate(lr)

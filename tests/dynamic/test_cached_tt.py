@@ -250,6 +250,21 @@ def test_stored_rows_are_in_checkpoints_and_copies(how: str) -> None:
         assert torch.equal(bags.cached_ids(t).sort()[0], other.cached_ids(t).sort()[0])
 
 
+def test_a_reset_module_has_an_empty_cache() -> None:
+    bags = bags_of(optimizer=optim.Adagrad(0.1))
+    train(bags, 3)
+    bags.populate()
+    train(bags, 2)
+    bags.reset_parameters()
+    assert all(len(bags.cached_ids(t)) == 0 for t in (0, 1))
+    assert bags.cache_stats() == (0, 0, 0, 0.0, 0.0)
+    for t in (0, 1):
+        assert torch.equal(bags.to_dense(t), bags.trains.to_dense(t))
+        assert all((s == 0).all() for c in bags.trains.core_optimizer_states(t) for s in c.values())
+    bags.populate()
+    assert len(bags.cached_ids(0)) == 0
+
+
 def test_lookups_without_gradient_count_nothing() -> None:
     bags = bags_of(every=1)
     ids, offsets = batch(0)
