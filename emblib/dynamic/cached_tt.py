@@ -22,6 +22,7 @@ from emblib.specs import (
     Pooling,
     TableSpec,
     TTSpec,
+    brief,
     check_count,
 )
 from emblib.tables import TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags
@@ -108,7 +109,11 @@ class CachedTTEmbeddingBags(nn.Module):
         pooling: SUM, MEAN, or NONE for one vector per lookup.
         feature_tables: the table of each feature; by default feature i reads table i.
         init: of the cores, as in `TableBatchedTTEmbeddingBags`.
-        device: of everything.
+        device: of everything; not meta.
+
+    Raises:
+        TypeError: no `TTCache`.
+        ValueError: rows that do not fit the tables, a deferred optimizer, the device meta.
 
     Example:
         >>> tables = [emblib.TTSpec(1_000_000, 64, (16, 16))]
@@ -137,6 +142,17 @@ class CachedTTEmbeddingBags(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(cache, TTCache):
+            raise TypeError(f"cache must be a TTCache, e.g. TTCache(10_000), got {cache!r}")
+        if torch.empty(0, device=device).is_meta:
+            raise ValueError(
+                "the hash table of a cache cannot be on meta: construct the module on its device"
+            )
+        if optimizer is not None and optimizer.deferred:
+            raise ValueError(
+                f"{brief(optimizer)} would apply gradients of rows that may have been replaced: "
+                "leave deferred out, or use TableBatchedTTEmbeddingBags"
+            )
         self.cache, self.tables = cache, tuple(tables)
         options: dict[str, Any] = {
             "pooling": pooling,

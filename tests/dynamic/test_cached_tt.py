@@ -302,8 +302,15 @@ def test_weights_of_lookups_have_gradients() -> None:
         (lambda: TTCache(10, every=0), "every"),
         (lambda: CachedTTEmbeddingBags(TABLES, TTCache((1, 2, 3))), "one per table"),
         (lambda: CachedTTEmbeddingBags(TABLES, TTCache(0)), "rows"),
+        (lambda: bags_of(optimizer=optim.SGD(0.1, deferred=True)), "leave deferred out"),
+        (
+            lambda: CachedTTEmbeddingBags(TABLES, TTCache(2), device="meta"),
+            "cannot be on meta",
+        ),
     ],
 )
 def test_wrong_caches(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+    with pytest.raises(TypeError, match="must be a TTCache"):
+        CachedTTEmbeddingBags(TABLES, 10)
