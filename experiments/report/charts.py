@@ -135,8 +135,9 @@ def curves(
         lines: The curves; those with a label are named.
         x: The horizontal scale.
         y: The vertical scale.
-        names: Where to write names: a location of a legend, "ends" (at the right end of each
-            curve), "points" (next to each named point) or "" (nowhere).
+        names: Where to write names: a location of a legend, "outside" (a legend right of the
+            panel), "ends" (at the right end of each curve), "points" (next to each named point) or
+            "" (nowhere).
         columns: Columns of the legend.
         marks: Lines across the panel.
     """
@@ -167,8 +168,10 @@ def curves(
             ends = [(list(line.y)[-1], right, line.label, line.colour) for line in named]
             _write_apart(axes, ends, 12, 0.075)
         elif names and axes.get_legend_handles_labels()[1]:
-            location: Any = names
-            axes.legend(fontsize=8, loc=location, ncols=columns)
+            where: dict[str, Any] = {"loc": names}
+            if names == "outside":
+                where = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+            axes.legend(fontsize=8, ncols=columns, **where)
 
     return draw
 

@@ -38,10 +38,10 @@ class Recipe:
 
 
 def make_run(path: Path, recipe: Recipe) -> Path:
-    """A run directory as the harness leaves it, without its report."""
+    """A run directory as the harness leaves it, of its timed cells and without its report."""
     words = [*recipe.words, "device=cpu", f"timing.replicates={recipe.replicates}"]
     config = configure.load(words)
-    cells = expand(config)
+    cells = [cell for cell in expand(config) if cell.kind == "time"]
     store = RunStore(path)
     store.write_config(config)
     store.write_json("environment.json", {**ENVIRONMENT, **recipe.environment})
