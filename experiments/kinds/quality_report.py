@@ -70,12 +70,12 @@ def _share(run: Run, rows: pd.DataFrame) -> float:
 def _sentence(run: Run, data: str, row: pd.Series, best: pd.Series) -> str:
     own = LABELS[str(row["contender"])]
     said = (
-        f"{own} on {data} has an AUC of {row['auc']:.4f}, {_change(row)} from plain, and a step "
+        f"{own} has on {data} an AUC of {row['auc']:.4f}, {_change(row)} from plain, and a step "
         f"takes {text.times(row['ratio'])} the time"
     )
     if best["contender"] == row["contender"]:
-        return f"{said}; no other of the {len(run.config.contenders) - 1} methods has more"
-    return f"{said}; most has {LABELS[str(best['contender'])]}, {_change(best)}"
+        return f"{said} (the best of {len(run.config.contenders) - 1} methods)"
+    return f"{said} (the best is {LABELS[str(best['contender'])]}, {_change(best)})"
 
 
 def _small(share: float) -> str:

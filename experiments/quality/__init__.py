@@ -8,6 +8,7 @@ PLAIN = "plain"
 
 LABELS = {
     "plain": "plain",
+    "bf16": "16-bit rows",
     "narrow": "narrower",
     "projected": "narrower, projected",
     "hashed": "hashed",

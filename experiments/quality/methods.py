@@ -67,7 +67,10 @@ class Rows(nn.Module):
         optimizers: of what backward does not update by itself.
         trained_bytes: of the parameters, optimizer states apart.
         served_bytes: of the parameters with dense rows quantised to 8 bits, as emblib serves them.
+        precision: of plain tables.
     """
+
+    precision: ClassVar[emblib.Precision] = emblib.Precision()
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -83,10 +86,12 @@ class Rows(nn.Module):
     def tables(self, rows: Sequence[int], dim: int) -> emblib.TableBatchedEmbeddingBags:
         """Return plain tables, and count their bytes."""
         total = sum(rows)
-        self.trained_bytes += total * dim * FLOAT
+        self.trained_bytes += total * dim * self.precision.weights.itemsize
         self.served_bytes += total * (dim + QUANTISED)
         specs = [emblib.TableSpec(n, dim) for n in rows]
-        return emblib.TableBatchedEmbeddingBags(specs, self.task.optimizer())
+        return emblib.TableBatchedEmbeddingBags(
+            specs, self.task.optimizer(), precision=self.precision
+        )
 
     def count(self, nbytes: int) -> None:
         """Count bytes that are served as they are trained."""
@@ -116,6 +121,19 @@ class Plain(Rows):
     def weights(self) -> list[Tensor]:
         """Return the rows of each table."""
         return [weight.detach() for weight in self.bags.table_weights()]
+
+
+class HalfPrecision(Plain):
+    """Every row is stored in bfloat16, updates are rounded at random."""
+
+    precision: ClassVar[emblib.Precision] = emblib.Precision(
+        weights=torch.bfloat16, stochastic_rounding=emblib.StochasticRounding(seed=1)
+    )
+
+    def __init__(self, task: Task) -> None:
+        if task.share < 0.5:
+            raise Unsupported("16-bit rows are half of the bytes")
+        super().__init__(task)
 
 
 class Narrow(Rows):
@@ -436,6 +454,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 
 METHODS: dict[str, type[Rows]] = {
     "plain": Plain,
+    "bf16": HalfPrecision,
     "narrow": Narrow,
     "projected": Projected,
     "hashed": Hashed,

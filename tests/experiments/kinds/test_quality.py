@@ -115,7 +115,7 @@ def test_one_seed_has_no_interval() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["contenders=[plain,tbe]"], "kind=quality trains plain, narrow"),
+        (["contenders=[plain,tbe]"], "kind=quality trains plain, bf16, narrow"),
         (["options.shares=[2]"], "options.shares must be in (0, 1]"),
         (["options.rates=[]"], "options.rates must not be empty"),
         (["options.data=[criteo]"], "say options.path=FILE"),
