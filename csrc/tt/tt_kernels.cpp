@@ -92,6 +92,9 @@ void columns(const Product& p, int64_t n) {
   if constexpr (kVectors <= 2 && kLanes == 16) {
     for (; m + 8 <= p.m; m += 8) tile<kWidth, 8, kVectors>(p, m, n);
   }
+  if constexpr (kVectors == 2 && kLanes == 8) {  // 12 of 16 registers: 8 sums wait for each other
+    for (; m + 6 <= p.m; m += 6) tile<kWidth, 6, kVectors>(p, m, n);
+  }
   for (; m + 4 <= p.m; m += 4) tile<kWidth, 4, kVectors>(p, m, n);
   if (m + 2 <= p.m) {
     tile<kWidth, 2, kVectors>(p, m, n);
@@ -281,6 +284,33 @@ void expand(const TtHalfCores& cores, float* values, float* scratch_data, int64_
   }
 }
 
+// Compute a row of kRight columns per column of the left half, of which there are four, in
+// registers: two sums per element, over even and odd k, so that additions overlap.
+template <int kRight>
+EMB_HD void small_row(const float* value, const float* right, int64_t rank, float* row) {
+  using V = typename VecOf<kRight>::type;
+  V sums[2][4] = {};
+  int64_t k = 0;
+  for (; k + 2 <= rank; k += 2) {
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      V b;
+      __builtin_memcpy(&b, right + (k + odd) * kRight, sizeof(V));
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) sums[odd][i] += value[i * rank + k + odd] * b;
+    }
+  }
+  if (k < rank) {
+    V b;
+    __builtin_memcpy(&b, right + k * kRight, sizeof(V));
+    for (int i = 0; i < 4; ++i) sums[0][i] += value[i * rank + k] * b;
+  }
+  for (int i = 0; i < 4; ++i) {
+    const V sum = sums[0][i] + sums[1][i];
+    __builtin_memcpy(row + i * kRight, &sum, sizeof(V));
+  }
+}
+
 // Compute all rows of left half u from its value.
 EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
                          const Scratch& scratch) {
@@ -292,7 +322,9 @@ EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
   for (int64_t j = begin; j < end; ++j) {
     const int64_t v = args.row_rights[j] - args.first_right;
     float* row = args.rows + j * args.row_stride;
-    if (along_right) {
+    if (along_right && columns == 4 && right_columns == 4) {
+      small_row<4>(value, args.right_natural.at(v), rank, row);
+    } else if (along_right) {
       multiply({.m = columns,
                 .n = right_columns,
                 .k = rank,
@@ -394,11 +426,49 @@ void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* v
   }
 }
 
+// Compute columns [n, n + kVectors * kLanes) of `value_grad` for right halves of four columns and
+// four columns of the left half: the sums stay in registers over all rows.
+template <int kVectors>
+EMB_HD void value_grad_tile(const TtLeftGradsArgs& args, int64_t u, int64_t m, int64_t n,
+                            float* out) {
+  const int64_t rank = args.left.half.rank;
+  const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
+  Vec sums[4][kVectors] = {};
+  for (int64_t j = begin; j < end; ++j) {
+    const float* grad = args.row_grads + j * args.row_stride + m * 4;
+    const float* right = args.right + (args.row_rights[j] - args.first_right) * 4 * rank + n;
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      Vec b[kVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) b[v] = load(right + k * rank + v * kLanes);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) sums[i][v] += grad[i * 4 + k] * b[v];
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) store(out + (m + i) * rank + n + v * kLanes, sums[i][v]);
+  }
+}
+
 // Compute the gradient of the value of left half u: its rows' gradients times their right halves.
 EMB_HD void value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
   const TtHalf& left = args.left.half;
   const int64_t columns = left.columns(), rank = left.rank, right_columns = args.right_columns;
   const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
+  if (right_columns == 4 && columns % 4 == 0 && rank % kLanes == 0) {
+    for (int64_t m = 0; m < columns; m += 4) {
+      int64_t n = 0;
+      for (; n + 2 * kLanes <= rank; n += 2 * kLanes) value_grad_tile<2>(args, u, m, n, out);
+      if (n < rank) value_grad_tile<1>(args, u, m, n, out);
+    }
+    return;
+  }
   for (int64_t j = begin; j < end; ++j) {
     multiply({.m = columns,
               .n = rank,
@@ -431,10 +501,53 @@ void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin,
   }
 }
 
+// Add columns [n, n + kVectors * kLanes) of the gradient of right half v, of four columns, over its
+// rows of this wave: the sums stay in registers. Return the next entry of `rows`.
+template <int kVectors>
+EMB_HD int32_t right_grad_tile(const TtRightGradsArgs& args, int64_t v, int64_t n) {
+  const int64_t columns = args.left_columns, rank = args.rank;
+  float* out = args.grads + v * 4 * rank + n;
+  Vec sums[4][kVectors] = {};
+  int32_t cursor = args.cursors[v];
+  if (cursor != args.segments[v]) {
+    for (int i = 0; i < 4; ++i) {
+      for (int k = 0; k < kVectors; ++k) sums[i][k] = load(out + i * rank + k * kLanes);
+    }
+  }
+  for (; cursor < args.segments[v + 1] && args.rows[cursor] < args.row_end; ++cursor) {
+    const int64_t j = args.rows[cursor];
+    const float* grad = args.row_grads + j * args.row_stride;
+    const float* left = args.left.at(args.row_lefts[j] - args.first_left) + n;
+    for (int64_t column = 0; column < columns; ++column, grad += 4, left += rank) {
+      Vec b[kVectors];
+#pragma GCC unroll 2
+      for (int k = 0; k < kVectors; ++k) b[k] = load(left + k * kLanes);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+        for (int k = 0; k < kVectors; ++k) sums[i][k] += grad[i] * b[k];
+      }
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    for (int k = 0; k < kVectors; ++k) store(out + i * rank + k * kLanes, sums[i][k]);
+  }
+  return cursor;
+}
+
 void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
   const int64_t columns = args.left_columns, right_columns = args.right_columns, rank = args.rank;
+  const bool in_registers = right_columns == 4 && rank % kLanes == 0;
   for (int64_t v = begin; v < end; ++v) {
     int32_t cursor = args.cursors[v];
+    if (in_registers) {
+      if (cursor == args.segments[v + 1] || args.rows[cursor] >= args.row_end) continue;
+      int64_t n = 0;
+      for (; n + 2 * kLanes <= rank; n += 2 * kLanes) cursor = right_grad_tile<2>(args, v, n);
+      if (n < rank) cursor = right_grad_tile<1>(args, v, n);
+      args.cursors[v] = cursor;
+      continue;
+    }
     for (; cursor < args.segments[v + 1] && args.rows[cursor] < args.row_end; ++cursor) {
       const int64_t j = args.rows[cursor];
       multiply({.m = right_columns,
