@@ -44,7 +44,11 @@ from torch.autograd.function import once_differentiable
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
-from emblib.specs import Pooling, TTSpec
+from emblib.ops.tt_layout import Chunk, chunks_of, is_chunked
+from emblib.ops.tt_layout import TTLayout as TTLayout
+from emblib.ops.tt_layout import TTLookup as TTLookup
+from emblib.ops.tt_layout import layout_of as layout_of
+from emblib.specs import Pooling
 
 _ops = torch.ops.emblib
 
@@ -71,83 +75,6 @@ class TTPlan(NamedTuple):
     starts: Tensor
 
 
-class TTLayout(NamedTuple):
-    """The tables of a module as the ops take them; see the top of this file.
-
-    `tables` has the rows of the tensor of this name, `num_keys`, `left_ids` and `right_ids` the
-    numbers of keys and of ids of halves of all tables, `dim` is that of the widest.
-    """
-
-    row_factors: tuple[int, ...]
-    dim_factors: tuple[int, ...]
-    num_cores: tuple[int, ...]
-    tables: tuple[tuple[int, ...], ...]
-    num_keys: int
-    left_ids: int
-    right_ids: int
-    dim: int
-    has_one_dim: bool
-
-    def cores_of(self, table: int) -> slice:
-        """Return where a list of the cores of all tables has those of one."""
-        first = sum(self.num_cores[:table])
-        return slice(first, first + self.num_cores[table])
-
-
-_MOST_KEYS, _MOST_HALVES = 4 * 10**18, 2**31 - 1
-
-
-def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
-    """Return the layout of tables in the order of `specs`.
-
-    Raises:
-        ValueError: more halves or keys than the ops can number.
-    """
-    tables = []
-    keys = lefts = rights = 0
-    for spec in specs:
-        p = spec.row_factors
-        num_left = 1 if len(p) == 2 else 2
-        num_lefts, num_rights = math.prod(p[:num_left]), math.prod(p[num_left:])
-        second = p[1] if num_left == 2 else 1
-        halves = p[0], second, num_rights, int(num_left == 2)
-        tables.append((spec.rows, *spec.permutation, *halves, keys, lefts, rights))
-        keys, lefts, rights = keys + num_lefts * num_rights, lefts + num_lefts, rights + num_rights
-    if keys > _MOST_KEYS or max(lefts, rights) > _MOST_HALVES:
-        raise ValueError(
-            f"the row factors of all tables must make fewer than 2^31 halves and {_MOST_KEYS} "
-            f"keys, got {lefts} and {rights} halves and {keys} keys; use several modules, more "
-            "cores or more even factors"
-        )
-    dims = [spec.dim for spec in specs]
-    return TTLayout(
-        tuple(p for spec in specs for p in spec.row_factors),
-        tuple(q for spec in specs for q in spec.dim_factors),
-        tuple(len(spec.row_factors) for spec in specs),
-        tuple(tables),
-        keys,
-        lefts,
-        rights,
-        max(dims, default=0),
-        len(set(dims)) <= 1,
-    )
-
-
-class TTLookup(NamedTuple):
-    """One batch; `features` describe its tables as dense ones whose rows are the keys."""
-
-    layout: TTLayout
-    tables: Tensor
-    feature_tables: Tensor
-    features: Tensor
-    indices: Tensor
-    offsets: Tensor
-    bag_layout: Tensor | None
-    pooling: Pooling
-    output_dim: int
-    output_dtype: torch.dtype
-
-
 class ShareGradients(Protocol):
     """Sums the gradients of cores that several lookups, slices of one table, share.
 
@@ -170,15 +97,21 @@ class Made(NamedTuple):
     inverse: Tensor
 
 
-def make_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Made:
-    """Group the lookups and make the distinct rows, keeping `num_saved` left-half values."""
+def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
+    """Group the lookups by row, and the rows by the halves that they share."""
     layout = batch.layout
     keys = _ops.tt_keys(batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables)
     groups = tbe.group(batch.features, keys, batch.offsets, layout.num_keys, batch.bag_layout)
     plan = TTPlan(
         *_ops.tt_plan(groups.rows, groups.count, batch.tables, layout.left_ids, layout.right_ids)
     )
-    rows, prefixes = _ops.tt_rows(cores, plan, *layout[:3], num_saved)
+    return groups, plan
+
+
+def make_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Made:
+    """Group the lookups and make the distinct rows, keeping `num_saved` left-half values."""
+    groups, plan = _group(batch)
+    rows, prefixes = _ops.tt_rows(cores, plan, *batch.layout[:3], num_saved)
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
     return Made(groups, plan, rows, prefixes, inverse)
 
@@ -204,7 +137,85 @@ def lookup(
     cores: Sequence[Tensor], batch: TTLookup, sample_weights: Tensor | None = None
 ) -> Tensor:
     """Pool each bag; no gradients."""
+    if is_chunked(batch, sample_weights):
+        return lookup_chunks(cores, batch, sample_weights)
     return pool(make_rows(cores, batch, 0), batch, sample_weights)
+
+
+def lookup_chunks(
+    cores: Sequence[Tensor], batch: TTLookup, sample_weights: Tensor | None
+) -> Tensor:
+    """Pool each bag chunk by chunk."""
+    pooling = codes.POOLING[batch.pooling.value]
+    variable = batch.bag_layout is not None
+    shape = tbe.output_shape(
+        batch.features, batch.indices, batch.offsets, pooling, batch.output_dim, variable=variable
+    )
+    out = torch.zeros(shape, dtype=torch.float32)
+    for chunk in chunks_of(batch, sample_weights):
+        _pool_chunk(chunk, cores, batch, sample_weights, out)
+    return out.to(batch.output_dtype)
+
+
+def _pool_chunk(
+    chunk: Chunk,
+    cores: Sequence[Tensor],
+    batch: TTLookup,
+    sample_weights: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write, or add if a bag is divided, the output of a chunk."""
+    weights = None if sample_weights is None else sample_weights[chunk.lookups]
+    pooled = pool(make_rows(cores[chunk.cores], chunk.batch, 0), chunk.batch, weights)
+    at = chunk.elements(out, batch)
+    if chunk.share < 1.0 and batch.pooling is not Pooling.NONE:
+        out[at] += pooled * (chunk.share if batch.pooling is Pooling.MEAN else 1.0)
+    else:
+        out[at] = pooled
+
+
+def chunk_gradients(
+    grad: Tensor,
+    cores: Sequence[Tensor],
+    batch: TTLookup,
+    sample_weights: Tensor | None,
+    *,
+    needs_sample_grad: bool,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return the gradients of whole cores, summed over chunks, and those of sample weights."""
+    core_grads = [torch.zeros_like(core) for core in cores]
+    sample_grad = torch.zeros(batch.indices.numel()) if needs_sample_grad else None
+    for chunk in chunks_of(batch, sample_weights):
+        _add_chunk(chunk, grad, cores, batch, sample_weights, (core_grads, sample_grad))
+    return core_grads, sample_grad
+
+
+def _add_chunk(
+    chunk: Chunk,
+    grad: Tensor,
+    cores: Sequence[Tensor],
+    batch: TTLookup,
+    sample_weights: Tensor | None,
+    sums: tuple[list[Tensor], Tensor | None],
+) -> None:
+    """Add the gradients of a chunk; its memory is free for the next one."""
+    core_grads, sample_grad = sums
+    part, own = chunk.batch, cores[chunk.cores]
+    weights = None if sample_weights is None else sample_weights[chunk.lookups]
+    part_grad = grad[chunk.elements(grad, batch)].contiguous()
+    if batch.pooling is Pooling.MEAN and chunk.share < 1.0:
+        part_grad = part_grad * chunk.share
+    if sample_grad is not None:
+        made = make_rows(own, part, 0)
+        sample_grad[chunk.lookups] = _sample_weight_grad(part_grad, made, part)
+        made = made._replace(rows=made.rows[:0].clone(), inverse=made.inverse[:0].clone())
+    else:
+        empty = own[0].new_empty(0, _left_value_size(own, *part.layout[1:3]))
+        made = Made(*_group(part), empty, empty, empty)
+    row_grads = _row_grads(part_grad, made, part, weights)
+    found = _core_grads(row_grads, made, part, own)
+    for total, core_grad in zip(core_grads[chunk.cores], found, strict=True):
+        total += core_grad
 
 
 def kept_prefixes(batch: TTLookup, cores: Sequence[Tensor]) -> int:
@@ -231,8 +242,12 @@ class DenseTTLookup(torch.autograd.Function):
         *cores: Tensor,
     ) -> Tensor:
         """Return the output of `pool`."""
-        made = make_rows(cores, batch, kept_prefixes(batch, cores))
         ctx.batch, ctx.rule, ctx.shares = batch, rule, shares
+        ctx.chunked = is_chunked(batch, sample_weights)
+        if ctx.chunked:
+            ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, *cores)
+            return lookup_chunks(cores, batch, sample_weights)
+        made = make_rows(cores, batch, kept_prefixes(batch, cores))
         _save(ctx, made, sample_weights, cores)
         return pool(made, batch, sample_weights)
 
@@ -240,10 +255,26 @@ class DenseTTLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of cores and, if asked, of `sample_weights`."""
-        made, sample_weights, cores = _saved(ctx)
         if ctx.rule.max_gradient is not None:
             grad = autograd.clip_gradient(grad, ctx.rule, scale_of_backward())
-        core_grads: list[Any] = [None] * len(cores)
+        core_grads: list[Any]
+        if ctx.chunked:
+            _, _, sample_weights, *cores = ctx.saved_tensors
+            needs_sample_grad = ctx.needs_input_grad[1]
+            core_grads, sample_grad = chunk_gradients(
+                grad,
+                cores,
+                ctx.batch,
+                sample_weights,
+                needs_sample_grad=needs_sample_grad,
+            )
+            if not any(ctx.needs_input_grad[4:]):
+                return None, sample_grad, None, None, *(None for _ in cores)
+            for table, share in ctx.shares.items():
+                _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
+            return None, sample_grad, None, None, *core_grads
+        made, sample_weights, cores = _saved(ctx)
+        core_grads = [None] * len(cores)
         if any(ctx.needs_input_grad[4:]):
             row_grads = _row_grads(grad, made, ctx.batch, sample_weights)
             core_grads = _core_grads(row_grads, made, ctx.batch, cores)
@@ -278,11 +309,15 @@ class FusedTTLookup(torch.autograd.Function):
     ) -> Tensor:
         """Return the output of `pool`."""
         compiling = torch.compiler.is_compiling()  # a compiled graph cannot compare versions
-        made = make_rows(cores, batch, 0 if compiling else kept_prefixes(batch, cores))
         ctx.cores = cores
+        ctx.chunked = is_chunked(batch, sample_weights)
         ctx.versions = [] if compiling else [core._version for core in cores]
         ctx.states, ctx.hyperparams, ctx.rule, ctx.batch = states, hyper, rule, batch
         ctx.shares, ctx.frozen_cores = shares, frozen_cores
+        if ctx.chunked:
+            ctx.save_for_backward(batch.indices, batch.offsets, sample_weights)
+            return lookup_chunks(cores, batch, sample_weights)
+        made = make_rows(cores, batch, 0 if compiling else kept_prefixes(batch, cores))
         _save(ctx, made, sample_weights, ())
         return pool(made, batch, sample_weights)
 
@@ -290,8 +325,10 @@ class FusedTTLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Apply the optimizer to every core; gradient of `sample_weights` if asked."""
-        made, sample_weights, _ = _saved(ctx)
         cores, batch = ctx.cores, ctx.batch
+        if ctx.chunked:
+            return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
+        made, sample_weights, _ = _saved(ctx)
         scale = overflow = sample_grad = None
         if ctx.needs_input_grad[0]:
             scale = scale_of_backward()
@@ -314,25 +351,58 @@ class FusedTTLookup(torch.autograd.Function):
             _update(cores, ctx.states, ctx.hyperparams, ctx.rule, made, batch, row_grads)
             return overflow, None, None, None, None, None, sample_grad, None, None
         core_grads = _core_grads(row_grads, made, batch, cores)
-        trained = [k for k in range(len(cores)) if k not in ctx.frozen_cores]
-
-        def update(grads: list[Tensor]) -> None:
-            update_cores(
-                [cores[k] for k in trained],
-                [ctx.states[k] for k in trained],
-                ctx.hyperparams,
-                ctx.rule,
-                [grads[k] for k in trained],
-                skips_overflow=scale is not None,
-            )
-
-        if len(batch.layout.num_cores) == 1 and ctx.shares:
-            ctx.shares[0](core_grads, update)
-        else:
-            for table, share in ctx.shares.items():
-                _sum_shared(core_grads, batch.layout.cores_of(table), share)
-            update(core_grads)
+        _apply_core_grads(ctx, core_grads, skips_overflow=scale is not None)
         return overflow, None, None, None, None, None, sample_grad, None, None
+
+
+def _fused_backward_chunked(
+    ctx: Any, grad: Tensor, sample_weights: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Apply one step with gradients summed over the chunks of a large batch."""
+    trains = ctx.needs_input_grad[0]
+    scale = scale_of_backward() if trains else None
+    overflow = None
+    if scale is not None:
+        found = unscaled(grad, scale)
+        grad, overflow = found.gradient, found.overflow()
+    needs_sample_grad = ctx.needs_input_grad[6]
+    clipped = autograd.clip_gradient(grad, ctx.rule) if trains else grad
+    at_once = needs_sample_grad and clipped is grad
+    core_grads, sample_grad = chunk_gradients(
+        clipped, ctx.cores, ctx.batch, sample_weights, needs_sample_grad=at_once
+    )
+    if needs_sample_grad and not at_once:
+        _, sample_grad = chunk_gradients(
+            grad, ctx.cores, ctx.batch, sample_weights, needs_sample_grad=True
+        )
+    if sample_grad is not None and scale is not None:
+        sample_grad = sample_grad * scale.to(sample_grad.device)
+    if trains:
+        _apply_core_grads(ctx, core_grads, skips_overflow=scale is not None)
+    return overflow, None, None, None, None, None, sample_grad, None, None
+
+
+def _apply_core_grads(ctx: Any, core_grads: list[Tensor], *, skips_overflow: bool) -> None:
+    """Apply one step to the trained cores, from gradients of whole cores."""
+    trained = [k for k in range(len(ctx.cores)) if k not in ctx.frozen_cores]
+
+    def update(grads: list[Tensor]) -> None:
+        update_cores(
+            [ctx.cores[k] for k in trained],
+            [ctx.states[k] for k in trained],
+            ctx.hyperparams,
+            ctx.rule,
+            [grads[k] for k in trained],
+            skips_overflow=skips_overflow,
+        )
+
+    layout = ctx.batch.layout
+    if len(layout.num_cores) == 1 and ctx.shares:
+        ctx.shares[0](core_grads, update)
+    else:
+        for table, share in ctx.shares.items():
+            _sum_shared(core_grads, layout.cores_of(table), share)
+        update(core_grads)
 
 
 def _update(

@@ -1,0 +1,213 @@
+"""The tables and the batch of the tensor-train ops, and the chunks of a large batch.
+
+A chunk is a batch of one table and one feature. On the CPU batches of many lookups are processed
+chunk by chunk, so that scratch memory has a bound whatever the batch.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib.columns import BagColumn, FeatureColumn, TTTableColumn
+from emblib.ops import codes, tbe
+from emblib.specs import Pooling, TTSpec
+
+# Scratch memory of a chunk in bytes, apart from cores and their gradients.
+CHUNK_BYTES = 128 << 20
+
+
+class TTLayout(NamedTuple):
+    """The tables of a module as the ops take them; see the top of this file.
+
+    `tables` has the rows of the tensor of this name, `num_keys`, `left_ids` and `right_ids` the
+    numbers of keys and of ids of halves of all tables, `dim` is that of the widest.
+    """
+
+    row_factors: tuple[int, ...]
+    dim_factors: tuple[int, ...]
+    num_cores: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    num_keys: int
+    left_ids: int
+    right_ids: int
+    dim: int
+    has_one_dim: bool
+
+    def cores_of(self, table: int) -> slice:
+        """Return where a list of the cores of all tables has those of one."""
+        first = sum(self.num_cores[:table])
+        return slice(first, first + self.num_cores[table])
+
+
+_MOST_KEYS, _MOST_HALVES = 4 * 10**18, 2**31 - 1
+
+
+def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
+    """Return the layout of tables in the order of `specs`.
+
+    Raises:
+        ValueError: more halves or keys than the ops can number.
+    """
+    tables = []
+    keys = lefts = rights = 0
+    for spec in specs:
+        p = spec.row_factors
+        num_left = 1 if len(p) == 2 else 2
+        num_lefts, num_rights = math.prod(p[:num_left]), math.prod(p[num_left:])
+        second = p[1] if num_left == 2 else 1
+        halves = p[0], second, num_rights, int(num_left == 2)
+        tables.append((spec.rows, *spec.permutation, *halves, keys, lefts, rights))
+        keys, lefts, rights = keys + num_lefts * num_rights, lefts + num_lefts, rights + num_rights
+    if keys > _MOST_KEYS or max(lefts, rights) > _MOST_HALVES:
+        raise ValueError(
+            f"the row factors of all tables must make fewer than 2^31 halves and {_MOST_KEYS} "
+            f"keys, got {lefts} and {rights} halves and {keys} keys; use several modules, more "
+            "cores or more even factors"
+        )
+    dims = [spec.dim for spec in specs]
+    return TTLayout(
+        tuple(p for spec in specs for p in spec.row_factors),
+        tuple(q for spec in specs for q in spec.dim_factors),
+        tuple(len(spec.row_factors) for spec in specs),
+        tuple(tables),
+        keys,
+        lefts,
+        rights,
+        max(dims, default=0),
+        len(set(dims)) <= 1,
+    )
+
+
+class TTLookup(NamedTuple):
+    """One batch; `features` describe its tables as dense ones whose rows are the keys."""
+
+    layout: TTLayout
+    tables: Tensor
+    feature_tables: Tensor
+    features: Tensor
+    indices: Tensor
+    offsets: Tensor
+    bag_layout: Tensor | None
+    pooling: Pooling
+    output_dim: int
+    output_dtype: torch.dtype
+
+
+class Chunk(NamedTuple):
+    """A part of a large batch: a batch of one table and feature, and where it belongs.
+
+    `share` is the part of its only bag that the chunk has, 1 if it has whole bags.
+    """
+
+    batch: TTLookup
+    cores: slice
+    lookups: slice
+    bags: slice
+    feature: int
+    share: float
+
+    def elements(self, tensor: Tensor, whole: TTLookup) -> tuple[Any, ...]:
+        """Return the index of the chunk's vectors in an output or its gradient."""
+        if whole.pooling is Pooling.NONE:
+            return (self.lookups,)
+        column = int(whole.features[self.feature, FeatureColumn.COLUMN])
+        columns = torch.arange(self.batch.output_dim)
+        if whole.bag_layout is not None:
+            return (whole.bag_layout[self.bags, BagColumn.ELEMENT, None] + columns,)
+        first = self.feature * tensor.size(0)
+        bags = slice(self.bags.start - first, self.bags.stop - first)
+        return bags, slice(column, column + self.batch.output_dim)
+
+
+def _chunk_lookups(batch: TTLookup, sample_weights: Tensor | None) -> int:
+    """Return the lookups whose ids, plan, rows and gradients fit CHUNK_BYTES."""
+    # Bytes per column: a row, or a row and its gradient, and a quarter of a bag.
+    per_column = 5 if sample_weights is None else 9
+    return max(1, CHUNK_BYTES // (per_column * batch.layout.dim + 100))
+
+
+def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
+    """Return whether a batch is processed in chunks, so that its scratch memory is bounded.
+
+    Only on the CPU, where offsets can be read, and not in compiled graphs.
+    """
+    return (
+        batch.indices.device.type == "cpu"
+        and batch.indices.numel() > _chunk_lookups(batch, sample_weights)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]:
+    """Cut a batch into chunks of whole bags of one feature; a longer bag into several chunks."""
+    ignore = codes.BOUNDS_CHECK["ignore"]
+    repaired, _ = tbe.check_bounds(
+        batch.indices, batch.offsets, batch.features, batch.bag_layout, ignore
+    )
+    batch = batch._replace(offsets=repaired)
+    most = _chunk_lookups(batch, sample_weights)
+    max_bags = max(1, most // 4)
+    num_features, num_bags = batch.features.size(0), batch.offsets.numel() - 1
+    ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
+    if batch.bag_layout is not None:
+        features = batch.bag_layout[:, BagColumn.FEATURE].contiguous()
+        ends = torch.searchsorted(features, torch.arange(num_features), right=True)
+    bag = 0
+    for f, last_bag in enumerate(ends.tolist()):
+        while bag < last_bag:
+            stop = min(last_bag, bag + max_bags)
+            candidates = batch.offsets[bag + 1 : stop + 1]
+            begin = int(batch.offsets[bag])
+            whole = int(torch.searchsorted(candidates, begin + most, right=True))
+            stop = bag + max(whole, 1)
+            end = int(batch.offsets[stop])
+            for part in range(begin, max(end, begin + 1), most):
+                lookups = slice(part, min(part + most, end))
+                share = (lookups.stop - part) / (end - begin) if end - begin > most else 1.0
+                yield _chunk(batch, f, slice(bag, stop), lookups, share)
+            bag = stop
+
+
+def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -> Chunk:
+    layout = batch.layout
+    first_key = int(batch.feature_tables[f, TTTableColumn.FIRST_KEY])
+    t = next(t for t, row in enumerate(layout.tables) if row[TTTableColumn.FIRST_KEY] == first_key)
+    cores = layout.cores_of(t)
+    first = TTTableColumn.FIRST_KEY
+    left, right = TTTableColumn.FIRST_LEFT, TTTableColumn.FIRST_RIGHT
+    row = list(layout.tables[t])
+    row[first] = row[left] = row[right] = 0
+    p = layout.row_factors[cores]
+    rights = row[TTTableColumn.RIGHTS]
+    dim = math.prod(layout.dim_factors[cores])
+    num_keys = math.prod(p)
+    one = TTLayout(
+        p,
+        layout.dim_factors[cores],
+        (len(p),),
+        (tuple(row),),
+        num_keys,
+        num_keys // rights,
+        rights,
+        dim,
+        True,
+    )
+    features = batch.features[f : f + 1].clone()
+    features[:, FeatureColumn.ROW_BASE] = features[:, FeatureColumn.COLUMN] = 0
+    offsets = batch.offsets[bags.start : bags.stop + 1].clamp(lookups.start, lookups.stop)
+    tables = torch.tensor([row])
+    part = batch._replace(
+        layout=one,
+        tables=tables,
+        feature_tables=tables,
+        features=features,
+        indices=batch.indices[lookups],
+        offsets=offsets - lookups.start,
+        bag_layout=None,
+        output_dim=dim,
+        output_dtype=torch.float32,
+    )
+    return Chunk(part, cores, lookups, bags, f, share)
