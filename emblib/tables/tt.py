@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
 from emblib.tt.initializers import INITIALIZERS, CoreLayout
 from emblib.tt.shapes import check_ranks
+from emblib.tt.work import TTWork
 
 _DENSE_CHUNK = 1 << 18  # rows made at a time by to_dense
 _ASSIGN = "assign_to_params_buffers"  # of a module's metadata, by load_state_dict(assign=True)
@@ -386,6 +388,36 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 state.nbytes for states in self._core_states() for state in states
             ),
         }
+
+    @torch.no_grad()
+    def work(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> list[TTWork]:
+        """Return what a batch costs each table: distinct rows and halves, and multiply-adds.
+
+        The arguments are those of `forward`. On a GPU the host waits.
+        """
+        batch = self._batch(indices, offsets, batch_sizes)
+        keys = torch.ops.emblib.tt_keys(
+            batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables
+        )
+        features, found = len(self.feature_tables), []
+        even = [[(batch.offsets.numel() - 1) // features]] * features
+        bags = [0, *accumulate(map(sum, batch_sizes or even))]
+        by_feature = keys.split(batch.offsets[bags].diff().tolist())
+        for t, spec in enumerate(self.tables):
+            readers = [f for f, table in enumerate(self.feature_tables) if table == t]
+            own = torch.cat([keys[:0], *(by_feature[f] for f in readers)])
+            own = own[own >= 0].unique()
+            rights = math.prod(spec.row_factors[1 if len(spec.row_factors) == 2 else 2 :])
+            halves = [half.unique().numel() for half in (own // rights, own % rights)]
+            distinct = own.numel(), halves[0], halves[1]
+            found.append(TTWork.of(spec.dim_factors, spec.full_ranks, distinct))
+        return found
 
     @property
     def compression(self) -> float:

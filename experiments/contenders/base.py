@@ -92,6 +92,10 @@ class Contender(ABC):
     def reset_counters(self) -> None:  # noqa: B027 most contenders have none
         """Count from zero."""
 
+    def flops(self, batch: Batch) -> dict[str, float]:
+        """Return operations of the products in each phase; empty where rows are only read."""
+        return {}
+
     @abstractmethod
     def nbytes(self) -> dict[str, int]:
         """Return {"weights": ..., "optimizer_state": ...} in bytes, and "cache" if any."""

@@ -77,6 +77,14 @@ class TTTables(Contender):
         """Run forward and backward(), which updates cores and tables."""
         self._lookup(prepared).backward(prepared[2])
 
+    def flops(self, batch: Batch) -> dict[str, float]:
+        """Count a multiplication and an addition for each multiply-add of the trains."""
+        part = self._part(batch, self.compressed)
+        device = self.task.device
+        works = self.trains.work(part.indices.to(device), part.offsets.to(device))
+        forward, backward = (2.0 * sum(w) for w in zip(*(w[-2:] for w in works), strict=True))
+        return {"forward": forward, "step": forward + backward}
+
     def nbytes(self) -> dict[str, int]:
         """Sum over all modules."""
         parts = [self.trains.nbytes()] + ([self.rest.nbytes()] if self.rest else [])

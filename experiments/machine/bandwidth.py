@@ -1,4 +1,4 @@
-"""Measure the memory bandwidth of this machine: copies, and rows gathered from random positions.
+"""Measure what this machine can do: copy, gather rows from random positions, multiply matrices.
 
 These are the ceilings that contenders are compared with, measured in the same run on the same
 threads. Each is the best of several calls, since disturbances only lower a ceiling. Bandwidth
@@ -27,6 +27,7 @@ ROW_BYTES = (64, 128, 256, 512)
 BAG = 32
 BEYOND_CACHE = 8  # times the last-level cache: hits are then rare enough to be ignored
 MIN_RUNS = 3  # of each
+SQUARE = 1024  # rows and columns of the matrices that are multiplied
 SHARE = 0.1  # of the free memory may be used for the table
 SMALL_TABLE = 32 << 20  # of smoke runs
 LINE = 64  # bytes
@@ -47,6 +48,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
             str(row): round(gather_bandwidth(flat, row, 0.2 * seconds) / 1e9, 3)
             for row in ROW_BYTES
         },
+        "sgemm_gflop_s": round(sgemm_rate(device, 0.1 * seconds) / 1e9, 3),
         "counted": "bytes read + bytes written",
         "table_bytes": size,
         "threads": torch.get_num_threads(),
@@ -73,6 +75,13 @@ def copy_bandwidth(source: torch.Tensor, seconds: float = 0.3) -> float:
     """Return bytes read plus bytes written per second by a copy of `source`."""
     target = torch.zeros_like(source)
     return 2 * source.nbytes / best(lambda: target.copy_(source), source.device, seconds)
+
+
+def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
+    """Return multiplications plus additions per second of a product of float32 matrices."""
+    left, right = torch.ones(2, SQUARE, SQUARE, device=device)
+    out = torch.empty_like(left)
+    return 2 * SQUARE**3 / best(lambda: torch.mm(left, right, out=out), device, seconds)
 
 
 def gather_bandwidth(flat: torch.Tensor, row_bytes: int, seconds: float = 0.3) -> float:

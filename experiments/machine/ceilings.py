@@ -1,4 +1,4 @@
-"""Memory ceilings: measured by the run on its machine, and theoretical from the device table."""
+"""Ceilings: measured by the run on its machine, and theoretical from the device table."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Roofs:
-    """Measured bandwidth in GB/s, bytes read plus bytes written; gathers by bytes per row."""
+    """Measured bandwidth in GB/s, bytes read plus bytes written; gathers by bytes per row.
+
+    `sgemm_gflop_s` is the rate of a product of square float32 matrices.
+    """
 
     copy_gb_s: float = math.nan
     gather_gb_s: tuple[tuple[int, float], ...] = ()
+    sgemm_gflop_s: float = math.nan
 
     @classmethod
     def of(cls, environment: Mapping[str, Any]) -> Roofs:
@@ -37,7 +41,11 @@ class Roofs:
         found = environment.get("bandwidth") or {}
         copied = found.get("copy_gb_s") or environment.get("copy_gb_s")
         gathered = {int(k): float(v) for k, v in (found.get("gather_gb_s") or {}).items()}
-        return cls(float(copied) if copied else math.nan, tuple(sorted(gathered.items())))
+        return cls(
+            float(copied) if copied else math.nan,
+            tuple(sorted(gathered.items())),
+            float(found.get("sgemm_gflop_s") or math.nan),
+        )
 
     def gather(self, row_bytes: float) -> float:
         """Return the bandwidth for the measured row size that is nearest by ratio."""

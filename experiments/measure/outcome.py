@@ -69,6 +69,7 @@ class Outcome:
     memory: dict[str, int] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
 
     def fail(self, error: Exception) -> None:
         """Classify an error; an unexpected one is recorded with its place."""
@@ -159,4 +160,5 @@ def describe(
         "memory": outcome.memory,
         "samples": measured.samples,
         "counters": outcome.counters,
+        "flops": outcome.flops,
     }

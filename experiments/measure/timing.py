@@ -98,6 +98,7 @@ def measure_cell(
             if outcomes[key].status == "ok":
                 session.note(f"{key}|weighing")
                 _weigh(outcomes[key], built[key], phases[key], timing)
+                outcomes[key].flops = _flops(built[key], pool)
         records += [describe(cell, o, session, known) for o in outcomes.values()]
     return records
 
@@ -114,6 +115,12 @@ def _weigh(
     outcome.memory = memory.measure(partial(step, 0), device)
     if timing.energy_seconds and (joules := energy(step, pool, device, timing.energy_seconds)):
         outcome.measured.hardware["energy"] = joules
+
+
+def _flops(contender: Contender, pool: Pool) -> dict[str, float]:
+    """Return the mean over the batches of what a contender computes in each phase."""
+    counts = [contender.flops(batch) for batch in pool.batches]
+    return {phase: sum(c[phase] for c in counts) / len(counts) for phase in counts[0]}
 
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Contender]:

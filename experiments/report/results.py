@@ -63,6 +63,9 @@ def section_table(run: Run, section: str) -> Table:
         columns["of gather"] = lambda r: percent(
             float(r["distinct_gb_s"]) / roofs.gather(WEIGHT_BYTES * float(r["D"]))
         )
+    if rows["gflop_s"].notna().any():  # the products of tensor trains
+        columns["GFLOP/s"] = lambda r: digits(r["gflop_s"])
+        columns["of sgemm"] = lambda r: percent(float(r["gflop_s"]) / roofs.sgemm_gflop_s)
     columns["parameters"] = lambda r: size(r["weights_bytes"])
     columns["compression"] = lambda r: Value.of(
         r["compression"], lambda v: "1×" if v == 1 else text.times(v)
@@ -105,6 +108,8 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         elif key == "copy_gb_s" and value:
             shown = f"{text.digits(value)} GB/s (read + write)"
             found += [("copy bandwidth", shown)] * (("copy bandwidth", shown) not in found)
+        elif key == "sgemm_gflop_s" and value:
+            found.append(("float32 matrix products", f"{text.digits(value)} GFLOP/s"))
         elif prefix.endswith("gather gb s "):
             found.append((f"gather bandwidth, rows of {key} B", f"{text.digits(value)} GB/s"))
         elif value is not None and value != []:

@@ -150,6 +150,8 @@ def _row(
         "lookups_per_s": record["lookups"] / time.median,
         "useful_gb_s": useful_bytes(record, phase) / time.median / 1e9,
         "distinct_gb_s": useful_bytes(record, phase, distinct=True) / time.median / 1e9,
+        "gflop_s": _flops(record, phase) / time.median / 1e9,
+        "flops": _flops(record, phase),
         "lookups": record["lookups"],
         "unique_fraction": unique / record["lookups"],
         "weights_bytes": record["weights_bytes"],
@@ -165,6 +167,11 @@ def _row(
         "world_size": record.get("world_size", 1),
         "reason": record["reason"],
     }
+
+
+def _flops(record: Record, phase: str) -> float:
+    """Return the operations of the products of a contender that has some, else NaN."""
+    return float((record.get("flops") or {}).get(phase, math.nan))
 
 
 def _status(group: Sequence[Record]) -> str:

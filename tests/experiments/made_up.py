@@ -18,6 +18,7 @@ from experiments.results.store import RunStore
 FACTORS = {"tbe": 1.0, "torch": 2.0, "tt": 3.0, "reference_tt": 40.0}
 BANDWIDTH: dict[str, Any] = {
     "copy_gb_s": 50.0,
+    "sgemm_gflop_s": 80.0,
     "gather_gb_s": {"64": 6.0, "128": 11.0, "256": 18.0, "512": 25.0},
 }
 
@@ -127,6 +128,7 @@ def record(
         "cache_bytes": 0,
         "peak_bytes": 8 * lookups,
         "counters": {},
+        "flops": {"forward": 1e6, "step": 3e6} if arm.contender == "tt" else {},
         "samples": _samples(arm, cell, mode, recipe, chance) if status == "ok" else {},
         **({"error": {"relative": recipe.error / arm.rank}} if small and recipe.error else {}),
     }

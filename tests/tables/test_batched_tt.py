@@ -336,3 +336,30 @@ def test_one_table_takes_bags_of_equal_length(include_last: bool) -> None:
         table(indices, offsets)
     with pytest.raises(ValueError, match="need offsets"):
         table(indices[0])
+
+
+def test_the_work_of_a_batch_is_that_of_its_distinct_rows_and_halves() -> None:
+    """Counted here product by product, of each distinct row and half."""
+    specs, reads = SPECS, [0, 1, 2, 3, 4, 5, 3]
+    sizes = [[3, 2], [4, 0], [0, 0], [5, 1], [2, 2], [1, 3], [2, 0]]
+    features = Features([specs[t] for t in reads], [sum(s) for s in sizes], torch.int64)
+    bags = TableBatchedTTEmbeddingBags(specs, feature_tables=reads)
+    work = bags.work(*features.joined(), batch_sizes=sizes)
+    for t, spec in enumerate(specs):
+        ids = torch.cat([features.indices[f] for f, read in enumerate(reads) if read == t])
+        rows = {tuple(row) for row in _digits(ids[ids >= 0], spec)}
+        split = 1 if len(spec.row_factors) == 2 else 2
+        lefts, rights = {row[:split] for row in rows}, {row[split:] for row in rows}
+        assert work[t][:3] == (len(rows), len(lefts), len(rights))
+        q, ranks = spec.dim_factors, spec.full_ranks
+        left = q[0] * ranks[1] * q[1] * ranks[2] if split == 2 else 0
+        right = ranks[2] * q[2] * ranks[3] * q[3] if len(q) == 4 else 0
+        halves = len(lefts) * left + len(rights) * right
+        products = len(rows) * spec.dim * ranks[split]
+        assert work[t].forward == halves + products
+        # A product has two gradients, each as much work; left halves are made again.
+        assert work[t].backward == 2 * (halves + products) + len(lefts) * left
+
+
+def _digits(ids: Tensor, spec: TTSpec) -> list[list[int]]:
+    return torch.stack(tt.digits(ids, spec.row_factors), 1).tolist()

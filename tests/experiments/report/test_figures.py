@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import ceilings
-from experiments.report import Run, charts, document, figures, outcomes, ratios, style
+from experiments.report import Run, charts, document, figures, outcomes, ratios, style, text
 from experiments.report.results import section_table
 from experiments.report.style import Panel
 from tests.experiments.made_up import BANDWIDTH, Recipe, make_run
@@ -141,6 +141,21 @@ def test_a_table_says_how_much_of_the_gather_bandwidth_a_step_gets(plain: Run) -
         assert row["D"] == 16
         share = row["distinct_gb_s"] / BANDWIDTH["gather_gb_s"]["64"]
         assert line[column].key == pytest.approx(100 * share)
+
+
+def test_a_table_says_how_fast_trains_multiply(plain: Run) -> None:
+    hot = plain.at("hot")
+    table = section_table(hot, "criteo")
+    column, name = table.heads.index("of sgemm"), table.heads.index("contender")
+    steps = hot.table[(hot.table["cell"] == hot.headline_cell()) & (hot.table["phase"] == "step")]
+    median = steps.set_index("label")["median_s"]
+    for line in table.rows:
+        label = line[name].shown
+        if label.startswith("TT"):
+            share = 3e6 / median[label] / 1e9 / 80.0
+            assert line[column].key == pytest.approx(100 * share)
+        else:
+            assert line[column].shown == text.NONE
 
 
 def test_the_roof_is_the_copy_of_an_older_run(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""How much a batch of lookups costs a tensor train: the multiply-adds of its products.
+
+A row is the product of a left and a right half, which rows share: with cores G_0, G_1, ... the left
+half is G_0 G_1 (G_0 alone of two cores), the right half the rest. A batch makes each distinct half
+and each distinct row once, forward. Backward makes the left halves again, and carries the gradient
+of each row to both halves, and that of each half to its cores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class TTWork(NamedTuple):
+    """What lookups of one table cost.
+
+    Attributes:
+        rows: distinct rows.
+        lefts, rights: distinct halves of these.
+        forward, backward: multiply-adds of the products; sums of bags and updates are not counted.
+
+    Example:
+        >>> bags = emblib.TTEmbeddingBag(1_000_000, 64, ranks=(16, 16))
+        >>> (work,) = bags.work(torch.arange(1000), torch.arange(0, 1001, 20))
+        >>> work.rows
+        1000
+    """
+
+    rows: int
+    lefts: int
+    rights: int
+    forward: int
+    backward: int
+
+    @classmethod
+    def of(
+        cls, dim_factors: Sequence[int], full_ranks: Sequence[int], distinct: tuple[int, int, int]
+    ) -> TTWork:
+        """Return the work of numbers of distinct (rows, lefts, rights).
+
+        Args:
+            dim_factors: q, one per core.
+            full_ranks: R with the 1 at both ends.
+            distinct: rows, left halves and right halves.
+        """
+        rows, lefts, rights = distinct
+        cores = len(dim_factors)
+        split = 1 if cores == 2 else 2
+        per_row = math.prod(dim_factors) * full_ranks[split]
+        per_left = _pair(dim_factors[:split], full_ranks[: split + 1])
+        per_right = _pair(dim_factors[split:], full_ranks[split:])
+        halves = lefts * per_left + rights * per_right
+        backward = 2 * rows * per_row + 2 * halves + lefts * per_left
+        return cls(rows, lefts, rights, halves + rows * per_row, backward)
+
+
+def _pair(dim_factors: Sequence[int], ranks: Sequence[int]) -> int:
+    """Return the multiply-adds that make a half of two cores; one core is read as it is."""
+    if len(dim_factors) == 1:
+        return 0
+    return math.prod(dim_factors) * math.prod(ranks)
