@@ -92,6 +92,16 @@ def for_update() -> Iterator[None]:
         _for_update.reset(before)
 
 
+@contextmanager
+def with_values() -> Iterator[None]:
+    """Make lookups inside return their values, also within `for_update`: a gradient needs them."""
+    before = _for_update.set(False)
+    try:
+        yield
+    finally:
+        _for_update.reset(before)
+
+
 def is_for_update() -> bool:
     """Return whether lookups are made for their backward alone."""
     return _for_update.get()

@@ -1,4 +1,4 @@
-"""Kinds of storage of a table: dense rows, hash tables, tensor trains and quantised rows.
+"""Kinds of storage of a table: dense rows, hash tables, tensor trains, shared and quantised rows.
 
 `base.Storage` is the interface; each kind is one file and one line here.
 """
@@ -14,24 +14,33 @@ from emblib.storage.base import (
     kinds,
     register,
 )
+from emblib.storage.composed import Combine
 from emblib.storage.dense import Dense
 from emblib.storage.handles import TableHandle
 from emblib.storage.hash import Hash
+from emblib.storage.hashed import Hashed, RowHash
 from emblib.storage.quantized import Quantized
+from emblib.storage.quotient_remainder import QuotientRemainder
 from emblib.storage.tensor_train import TensorTrain
 
 register(Dense)
 register(Hash)
 register(TensorTrain)
 register(Quantized)
+register(Hashed)
+register(QuotientRemainder)
 
 __all__ = [
+    "Combine",
     "CutUnits",
     "Dense",
     "Hash",
+    "Hashed",
     "MemoryBytes",
     "Quantized",
+    "QuotientRemainder",
     "Rates",
+    "RowHash",
     "Storage",
     "TableDescription",
     "TableHandle",

@@ -200,6 +200,11 @@ class Dense(Storage):
         return max(0.0, 1.0 - cached) * 2 * row / rate / 1e-9
 
 
+def view_name(parameter: str, state: str) -> str:
+    """Return the name of an optimizer state of a parameter among the views of a table."""
+    return state if parameter == "weight" else f"{state}.{parameter}"
+
+
 def _check_optimizer(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
     elsewhere = {
         part.config.name: str(spec.placement)
@@ -263,6 +268,20 @@ class DenseKernel(TableBatchedEmbeddingBags):
         self._memory.verify()  # the caller may read the views at any time
         return self._memory.view(table, self.weights.detach(), self._states())
 
+    @property
+    def dense(self) -> DenseKernel:
+        """Return the kernel of the dense tables, this one; see `ComposedKernel`."""
+        return self
+
+    @property
+    def untrained(self) -> frozenset[int]:
+        """Return the tables that are frozen."""
+        return self._untrained
+
+    def tables_of(self, index: int) -> dict[str, int]:
+        """Return the parameters of a table of a collection, with their numbers here."""
+        return {"weight": index}
+
     def redraw(self, seeds: Sequence[int]) -> None:
         """Draw the initial values again, one seed per table."""
         self._seeds = list(seeds)
@@ -286,19 +305,29 @@ class DenseKernel(TableBatchedEmbeddingBags):
 
 
 class DenseHandle(TableHandle):
-    """A dense table: the parameter `weight` `[rows, dim]`."""
+    """A dense table: the parameter `weight` `[rows, dim]`; or one composed of several tables."""
 
-    weight: nn.Parameter
+    def attach(self, kernel: Any, index: int) -> None:
+        """Become the handle of table `index` of `kernel`, which has one or more dense tables."""
+        self._tables: dict[str, int] = kernel.tables_of(index)
+        super().attach(kernel.dense, next(iter(self._tables.values())))
 
     def bind(self) -> None:
-        """Make `weight` the view of the table."""
+        """Make the parameters the views of the tables."""
         kernel: DenseKernel = self.kernel
-        bind_view(self, "weight", kernel.view_of(self.index)["weight"], kernel.optimizer)
-        kernel.table_parameters[self.index] = self.weight
+        for name, number in self._tables.items():
+            bind_view(self, name, kernel.view_of(number)["weight"], kernel.optimizer)
+            kernel.table_parameters[number] = getattr(self, name)
+
+    def is_trained(self, name: str) -> bool:
+        """Return whether backward updates the table of a parameter."""
+        return self._tables[name] not in self.kernel.untrained
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train or freeze the table, with any optimizer."""
-        self.kernel.set_table_trained(self.index, trained=trained)
+        """Train or freeze the table of a parameter, with any optimizer."""
+        for name, number in self._tables.items():
+            if self._parameters.get(name) is parameter:
+                self.kernel.set_table_trained(number, trained=trained)
 
     def before_read(self) -> None:
         """Write the rows in the cache back; prefetched batches stay valid."""
@@ -310,7 +339,8 @@ class DenseHandle(TableHandle):
         Raises:
             RuntimeError: the table is on disk, where a write must be committed as a whole.
         """
-        if self.kernel.tables[self.index].placement is Placement.DISK:
+        tables = self.kernel.tables
+        if any(tables[t].placement is Placement.DISK for t in self._tables.values()):
             raise RuntimeError(
                 f"table {self.name!r} is on disk, where writes are committed: load a state dict "
                 "instead of writing its parameter"
@@ -318,23 +348,29 @@ class DenseHandle(TableHandle):
         self.kernel.settle()
 
     def views(self) -> dict[str, Tensor]:
-        """Return `weight` and optimizer states; flushes and empties the cache."""
+        """Return parameters and optimizer states; flushes and empties the cache."""
         kernel: DenseKernel = self.kernel
         kernel.settle()
-        return kernel.view_of(self.index)
+        return {
+            parameter if name == "weight" else view_name(parameter, name): view
+            for parameter, number in self._tables.items()
+            for name, view in kernel.view_of(number).items()
+        }
 
     def commit(self) -> None:
         """Make durable what was written to the views."""
         self.kernel.commit()
 
     def adopt(self, other: DenseHandle) -> None:
-        """Copy the rows, and take the parameter object."""
-        other.kernel.settle()
+        """Copy the rows, and take the parameter objects."""
+        views = other.views()
         with self.kernel.overwriting():
-            rows = self.kernel.view_of(self.index)["weight"]
-            rows.copy_(other.kernel.view_of(other.index)["weight"])
-        other.weight.grad = None
-        self._parameters["weight"] = other.weight
+            for name, number in self._tables.items():
+                self.kernel.view_of(number)["weight"].copy_(views[name])
+        for name in self._tables:
+            parameter = other.get_parameter(name)
+            parameter.grad = None
+            self._parameters[name] = parameter
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

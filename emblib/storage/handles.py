@@ -57,6 +57,10 @@ class TableHandle(nn.Module):
         """Become the handle of table `index` of `kernel`."""
         self._of = (kernel, index)  # a tuple, so that the kernel is no child of this module
 
+    def is_trained(self, name: str) -> bool:
+        """Return whether the table of a parameter is trained, not frozen."""
+        return self.index not in getattr(self.kernel, "_untrained", ())
+
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, from the next forward on."""
         if autograd.updates_in_backward(self.kernel.optimizer):
@@ -140,8 +144,7 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
                 "apply it after to_empty(), or use emblib.collections.optimizers."
                 "apply_optimizer_in_backward"
             )
-        trained = handle.index not in getattr(handle.kernel, "_untrained", ())
-        parameter = nn.Parameter(view, requires_grad=trained)
+        parameter = nn.Parameter(view, requires_grad=handle.is_trained(name))
         handle.register_parameter(name, parameter)
     if optimizer.deferred:
         parameters.ask_for_float32_gradient(parameter)

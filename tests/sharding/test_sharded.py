@@ -15,7 +15,7 @@ from emblib.sharding.codecs import BF16, FP8, FP16, INT8
 from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.sharding_types import Shard, blocks
 from emblib.specs import Pooling
-from emblib.storage import Hash, TensorTrain
+from emblib.storage import Hash, Hashed, QuotientRemainder, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import WORDS, Case, sequences, tables, train
 
@@ -138,6 +138,34 @@ def test_tensor_trains_whole(plan: str, *, pooled: bool) -> None:
     configs = tables(SUM, MEAN, storage=TensorTrain((2, 2)), dims=(8, 8, 8, 8))
     configs = configs if pooled else sequences(configs)
     worlds.run(3, train, Case(configs, PLANS[plan], tolerance=1e-5))
+
+
+SHARED_ROWS = {
+    "hashed": Hashed(3),
+    "hashed twice": Hashed(2, functions=2, hash="remainder"),  # type: ignore[arg-type]
+    "multiplied": QuotientRemainder(2),
+    "added": QuotientRemainder(3, "add"),  # type: ignore[arg-type]
+    "concatenated": QuotientRemainder(2, "concatenate"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("plan", ["tw", "dp", "cw"])
+@pytest.mark.parametrize("kind", SHARED_ROWS)
+def test_tables_whose_ids_share_rows(kind: str, plan: str, *, pooled: bool) -> None:
+    if kind == "concatenated" and plan == "cw":
+        return
+    configs = tables(SUM, MEAN, storage=SHARED_ROWS[kind], dims=(8, 8, 8, 8))
+    configs = configs if pooled else sequences(configs)
+    case = Case(configs, PLANS[plan], weighted=pooled, optimizer=optim.Adagrad(0.1), tolerance=1e-5)
+    worlds.run(3, train, case)
+
+
+@pytest.mark.parametrize("kind", SHARED_ROWS)
+def test_features_of_unlike_batch_sizes_share_rows(kind: str) -> None:
+    configs = tables(SUM, MEAN, storage=SHARED_ROWS[kind], dims=(8, 8, 8, 8))
+    case = Case(configs, PLANS["tw"], (3, 0, 4, 0), variable=True, weighted=True, tolerance=1e-5)
+    worlds.run(2, train, case)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,493 @@
+"""Storage whose rows are composed of rows of smaller dense tables, which ids share.
+
+Every id reads a few rows of the *components* of its table, dense tables of fewer rows; its own row
+is their sum, their concatenation or a product. Which rows, the subclasses say: `Hashed` and
+`QuotientRemainder`. The components of all such tables of one kind and optimizer are one kernel, so
+that a lookup is one call and a backward one step of the optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from emblib.ops import autograd
+from emblib.optim import Gradient, Optimizer
+from emblib.specs import Choice, Pooling
+from emblib.storage.base import (
+    CutUnits,
+    MemoryBytes,
+    Rates,
+    Span,
+    Storage,
+    TableDescription,
+    TableSlice,
+    TensorLayout,
+    dense_gradient_ns,
+    row_bytes,
+    state_bytes,
+)
+from emblib.storage.dense import Dense, DenseHandle, DenseKernel, view_name
+from emblib.storage.handles import TableHandle
+
+
+class Combine(Choice):
+    """How a row is made of the rows that its id reads."""
+
+    ADD = "add"
+    """Their sum."""
+    CONCATENATE = "concatenate"
+    """The first has the first half of the columns, the second the other."""
+    MULTIPLY = "multiply"
+    """1 plus the first, times the second. Without the 1, both start near zero, and so do their
+    gradients."""
+
+
+class Component(NamedTuple):
+    """A dense table that ids share.
+
+    Args:
+        name: of its parameter.
+        rows: of the table.
+        scale: by which the bounds of its uniform initial values differ from those of the table.
+    """
+
+    name: str
+    rows: int
+    scale: float = 1.0
+
+
+class ComposedStorage(Storage):
+    """Base of kinds whose rows are composed; it can be cut by columns, unless concatenated."""
+
+    has_dense_rows: ClassVar[bool] = False  # the table would be larger with them
+
+    # What a subclass says
+
+    @property
+    def joining(self) -> Combine:
+        """Return how the rows that an id reads make its row."""
+        return Combine.ADD
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Return for each row that an id reads the number of its component."""
+        return (0,)
+
+    def components(self, num_embeddings: int) -> tuple[Component, ...]:
+        """Return the dense tables of a table of `num_embeddings` ids."""
+        raise NotImplementedError
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return the integers that `rows_read` needs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
+        """Return the rows that valid ids read, `count` tensors int64 `[L]`.
+
+        Args:
+            ids: int64 `[L]`.
+            numbers: int64 `[n, L]` or `[n, 1]`, `numbers()` of the table of each id.
+            count: of rows that an id reads.
+        """
+        raise NotImplementedError
+
+    # Configuration
+
+    def check_table(self, table: TableDescription) -> None:
+        """Raise ValueError for rows that cannot be halved, or an `init_fn`."""
+        if table.init_fn is not None:
+            raise ValueError(
+                f"init_fn of {table.name!r} fills {table.num_embeddings} rows, which "
+                f"{type(self).__name__} does not have: use weight_init_min and weight_init_max"
+            )
+        if self.joining is Combine.CONCATENATE and table.embedding_dim % 2:
+            raise ValueError(
+                f"embedding_dim of {table.name!r} must be even, so that its rows are concatenated "
+                f"from two halves, got {table.embedding_dim}"
+            )
+
+    def cut_units(self, table: TableDescription) -> CutUnits:
+        """Return all rows, and one column; all columns if rows are concatenated."""
+        is_cut = self.joining is not Combine.CONCATENATE
+        return CutUnits(table.num_embeddings, 1 if is_cut else table.embedding_dim)
+
+    def check_slice(self, part: TableSlice) -> None:
+        """Raise ValueError for some of the rows, or some columns of concatenated rows."""
+        units = self.cut_units(part.config)
+        if part.num_rows != units.rows or part.dim % units.columns:
+            raise ValueError(
+                f"{part.config.name!r} is stored as {self}, whose ids share rows: it is not cut "
+                f"by rows{' or columns' if units.columns > 1 else ''}"
+            )
+
+    def _width(self, dim: int) -> int:
+        return dim // 2 if self.joining is Combine.CONCATENATE else dim
+
+    # Kernels
+
+    def group_key(
+        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+    ) -> Hashable:
+        """Return a key of what tables of one kernel have in common."""
+        is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
+        unpooled = pooling is Pooling.NONE or self.joining is Combine.MULTIPLY
+        dim = part.dim if is_sparse or unpooled else 0
+        return (type(self), self.joining, self.reads, part.config.data_type, optimizer, dim)
+
+    def make_kernel(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> nn.Module:
+        """Return the module of slices with equal group keys."""
+        return ComposedKernel(parts, reads, optimizer, pooling, seeds, device)
+
+    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+        """Return the handle of a table, which has a parameter per component."""
+        return DenseHandle(self, kernel, index)
+
+    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+        """Return the components of each table and their optimizer states."""
+        found: list[dict[str, Tensor]] = kernel.views()
+        return found
+
+    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
+        """Draw the initial values of all tables of a kernel again."""
+        kernel.redraw(seeds)
+
+    # Sharding and checkpoints
+
+    def copy_slice(
+        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+    ) -> None:
+        """Copy the columns of the slice of every component."""
+        views = source.views()
+        for name, view in target.views().items():
+            whole = views[name]
+            cut = whole.dim() > 1 and self.joining is not Combine.CONCATENATE
+            view.copy_(whole[:, slice(*part.columns)] if cut else whole)
+
+    def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
+        """Return the components: every shard has all rows of them."""
+        width = self._width(table.embedding_dim)
+        concatenated = self.joining is Combine.CONCATENATE
+        return {
+            component.name: TensorLayout(
+                (component.rows, width),
+                table.data_type,
+                None if concatenated else _all_rows(component.rows),
+            )
+            for component in self.components(table.num_embeddings)
+        }
+
+    def state_views(self, parameter: str, optimizer: Optimizer) -> dict[str, str]:
+        """Return for each optimizer state of a component its name in `views`."""
+        return {state.name: view_name(parameter, state.name) for state in optimizer.states}
+
+    # Planner
+
+    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+        """Return the bytes of the components and their optimizer states."""
+        itemsize, width = part.config.data_type.itemsize, self._width(part.dim)
+        rows = sum(c.rows for c in self.components(part.config.num_embeddings))
+        return MemoryBytes(rows * width * itemsize + state_bytes(optimizer, rows, width, itemsize))
+
+    def lookup_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to look up the rows that `ids` read."""
+        row = self._width(part.dim) * part.config.data_type.itemsize
+        return len(self.reads) * ids * rates.lookup_row_ns(part, row, ids)
+
+    def update_ns(
+        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+    ) -> float:
+        """Return the nanoseconds to update the rows that `ids` read."""
+        row = row_bytes(optimizer, self._width(part.dim), part.config.data_type.itemsize)
+        each = rates.update_row_ns(part, row, ids)
+        return len(self.reads) * ids * each + dense_gradient_ns(part, optimizer, rates)
+
+
+def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
+    def region(_: Span, columns: Span) -> tuple[Span, Span]:
+        return (0, rows), columns
+
+    return region
+
+
+class ComposedKernel(nn.Module):
+    """Looks up tables of one kind, in a kernel that has all their components.
+
+    Invalid ids read a row that no component has: the kernel treats them as its `BoundsCheck` says.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._parts, self._reads = tuple(parts), tuple(reads)
+        first: Any = parts[0].storage
+        self._storage: ComposedStorage = first
+        self._count = len(first.reads)
+        self.pooling, self.output_dtype = pooling, torch.float32
+        self._dims = [parts[t].dim for t in reads]
+        self._components = [self._of(part).components(part.config.num_embeddings) for part in parts]
+        self._first = [0, *accumulate(len(of_table) for of_table in self._components)]
+        features = [
+            self._first[t] + self._of(parts[t]).reads[k] for k in range(self._count) for t in reads
+        ]
+        multiplied = first.joining is Combine.MULTIPLY
+        self.dense = DenseKernel(
+            [piece for part in parts for piece in _pieces(part)],
+            features,
+            optimizer,
+            Pooling.NONE if multiplied else pooling,
+            self._spread(seeds),
+            None,
+            device,
+        )
+        self._numbers = self._ends = torch.empty(0)
+        self._locate(device)
+
+    @staticmethod
+    def _of(part: TableSlice) -> ComposedStorage:
+        storage: Any = part.storage
+        assert isinstance(storage, ComposedStorage)
+        return storage
+
+    def _spread(self, seeds: Sequence[int]) -> list[int]:
+        """Return a seed per component."""
+        return [
+            (seed + k * 0x632BE59BD9B4E019) % (2**63 - 1)
+            for seed, components in zip(seeds, self._components, strict=True)
+            for k in range(len(components))
+        ]
+
+    def _locate(self, device: torch.device) -> None:
+        """Make the tensors that say how ids are mapped, by feature."""
+        numbers = [self._of(self._parts[t]).numbers() for t in self._reads]
+        ends = [self._parts[t].config.num_embeddings for t in self._reads]
+        shape = (len(self._reads), -1) if self._reads else (0, 1)
+        self._numbers = torch.tensor(numbers, dtype=torch.int64).view(shape).t().to(device)
+        self._ends = torch.tensor(ends, dtype=torch.int64).to(device)
+        self._alike = len(set(zip(numbers, ends, strict=True))) == 1
+
+    # Lookup
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Look up a batch; arguments and output are those of `TableBatchedEmbeddingBags`."""
+        rows = self._rows_of(ids, offsets, batch_sizes)
+        count = self._count
+        joined = rows[0] if count == 1 else torch.cat(rows)
+        ends = [offsets[: None if k + 1 == count else -1] + k * ids.numel() for k in range(count)]
+        every = offsets if count == 1 else torch.cat(ends)
+        sizes = None if batch_sizes is None else [*batch_sizes] * count
+        if self._storage.joining is Combine.MULTIPLY:
+            out = self._multiplied(joined, every, offsets, weights, batch_sizes)
+            return out.to(self.output_dtype)
+        scales = None if weights is None else torch.cat([weights] * count)
+        found: Tensor = self.dense(joined, every, scales, batch_sizes=sizes)
+        return self._joined(found, batch_sizes).to(self.output_dtype)
+
+    def _rows_of(
+        self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> list[Tensor]:
+        """Return the rows that ids read; -1 stays, other invalid ids have a row of no table."""
+        if not self._reads:
+            return [ids] * self._count
+        if self._alike:
+            numbers, ends = self._numbers[:, :1], self._ends[:1]
+        else:
+            feature = self._features_of(ids, offsets, batch_sizes)
+            numbers, ends = self._numbers[:, feature], self._ends[feature]
+        wide = ids.long()
+        valid = (wide >= 0) & (wide < ends)
+        found = self._storage.rows_read(torch.where(valid, wide, 0), numbers, self._count)
+        invalid = torch.where(wide == -1, wide, ends)
+        return [torch.where(valid, rows, invalid).to(ids.dtype) for rows in found]
+
+    def _features_of(
+        self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> Tensor:
+        """Return the feature of each id."""
+        features = len(self._reads)
+        bags = [(offsets.numel() - 1) // features] * features
+        if batch_sizes is not None:
+            bags = [sum(sizes) for sizes in batch_sizes]
+        borders = offsets[list(accumulate(bags))[:-1]].long()
+        position = torch.arange(ids.numel(), device=ids.device)
+        return torch.bucketize(position, borders, right=True)
+
+    def _joined(self, found: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+        """Return the rows or bags that the looked-up ones make, which are in `count` blocks."""
+        count, halves = self._count, self._storage.joining is Combine.CONCATENATE
+        if count == 1:
+            return found
+        if self.pooling is Pooling.NONE:
+            blocks = found.view(count, -1, found.shape[1])
+            return blocks.transpose(0, 1).flatten(1) if halves else blocks.sum(0)
+        if batch_sizes is None:
+            width = found.shape[1] // count
+            blocks = found.view(-1, count, width)
+            return self._side_by_side(blocks.unbind(1)) if halves else blocks.sum(1)
+        by_rank = list(zip(*batch_sizes, strict=True))
+        widths = [dim // 2 if halves else dim for dim in self._dims]
+        lengths = [
+            [n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in by_rank
+        ]
+        parts = found.split([count * sum(of_rank) for of_rank in lengths])
+        joined = []
+        for part, of_rank in zip(parts, lengths, strict=True):
+            blocks = part.view(count, -1)
+            if not halves:
+                joined.append(blocks.sum(0))
+                continue
+            for block, width in zip(blocks.split(of_rank, 1), widths, strict=True):
+                joined.append(block.view(count, -1, width).transpose(0, 1).reshape(-1))
+        return torch.cat(joined)
+
+    def _side_by_side(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return the columns of each feature, those of every block next to each other."""
+        widths = [dim // 2 for dim in self._dims]
+        pieces = zip(*(block.split(widths, 1) for block in blocks), strict=True)
+        return torch.cat([piece for of_feature in pieces for piece in of_feature], 1)
+
+    def _multiplied(
+        self,
+        rows: Tensor,
+        every: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch_sizes: Sequence[Sequence[int]] | None,
+    ) -> Tensor:
+        """Look rows up one by one, multiply, and pool."""
+        sizes = None if batch_sizes is None else [*batch_sizes] * self._count
+        is_skipped = not torch.compiler.is_compiling() and autograd.is_for_update()
+        with autograd.with_values() if is_skipped else contextlib.nullcontext():
+            found = self.dense(rows, every, batch_sizes=sizes).float()
+        first, second = found.view(self._count, -1, found.shape[1])
+        made = (1.0 + first) * second
+        if self.pooling is Pooling.NONE:
+            if weights is not None:
+                raise ValueError(
+                    "per_sample_weights scale rows that are pooled; unpooled tables have none"
+                )
+            return made
+        if weights is not None:
+            made = made * weights[:, None]
+        dim = made.shape[1]
+        bags = torch.segment_reduce(
+            made, "sum", offsets=offsets.long(), axis=0, initial=0.0, unsafe=True
+        )
+        if self.pooling is Pooling.MEAN:
+            bags = bags / offsets.diff().clamp(min=1)[:, None]
+        if batch_sizes is None:
+            return bags.view(len(self._reads), -1, dim).transpose(0, 1).flatten(1)
+        blocks = iter(bags.split([n for of_feature in batch_sizes for n in of_feature]))
+        by_feature = [[next(blocks) for _ in of_feature] for of_feature in batch_sizes]
+        in_order = [block for of_rank in zip(*by_feature, strict=True) for block in of_rank]
+        return torch.cat(in_order).view(-1)
+
+    # Tables
+
+    def tables_of(self, index: int) -> dict[str, int]:
+        """Return the parameters of a table, with their numbers in `dense`."""
+        first = self._first[index]
+        return {c.name: first + k for k, c in enumerate(self._components[index])}
+
+    def views(self) -> list[dict[str, Tensor]]:
+        """Return per table its components and their optimizer states."""
+        self.dense.settle()
+        every = self.dense.table_views()
+        return [
+            {
+                parameter if name == "weight" else view_name(parameter, name): view
+                for parameter, number in self.tables_of(t).items()
+                for name, view in every[number].items()
+            }
+            for t in range(len(self._parts))
+        ]
+
+    def redraw(self, seeds: Sequence[int]) -> None:
+        """Draw the initial values again, one seed per table."""
+        self.dense.redraw(self._spread(seeds))
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Return the optimizer of all components."""
+        return self.dense.optimizer
+
+    @property
+    def hyper(self) -> Tensor:
+        """Return the numbers of the optimizer."""
+        return self.dense.hyperparams
+
+    hyperparams = hyper
+
+    def set_step(self, step: int) -> None:
+        """Continue counting updates from `step`."""
+        self.dense.set_step(step)
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of `weights`, `optimizer_state` and `cache`."""
+        return self.dense.nbytes()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._locate(self.dense.hyperparams.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Name the tables."""
+        sizes = (f"{p.config.name}: {p.config.num_embeddings} x {p.dim}" for p in self._parts)
+        return f"[{', '.join(sizes)}] {self._storage}"
+
+
+def _pieces(part: TableSlice) -> list[TableSlice]:
+    """Return the components of a slice as slices of dense tables."""
+    config: Any = part.config
+    storage: Any = config.storage
+    low, high = config.bounds
+    concatenated = storage.joining is Combine.CONCATENATE
+    dim = config.embedding_dim // 2 if concatenated else config.embedding_dim
+    columns = (0, dim) if concatenated else part.columns
+    return [
+        TableSlice(
+            replace(
+                config,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                storage=Dense(),
+                weight_init_min=scale * low,
+                weight_init_max=scale * high,
+            ),
+            (0, rows),
+            columns,
+        )
+        for _, rows, scale in storage.components(config.num_embeddings)
+    ]

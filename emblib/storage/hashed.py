@@ -1,0 +1,103 @@
+"""Hashed storage: ids share fewer rows, which a hash or the remainder of an id selects.
+
+Sources: the hashing trick (Weinberger et al., ICML 2009); several functions whose rows are added,
+as in hash embeddings (Svenstrup et al., NeurIPS 2017), without their weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from emblib.specs import Choice, check_count
+from emblib.storage.base import TableDescription
+from emblib.storage.composed import Component, ComposedStorage
+
+
+class RowHash(Choice):
+    """Which row an id reads first."""
+
+    MIXED = "mixed"
+    """A hash of the id: every id shares its row with some other ids."""
+    REMAINDER = "remainder"
+    """`id % rows`: where ids are in order of frequency, the most frequent ones share no row with
+    each other."""
+
+
+@dataclass(frozen=True)
+class Hashed(ComposedStorage):
+    """`rows` rows, which ids share; an id's row is the sum of those that its functions select.
+
+    Args:
+        rows: stored.
+        functions: by which an id selects a row each; those after the first are mixed ones.
+        hash: the first function.
+        seed: of the mixed functions.
+
+    Example:
+        >>> emblib.EmbeddingBagConfig(10_000_000, 64, "user", storage=storage.Hashed(500_000))
+    """
+
+    rows: int
+    functions: int = 1
+    hash: RowHash = RowHash.MIXED
+    seed: int = 0
+
+    plan_name: ClassVar[str] = "Hashed"
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "functions"):
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
+        object.__setattr__(self, "hash", RowHash(self.hash))
+
+    def check_table(self, table: TableDescription) -> None:
+        """Raise ValueError for more rows than ids, or an `init_fn`."""
+        super().check_table(table)
+        if self.rows > table.num_embeddings:
+            raise ValueError(
+                f"rows of Hashed must be at most the {table.num_embeddings} ids of "
+                f"{table.name!r}, got {self.rows}: use Dense()"
+            )
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Return the only component once per function."""
+        return (0,) * self.functions
+
+    def components(self, num_embeddings: int) -> tuple[Component, ...]:
+        """Return the table `weight`; rows that are added up start smaller."""
+        return (Component("weight", self.rows, 1.0 / math.sqrt(self.functions)),)
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return rows, seed, and whether the first function is the remainder."""
+        return self.rows, self.seed, int(self.hash is RowHash.REMAINDER)
+
+    @staticmethod
+    def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
+        """Return the row that each function selects."""
+        rows, seed, by_remainder = numbers
+        found = [mixed(ids, seed * 64 + number) % rows for number in range(count)]
+        found[0] = torch.where(by_remainder == 1, ids % rows, found[0])
+        return found
+
+
+# The constants of splitmix64 (Steele et al., OOPSLA 2014), as signed numbers.
+_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+
+
+def mixed(ids: Tensor, number: Tensor) -> Tensor:
+    """Return hashes of ids in [0, 2^62): the finaliser of splitmix64, another one per number."""
+    z = ids + (2 * number + 1) * _STEP  # modulo 2^64, as all here
+    z = (z ^ _shifted(z, 30)) * _FIRST
+    z = (z ^ _shifted(z, 27)) * _SECOND
+    return _shifted(z ^ _shifted(z, 31), 2)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Return z shifted right without its sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
