@@ -34,6 +34,7 @@ from emblib.dynamic import (
     TTCache,
 )
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
+from emblib.memory_plan import BudgetError, MemoryPlan, plan_memory
 from emblib.specs import (
     BoundsCheck,
     CacheConfig,
@@ -67,6 +68,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BackingStore",
     "BoundsCheck",
+    "BudgetError",
     "CacheConfig",
     "CachePolicy",
     "CachedTTEmbeddingBags",
@@ -90,6 +92,7 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "LookupTrace",
+    "MemoryPlan",
     "MultiPassPrefetch",
     "OnInsertFailure",
     "Placement",
@@ -117,6 +120,7 @@ __all__ = [
     "jagged",
     "ops",
     "optim",
+    "plan_memory",
     "reference",
     "sharding",
     "storage",

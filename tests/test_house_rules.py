@@ -59,6 +59,7 @@ LAYERS = (
     ("emblib.storage",),
     ("emblib.collections",),
     ("emblib.sharding",),
+    ("emblib.memory_plan",),
 )
 # What the library never imports: it depends on torch alone.
 OUTSIDE = {

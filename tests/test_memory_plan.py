@@ -1,0 +1,328 @@
+"""Plans for a budget of bytes: as good as the best there is, and true about bytes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import emblib
+from emblib import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    optim,
+    plan_memory,
+    storage,
+)
+from emblib.memory_plan import (
+    AS_IT_IS,
+    EVICTED,
+    MEASURED,
+    WAYS,
+    BudgetError,
+    IdSkew,
+    MemoryChoice,
+    _at,
+    _pick,
+)
+from emblib.sharding.planner import Planner, Topology
+from experiments.paths import REFERENCE
+
+ADAGRAD = optim.RowwiseAdagrad(lr=0.1)
+EVERY = (*WAYS, "evicting")
+
+
+def tables(*rows: int, **changes: Any) -> list[EmbeddingBagConfig]:
+    return [EmbeddingBagConfig(n, 16, f"t{i}", **changes) for i, n in enumerate(rows)]
+
+
+def smallest(configs: Any, **choices: Any) -> int:
+    """Return the least bytes that any plan takes."""
+    with pytest.raises(BudgetError) as caught:
+        plan_memory(configs, 1, **choices)
+    return caught.value.short + 1
+
+
+# The skew of ids
+
+
+def shares_of(skew: IdSkew) -> np.ndarray:
+    return np.repeat(skew.shares.numpy(), skew.sizes.numpy().astype(int))
+
+
+def test_the_skew_of_counts() -> None:
+    counts = torch.tensor([0, 5, 1, 0, 3, 1])
+    assert shares_of(IdSkew.of_counts(counts)).tolist() == [0.5, 0.3, 0.1, 0.1, 0, 0]
+    skew = IdSkew.of_counts(counts)
+    missed = [skew.missed(rows) for rows in (1, 2, 3, 4, 6)]
+    assert missed == pytest.approx([0.5, 0.2, 0.1, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 3000, 200_000])
+def test_zipf_in_groups_is_zipf(rows: int) -> None:
+    exact = np.arange(1, rows + 1) ** -1.05
+    exact /= exact.sum()
+    skew = IdSkew.zipf(rows)
+    assert skew.sizes.sum() == rows
+    assert (skew.sizes * skew.shares).sum() == pytest.approx(1.0)
+    for kept in {1, rows // 100 + 1, rows // 3 + 1, rows}:
+        assert skew.missed(kept) == pytest.approx(1 - exact[:kept].sum(), abs=2e-3)
+
+
+@pytest.mark.parametrize("kept", [10, 100, 1000])
+def test_what_ids_of_a_row_share_is_what_a_hash_makes_them_share(kept: int) -> None:
+    shares = shares_of(IdSkew.zipf(2000))
+    chance, found = np.random.default_rng(0), []
+    for _ in range(30):
+        row = chance.integers(kept, size=len(shares))
+        of_row = np.bincount(row, shares, kept)[row]
+        found.append((shares * (of_row - shares) / of_row).sum())
+    assert IdSkew.zipf(2000).shared(kept) == pytest.approx(np.mean(found), rel=0.05)
+
+
+# Losses
+
+
+def test_losses_are_powers_through_their_points_and_at_most_one() -> None:
+    curve = ((16.0, 0.1), (4.0, 0.4))
+    assert [_at(curve, x) for x in (16, 4, 8, 64, 1)] == pytest.approx([0.1, 0.4, 0.2, 0.025, 1.0])
+    assert _at(((0.5, 0.02),), 0.25) == 0.02
+
+
+SHARED = {"planted": 0.605, "movielens": 0.884, "flights": 0.966}
+"""Of lookups at 1/64 of the rows: how much of their row's training others are, by remainder."""
+
+
+def relative_losses() -> dict[tuple[str, float], float]:
+    """Return losses by method and share: of all data sets together, 1 where all ids share a row."""
+    runs = [p for p in REFERENCE.glob("*/quality*") if (p / "quality.csv").exists()]
+    found = []
+    for run in runs:
+        rows = pd.read_csv(run / "quality.csv")
+        found.append(rows[rows["status"] == "ok"])
+    rows = pd.concat(found)
+    at = rows.set_index(["data", "contender", "share"])["auc_change"].to_dict()
+    least = 1 / 64
+    worth = {d: -(at[d, "hashed", least] + at[d, "modulo", least]) / 2 / SHARED[d] for d in SHARED}
+    losses = {}
+    for method, share in {(method, share) for _, method, share in at}:
+        known = [d for d in SHARED if (d, method, share) in at]
+        total = -sum(at[d, method, share] for d in known)
+        losses[method, share] = total / sum(worth[d] for d in known)
+    return losses
+
+
+def test_the_measured_losses_are_those_of_the_committed_references() -> None:
+    found = relative_losses()
+    shares = (0.5, 0.25, 1 / 16, 1 / 64)
+    trains = [loss for _, loss in MEASURED["tensor_train"]]
+    assert trains == pytest.approx([found["tt_permuted", s] for s in shares], abs=0.02)
+    parts = [loss for _, loss in MEASURED["quotient_remainder"]]
+    assert parts == pytest.approx([found["qr_product", s] for s in shares[:3]], abs=0.02)
+    assert MEASURED["bf16"][0][1] == pytest.approx(max(found["bf16", 0.5], 0.003), abs=0.002)
+
+
+# The choice
+
+
+def made_up(chance: random.Random, count: int) -> list[list[MemoryChoice]]:
+    config = tables(10)[0]
+    options = []
+    for t in range(count):
+        size, loss, choices = chance.randrange(1000, 100_000), 0.0, []
+        for k in range(chance.randrange(1, 6)):
+            way = AS_IT_IS if not k else chance.choice(WAYS)
+            choices.append(MemoryChoice("", config, config, way, size, size, loss, 1.0 + t % 3))
+            size = chance.randrange(1, size + 1)
+            loss += chance.random() * (1 - loss)
+        options.append(choices)
+    return options
+
+
+def score(options: list[list[MemoryChoice]], picked: Any) -> tuple[int, float]:
+    chosen = [choices[k] for choices, k in zip(options, picked, strict=True)]
+    return sum(c.nbytes for c in chosen), sum(c.worth * c.loss for c in chosen)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_choice_is_the_best_of_all(seed: int) -> None:
+    chance = random.Random(seed)
+    options = made_up(chance, 5)
+    least = sum(choices[-1].nbytes for choices in options)
+    most = sum(choices[0].nbytes for choices in options)
+    budget = chance.randint(least, most)
+    nbytes, loss = score(options, _pick(options, budget))
+    assert nbytes <= budget
+    every = itertools.product(*(range(len(choices)) for choices in options))
+    # Bytes are counted in 1/4096 of the budget, rounded up for each table.
+    exact = [score(options, picked) for picked in every]
+    assert loss <= min(one for size, one in exact if size <= max(least, budget * (1 - 5 / 4096)))
+    assert loss >= min(one for size, one in exact if size <= budget)
+
+
+def test_a_budget_for_all_changes_nothing() -> None:
+    configs = tables(1000, 50_000)
+    plan = plan_memory(configs, 1 << 30, optimizer=ADAGRAD)
+    assert plan.configs == tuple(configs)
+    assert {choice.way for choice in plan.choices} == {AS_IT_IS}
+    assert plan.loss == 0.0
+    assert plan.nbytes == plan.plain_nbytes == 51_000 * (16 + 1) * 4
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    configs = tables(1000, 50_000)
+    need = smallest(configs, optimizer=ADAGRAD)
+    assert plan_memory(configs, need, optimizer=ADAGRAD).nbytes == need
+    with pytest.raises(BudgetError, match=r"1 B more than the budget.*'t1'") as caught:
+        plan_memory(configs, need - 1, optimizer=ADAGRAD)
+    assert caught.value.short == 1
+
+
+@pytest.mark.parametrize("share", [0.6, 0.2, 0.02])
+def test_a_plan_is_as_good_as_every_uniform_choice_of_its_bytes(share: float) -> None:
+    configs = tables(200_000, 50_000, 3000, 400)
+    plain = 253_400 * 68
+    budget = int(share * plain)
+    plan = plan_memory(configs, budget, optimizer=ADAGRAD, ways=EVERY)
+    assert plan.nbytes <= budget
+    compared = 0
+    for way, part in itertools.product(EVERY, (0.5, 0.25, 0.125, 1 / 16, 1 / 32, 1 / 64)):
+        alike = []
+        for config in configs:
+            allowed = max(int(part * config.num_embeddings * 68), 1)
+            try:
+                alike.append(plan_memory([config], allowed, optimizer=ADAGRAD, ways=[way]))
+            except BudgetError:
+                break
+        if len(alike) == len(configs) and sum(one.nbytes for one in alike) <= budget:
+            assert plan.loss <= np.mean([one.loss for one in alike]) + 1e-9
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("way", EVERY)
+def test_a_collection_made_of_a_plan_has_its_bytes_and_trains(way: str) -> None:
+    configs = tables(20_000, 4096)
+    need = smallest(configs, optimizer=ADAGRAD, ways=[way])
+    plan = plan_memory(configs, 3 * need // 2, optimizer=ADAGRAD, ways=[way])
+    assert way in {choice.way for choice in plan.choices}
+    bags = EmbeddingBagCollection(list(plan.configs), optimizer=ADAGRAD)
+    batch = KeyedJaggedTensor.from_lengths_sync(
+        ["t0", "t1"], torch.randint(4096, (64,)), torch.ones(64, dtype=torch.int64)
+    )
+    before = bags(batch).values().detach().clone()
+    bags(batch).values().square().sum().backward()
+    assert not torch.equal(bags(batch).values(), before)
+    if way != "evicting":  # which rounds its capacity, and has an index
+        sizes = bags.groups.nbytes()
+        assert sizes["weights"] + sizes["optimizer_state"] == plan.nbytes
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(tables(100_000, 50), optimizer=ADAGRAD)
+        self.rows = EmbeddingCollection(
+            [EmbeddingConfig(5000, 8, "t0", optimizer=optim.SGD(lr=0.1))]
+        )
+
+
+def test_a_model_has_a_plan_per_collection() -> None:
+    plan = plan_memory(Model(), 2 << 20, worth={"rows.t0": 5.0})
+    assert [choice.path for choice in plan.choices] == ["bags", "bags", "rows"]
+    assert [choice.worth for choice in plan.choices] == [1.0, 1.0, 5.0]
+    assert len(plan.of("bags")) == 2
+    assert isinstance(plan.of("rows")[0], EmbeddingConfig)
+    with pytest.raises(KeyError, match="no collection at 'bag'"):
+        plan.of("bag")
+    shown = str(plan)
+    assert "bags.t0" in shown
+    assert "2.00 MiB allowed" in shown
+    assert "No lookups are known of 3 of 3 tables" in shown
+
+
+def test_a_plan_goes_into_the_sharding_planner() -> None:
+    plan = plan_memory(tables(100_000, 50_000, 500), 1 << 20, optimizer=ADAGRAD)
+    assert "tensor_train" in {choice.way for choice in plan.choices}
+    model = EmbeddingBagCollection(list(plan.configs), device="meta", optimizer=ADAGRAD)
+    sharded = Planner(Topology(world_size=2, memory=4 << 20), batch_size=64).solve(model)
+    assert set(sharded.plan.modules[""]) == {"t0", "t1", "t2"}
+
+
+def test_recorded_lookups_decide() -> None:
+    bags = EmbeddingBagCollection(tables(50_000, 50_000), optimizer=ADAGRAD)
+    few, many = torch.randint(500, (4000,)), torch.randint(50_000, (4000,))
+    lengths = torch.ones(8000, dtype=torch.int64)
+    batch = KeyedJaggedTensor.from_lengths_sync(["t0", "t1"], torch.cat([few, many]), lengths)
+    with emblib.TraceRecorder(bags) as recorder:
+        bags(batch)
+    plan = plan_memory(bags, 1 << 20, trace=recorder.trace, ways=["evicting"])
+    first, second = plan.choices
+    assert first.config.num_embeddings >= 500
+    assert first.loss == 0.0
+    assert first.nbytes < second.nbytes
+    counts = torch.bincount(many, minlength=50_000)
+    missed = 1 - counts.topk(second.config.num_embeddings).values.sum() / 4000
+    assert second.loss == pytest.approx(EVICTED * float(missed))
+    assert not any("No lookups" in line for line in plan.assumptions)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_served_bytes_are_those_of_quantised_tables(bits: int) -> None:
+    configs = tables(1000, 2000)
+    plan = plan_memory(configs, 1 << 20, optimizer=ADAGRAD, serving=bits)
+    served = [replace(c, storage=storage.Quantized(bits)) for c in configs]
+    assert plan.nbytes == sum(EmbeddingBagCollection(served).groups.nbytes().values())
+    assert f"rows of {bits} bits is not counted" in str(plan)
+
+
+def test_tables_of_other_storage_stay() -> None:
+    kept = EmbeddingBagConfig(4096, 16, "kept", storage=storage.TensorTrain((4, 4)))
+    plan = plan_memory([kept, *tables(10_000)], 200 << 10, optimizer=ADAGRAD)
+    assert plan.configs[0] == kept
+    assert plan.choices[1].way != AS_IT_IS
+
+
+def test_initial_values_that_a_way_cannot_draw_exclude_it() -> None:
+    configs = tables(10_000, init_fn=nn.init.zeros_)
+    with pytest.raises(BudgetError):
+        plan_memory(configs, 1000, ways=["tensor_train"])
+
+
+def test_losses_of_ones_own() -> None:
+    configs = tables(10_000)
+    given = {"tensor_train": ((64.0, 0.9), (1.0, 0.95)), "quotient_remainder": ((0.5, 0.01),)}
+    plan = plan_memory(configs, 200 << 10, optimizer=ADAGRAD, losses=given)
+    assert plan.choices[0].way == "quotient_remainder"
+    assert plan.choices[0].loss == 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"budget": 0}, ValueError, "budget"),
+        ({"ways": "bf16"}, ValueError, "ways must be a list of bf16"),
+        ({"ways": ["robe"]}, ValueError, "ways must be a list of bf16"),
+        ({"serving": 16}, ValueError, "serving must be None, 8 or 4"),
+        ({"worth": {"t9": 1.0}}, ValueError, r"worth of tables that are not there: .'t9'"),
+        ({"worth": {"t0": -1.0}}, ValueError, "worth must be finite numbers"),
+        ({"losses": {"hashed": ((0.5, 0.1),)}}, ValueError, "not of 'hashed'"),
+        ({"losses": {"bf16": ()}}, ValueError, "must be pairs"),
+        ({"tables": []}, ValueError, "there are no tables"),
+        ({"tables": nn.Linear(2, 2)}, ValueError, "there are no tables"),
+        ({"tables": [emblib.TableSpec(10, 4)]}, TypeError, "EmbeddingBagConfig"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan_memory(**{"tables": tables(10), "budget": 1 << 20, **arguments})
