@@ -22,7 +22,7 @@ class TTWork(NamedTuple):
         forward, backward: multiply-adds of the products; sums of bags and updates are not counted.
 
     Example:
-        >>> bags = emblib.TTEmbeddingBag(1_000_000, 64, ranks=(16, 16))
+        >>> bags = emblib.TableBatchedTTEmbeddingBags([emblib.TTSpec(1_000_000, 64, (16, 16))])
         >>> (work,) = bags.work(torch.arange(1000), torch.arange(0, 1001, 20))
         >>> work.rows
         1000
