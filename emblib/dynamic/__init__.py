@@ -6,7 +6,7 @@ checkpoints, `tiers` the stores behind the tables, and `hash_table` one table fo
 `cached_tt` has tensor trains whose most used rows are found by such a table.
 """
 
-from emblib.dynamic.cached_tt import CachedTTEmbeddingBags, RowEviction, TTCache, TTCacheStats
+from emblib.dynamic.cached_tt import CachedTTEmbeddingBags
 from emblib.dynamic.hash_table import HashTable, Insertion, TableRows
 from emblib.dynamic.keys import KeyStatus
 from emblib.dynamic.module import DynamicEmbeddingBags
@@ -22,6 +22,7 @@ from emblib.dynamic.tiers.store import (
     TierMode,
     TierStats,
 )
+from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 
 __all__ = [
     "BackingStore",

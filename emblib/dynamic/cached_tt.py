@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,19 +13,30 @@ import torch
 from torch import Tensor, nn
 
 from emblib.dynamic.hash_table import HashTable
+from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
+from emblib.ops.autograd import updates_in_backward
+from emblib.ops.cache import COUNTERS, WAYS
 from emblib.optim import Optimizer
 from emblib.reference import tt as reference
 from emblib.specs import (
-    Choice,
+    BoundsCheck,
+    CacheConfig,
+    CachePolicy,
     DynamicSpec,
     Eviction,
+    Placement,
     Pooling,
     TableSpec,
     TTSpec,
     brief,
-    check_count,
 )
 from emblib.tables import TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags
+from emblib.tables.base import (
+    append_last_offset,
+    bags_of_equal_length,
+    check_bounds,
+    variable_batch,
+)
 
 _COUNTED = 4  # ids counted per row of the cache, by default
 _PROJECTIONS = 8  # gradient steps by which the changes of evicted rows go into the cores
@@ -34,63 +45,13 @@ _CHUNK = 1 << 14  # rows made at a time
 _MOST_ROWS_IN_INT64 = 1 << 31  # whose product with a multiplier fits
 
 
-class RowEviction(Choice):
-    """What becomes of a row that leaves the cache."""
+class _Lookups(NamedTuple):
+    """The lookups of a batch: ids, the keys to count, rows of a table's stored ones, features."""
 
-    PROJECT = "project"
-    """The cores take on its values, as far as they can, by steps along their gradient."""
-    DROP = "drop"
-    """What it learned is lost: the row is again what the cores make of it (FBTT)."""
-
-
-@dataclass(frozen=True)
-class TTCache:
-    """Which rows of tensor trains are stored, and when that changes.
-
-    Args:
-        rows: stored per table, one number for all or one each.
-        eviction: what becomes of rows that leave.
-        counted: ids of all tables whose uses are counted, the least used lose their counts to
-            others; by default 4 times the rows stored.
-        every: training lookups after which the rows are chosen again; None: only `populate` does.
-    """
-
-    rows: int | Sequence[int]
-    eviction: RowEviction = RowEviction.PROJECT
-    counted: int | None = None
-    every: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "eviction", RowEviction(self.eviction))
-        for name in ("counted", "every"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-
-    def rows_of(self, tables: Sequence[TTSpec]) -> list[int]:
-        """Return the rows stored of each table, at most all of it."""
-        given = [self.rows] * len(tables) if isinstance(self.rows, int) else list(self.rows)
-        if len(given) != len(tables):
-            raise ValueError(f"rows must be a number or one per table, got {self.rows}")
-        pairs = zip(given, tables, strict=True)
-        return [min(check_count("rows", rows), spec.rows) for rows, spec in pairs]
-
-
-class TTCacheStats(NamedTuple):
-    """Counts since the last `reset_cache_stats`.
-
-    Attributes:
-        lookups: valid ids of training lookups.
-        hits: those whose row was stored.
-        evicted: rows that left the cache.
-        changed: sum of squares of what these had learned since they came.
-        lost: sum of squares of what the cores did not take on.
-    """
-
-    lookups: int
-    hits: int
-    evicted: int
-    changed: float
-    lost: float
+    ids: Tensor  # [L], -1 for skipped ones, valid otherwise
+    counted: Tensor  # [L], -1 for ids that were not valid
+    rows: Tensor  # [L], -1 for rows that are not stored
+    starts: Tensor  # [F + 1], first lookup of each feature
 
 
 class CachedTTEmbeddingBags(nn.Module):
@@ -109,11 +70,18 @@ class CachedTTEmbeddingBags(nn.Module):
         pooling: SUM, MEAN, or NONE for one vector per lookup.
         feature_tables: the table of each feature; by default feature i reads table i.
         init: of the cores, as in `TableBatchedTTEmbeddingBags`.
-        device: of everything; not meta.
+        bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
+        device: of everything but spilled rows; not meta.
+        include_last_offset: False for offsets without their last entry, the number of indices, as
+            `nn.EmbeddingBag` takes them.
+
+    State dicts load into modules with another number of stored rows, if those of the state dict
+    fit.
 
     Raises:
         TypeError: no `TTCache`.
-        ValueError: rows that do not fit the tables, a deferred optimizer, the device meta.
+        ValueError: rows that do not fit the tables, a deferred optimizer, the device meta; `SPILL`
+            with an optimizer that leaves gradients.
 
     Example:
         >>> tables = [emblib.TTSpec(1_000_000, 64, (16, 16))]
@@ -128,7 +96,11 @@ class CachedTTEmbeddingBags(nn.Module):
     key_of_row: Tensor
     counters: Tensor
     changes: Tensor
+    since: Tensor
+    features: Tensor
     ends: Tensor
+    tables_of_features: Tensor
+    bounds_violations: Tensor
 
     def __init__(
         self,
@@ -139,71 +111,140 @@ class CachedTTEmbeddingBags(nn.Module):
         pooling: Pooling = Pooling.SUM,
         feature_tables: Sequence[int] | None = None,
         init: str = "gaussian",
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
+        include_last_offset: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(cache, TTCache):
-            raise TypeError(f"cache must be a TTCache, e.g. TTCache(10_000), got {cache!r}")
-        if torch.empty(0, device=device).is_meta:
-            raise ValueError(
-                "the hash table of a cache cannot be on meta: construct the module on its device"
-            )
-        if optimizer is not None and optimizer.deferred:
-            raise ValueError(
-                f"{brief(optimizer)} would apply gradients of rows that may have been replaced: "
-                "leave deferred out, or use TableBatchedTTEmbeddingBags"
-            )
+        _check_arguments(cache, optimizer, device)
         self.cache, self.tables = cache, tuple(tables)
+        self.bounds_check = BoundsCheck(bounds_check)
+        self.include_last_offset = include_last_offset
         options: dict[str, Any] = {
             "pooling": pooling,
             "feature_tables": feature_tables,
+            "bounds_check": BoundsCheck.NONE,  # this module checks, once for both
             "device": device,
         }
         self.trains = TableBatchedTTEmbeddingBags(tables, optimizer, init=init, **options)
         self.optimizer, self.pooling = self.trains.optimizer, self.trains.pooling
         self.cache_rows = cache.rows_of(self.tables)
-        specs = zip(self.cache_rows, self.tables, strict=True)
-        stored = [TableSpec(rows, spec.dim, spec.name) for rows, spec in specs]
-        self.rows = TableBatchedEmbeddingBags(stored, optimizer, **options)
-        total = sum(self.cache_rows)
+        self.stored_rows = cache.stored_rows_of(self.tables)
+        self._spills = cache.eviction is RowEviction.SPILL
+        self.rows = self._make_rows(optimizer, options)
+        total = sum(self.stored_rows)
         self.index = _hash_table(math.ceil(total / _INDEX_LOAD), Eviction.NONE, device)
         self.counts = _hash_table(cache.counted or _COUNTED * total, Eviction.LFU, device)
         self._first_key = [0, *accumulate(spec.rows for spec in self.tables)]
-        self._first_row = [0, *accumulate(self.cache_rows)]
+        self._first_row = [0, *accumulate(self.stored_rows)]
+        self._register_buffers(device)
+        self._since = 0  # training lookups since the rows were chosen
+        self._choice = 0  # number of that choice
+        self.register_load_state_dict_post_hook(_rebuild_index)
+
+    def _make_rows(
+        self, optimizer: Optimizer | None, options: dict[str, Any]
+    ) -> TableBatchedEmbeddingBags:
+        """Make the tables of stored rows."""
+        placement = Placement.MANAGED_CACHING if self._spills else Placement.DEVICE
+        sets = math.ceil(sum(self.cache_rows) / WAYS)
+        specs = [
+            TableSpec(rows, spec.dim, spec.name, placement=placement)
+            for rows, spec in zip(self.stored_rows, self.tables, strict=True)
+        ]
+        cache = CacheConfig(policy=CachePolicy.LFU, sets=sets)
+        return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
+
+    def _register_buffers(self, device: torch.device | str | None) -> None:
         features = self.trains.feature_tables
         by_feature = {
             "key_bases": [self._first_key[t] for t in features],
             "row_bases": [self._first_row[t] for t in features],
             "ends": [self.tables[t].rows for t in features],
+            "tables_of_features": list(features),
         }
+        locations = self.trains.features[len(features) :]  # below those of the keys of cores
+        self.register_buffer("features", locations.clone(), persistent=False)
         for name, values in by_feature.items():
-            self.register_buffer(name, torch.tensor(values, device=device), persistent=False)
+            numbers = torch.tensor(values, dtype=torch.int64, device=device)
+            self.register_buffer(name, numbers, persistent=False)
         slots = torch.full((self.index.capacity(),), -1, device=device)
         self.register_buffer("row_of_slot", slots, persistent=False)
-        self.register_buffer("key_of_row", torch.full((total,), -1, device=device))
-        self.register_buffer("counters", torch.zeros(3, dtype=torch.int64, device=device))
-        self.register_buffer("changes", torch.zeros(2, dtype=torch.float64, device=device))
-        self._since = 0  # training lookups since the rows were chosen
-        self._choice = 0  # number of that choice
-        self.register_load_state_dict_post_hook(_rebuild_index)
+        violations = torch.zeros(2, dtype=torch.int64, device=device)
+        self.register_buffer("bounds_violations", violations, persistent=False)
+        rows = torch.full((self._first_row[-1],), -1, device=device)
+        self.register_buffer("key_of_row", rows)
+        shape = (len(self.tables), len(_COUNTERS))
+        counters = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.register_buffer("counters", counters)
+        changes = torch.zeros((len(self.tables), 2), dtype=torch.float64, device=device)
+        self.register_buffer("changes", changes)
+        since = torch.zeros((), dtype=torch.int64, device=device)
+        self.register_buffer("since", since)
 
     def forward(
-        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
+        self,
+        indices: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """Pool embeddings to `[B, sum D]`, or `[L, D]` for pooling NONE.
 
-        Arguments and errors are those of `TableBatchedTTEmbeddingBags`.
+        Args:
+            indices: int32 or int64, row of each lookup; -1 skips. `[L]`, or `[F * B, N]` for bags
+                of N lookups, those of feature 0 first.
+            offsets: int32 or int64 `[F * B + 1]`, feature-major, as in
+                `TableBatchedTTEmbeddingBags`; none with 2-dimensional indices.
+            per_sample_weights: float32 in the shape of `indices`, scales each row; gets a gradient
+                if it requires one.
+            batch_sizes: `[F][ranks]` if features differ in batch size, as there.
+
+        Raises:
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+            ValueError: `batch_sizes` that do not fit; offsets missing, or given with 2-dimensional
+                indices.
         """
-        if self._since >= (self.cache.every or math.inf) and self._counts_uses():
+        if indices.dim() == 2:
+            indices, offsets, per_sample_weights = bags_of_equal_length(
+                indices, offsets, per_sample_weights
+            )
+        elif offsets is None:
+            raise ValueError("1-dimensional indices need offsets: where each bag begins")
+        elif not self.include_last_offset:
+            offsets = append_last_offset(indices, offsets)
+        offsets = self._checked_offsets(indices, offsets, batch_sizes)
+        counted = self.training and torch.is_grad_enabled()
+        if counted and self._since >= (self.cache.every or math.inf):
             self.populate()
-        rows = self._stored_rows(indices, offsets, counted=self._counts_uses())
-        stored = rows >= 0
-        cold = torch.where(stored, -1, indices)
-        found: Tensor = self.trains(cold, offsets, per_sample_weights)
-        out = found + self.rows(rows.to(indices.dtype), offsets, per_sample_weights)
+        batch = self._find(indices, offsets, batch_sizes)
+        stored = batch.rows >= 0
+        cold = torch.where(stored, -1, batch.ids).to(indices.dtype)
+        rows = batch.rows.to(indices.dtype)
+        found: Tensor = self.trains(cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        missed = self._missed().clone()
+        out = found + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        if counted:
+            self._count(batch, self._missed() - missed)
         if out.requires_grad:
             out.register_hook(partial(self._check_choice, self._choice))
         return out
+
+    def _checked_offsets(
+        self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> Tensor:
+        """Check a batch before anything is changed; return offsets repaired."""
+        features, bags = len(self.ends), offsets.numel() - 1
+        layout = None
+        if batch_sizes is not None:
+            dims = [self.tables[t].dim for t in self.trains.feature_tables]
+            layout = variable_batch(batch_sizes, dims, max(bags, 0), indices.device).bag_layout
+        elif bags < 0 or bags % features:
+            raise RuntimeError(
+                f"offsets must have F * B + 1 entries for {features} features, got {bags + 1}"
+            )
+        return check_bounds(self, indices, offsets, self.features, layout)
 
     def _check_choice(self, choice: int, gradient: Tensor) -> None:
         """Raise where the stored rows are other ones than at the lookup: they would be updated."""
@@ -214,35 +255,49 @@ class CachedTTEmbeddingBags(nn.Module):
                 "backward, or use every=None and call populate()"
             )
 
-    def _counts_uses(self) -> bool:
-        return self.training and torch.is_grad_enabled()
-
     @torch.no_grad()
-    def _stored_rows(self, indices: Tensor, offsets: Tensor, *, counted: bool) -> Tensor:
-        """Return for each lookup its row among those stored of its table, or -1."""
-        features = len(self.ends)
-        batch = (offsets.numel() - 1) // features
-        ends = offsets.long()[::batch] if batch else offsets.new_zeros(features + 1).long()
-        sizes = (ends[1:] - ends[:-1]).clamp(min=0)
-        number = indices.numel()
-        of_feature = torch.arange(features, device=indices.device)
-        if features == 1:
-            feature = of_feature.expand(number)
+    def _find(
+        self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> _Lookups:
+        """Return for each lookup its id, the key to count, and its row among the stored ones."""
+        features, device = len(self.ends), indices.device
+        if batch_sizes is None:
+            batch = (offsets.numel() - 1) // features
+            starts = offsets[::batch] if batch else offsets.new_zeros(features + 1)
         else:
-            feature = torch.bucketize(
-                torch.arange(number, device=indices.device), sizes.cumsum(0)[:-1], right=True
-            )
+            bags = list(accumulate(map(sum, batch_sizes), initial=0))
+            starts = offsets[torch.tensor(bags, device=device)]
+        starts = starts.long()
+        if features == 1:
+            feature = torch.zeros((), dtype=torch.int64, device=device).expand(indices.numel())
+        else:
+            position = torch.arange(indices.numel(), device=device)
+            feature = torch.bucketize(position, starts[1:-1], right=True)
         ids = indices.long()
         valid = (ids >= 0) & (ids < self.ends[feature])
-        keys = torch.where(valid, ids + self.key_bases[feature], -1)
+        ids = torch.where(valid | (ids == -1), ids, 0)  # invalid ones are of row 0
+        keys = torch.where(ids >= 0, ids + self.key_bases[feature], -1)
         slots = self.index.slots(keys)
-        rows = torch.where(slots >= 0, self.row_of_slot[slots], -1)
-        if counted:
-            self.counts.find_or_insert_slots(keys)  # invalid ids too, as a key that no table has
-            self.counters[0] += valid.sum()
-            self.counters[1] += (rows >= 0).sum()
-            self._since += 1
-        return torch.where(rows >= 0, rows - self.row_bases[feature], -1)
+        rows = torch.where(slots >= 0, self.row_of_slot[slots] - self.row_bases[feature], -1)
+        return _Lookups(ids, torch.where(valid, keys, -1), rows, starts)
+
+    @torch.no_grad()
+    def _count(self, batch: _Lookups, missed: Tensor) -> None:
+        """Count the ids of a training lookup; `missed` are lookups of spilled rows by table."""
+        self.counts.find_or_insert_slots(batch.counted)  # -1 too, as a key that no table has
+        valid = batch.counted >= 0
+        for column, flags in enumerate((valid, valid & (batch.rows >= 0))):
+            until = nn.functional.pad(flags.cumsum(0), (1, 0))[batch.starts]
+            self.counters[:, column].index_add_(0, self.tables_of_features, until.diff())
+        self.counters[:, _COUNTERS.index("spill_hits")] += missed
+        self._since += 1
+
+    def _missed(self) -> Tensor:
+        """Return lookups by table whose row the cache of spilled rows did not hold."""
+        cache = self.rows.row_cache
+        if cache is None:
+            return self.counters.new_zeros(len(self.tables))
+        return cache.counters[:-1, COUNTERS.index("lookup_misses")]
 
     @torch.no_grad()
     def populate(self) -> None:
@@ -258,34 +313,47 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _populate_table(self, table: int, keys: Tensor, uses: Tensor) -> None:
         keys, order = keys.sort()  # equal uses: the smaller id first
-        best = keys[uses[order].argsort(descending=True, stable=True)[: self.cache_rows[table]]]
-        first, last = self._first_row[table : table + 2]
-        present = self.key_of_row[first:last]
-        leaving = (present >= 0) & ~torch.isin(present, best)
-        if leaving.any():
-            self._evict(table, leaving.nonzero().squeeze(1))
+        uses = uses[order]
+        best = keys[uses.argsort(descending=True, stable=True)[: self.cache_rows[table]]]
+        present = self._keys(table)
         new = best[~torch.isin(best, present)]
-        free = (present < 0).nonzero().squeeze(1)[: len(new)]
+        leaving = ((present >= 0) & ~torch.isin(present, best)).nonzero().squeeze(1)
+        if self._spills:  # only as many as there is no room for
+            excess = max(len(new) - int((present < 0).sum()), 0)
+            leaving = _least_used(present, leaving, keys, uses)[:excess]
+        if len(leaving):
+            self._evict(table, leaving)
+        free = (self._keys(table) < 0).nonzero().squeeze(1)[: len(new)]
         self._store(table, free, new)
+
+    def _keys(self, table: int) -> Tensor:
+        """Return the keys of a table's stored rows, -1 for free ones."""
+        first, last = self._first_row[table : table + 2]
+        return self.key_of_row[first:last]
 
     def _evict(self, table: int, rows: Tensor) -> None:
         """Remove rows, numbered within a table's stored rows."""
         first = self._first_row[table]
         keys = self.key_of_row[first + rows]
         ids = keys - self._first_key[table]
-        values = self.rows.table_weights()[table][rows].detach()
+        values = self._values(table, rows)
         made = self._made(table, ids)
         changed = float((values - made).double().square().sum())
-        if self.cache.eviction is RowEviction.PROJECT:
+        if self.cache.eviction is not RowEviction.DROP:
             self._project(table, ids, values)
             made = self._made(table, ids)
         lost = float((values - made).double().square().sum())
-        self.changes += torch.tensor([changed, lost], device=self.changes.device)
-        self.counters[2] += len(rows)
+        self.changes[table] += torch.tensor([changed, lost], device=self.changes.device)
+        self.counters[table, _COUNTERS.index("evicted")] += len(rows)
         self._choice += 1
         self.row_of_slot[self.index.slots(keys)] = -1
         self.index.erase(keys)
         self.key_of_row[first + rows] = -1
+
+    def _values(self, table: int, rows: Tensor) -> Tensor:
+        """Return the values of stored rows, wherever they are."""
+        weight = self.rows.table_weights()[table].detach()
+        return weight[rows.to(weight.device)].to(rows.device)
 
     def _store(self, table: int, rows: Tensor, keys: Tensor) -> None:
         """Store keys in free rows, with what the cores make of them."""
@@ -297,12 +365,12 @@ class CachedTTEmbeddingBags(nn.Module):
         first = self._first_row[table]
         self.row_of_slot[slots] = first + rows
         self.key_of_row[first + rows] = keys
+        made = self._made(table, keys - self._first_key[table])
+        self.rows.settle()  # what a cache has learned would be dropped by `overwriting`
         with self.rows.overwriting():
-            self.rows.table_weights()[table][rows] = self._made(
-                table, keys - self._first_key[table]
-            )
-            for state in self.rows.table_optimizer_states()[table].values():
-                state[rows] = 0
+            for name, view in self.rows.table_views()[table].items():
+                at = rows.to(view.device)
+                view[at] = made.to(view) if name == "weight" else torch.zeros_like(view[at])
 
     def _made(self, table: int, ids: Tensor) -> Tensor:
         """Return what the cores make of ids."""
@@ -367,35 +435,55 @@ class CachedTTEmbeddingBags(nn.Module):
     def to_dense(self, table: int) -> Tensor:
         """Return a table as a dense `[rows, D]` matrix, stored rows included."""
         dense = self.trains.to_dense(table)
-        first, last = self._first_row[table : table + 2]
-        keys = self.key_of_row[first:last]
+        keys = self._keys(table)
         rows = (keys >= 0).nonzero().squeeze(1)
-        ids = keys[rows] - self._first_key[table]
-        dense[ids] = self.rows.table_weights()[table].detach()[rows].to(dense.dtype)
+        dense[keys[rows] - self._first_key[table]] = self._values(table, rows).to(dense)
         return dense
 
     def cached_ids(self, table: int) -> Tensor:
-        """Return the ids whose rows are stored."""
-        first, last = self._first_row[table : table + 2]
-        keys = self.key_of_row[first:last]
+        """Return the ids whose rows are stored, in the cache or spilled."""
+        keys = self._keys(table)
         return keys[keys >= 0] - self._first_key[table]
+
+    def spilled_ids(self, table: int) -> Tensor:
+        """Return the ids whose rows are stored and not in the cache; none unless they spill."""
+        keys = self._keys(table)
+        return keys[(keys >= 0) & self._is_spilled(table)] - self._first_key[table]
+
+    def _is_spilled(self, table: int) -> Tensor:
+        """Return which of a table's stored rows the cache does not hold."""
+        first, last = self._first_row[table : table + 2]
+        cache = self.rows.row_cache
+        if cache is None:
+            return torch.zeros(last - first, dtype=torch.bool, device=self.key_of_row.device)
+        rows = torch.arange(first, last, device=cache.tags.device)
+        return ~torch.isin(rows, cache.tags)
 
     def cache_stats(self) -> TTCacheStats:
         """Return counts since the last reset (reads the device)."""
-        lookups, hits, evicted = self.counters.tolist()
-        return TTCacheStats(lookups, hits, evicted, *self.changes.tolist())
+        names = [f.name for f in fields(TTCacheStats)][:-1]
+        numbers = zip(self.counters.tolist(), self.changes.tolist(), strict=True)
+        rows = [
+            dict(zip(names, (*counts, *changes, self.spilled_ids(t).numel()), strict=True))
+            for t, (counts, changes) in enumerate(numbers)
+        ]
+        tables = [TTCacheStats(**row) for row in rows]
+        whole = {name: sum(row[name] for row in rows) for name in names}
+        return TTCacheStats(**whole, tables=dict(zip(self.rows.table_names, tables, strict=True)))
 
     def reset_cache_stats(self) -> None:
-        """Set the counts of `cache_stats` to zero."""
+        """Set the counts of `cache_stats` to zero; `spilled` is no count, and stays."""
         self.counters.zero_()
         self.changes.zero_()
 
     @torch.no_grad()
     def empty_cache(self) -> None:
-        """Remove all stored rows, as `cache.eviction` says, and forget all counts."""
+        """Remove all stored rows, and forget all counts.
+
+        With `DROP` their values are lost; otherwise, spilled ones included, they go into the cores.
+        """
         for table in range(len(self.tables)):
-            first, last = self._first_row[table : table + 2]
-            rows = (self.key_of_row[first:last] >= 0).nonzero().squeeze(1)
+            rows = (self._keys(table) >= 0).nonzero().squeeze(1)
             if len(rows):
                 self._evict(table, rows)
         self.counts.clear()
@@ -408,8 +496,60 @@ class CachedTTEmbeddingBags(nn.Module):
         slots = self.index.find_or_insert_slots(self.key_of_row[rows]).slots
         self.row_of_slot[slots] = rows
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.since.fill_(self._since)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Load a state dict, of modules with other numbers of stored rows too.
+
+        Raises:
+            RuntimeError: more stored rows of a table than this module has; nothing was written.
+        """
+        self.since.fill_(self._since)
+        saved = state_dict.get(f"{prefix}key_of_row")
+        if saved is not None:
+            state_dict.update(self._resized(state_dict, prefix, saved))
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _resized(
+        self, state_dict: Mapping[str, Any], prefix: str, saved: Tensor
+    ) -> dict[str, Tensor]:
+        """Return entries of a state dict in the sizes of this module, where they have others."""
+        entries, keys, first = {}, [], 0
+        names, views = self.rows.table_names, self.rows.table_views()
+        for name, capacity, tensors in zip(names, self.stored_rows, views, strict=True):
+            present = {f"{prefix}rows.{name}.{part}": view for part, view in tensors.items()}
+            if any(key not in state_dict for key in present):
+                return {}  # torch names what is missing
+            size = len(state_dict[next(iter(present))])
+            own = saved[first : first + size]
+            first += size
+            if size != capacity:
+                used = (own >= 0).nonzero().squeeze(1)
+                if len(used) > capacity:
+                    raise RuntimeError(
+                        f"the state dict has {len(used)} stored rows of table {name!r}, this "
+                        f"module has {capacity}: construct it with a larger TTCache, or call "
+                        "empty_cache() before saving"
+                    )
+                for key, view in present.items():
+                    source = state_dict[key]
+                    entries[key] = torch.zeros_like(view)
+                    entries[key][: len(used)] = source[used.to(source.device)].to(view)
+                own = torch.cat([own[used], own.new_full((capacity - len(used),), -1)])
+            keys.append(own)
+        return {**entries, f"{prefix}key_of_row": torch.cat(keys)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._rebuild_index()
+
+    def _restart(self) -> None:
+        """Follow what was loaded: a lookup before it must not update rows by its backward."""
+        self._since, self._choice = int(self.since), self._choice + 1
         self._rebuild_index()
 
     def reset_parameters(self) -> None:
@@ -428,19 +568,65 @@ class CachedTTEmbeddingBags(nn.Module):
         self.rows.set_learning_rate(lr)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of `weights` (cores), `cache` (rows and index) and `optimizer_state`."""
+        """Return bytes by use.
+
+        `weights` are the cores, `cache` stored rows and index, `optimizer_state` states of both.
+        With `SPILL`, `spill` are stored rows with their states in host memory, and `cache` those in
+        the cache; 0 otherwise.
+        """
         trains, rows = self.trains.nbytes(), self.rows.nbytes()
         index = self.row_of_slot.nbytes + self.key_of_row.nbytes
-        tables = sum(t.nbytes for h in (self.index, self.counts) for t in h.index.tensors())
-        return {
-            "weights": trains["weights"],
-            "cache": rows["weights"] + index + tables,
-            "optimizer_state": trains["optimizer_state"] + rows["optimizer_state"],
-        }
+        index += sum(t.nbytes for h in (self.index, self.counts) for t in h.index.tensors())
+        parts = {"weights": trains["weights"], "optimizer_state": trains["optimizer_state"]}
+        if self._spills:
+            spill = rows["weights"] + rows["optimizer_state"]
+            return {**parts, "cache": rows["cache"] + index, "spill": spill}
+        parts["optimizer_state"] += rows["optimizer_state"]
+        return {**parts, "cache": rows["weights"] + index, "spill": 0}
+
+
+_COUNTERS = ("lookups", "hits", "spill_hits", "evicted")
+"""The columns of `counters`: the first fields of `TTCacheStats`."""
+assert tuple(f.name for f in fields(TTCacheStats))[: len(_COUNTERS)] == _COUNTERS
+
+
+def _check_arguments(
+    cache: TTCache, optimizer: Optimizer | None, device: torch.device | str | None
+) -> None:
+    """Raise for arguments that a cache of rows cannot have."""
+    if not isinstance(cache, TTCache):
+        raise TypeError(f"cache must be a TTCache, e.g. TTCache(10_000), got {cache!r}")
+    if torch.empty(0, device=device).is_meta:
+        raise ValueError(
+            "the hash table of a cache cannot be on meta: construct the module on its device"
+        )
+    if optimizer is None:
+        return
+    if optimizer.deferred:
+        raise ValueError(
+            f"{brief(optimizer)} would apply gradients of rows that may have been replaced: "
+            "leave deferred out, or use TableBatchedTTEmbeddingBags"
+        )
+    if cache.eviction is RowEviction.SPILL and not updates_in_backward(optimizer):
+        raise ValueError(
+            f"{brief(optimizer)} leaves gradients, and rows in host memory have none: use an "
+            "optimizer that backward applies, or another eviction"
+        )
+
+
+def _least_used(present: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
+    """Return rows by ascending uses, of equal ones the largest key first; `keys` ascend."""
+    own = present[rows]
+    counts = torch.zeros_like(own)
+    if len(keys):
+        at = torch.searchsorted(keys, own).clamp(max=len(keys) - 1)
+        counts = torch.where(keys[at] == own, uses[at], 0)
+    by_key = own.argsort(descending=True)
+    return rows[by_key[counts[by_key].argsort(stable=True)]]
 
 
 def _rebuild_index(module: Any, incompatible: Any) -> None:
-    module._rebuild_index()
+    module._restart()
 
 
 def _hash_table(capacity: int, eviction: Eviction, device: torch.device | str | None) -> HashTable:

@@ -468,6 +468,25 @@ def append_last_offset(indices: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([offsets, offsets.new_full((1,), indices.numel())])
 
 
+def bags_of_equal_length(
+    indices: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return 2-dimensional indices `[bags, N]` flat, with the offsets of bags and the last entry.
+
+    Raises:
+        ValueError: offsets for such indices.
+    """
+    if offsets is not None:
+        raise ValueError(
+            "2-dimensional indices are bags of equal length and take no offsets; flatten "
+            "them, or leave offsets out"
+        )
+    bags, length = indices.shape
+    made = torch.arange(bags + 1, device=indices.device) * length
+    weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+    return indices.reshape(-1), made, weights
+
+
 BOUNDS_MESSAGE = (
     "emblib: {indices} indices and {offsets} offsets out of bounds; "
     "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "

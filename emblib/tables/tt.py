@@ -16,7 +16,13 @@ from emblib.ops import autograd, tt
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec, brief, check_float_dtype
 from emblib.tables import optimizer_hooks, parameters
-from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
+from emblib.tables.base import (
+    FusedTables,
+    SpecKind,
+    append_last_offset,
+    bags_of_equal_length,
+    check_bounds,
+)
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
 from emblib.tt.initializers import INITIALIZERS, CoreLayout
@@ -542,17 +548,10 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             ValueError: offsets missing, or given for 2-dimensional indices.
         """
         if indices.dim() == 2:
-            if offsets is not None:
-                raise ValueError(
-                    "2-dimensional indices are bags of equal length and take no offsets; flatten "
-                    "them, or leave offsets out"
-                )
-            bags, length = indices.shape
-            entries = bags + 1 if self.include_last_offset else bags
-            offsets = torch.arange(entries, device=indices.device) * length
-            indices = indices.reshape(-1)
-            if per_sample_weights is not None:
-                per_sample_weights = per_sample_weights.reshape(-1)
+            indices, offsets, per_sample_weights = bags_of_equal_length(
+                indices, offsets, per_sample_weights
+            )
+            offsets = offsets if self.include_last_offset else offsets[:-1]
         elif offsets is None:
             raise ValueError("1-dimensional indices need offsets: where each bag begins")
         return super().forward(indices, offsets, per_sample_weights)

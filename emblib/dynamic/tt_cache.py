@@ -1,0 +1,127 @@
+"""Which rows of tensor trains are stored, what becomes of those that leave, and what is counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from emblib.specs import Choice, TTSpec, check_count
+
+_SPILLED = 8  # rows in host memory per row of the cache, by default
+
+
+class RowEviction(Choice):
+    """What becomes of a row that leaves the cache."""
+
+    PROJECT = "project"
+    """The cores take on its values, as far as they can, by steps along their gradient."""
+    SPILL = "spill"
+    """Host memory keeps it with its optimizer state: it stays stored. See `TTCache`."""
+    DROP = "drop"
+    """What it learned is lost: the row is again what the cores make of it (FBTT)."""
+
+
+@dataclass(frozen=True)
+class TTCache:
+    """Which rows of tensor trains are stored, and when that changes.
+
+    With `SPILL` a row, once chosen, stays stored. Stored rows are a table in host memory (pinned,
+    if the module is on a GPU) behind a cache of `rows` rows in the memory of the module:
+    `Placement.MANAGED_CACHING`, with the policy LFU. A lookup of a spilled row, one that the cache
+    does not hold, brings the row and its optimizer state into the cache; where all 32 ways of its
+    set hold rows that are used more often or are in flight, it reads the row, and backward updates
+    it, in host memory. No update is lost and no lookup waits for the host, wherever the row is. It
+    costs a transfer of the row and of its state over the bus, and of the row that is written back.
+    On a CPU both memories are the same: there, `PROJECT` or `DROP` with more rows are faster.
+
+    Host memory takes `rows + spill_rows` rows per table, allocated at construction. When it is
+    full, the least used stored rows leave as with `PROJECT`, one per row that is newly chosen;
+    rows without a count leave first, and of equally used ones the larger id.
+
+    Args:
+        rows: stored per table, one number for all or one each.
+        eviction: what becomes of rows that leave.
+        counted: ids of all tables whose uses are counted, the least used lose their counts to
+            others; by default 4 times the rows stored.
+        every: training lookups after which the rows are chosen again; None: only `populate` does.
+        spill_rows: rows per table that host memory has besides `rows`, one number for all or one
+            each, with `SPILL` only; by default 8 times `rows`.
+
+    Raises:
+        ValueError: a number below its minimum, `spill_rows` with another eviction.
+    """
+
+    rows: int | Sequence[int]
+    eviction: RowEviction = RowEviction.PROJECT
+    counted: int | None = None
+    every: int | None = None
+    spill_rows: int | Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eviction", RowEviction(self.eviction))
+        for name in ("counted", "every"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.spill_rows is not None and self.eviction is not RowEviction.SPILL:
+            raise ValueError(
+                f"spill_rows is for eviction='spill', got it with {self.eviction.value!r}: leave "
+                "it out, or choose that eviction"
+            )
+
+    def rows_of(self, tables: Sequence[TTSpec]) -> list[int]:
+        """Return the rows in the cache of each table, at most all of it."""
+        return _per_table("rows", self.rows, tables)
+
+    def stored_rows_of(self, tables: Sequence[TTSpec]) -> list[int]:
+        """Return the rows stored of each table, in the cache or spilled, at most all of it."""
+        cached = self.rows_of(tables)
+        if self.eviction is not RowEviction.SPILL:
+            return cached
+        if self.spill_rows is None:
+            spilled = [_SPILLED * rows for rows in cached]
+        else:
+            spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
+        parts = zip(cached, spilled, tables, strict=True)
+        return [min(rows + more, spec.rows) for rows, more, spec in parts]
+
+
+def _per_table(
+    name: str, given: int | Sequence[int], tables: Sequence[TTSpec], *, minimum: int = 1
+) -> list[int]:
+    """Return a number of rows for each table, at most those that it has."""
+    numbers = list(given) if isinstance(given, Sequence) else [given] * len(tables)
+    if len(numbers) != len(tables):
+        raise ValueError(f"{name} must be a number or one per table, got {given}")
+    pairs = zip(numbers, tables, strict=True)
+    return [min(check_count(name, rows, minimum=minimum), spec.rows) for rows, spec in pairs]
+
+
+@dataclass(frozen=True)
+class TTCacheStats:
+    """Counts since the last `reset_cache_stats`.
+
+    Attributes:
+        lookups: valid ids of training lookups.
+        hits: those whose row was stored, in the cache or spilled.
+        spill_hits: those whose row was spilled, when their batch was looked up.
+        evicted: rows that left to the cores; spilled ones did not.
+        changed: sum of squares of what these had learned since they came.
+        lost: sum of squares of what the cores did not take on.
+        spilled: rows that are stored now and not in the cache.
+        tables: the same counts per table, by name; empty in those.
+    """
+
+    lookups: int
+    hits: int
+    spill_hits: int
+    evicted: int
+    changed: float
+    lost: float
+    spilled: int
+    tables: Mapping[str, TTCacheStats] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the fraction of lookups whose row was stored; NaN without lookups."""
+        return self.hits / self.lookups if self.lookups else math.nan
