@@ -223,10 +223,12 @@ class CachedTTEmbeddingBags(nn.Module):
         cold = torch.where(stored, -1, batch.ids).to(indices.dtype)
         rows = batch.rows.to(indices.dtype)
         found: Tensor = self.trains(cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
-        missed = self._missed().clone()
+        before = self._missed
+        before = None if before is None else before.clone()
         out = found + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
         if counted:
-            self._count(batch, self._missed() - missed)
+            after = self._missed
+            self._count(batch, None if before is None or after is None else after - before)
         if out.requires_grad:
             out.register_hook(partial(self._check_choice, self._choice))
         return out
@@ -268,35 +270,41 @@ class CachedTTEmbeddingBags(nn.Module):
             bags = list(accumulate(map(sum, batch_sizes), initial=0))
             starts = offsets[torch.tensor(bags, device=device)]
         starts = starts.long()
-        if features == 1:
-            feature = torch.zeros((), dtype=torch.int64, device=device).expand(indices.numel())
-        else:
+        by_feature: tuple[Tensor, ...] = (self.ends, self.key_bases, self.row_bases)
+        if features > 1:
             position = torch.arange(indices.numel(), device=device)
             feature = torch.bucketize(position, starts[1:-1], right=True)
+            by_feature = tuple(numbers[feature] for numbers in by_feature)
+        end, key_base, row_base = by_feature
         ids = indices.long()
-        valid = (ids >= 0) & (ids < self.ends[feature])
+        valid = (ids >= 0) & (ids < end)
         ids = torch.where(valid | (ids == -1), ids, 0)  # invalid ones are of row 0
-        keys = torch.where(ids >= 0, ids + self.key_bases[feature], -1)
+        keys = torch.where(ids >= 0, ids + key_base, -1)
         slots = self.index.slots(keys)
-        rows = torch.where(slots >= 0, self.row_of_slot[slots] - self.row_bases[feature], -1)
+        rows = torch.where(slots >= 0, self.row_of_slot[slots] - row_base, -1)
         return _Lookups(ids, torch.where(valid, keys, -1), rows, starts)
 
     @torch.no_grad()
-    def _count(self, batch: _Lookups, missed: Tensor) -> None:
+    def _count(self, batch: _Lookups, missed: Tensor | None) -> None:
         """Count the ids of a training lookup; `missed` are lookups of spilled rows by table."""
         self.counts.find_or_insert_slots(batch.counted)  # -1 too, as a key that no table has
         valid = batch.counted >= 0
         for column, flags in enumerate((valid, valid & (batch.rows >= 0))):
-            until = nn.functional.pad(flags.cumsum(0), (1, 0))[batch.starts]
-            self.counters[:, column].index_add_(0, self.tables_of_features, until.diff())
-        self.counters[:, _COUNTERS.index("spill_hits")] += missed
+            if len(self.ends) == 1:
+                by_feature = flags.sum().view(1)
+            else:
+                by_feature = nn.functional.pad(flags.cumsum(0), (1, 0))[batch.starts].diff()
+            self.counters[:, column].index_add_(0, self.tables_of_features, by_feature)
+        if missed is not None:
+            self.counters[:, _COUNTERS.index("spill_hits")] += missed
         self._since += 1
 
-    def _missed(self) -> Tensor:
-        """Return lookups by table whose row the cache of spilled rows did not hold."""
+    @property
+    def _missed(self) -> Tensor | None:
+        """Return lookups by table of spilled rows so far; None where rows do not spill."""
         cache = self.rows.row_cache
         if cache is None:
-            return self.counters.new_zeros(len(self.tables))
+            return None
         return cache.counters[:-1, COUNTERS.index("lookup_misses")]
 
     @torch.no_grad()
