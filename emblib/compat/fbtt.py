@@ -64,7 +64,7 @@ _WITHOUT_EPS = (optim.SGD, optim.LARS)
 
 DISTRIBUTIONS = {
     "uniform": "uniform",
-    "naive-uniform": "",  # drawn here: its scale is its point
+    "naive-uniform": "fbtt:naive-uniform",  # its scale is its point
     "normal": "gaussian",
     "approx-uniform": "approx_uniform",
     "approx-normal": "sampled_gaussian",
@@ -202,7 +202,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
                 f"{self.cache_size}"
             )
         specs = [self.spec] * num_tables
-        rule, init = self._rule(), DISTRIBUTIONS[weight_dist] or "uniform"
+        rule, init = self._rule(), DISTRIBUTIONS[weight_dist]
         self.bags: TableBatchedTTEmbeddingBags | CachedTTEmbeddingBags
         if use_cache:
             counted = num_tables * self.hashtbl_size
@@ -211,8 +211,6 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         else:
             self.bags = TableBatchedTTEmbeddingBags(specs, rule, init=init, device=device)
         self.weight_dist = weight_dist
-        if not DISTRIBUTIONS[weight_dist]:
-            self.reset_parameters()
 
     def _rule(self) -> optim.Optimizer:
         """Return the optimizer; `sparse=False` leaves dense gradients on the parameters."""
@@ -242,11 +240,6 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the cores again, and empty the cache."""
         self.bags.reset_parameters()
-        if DISTRIBUTIONS[self.weight_dist]:
-            return
-        with torch.no_grad():
-            for core in self._trains.cores:
-                core.uniform_(0, 1 / math.sqrt(self.num_embeddings))
 
     @property
     def tt_cores(self) -> list[Tensor]:

@@ -65,7 +65,8 @@ ARGUMENTS = (
         "`init`",
         "uniform: `uniform`, normal: `gaussian`, approx-uniform: "
         "`approx_uniform`, approx-normal: `sampled_gaussian`, all with rows of deviation "
-        "1 / sqrt(3 rows). naive-uniform is FBTT's own, in [0, 1 / sqrt(rows))",
+        "1 / sqrt(3 rows). naive-uniform is FBTT's own, in [0, 1 / sqrt(rows)). The other four "
+        "formulas of FBTT are `init` of `TableBatchedTTEmbeddingBags`: `fbtt:uniform`, ...",
     ),
     Option("enforce_embedding_dim", "–", "Has no effect: the dimension is never rounded up"),
     Option("device", "`device`", "Of the cores; not in FBTT, which needs CUDA"),

@@ -38,7 +38,7 @@ from emblib.storage.initial_values import seeded
 from emblib.tables import TableBatchedTTEmbeddingBags
 from emblib.tables.tt import Cores
 from emblib.tt import layout_entry
-from emblib.tt.initializers import INITIALIZERS, CoreLayout
+from emblib.tt.initializers import CoreLayout, find_initializer
 from emblib.tt.shapes import check_ranks
 
 _FLOAT = torch.float32.itemsize
@@ -72,8 +72,7 @@ class TensorTrain(Storage):
     def __post_init__(self) -> None:
         for name in ("ranks", "row_factors", "dim_factors"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.init not in INITIALIZERS:
-            raise ValueError(f"init must be one of {', '.join(INITIALIZERS)}, got {self.init!r}")
+        find_initializer(self.init)
         object.__setattr__(self, "ids", IdOrder(self.ids))
 
     # Configuration
@@ -354,7 +353,7 @@ class TTKernel(TableBatchedTTEmbeddingBags):
         whole, cpu = part.config.spec(), torch.device("cpu")
         layout = CoreLayout(whole.row_factors, whole.dim_factors, whole.full_ranks, cpu)
         with seeded(cpu, self.seeds[table]):
-            values = INITIALIZERS[storage.init](layout, 1.0 / math.sqrt(3.0 * whole.rows))
+            values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * whole.rows))
         drawn: list[Tensor] = storage.cores_of(part, values)
         return drawn
 

@@ -25,7 +25,7 @@ from emblib.tables.base import (
 )
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
-from emblib.tt.initializers import INITIALIZERS, CoreLayout
+from emblib.tt.initializers import CoreLayout, find_initializer
 from emblib.tt.shapes import check_ranks
 from emblib.tt.work import TTWork
 
@@ -67,6 +67,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         feature_tables: the table of each feature; by default feature i reads table i.
         init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
             rows the standard deviation 1/sqrt(3 * rows), that of a dense table's uniform start.
+            FBTT-Embedding's five, with the scales that they have there, are "fbtt:uniform",
+            "fbtt:naive-uniform", "fbtt:normal", "fbtt:approx-uniform" and "fbtt:approx-normal".
         output_dtype: float32, float16 or bfloat16. Cores and sums are float32 in any case.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: of the cores.
@@ -125,8 +127,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         self.init = init
         self.shared_gradients: dict[int, tt.ShareGradients] = {}
         self._check_ranks()
-        if init not in INITIALIZERS:
-            raise ValueError(f"init must be one of {', '.join(INITIALIZERS)}, got {init!r}")
+        find_initializer(init)  # raises before memory is allocated
         self.core_layout = tt.layout_of(self.tables)
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
@@ -257,7 +258,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """Draw the initial values of the cores of a table."""
         spec = self.tables[table]
         layout = _shapes(spec, self.features.device)
-        return INITIALIZERS[self.init](layout, 1.0 / math.sqrt(3.0 * spec.rows))
+        return find_initializer(self.init)(layout, 1.0 / math.sqrt(3.0 * spec.rows))
 
     def forward(
         self,

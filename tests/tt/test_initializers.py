@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from emblib.specs import TTSpec
+from emblib.storage import TensorTrain
 from emblib.tables import TTEmbeddingBag
-from emblib.tt.initializers import INITIALIZERS
+from emblib.tt.initializers import FBTT_INITIALIZERS, INITIALIZERS, find_initializer
 
 SPEC = TTSpec(110, 8, (3, 4), (4, 5, 6), (2, 2, 2))
 
@@ -34,8 +35,7 @@ def test_initial_rows_have_the_deviation_of_a_plain_table(
     assert float(dense.std()) == pytest.approx(target, rel=0.1)
     assert abs(float(dense.mean())) < 0.1 * target
     if init == "approx_uniform":
-        kurtosis = float((dense / dense.std()).pow(4).mean())
-        assert kurtosis == pytest.approx(1.8, abs=0.15)
+        assert kurtosis(dense) == pytest.approx(1.8, abs=0.15)
     assert dense.unique(dim=0).size(0) == 30_000
 
 
@@ -57,20 +57,118 @@ def test_initial_rows_are_unlike_each_other(init: str, rank: int) -> None:
     assert float(cosines.abs().mean()) == pytest.approx(math.sqrt(2 / (math.pi * 64)), rel=0.1)
 
 
-def test_the_documentation_has_the_kurtosis_of_initial_values() -> None:
+def big_table(init: str, rank: int) -> Tensor:
+    spec = TTSpec(100_000, 64, (rank, rank), (40, 50, 50), (4, 4, 4))
+    return TTEmbeddingBag(spec, init=init).to_dense()
+
+
+def kurtosis(values: Tensor) -> float:
+    return float(((values - values.mean()) / values.std()).pow(4).mean())
+
+
+def mean_cosine(rows: Tensor) -> float:
+    """Of two different rows."""
+    units = torch.nn.functional.normalize(rows.double(), dim=1)
+    count = len(units)
+    return float((units.sum(0).square().sum() - count) / (count * (count - 1)))
+
+
+def rank_by_products(rows: Tensor) -> float:
+    """The effective rank, from the products of columns."""
+    shares = torch.linalg.eigvalsh(rows.double().T @ rows.double()).clamp(min=1e-300)
+    shares = shares / shares.sum()
+    return float((-(shares * shares.log()).sum()).exp())
+
+
+def documented() -> dict[str, list[float]]:
     text = (Path(__file__).resolve().parents[2] / "docs/tensor_trains.md").read_text()
-    found = re.findall(r"\| `(\w+)`[^|]*\| ([\d.]+) \| ([\d.]+) \|", text)
-    assert [init for init, *_ in found] == [
-        "gaussian",
-        "uniform",
-        "sampled_gaussian",
-        "approx_uniform",
-    ]
-    for init, *shown in found:
-        for rank, number in zip((8, 32), shown, strict=True):
-            dense = TTEmbeddingBag(TTSpec(30_000, 64, (rank, rank)), init=init).to_dense()
-            kurtosis = float((dense / dense.std()).pow(4).mean())
-            assert kurtosis == pytest.approx(float(number), rel=0.12)
+    lines = re.findall(r"^\| `([\w:-]+)`[^|]*\|[^|]*\|((?: [\d.]+ \|){5})$", text, re.MULTILINE)
+    return {init: [float(number) for number in re.findall(r"[\d.]+", row)] for init, row in lines}
+
+
+@pytest.mark.parametrize("init", [*INITIALIZERS, *FBTT_INITIALIZERS])
+def test_the_documentation_has_the_moments_of_initial_values(init: str) -> None:
+    deviation, at_8, at_32, rank, cosine = documented()[init]
+    rows = big_table(init, 32)
+    target = 1 / math.sqrt(3 * len(rows))
+    assert float(rows.std()) / target == pytest.approx(deviation, rel=0.1)
+    assert kurtosis(rows) == pytest.approx(at_32, rel=0.12)
+    assert rank_by_products(rows) == pytest.approx(rank, rel=0.05)
+    assert mean_cosine(rows) == pytest.approx(cosine, abs=0.02)
+    assert kurtosis(big_table(init, 8)) == pytest.approx(at_8, rel=0.16)  # by draws
+
+
+def test_the_documentation_has_every_initialisation() -> None:
+    assert set(documented()) == {*INITIALIZERS, *FBTT_INITIALIZERS}
+
+
+def entries(init: str, ranks: tuple[int, ...]) -> tuple[TTSpec, list[Tensor]]:
+    spec = TTSpec(8000, 16, ranks)
+    return spec, [core.detach() for core in TTEmbeddingBag(spec, init=init).cores]
+
+
+@pytest.mark.parametrize("ranks", [(8,), (8, 6), (4, 8, 6)], ids=str)
+def test_fbtts_formulas_of_core_entries(ranks: tuple[int, ...]) -> None:
+    cores = len(ranks) + 1
+    inverse = 1 / math.sqrt(8000)
+    spread = 1.0
+    for rank in ranks:
+        spread *= rank ** (-1 / (2 * cores))
+    bounds = {
+        "fbtt:uniform": math.sqrt(2 / 8016) ** (1 / cores) * spread,
+        "fbtt:naive-uniform": inverse,
+    }
+    for init, bound in bounds.items():
+        for core in entries(init, ranks)[1]:
+            assert float(core.min()) >= 0
+            assert 0.97 * bound < float(core.max()) <= bound * (1 + 1e-6)
+            assert float(core.mean()) == pytest.approx(bound / 2, rel=0.2)
+    drawn = torch.cat([core.flatten() for core in entries("fbtt:normal", ranks)[1]])
+    assert float(drawn.std()) == pytest.approx(inverse, rel=0.1)
+    assert kurtosis(drawn) == pytest.approx(3, rel=0.2)
+    scale = (inverse / math.sqrt(3)) ** (1 / 3)
+    drawn = torch.cat([core.flatten() for core in entries("fbtt:approx-normal", ranks)[1]]) / scale
+    assert 2 * (1 - 1e-6) <= float(drawn.abs().min()) < 2.1
+    assert float(drawn.square().mean()) == pytest.approx(5.746, rel=0.1)
+
+
+def test_fbtts_saw_teeth_are_where_its_pattern_has_them() -> None:
+    spec, (head, middle, last) = entries("fbtt:approx-uniform", (8, 6))
+    scale = 8000 ** (-1 / 6)
+    p, q = spec.row_factors, spec.dim_factors
+    level = 1 / math.sqrt(8)
+    torch.testing.assert_close(head / scale, torch.full_like(head, level), rtol=0, atol=0.06)
+    middle = (middle / scale).view(p[1], 8, q[1], 6).transpose(1, 2).reshape(-1, 8, 6)
+    for of_row in middle:  # [8, 6]: in one even column a tooth and nearly zeros, else all one level
+        quiet = [c for c in range(6) if int(((of_row[:, c] - level).abs() > 0.1).sum()) >= 7]
+        assert len(quiet) == 1
+        assert quiet[0] % 2 == 0
+        assert int((of_row[:, quiet[0]].abs() > 0.005).sum()) <= 1
+        tooth = float(of_row[:, quiet[0]].abs().max()) * level
+        assert abs(15 * tooth - round(15 * tooth)) <= 0.7 / 4 + 1e-3
+    teeth = (last / scale).view(p[2], 6, q[2])
+    large = (teeth.abs() > 0.05).nonzero()
+    assert (large[:, 1] % 2 == 1).all()
+    assert len({(row, column) for row, _, column in large.tolist()}) == len(large)
+    assert len(large) > 0.85 * p[2] * q[2]  # one of 29 teeth is at zero
+
+
+def test_names_of_fbtt_are_refused_without_their_prefix() -> None:
+    for bare, ours in (
+        ("normal", "gaussian"),
+        ("naive-uniform", "uniform"),
+        ("approx-uniform", "approx_uniform"),
+        ("approx-normal", "sampled_gaussian"),
+    ):
+        for make in (lambda: TTEmbeddingBag(SPEC, init=bare), lambda: TensorTrain((2,), init=bare)):  # noqa: B023
+            with pytest.raises(ValueError, match=f"use '{ours}' for rows.*or 'fbtt:{bare}'"):
+                make()
+    with pytest.raises(ValueError, match=r"init must be one of gaussian, .*fbtt:uniform"):
+        find_initializer("xavier")
+    with pytest.raises(ValueError, match="needs 3 cores"):
+        TTEmbeddingBag(TTSpec(100, 8, (4,)), init="fbtt:approx-uniform")
+    with pytest.raises(ValueError, match="second rank of at least 2"):
+        TTEmbeddingBag(TTSpec(100, 8, (4, 1)), init="fbtt:approx-uniform")
 
 
 def test_approx_uniform_values_fill_the_interval_evenly() -> None:
@@ -90,7 +188,7 @@ def test_sampled_gaussian_entries_avoid_zero() -> None:
 
 
 def test_initial_values_follow_torchs_seed() -> None:
-    for init in INITIALIZERS:
+    for init in (*INITIALIZERS, *FBTT_INITIALIZERS):
         tables = []
         for _ in range(2):
             torch.manual_seed(11)
