@@ -268,7 +268,7 @@ class CachedTTEmbeddingBags(nn.Module):
             starts = offsets[::batch] if batch else offsets.new_zeros(features + 1)
         else:
             bags = list(accumulate(map(sum, batch_sizes), initial=0))
-            starts = offsets[torch.tensor(bags, device=device)]
+            starts = offsets[torch.tensor(bags).to(device, non_blocking=True)]
         starts = starts.long()
         by_feature: tuple[Tensor, ...] = (self.ends, self.key_bases, self.row_bases)
         if features > 1:
