@@ -217,6 +217,7 @@ def test_tables_of_keys_answer_what_was_put_in(name: str) -> None:
 @pytest.mark.parametrize("name", ["scored", "scored_lfu"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_full_table_takes_more_keys_than_it_has_slots(name: str, seed: int) -> None:
+    torch.manual_seed(seed)  # of the hash: by a few, a bucket is still not full at the end
     table = registry.find(name).load()(task(320, 320))
     calls = Calls(WORK, KeysConfig(), 320, seed, inserts=True)
     put = fill(table, calls)
