@@ -133,7 +133,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // Optimizers on whole matrices, and memory advice.
   m.def(
       "update_rows_(Tensor(a!) weights, Tensor(b!)[] states, Tensor hyper, int optimizer,"
-      " Tensor grads) -> ()");
+      " Tensor grads, int first_row=0) -> ()");
   m.def("advise_huge_pages_(Tensor(a!) tensor) -> ()");
 
   // Counter-based random numbers.

@@ -31,18 +31,32 @@ EMB_HD RowLocation locate_update(const Feature& feature, int64_t row, int64_t sl
 // The CPU kernels of `update_rows_`.
 
 struct UpdateRowsArgs {
-  TierRows tier;       // float32 matrices [rows, width], row-wise states [rows]
+  TierRows tier;       // matrices [rows, width], row-wise states [rows]
   const float* grads;  // [.., width]
   int64_t width;
   const double* hyper;
   const int32_t* rows = nullptr;  // of the gradients; null if there is one for each row
+  int64_t first_row = 0;          // id of row 0 in the random numbers of stochastic rounding
 };
 
-// Update the rows of gradients [begin, end); `scratch` has room for one row.
+// Rows of scratch of an update: the gradient, and what is stored in 16 bits as floats.
+inline constexpr int64_t kMatrixScratchRows = 2 + kMaxElementStates;
+
+// Update the rows of gradients [begin, end); `scratch` has room for kMatrixScratchRows rows.
 using UpdateRowsFn = void (*)(const UpdateRowsArgs&, float* scratch, int64_t begin, int64_t end);
+
+// Copies rows of a matrix as floats: row rows[i] of `from` becomes row i of `to`.
+struct WidenRowsArgs {
+  const void* from;
+  Dtype type;
+  const int32_t* rows;
+  int64_t width;
+  float* to;
+};
 
 struct UpdateRowsTable {
   UpdateRowsFn (*find)(int optimizer);  // null if there is no such optimizer
+  void (*widen)(const WidenRowsArgs&, int64_t begin, int64_t end);
 };
 
 }  // namespace emb

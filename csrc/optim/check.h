@@ -93,9 +93,9 @@ inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t gro
                   " or more, got ", row_slots.numel());
 }
 
-// Check the arguments of `update_rows_`: two float32 matrices of one shape.
+// Check the arguments of `update_rows_`: two matrices of one shape, the gradient in float32.
 inline void check_matrices(const char* op, const Tensor& weights, const Tensor& grads) {
-  check_dtype(op, "weights", weights, ScalarType::Float, "float32");
+  float_dtype(op, "weights", weights.scalar_type());
   check_dtype(op, "grads", grads, ScalarType::Float, "float32");
   STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous(), op,
                   ": weights must be a contiguous matrix, got ", weights.dim(), " dimensions");
@@ -105,16 +105,13 @@ inline void check_matrices(const char* op, const Tensor& weights, const Tensor& 
       grads.numel(), " values in ", grads.dim(), " dimensions");
 }
 
-// Check the weights and states of `update_rows_`, all float32, and return them as the only tier.
+// Check the weights and states of `update_rows_` and return them as the only tier.
 inline TierRows check_matrix_states(const char* op, int64_t optimizer, const Tensor& weights,
                                     const std::vector<Tensor>& states, const Tensor& hyper) {
   check_hyper(op, optimizer_shape(op, optimizer), hyper);
   TierRows tiers[kTiers];
   const int64_t rows[kTiers] = {weights.size(0)};
   check_tiers(op, optimizer, {weights}, states, rows, tiers);
-  for (const Tensor& state : states) {
-    check_dtype(op, "an optimizer state", state, ScalarType::Float, "float32");
-  }
   return tiers[0];
 }
 

@@ -11,18 +11,17 @@
 
 namespace emb::cuda {
 
+// `first_row` is the id of row 0 in the random numbers of stochastic rounding.
 inline void update_matrix(const char* op, const CudaLauncher& launcher, const Tensor& weights,
                           const std::vector<Tensor>& states, const Tensor& hyper, int64_t optimizer,
-                          const Tensor& grads) {
+                          const Tensor& grads, int64_t first_row) {
   check_same_device(op, "grads", grads, weights);
   check_same_device(op, "hyper", hyper, weights);
-  for (const Tensor& state : states) {
-    check_dtype(op, "an optimizer state", state, ScalarType::Float, "float32");
-  }
   const OptimizerStepArgs step =
       optimizer_step_args(op, {weights}, optimizer, states, hyper, weights.size(0));
   const Tensor gradient = torch::stable::contiguous(grads);
-  const MatrixGrad in{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1)};
+  const MatrixGrad in{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1),
+                      first_row};
   launch_update_rows(launcher, in, step);
 }
 

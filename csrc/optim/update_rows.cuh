@@ -11,6 +11,7 @@ inline constexpr int kMatrixThreads = 128;
 struct MatrixGrad {
   const float* grad;  // [rows, width]
   int64_t rows, width;
+  int64_t first_row;  // id of row 0 in the random numbers of stochastic rounding
 };
 
 // Replace each of `values` by its sum over the block, in warp order, and return whether `flag`
@@ -91,7 +92,8 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
       read_columns(in.grad + start + column, valid, gradient);
       load_columns(args, tier, start + column, valid, &x);
       add_penalty(step, x, gradient);
-      const ColumnLocation location{start + column, row, static_cast<int>(column), valid};
+      const ColumnLocation location{start + column, in.first_row + row, static_cast<int>(column),
+                                    valid};
       step_columns(args, step, tier, location, gradient, scale, &x);
     }
   }

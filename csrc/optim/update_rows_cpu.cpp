@@ -19,20 +19,21 @@ namespace {
 constexpr int64_t kGrain = 1 << 15;  // elements
 
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
-                  int64_t optimizer, const Tensor& grads) {
+                  int64_t optimizer, const Tensor& grads, int64_t first_row) {
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
   const int64_t rows = weights.size(0), width = weights.size(1);
   const TierRows tier = check_matrix_states(op, optimizer, weights, states, hyper);
   if (rows * width == 0) return;
   const Tensor gradient = as_contiguous(grads);
-  const UpdateRowsArgs args{tier, gradient.const_data_ptr<float>(), width,
-                            hyper.const_data_ptr<double>()};
+  const UpdateRowsArgs args{tier,    gradient.const_data_ptr<float>(),
+                            width,   hyper.const_data_ptr<double>(),
+                            nullptr, first_row};
   const UpdateRowsFn update = update_rows_table().find(static_cast<int>(optimizer));
   parallel_balanced(
       rows, kGrain, [width](int64_t row) { return row * width; },
       [&](int64_t begin, int64_t end) {
-        const std::unique_ptr<float[]> scratch(new float[width]);
+        const std::unique_ptr<float[]> scratch(new float[kMatrixScratchRows * width]);
         update(args, scratch.get(), begin, end);
       });
 }

@@ -9,10 +9,10 @@ namespace emb::cuda {
 namespace {
 
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
-                  int64_t optimizer, const Tensor& grads) {
+                  int64_t optimizer, const Tensor& grads, int64_t first_row) {
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
-  update_matrix(op, CudaLauncher(weights), weights, states, hyper, optimizer, grads);
+  update_matrix(op, CudaLauncher(weights), weights, states, hyper, optimizer, grads, first_row);
 }
 
 }  // namespace

@@ -22,20 +22,52 @@ EMB_HD bool is_zero(const float* g, int64_t width) {
   return true;
 }
 
+// Return the views of the row that starts at `start`: in place, or in scratch where it is stored in
+// 16 bits.
 template <class Opt>
-EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const UpdateRowsArgs& args,
-                       float* scratch, int64_t number) {
+EMB_HD RowViews open_row(const TierRows& tier, int64_t start, int64_t width, float* scratch) {
+  RowViews views{nullptr, scratch, nullptr, nullptr};
+  const auto as_floats = [&](void* data, Dtype type) {
+    if (type == Dtype::kFloat) return static_cast<float*>(data) + start;
+    scratch += width;
+    widen_row(data, type, start, width, scratch);
+    return scratch;
+  };
+  views.w = as_floats(tier.weights, tier.weight_type);
+  if constexpr (Opt::kSteppedStates > 0) {
+    views.first = as_floats(tier.element_states[0], tier.state_types[0]);
+  }
+  if constexpr (Opt::kSteppedStates > 1) {
+    views.second = as_floats(tier.element_states[1], tier.state_types[1]);
+  }
+  return views;
+}
+
+// Store what `open_row` has widened; `id` is that of the row in the random numbers.
+template <class Opt>
+EMB_HD void close_row(const TierRows& tier, int64_t start, int64_t width, const RowViews& views,
+                      const Rounding& rounding, int64_t id) {
+  const auto store = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
+    if (type == Dtype::kFloat) return;
+    narrow_row(values, width, data, type, start, rounding, id, tensor);
+  };
+  store(views.w, tier.weights, tier.weight_type, kRoundWeights);
+  if constexpr (Opt::kSteppedStates > 0) {
+    store(views.first, tier.element_states[0], tier.state_types[0], kRoundState);
+  }
+  if constexpr (Opt::kSteppedStates > 1) {
+    store(views.second, tier.element_states[1], tier.state_types[1], kRoundState + 1);
+  }
+}
+
+template <class Opt>
+EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const Rounding& rounding,
+                       const UpdateRowsArgs& args, float* scratch, int64_t number) {
   const int64_t row = args.rows != nullptr ? args.rows[number] : number;
   const int64_t width = args.width, start = row * width;
   const float* grad = args.grads + number * width;
-  RowViews views{static_cast<float*>(args.tier.weights) + start, scratch, nullptr, nullptr};
-  if constexpr (Opt::kSteppedStates > 0) {
-    views.first = static_cast<float*>(args.tier.element_states[0]) + start;
-  }
-  if constexpr (Opt::kSteppedStates > 1) {
-    views.second = static_cast<float*>(args.tier.element_states[1]) + start;
-  }
-  for (int64_t d = 0; d < width; ++d) scratch[d] = grad[d];
+  const RowViews views = open_row<Opt>(args.tier, start, width, scratch);
+  for (int64_t d = 0; d < width; ++d) views.g[d] = grad[d];
   float sums[kMaxRowSums], states[kMaxRowStates];
   add_penalty(decay, width, views);
   row_sums(opt, width, views, sums);
@@ -44,15 +76,17 @@ EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const UpdateRow
   for (int s = 0; s < Opt::kRowStates; ++s) args.tier.row_states[s][row] = states[s];
   decay_row(decay, width, views);
   step_row(opt, width, scale, views);
+  close_row<Opt>(args.tier, start, width, views, rounding, args.first_row + row);
 }
 
 template <class Opt>
 void update(const UpdateRowsArgs& args, float* scratch, int64_t begin, int64_t end) {
   const Opt opt(args.hyper);
   const WeightDecay decay(args.hyper);
+  const Rounding rounding(args.hyper);
   for (int64_t row = begin; row < end; ++row) {
     if (!is_zero(args.grads + row * args.width, args.width)) {
-      update_row(opt, decay, args, scratch, row);
+      update_row(opt, decay, rounding, args, scratch, row);
     }
   }
 }
@@ -63,9 +97,16 @@ UpdateRowsFn find(int optimizer) {
   return found;
 }
 
+void widen(const WidenRowsArgs& args, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    widen_row(args.from, args.type, args.rows[i] * args.width, args.width,
+              args.to + i * args.width);
+  }
+}
+
 }  // namespace
 
 extern const UpdateRowsTable kUpdateRowsTable;
-const UpdateRowsTable kUpdateRowsTable = {find};
+const UpdateRowsTable kUpdateRowsTable = {find, widen};
 
 }  // namespace emb::EMB_ISA

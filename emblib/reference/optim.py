@@ -36,7 +36,7 @@ def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
         dim=-1,
     )
     random = philox_counters(seed, counters.view(-1, 4))
-    return random.view(len(rows), -1)[:, :dim].to(rows.device)
+    return random.view(len(rows), 4 * len(blocks))[:, :dim].to(rows.device)
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:
@@ -340,13 +340,22 @@ def store(
 
 
 def update_rows_(
-    weights: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: str, grads: Tensor
+    weights: Tensor,
+    states: Sequence[Tensor],
+    hyper: Tensor,
+    optimizer: str,
+    grads: Tensor,
+    first_row: int = 0,
 ) -> None:
-    """Apply `optimizer` to every row of `weights [R, W]` whose gradient is not all zero."""
+    """Apply `optimizer` to every row of `weights [R, W]` whose gradient is not all zero.
+
+    Arithmetic is in the dtype of `grads`; what is written is rounded as `hyper` selects, row i with
+    the random numbers of row `first_row + i`.
+    """
     touched = grads.ne(0).any(1).nonzero().squeeze(1)
     local = [state[touched] for state in states]
-    weights[touched], new_states = step_rows(
-        optimizer, weights[touched], grads[touched], local, hyper
-    )
-    for state, new in zip(states, new_states, strict=True):
-        state[touched] = new
+    new, new_states = step_rows(optimizer, weights[touched], grads[touched], local, hyper)
+    ids = first_row + touched
+    store(weights, touched, new, hyper, ids, 0)
+    for number, (state, values) in enumerate(zip(states, new_states, strict=True)):
+        store(state, touched, values, hyper, ids, 1 + number)

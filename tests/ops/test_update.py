@@ -308,6 +308,30 @@ def test_matches_the_reference(kind: str, name: str, shape: tuple[int, int]) -> 
         torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rounding", [-1, 5])
+@pytest.mark.parametrize("kind", UPDATES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtypes", [key for key in DTYPES if key != "fp32"])
+def test_matrices_in_16_bits(kind: str, name: str, dtypes: str, rounding: int) -> None:
+    """Wide rows and narrow ones; rounded to nearest, or by the random words of their rows."""
+    generator = torch.Generator().manual_seed(5)
+    optimizer, (narrow, states_dtype) = CASES[name], DTYPES[dtypes]
+    for shape in ((6, 5), (9, 70)):
+        weights = torch.randn(shape, generator=generator).to(narrow)
+        states = [_state(kept, shape, generator) for kept in optimizer.states]
+        states = [s.to(states_dtype) if s.dim() == 2 else s for s in states]
+        want, want_states = weights.clone(), [s.clone() for s in states]
+        hyper = optimizer.hyperparams()
+        hyper[1], hyper[4] = 3.0, rounding
+        grads = torch.randn(shape, generator=generator)
+        grads[::3] = 0.0
+        UPDATES[kind](weights, states, hyper, OPTIMIZER[optimizer.name], grads, 13)
+        reference.update_rows_(want, want_states, hyper, optimizer.name, grads, 13)
+        for got, expected in zip([weights, *states], [want, *want_states], strict=True):
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(got, expected, **TOLERANCE[got.dtype])
+
+
 @pytest.mark.parametrize("kind", UPDATES)
 def test_untouched_rows_with_eps_zero_stay_finite(kind: str) -> None:
     weights, states = torch.ones(4, 3), [torch.zeros(4, 3)]
@@ -324,9 +348,10 @@ def test_untouched_rows_with_eps_zero_stay_finite(kind: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weights": torch.zeros(4, 3).half()}, "weights must be float32"),
+        ({"weights": torch.zeros(4, 3).double()}, "weights must be float32, float16 or bfloat16"),
         ({"weights": torch.zeros(12)}, "a contiguous matrix"),
-        ({"states": [torch.zeros(4, 3).half()]}, "optimizer state must be float32"),
+        ({"states": [torch.zeros(4, 3).int()]}, "optimizer state must be float32, float16 or"),
+        ({"grads": torch.zeros(4, 3).half()}, "grads must be float32"),
         ({"states": []}, "keeps 1 state tensors for each of 1 tensors of weights, got 0"),
         ({"hyper": torch.zeros(5).double()}, "hyper vector of 6 entries"),
         ({"grads": torch.zeros(4, 2)}, "grads must be .4, 3. like weights"),

@@ -229,11 +229,16 @@ def tbe_sample_weight_grad(
 
 
 def update_rows_(
-    weights: Tensor, states: Sequence[Tensor], hyper: Tensor, optimizer: int, grads: Tensor
+    weights: Tensor,
+    states: Sequence[Tensor],
+    hyper: Tensor,
+    optimizer: int,
+    grads: Tensor,
+    first_row: int = 0,
 ) -> None:
     """Emulated `update_rows_`."""
     step = _step_words([weights], states, hyper, optimizer)
-    library().call("update_rows", *step, grads, *grads.shape)
+    library().call("update_rows", *step, grads, *grads.shape, first_row)
 
 
 def fill_uniform_(tensor: Tensor, low: float, high: float, seed: int) -> None:

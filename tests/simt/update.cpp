@@ -83,13 +83,13 @@ extern "C" const char* simt_update(const int64_t* call) {
   });
 }
 
-// read_step's, grads, rows, width
+// read_step's, grads, rows, width, first row
 extern "C" const char* simt_update_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
     const OptimizerStepArgs step = read_step(&words);
     const auto* grads = words.pointer<const float>();
-    const int64_t rows = words.number(), width = words.number();
-    launch_update_rows(launcher, MatrixGrad{grads, rows, width}, step);
+    const int64_t rows = words.number(), width = words.number(), first_row = words.number();
+    launch_update_rows(launcher, MatrixGrad{grads, rows, width, first_row}, step);
   });
 }
