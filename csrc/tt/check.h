@@ -56,8 +56,8 @@ inline void check_table_ids(const char* op, const TtTableIds& table) {
                   "; make tables with emblib.ops.tt.layout_of");
 }
 
-// Check the cores of a table and return their shape. Cores are [p_k, R_k q_k R_{k+1}]; the ranks
-// follow from their widths.
+// Check the cores of a table and return their shape. Cores are [p_k, R_k q_k R_{k+1}] of one dtype;
+// the ranks follow from their widths.
 inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
                         const std::vector<int64_t>& row_factors,
                         const std::vector<int64_t>& dim_factors) {
@@ -69,7 +69,10 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
   int64_t rank = 1, dim = 1;
   for (int k = 0; k < shape.cores; ++k) {
     const Tensor& core = cores[k];
-    check_dtype(op, "each core", core, ScalarType::Float, "float32");
+    float_dtype(op, "each core", core.scalar_type());
+    STD_TORCH_CHECK(core.scalar_type() == cores[0].scalar_type(), op,
+                    ": all cores must have one dtype, got ", dtype_name(cores[0].scalar_type()),
+                    " and ", dtype_name(core.scalar_type()));
     check_same_device(op, "each core", core, cores[0]);
     STD_TORCH_CHECK(core.dim() == 2 && core.is_contiguous(), op, ": core ", k,
                     " must be a contiguous matrix [p, R q R'], got ", core.dim(), " dimensions");
@@ -97,8 +100,9 @@ struct TtTables {
   std::vector<std::vector<Tensor>> cores;
   std::vector<int64_t> first_cores = {0};
   std::vector<int64_t> first_keys = {0}, first_lefts = {0}, first_rights = {0};
-  int64_t dim = 0;         // of the widest table
-  int64_t value_size = 0;  // of the largest left half
+  Dtype type = Dtype::kFloat;  // of all cores
+  int64_t dim = 0;             // of the widest table
+  int64_t value_size = 0;      // of the largest left half
 
   // Lists of all tables one after the other; table t has num_cores[t] entries of each.
   TtTables(const char* op, const std::vector<Tensor>& all_cores,
@@ -114,6 +118,7 @@ struct TtTables {
       sum += count >= 2 && count <= kMaxCores ? count : total + 1;
     STD_TORCH_CHECK(sum == total && total > 0, op, ": num_cores must be 2 to 4 for each table and ",
                     total, " in all");
+    type = float_dtype(op, "each core", all_cores[0].scalar_type());
     int64_t first = 0;
     for (const int64_t count : num_cores) {
       cores.emplace_back(all_cores.begin() + first, all_cores.begin() + first + count);
@@ -121,6 +126,10 @@ struct TtTables {
           op, cores.back(), {row_factors.begin() + first, row_factors.begin() + first + count},
           {dim_factors.begin() + first, dim_factors.begin() + first + count}));
       check_same_device(op, "each core", all_cores[first], all_cores[0]);
+      STD_TORCH_CHECK(all_cores[first].scalar_type() == all_cores[0].scalar_type(), op,
+                      ": all cores must have one dtype, got ",
+                      dtype_name(all_cores[0].scalar_type()), " and ",
+                      dtype_name(all_cores[first].scalar_type()));
       first += count;
       first_cores.push_back(first);
       append(op, shapes.back());

@@ -18,7 +18,9 @@ struct TtBatch {
   TtPlan plan;
   int64_t table, first_left_id, first_right_id;
   int64_t left_stride, right_stride, row_stride;
-  const float* cores[kMaxCores];
+  const void* cores[kMaxCores];
+  Dtype type;            // of the cores
+  const float* left[2];  // the cores of the left half as floats, of 16-bit ones copies
 
   int64_t lefts() const { return min(plan.capacity, shape.left().ids()); }
   int64_t rights() const { return min(plan.capacity, shape.right().ids()); }
@@ -26,7 +28,7 @@ struct TtBatch {
   const int32_t* right_range() const { return plan.right_starts() + table; }
 
   TtHalves left_halves() const {
-    return {shape.left(), cores[0],      cores[1],    plan.lefts,
+    return {shape.left(), left[0],       left[1],     plan.lefts,
             left_range(), first_left_id, left_stride, false};
   }
 
@@ -37,12 +39,14 @@ struct TtBatch {
 struct TtBatches {
   std::vector<TtBatch> tables;
 
-  TtBatches(const std::vector<TtShape>& shapes, const std::vector<const float*>& cores,
+  TtBatches(const std::vector<TtShape>& shapes, const std::vector<const void*>& cores, Dtype type,
             const TtPlan& plan) {
-    const float* const* core = cores.data();
+    const void* const* core = cores.data();
     for (const TtShape& shape : shapes) {
       TtBatch batch{shape, plan, static_cast<int64_t>(tables.size()), left_ids_, right_ids_};
       for (int k = 0; k < shape.cores; ++k) batch.cores[k] = *core++;
+      batch.type = type;
+      for (int k = 0; k < 2; ++k) batch.left[k] = static_cast<const float*>(batch.cores[k]);
       tables.push_back(batch);
       const TtHalf left = shape.left(), right = shape.right();
       left_ids_ += left.ids();
@@ -117,7 +121,7 @@ inline TtRowsArgs tt_rows_args(const TtBatch& batch, const float* left_values,
   args.right_columns = right.columns();
   args.rank = left.rank;
   args.left = left.pair ? TtHalfRows<const float>{left_values, nullptr, 0, batch.left_stride}
-                        : TtHalfRows<const float>{batch.cores[0], plan.lefts, batch.first_left_id,
+                        : TtHalfRows<const float>{batch.left[0], plan.lefts, batch.first_left_id,
                                                   left.value_size()};
   args.right = right_values;
   args.right_stride = batch.right_stride;
@@ -136,9 +140,34 @@ inline TtRowsArgs tt_rows_args(const TtBatch& batch, const float* left_values,
 }
 
 // Return the arguments that reverse all rows of a matrix.
+inline TtReverseArgs reverse_all(const void* from, Dtype type, float* to, int64_t rows, int64_t a,
+                                 int64_t q, int64_t b) {
+  const int64_t size = a * q * b;
+  return {{from, type, nullptr, 0, size}, {to, nullptr, 0, size}, nullptr, rows, a, q, b};
+}
+
 inline TtReverseArgs reverse_all(const float* from, float* to, int64_t rows, int64_t a, int64_t q,
                                  int64_t b) {
-  return {{from, nullptr, 0, a * q * b}, {to, nullptr, 0, a * q * b}, nullptr, rows, a, q, b};
+  return reverse_all(from, Dtype::kFloat, to, rows, a, q, b);
+}
+
+// Copy the core rows of left halves as floats where they are stored in 16 bits. `allocate` returns
+// memory that lives as long as the pass.
+template <class Launcher, class Allocate>
+void widen_left(const Launcher& launcher, TtBatches* batches, Allocate& allocate) {
+  for (TtBatch& batch : batches->tables) {
+    if (batch.type == Dtype::kFloat) continue;
+    const TtHalf half = batch.shape.left();
+    const TtHalves halves = batch.left_halves();
+    const auto widen = [&](int k, int64_t rows, int64_t width, int64_t unit) {
+      float* copy = allocate(rows * width);
+      launch_widen_core(launcher, {halves, batch.cores[k], batch.type, copy, rows, width, unit});
+      batch.left[k] = copy;
+    };
+    // The rows of an outer core are few and spread over all halves of a pair.
+    widen(0, half.outer_rows, half.outer_size(), half.pair ? 0 : 1);
+    if (half.pair) widen(1, half.inner_rows, half.inner_size(), half.outer_rows);
+  }
 }
 
 template <class Launcher>
@@ -146,19 +175,19 @@ void expand_right(const Launcher& launcher, const TtBatch& batch, const TtRightM
   const TtHalf half = batch.shape.right();
   const int last = batch.shape.cores - 1;
   if (!half.pair) {
-    launch_reverse(launcher,
-                   {{batch.cores[last], batch.plan.rights, batch.first_right_id, half.value_size()},
-                    {memory.values, nullptr, 0, batch.right_stride},
-                    batch.right_range(),
-                    batch.rights(),
-                    half.rank,
-                    half.q_outer,
-                    1});
+    launch_reverse(launcher, {{batch.cores[last], batch.type, batch.plan.rights,
+                               batch.first_right_id, half.value_size()},
+                              {memory.values, nullptr, 0, batch.right_stride},
+                              batch.right_range(),
+                              batch.rights(),
+                              half.rank,
+                              half.q_outer,
+                              1});
     return;
   }
-  launch_reverse(launcher, reverse_all(batch.cores[last], memory.mirrored_outer, half.outer_rows,
-                                       half.inner_rank, half.q_outer, 1));
-  launch_reverse(launcher, reverse_all(batch.cores[last - 1], memory.mirrored_inner,
+  launch_reverse(launcher, reverse_all(batch.cores[last], batch.type, memory.mirrored_outer,
+                                       half.outer_rows, half.inner_rank, half.q_outer, 1));
+  launch_reverse(launcher, reverse_all(batch.cores[last - 1], batch.type, memory.mirrored_inner,
                                        half.inner_rows, half.rank, half.q_inner, half.inner_rank));
   launch_expand(launcher, right_halves(batch, memory), memory.values);
 }
@@ -230,7 +259,7 @@ void backward_pass(const Launcher& launcher, const TtBatch& batch, const TtRight
   }
   if (!half.pair) {
     launch_reverse(launcher,
-                   {{memory.right_grads, nullptr, 0, batch.right_stride},
+                   {{memory.right_grads, Dtype::kFloat, nullptr, 0, batch.right_stride},
                     {grads[last], batch.plan.rights, batch.first_right_id, half.value_size()},
                     batch.right_range(),
                     batch.rights(),

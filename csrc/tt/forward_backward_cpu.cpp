@@ -40,9 +40,17 @@ inline void tt_reverse(const TtReverseArgs& args, int64_t rows) {
       [&](int64_t begin, int64_t end) { tt_table().reverse(args, begin, end); });
 }
 
+// Float copies of the core rows that a batch uses, of cores stored in 16 bits.
+struct UsedCores {
+  std::vector<int32_t> rows[kMaxCores];  // of the whole core, ascending
+  Floats values[kMaxCores];
+  std::vector<int32_t> lefts, rights;  // ids of the halves among those that these rows make
+};
+
 // One table and its part of the plan of a batch: pointers to its first left and right half. Numbers
 // in the plan count those of all tables, so they are relative to `first_row`, `first_left` and
-// `first_right`.
+// `first_right`. With 16-bit cores it is the table that the core rows of the batch make: halves
+// keep their order among each other, so all results have the bits of float cores of equal values.
 struct TtBatch {
   TtShape shape;
   int64_t first_core;  // in the list of the cores of all tables
@@ -52,6 +60,7 @@ struct TtBatch {
   int64_t first_left_id, first_right_id;
   TtHalf left, right;
   std::vector<const float*> cores;
+  UsedCores used;  // of 16-bit cores
 
   TtBatch(const TtTables& tables, const TtPlan& all, int64_t t)
       : shape(tables.shapes[t]),
@@ -71,7 +80,16 @@ struct TtBatch {
     plan.left_segments += first_left;
     plan.rights += first_right;
     plan.right_segments += first_right;
+    if (tables.type != Dtype::kFloat) {
+      if (num_rows > 0) widen(tables.cores[t], tables.type);
+      return;
+    }
     for (const Tensor& core : tables.cores[t]) cores.push_back(core.const_data_ptr<float>());
+  }
+
+  // Return the row of core k that row `row` of `cores[k]` is.
+  int64_t core_row(int64_t k, int64_t row) const {
+    return used.rows[k].empty() ? row : used.rows[k][row];
   }
 
   TtHalfCores left_cores() const {
@@ -85,6 +103,9 @@ struct TtBatch {
   }
 
   Floats scratch() const { return new_floats(tt_scratch_size(left, shape.dim())); }
+
+ private:
+  void widen(const std::vector<Tensor>& narrow, Dtype type);
 };
 
 // The core rows that the halves of a pair use, ascending, and the number among them of each half.
@@ -113,6 +134,59 @@ struct PairRows {
   int64_t num_outer() const { return static_cast<int64_t>(outer.size()); }
   int64_t num_inner() const { return static_cast<int64_t>(inner.size()); }
 };
+
+// Copy ids of halves that are rows of a core.
+inline std::vector<int32_t> core_rows(const int32_t* ids, int64_t count, int64_t first_id) {
+  std::vector<int32_t> rows(count);
+  for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<int32_t>(ids[i] - first_id);
+  return rows;
+}
+
+// Find the core rows that halves use, and return the ids that the halves have among those that
+// these rows make.
+inline std::vector<int32_t> number_rows(const TtHalfCores& cores, int64_t halves,
+                                        std::vector<int32_t>* outer, std::vector<int32_t>* inner) {
+  std::vector<int32_t> ids(halves);
+  if (!cores.half.pair) {
+    *outer = core_rows(cores.ids, halves, cores.first_id);
+    for (int64_t u = 0; u < halves; ++u) ids[u] = static_cast<int32_t>(u);
+    return ids;
+  }
+  PairRows rows(cores, halves);
+  const auto num_outer = static_cast<int32_t>(rows.num_outer());
+  for (int64_t u = 0; u < halves; ++u) {
+    ids[u] = rows.inner_numbers[u] * num_outer + rows.outer_numbers[u];
+  }
+  *outer = std::move(rows.outer);
+  *inner = std::move(rows.inner);
+  return ids;
+}
+
+// Replace the table by the one that the core rows of the batch make, as floats.
+void TtBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
+  const int last = shape.cores - 1;
+  used.lefts = number_rows({left, nullptr, nullptr, plan.lefts, first_left_id, false}, num_lefts,
+                           &used.rows[0], &used.rows[1]);
+  used.rights = number_rows({right, nullptr, nullptr, plan.rights, first_right_id, true},
+                            num_rights, &used.rows[last], &used.rows[last - 1]);
+  for (int k = 0; k <= last; ++k) {
+    const auto rows = static_cast<int64_t>(used.rows[k].size());
+    const int64_t width = narrow[k].size(1);
+    used.values[k] = new_floats(rows * width);
+    const WidenRowsArgs args{narrow[k].const_data_ptr(), type, used.rows[k].data(), width,
+                             used.values[k].get()};
+    parallel_balanced(
+        rows, kUpdateGrain, [&](int64_t row) { return row * width; },
+        [&](int64_t begin, int64_t end) { tt_update_table().widen(args, begin, end); });
+    shape.p[k] = rows;
+    cores.push_back(used.values[k].get());
+  }
+  left = shape.left();
+  right = shape.right();
+  plan.lefts = used.lefts.data();
+  plan.rights = used.rights.data();
+  first_left_id = first_right_id = 0;
+}
 
 // The right halves of a batch, expanded: [V][columns, rank].
 struct TtRights {
@@ -247,8 +321,8 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
   check_plan_contents(op, plan, tables);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
-  Tensor rows = allocate(cores[0], {plan.capacity, tables.dim});
-  Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size});
+  Tensor rows = allocate(cores[0], {plan.capacity, tables.dim}, ScalarType::Float);
+  Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
   const TtRowsOutput out{rows.mutable_data_ptr<float>(), prefixes.mutable_data_ptr<float>(),
                          tables.dim, num_saved, tables.value_size};
   for_tables(used_tables(tables, plan), [&](const TtBatch& batch) { make_rows(batch, out); });
@@ -314,13 +388,6 @@ struct CoreGrads {
 
   int64_t size() const { return static_cast<int64_t>(rows.size()); }
 };
-
-// Copy ids of halves that are rows of a core.
-std::vector<int32_t> core_rows(const int32_t* ids, int64_t count, int64_t first_id) {
-  std::vector<int32_t> rows(count);
-  for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<int32_t>(ids[i] - first_id);
-  return rows;
-}
 
 class Backward {
  public:
@@ -529,6 +596,9 @@ struct GradInputs {
     const size_t last = grads.size() - 1;
     backward.left_half(&grads[0], &grads[1]);
     backward.right_half(&grads[last], &grads[last - 1]);
+    for (size_t k = 0; k <= last; ++k) {
+      for (int32_t& row : grads[k].rows) row = static_cast<int32_t>(batch.core_row(k, row));
+    }
     return grads;
   }
 };
@@ -542,7 +612,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
                           dim_factors, num_cores);
   std::vector<Tensor> grads;
   for (const Tensor& core : cores) {
-    grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}));
+    grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}, ScalarType::Float));
   }
   for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch) {
     const std::vector<CoreGrads> found = inputs.of(batch);
@@ -567,16 +637,20 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
                           num_cores);
   const std::vector<TierRows> tiers = check_core_states(op, optimizer, cores, states, hyper);
   const UpdateRowsFn update = tt_update_table().find(static_cast<int>(optimizer));
+  std::vector<int64_t> first_rows = {0};  // of each core, among the rows of all cores
+  for (const Tensor& core : cores) first_rows.push_back(first_rows.back() + core.size(0));
   for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch) {
     const std::vector<CoreGrads> found = inputs.of(batch);
     for (size_t k = 0; k < found.size(); ++k) {
       const CoreGrads& core = found[k];
-      const UpdateRowsArgs args{tiers[batch.first_core + k], core.values.get(), core.width,
-                                hyper.const_data_ptr<double>(), core.rows.data()};
+      const size_t number = batch.first_core + k;
+      const UpdateRowsArgs args{tiers[number],    core.values.get(),
+                                core.width,       hyper.const_data_ptr<double>(),
+                                core.rows.data(), first_rows[number]};
       parallel_balanced(
           core.size(), kUpdateGrain, [&](int64_t i) { return i * core.width; },
           [&](int64_t begin, int64_t end) {
-            const Floats scratch = new_floats(core.width);
+            const Floats scratch = new_floats(kMatrixScratchRows * core.width);
             update(args, scratch.get(), begin, end);
           });
     }

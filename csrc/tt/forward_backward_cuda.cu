@@ -17,9 +17,9 @@ TtBatches make_batches(const char* op, const TtTables& tables, const std::vector
                        const std::vector<Tensor>& plan_tensors) {
   const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
   check_same_device(op, "the plan", plan_tensors[0], cores[0]);
-  std::vector<const float*> data;
-  for (const Tensor& core : cores) data.push_back(core.const_data_ptr<float>());
-  return {tables.shapes, data, plan};
+  std::vector<const void*> data;
+  for (const Tensor& core : cores) data.push_back(core.const_data_ptr());
+  return {tables.shapes, data, tables.type, plan};
 }
 
 // Float scratch for the duration of a call; torch frees it in stream order.
@@ -44,13 +44,14 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
                                    int64_t num_saved) {
   const char* op = "tt_rows";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  const TtBatches batches = make_batches(op, tables, cores, plan);
+  TtBatches batches = make_batches(op, tables, cores, plan);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   const CudaLauncher launcher(cores[0]);
-  Tensor rows = allocate(cores[0], {batches.capacity(), tables.dim});
-  Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size});
+  Tensor rows = allocate(cores[0], {batches.capacity(), tables.dim}, ScalarType::Float);
+  Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
   if (batches.capacity() == 0) return {rows, prefixes};
   Scratch scratch(cores[0]);
+  widen_left(launcher, &batches, scratch);
   const TtRightMemory memory(batches, scratch);
   float* left_values = prefixes.mutable_data_ptr<float>();
   const bool has_pairs = batches.has_pairs();
@@ -71,7 +72,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
                                   std::vector<int64_t> num_cores) {
   const char* op = "tt_core_grads";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  const TtBatches batches = make_batches(op, tables, cores, plan);
+  TtBatches batches = make_batches(op, tables, cores, plan);
   check_core_grad_inputs(op, tables, batches.capacity(), prefixes, row_grads);
   check_same_device(op, "row_grads", row_grads, cores[0]);
   check_same_device(op, "prefixes", prefixes, cores[0]);
@@ -79,12 +80,13 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   std::vector<Tensor> grads;
   std::vector<float*> data;
   for (const Tensor& core : cores) {
-    grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}));
+    grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}, ScalarType::Float));
     data.push_back(grads.back().mutable_data_ptr<float>());
   }
   if (batches.capacity() == 0) return grads;
   const Tensor gradient = torch::stable::contiguous(row_grads);
   Scratch scratch(cores[0]);
+  widen_left(launcher, &batches, scratch);
   const TtRightMemory right_memory(batches, scratch);
   const float* left_values = prefixes.const_data_ptr<float>();
   if (batches.has_pairs() && prefixes.size(0) < batches.lefts()) {
@@ -114,9 +116,11 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
   const std::vector<Tensor> grads =
       tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors, num_cores);
   const CudaLauncher launcher(cores[0]);
+  int64_t first_row = 0;  // of each core, among the rows of all cores
   for (size_t k = 0; k < cores.size(); ++k) {
     const std::vector<Tensor> own(states.begin() + k * each, states.begin() + (k + 1) * each);
-    update_matrix(op, launcher, cores[k], own, hyper, optimizer, grads[k]);
+    update_matrix(op, launcher, cores[k], own, hyper, optimizer, grads[k], first_row);
+    first_row += cores[k].size(0);
   }
 }
 

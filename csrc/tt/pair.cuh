@@ -280,6 +280,42 @@ EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begi
   }
 }
 
+// Copies rows of a core stored in 16 bits as floats: those that halves of the batch use.
+struct TtWidenArgs {
+  TtHalves halves;
+  const void* from;  // [rows][width]
+  Dtype type;
+  float* to;
+  int64_t rows, width;
+  int64_t unit;  // ids of halves that share a row; 0: all rows are copied
+};
+
+// A block per row.
+[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads)
+    widen_core_kernel(TtWidenArgs args) {
+  __shared__ int range[2];
+  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    __syncthreads();
+    if (threadIdx.x < 2) {
+      const int64_t end = row + static_cast<int64_t>(threadIdx.x);
+      range[threadIdx.x] =
+          args.unit > 0 ? args.halves.lower_bound(end * args.unit) : static_cast<int>(threadIdx.x);
+    }
+    __syncthreads();
+    if (range[0] == range[1]) continue;
+    for (int64_t d = threadIdx.x; d < args.width; d += kPairThreads) {
+      const int64_t i = row * args.width + d;
+      args.to[i] = args.type == Dtype::kHalf ? to_float(static_cast<const half16*>(args.from)[i])
+                                             : to_float(static_cast<const bfloat16*>(args.from)[i]);
+    }
+  }
+}
+
+template <class Launcher>
+void launch_widen_core(const Launcher& launcher, const TtWidenArgs& args) {
+  launcher(widen_core_kernel, blocks_for(args.rows, 1, launcher.blocks(64)), kPairThreads, args);
+}
+
 inline unsigned tiles_of(int64_t n, int64_t tile) {
   return static_cast<unsigned>((n + tile - 1) / tile);
 }

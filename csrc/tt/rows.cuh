@@ -25,6 +25,22 @@ struct TtHalfRows {
   }
 };
 
+// Rows of a core or of a buffer, in the dtype in which they are stored, read as floats.
+struct TtStoredRows {
+  const void* data;
+  Dtype type;
+  const int32_t* ids;  // null: row u is that of half u
+  int64_t first_id;    // of the table
+  int64_t stride;      // elements between rows
+
+  EMB_DEVICE float at(int64_t u, int64_t element) const {
+    const int64_t i = (ids != nullptr ? ids[u] - first_id : u) * stride + element;
+    if (type == Dtype::kFloat) return static_cast<const float*>(data)[i];
+    if (type == Dtype::kHalf) return to_float(static_cast<const half16*>(data)[i]);
+    return to_float(static_cast<const bfloat16*>(data)[i]);
+  }
+};
+
 // One table of a batch. Numbers of rows and halves are those of all tables; the ranges of this one
 // are known on the device only.
 struct TtRowsArgs {
@@ -206,9 +222,9 @@ EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / k
 
 // Reverses the axes of rows, those in `range` or all `rows`; one thread per element.
 struct TtReverseArgs {
-  TtHalfRows<const float> from;  // [..][a, q, b]
-  TtHalfRows<float> to;          // [..][b, q, a]
-  const int32_t* range;          // of the rows; if null, all
+  TtStoredRows from;     // [..][a, q, b]
+  TtHalfRows<float> to;  // [..][b, q, a]
+  const int32_t* range;  // of the rows; if null, all
   int64_t rows, a, q, b;
 };
 
@@ -221,7 +237,7 @@ struct TtReverseArgs {
     const int64_t row = e / size, element = e - row * size;
     const int64_t ai = element % args.a, j = element / args.a % args.q;
     const int64_t bi = element / (args.a * args.q);
-    args.to.at(first + row)[element] = args.from.at(first + row)[(ai * args.q + j) * args.b + bi];
+    args.to.at(first + row)[element] = args.from.at(first + row, (ai * args.q + j) * args.b + bi);
   }
 }
 

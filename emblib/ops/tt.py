@@ -21,10 +21,16 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
 - `tt_update_(cores, states, hyper, optimizer, plan, ...)`, then as `tt_core_grads`: the optimizer
   on the rows of the cores that the batch uses, as `update_rows_` with these gradients; `states` are
   those of the first core, then those of the second, ...
-- `update_rows_(weights, states, hyper, optimizer, grads)`: the optimizer, a number of
-  `emblib.ops.codes`, on the rows of a matrix whose gradient is not zero throughout
+- `update_rows_(weights, states, hyper, optimizer, grads, first_row)`: the optimizer, a number of
+  `emblib.ops.codes`, on the rows of a matrix whose gradient is not zero throughout; `first_row` is
+  the id of its first row in the random numbers of stochastic rounding
 
-Cores are float32 `[p_k, R_k * q_k * R_{k+1}]`. The gradient of the large middle core is formed by
+Cores are `[p_k, R_k * q_k * R_{k+1}]`, all float32, all float16 or all bfloat16; rows and gradients
+are float32. Core rows in 16 bits are converted as they are read, and an update rounds the rows that
+it writes, to nearest or stochastically as `hyper` says: a core row has the random numbers of its
+number among the rows of all cores. So results are those of float32 cores of the same values, bit
+for bit, before they are rounded. Per table, the CPU keeps float32 copies of the core rows that the
+batch uses, a GPU of the cores of left halves. The gradient of the large middle core is formed by
 one product per row of it, never per lookup; nothing is summed with atomics, so that the same
 input gives the same bits on any number of threads, and a table the same as in a batch of its own.
 
@@ -183,7 +189,7 @@ def chunk_gradients(
     needs_sample_grad: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the gradients of whole cores, summed over chunks, and those of sample weights."""
-    core_grads = [torch.zeros_like(core) for core in cores]
+    core_grads = [torch.zeros_like(core, dtype=torch.float32) for core in cores]
     sample_grad = torch.zeros(batch.indices.numel()) if needs_sample_grad else None
     for chunk in chunks_of(batch, sample_weights):
         _add_chunk(chunk, grad, cores, batch, sample_weights, (core_grads, sample_grad))
@@ -210,7 +216,8 @@ def _add_chunk(
         sample_grad[chunk.lookups] = _sample_weight_grad(part_grad, made, part)
         made = made._replace(rows=made.rows[:0].clone(), inverse=made.inverse[:0].clone())
     else:
-        empty = own[0].new_empty(0, _left_value_size(own, *part.layout[1:3]))
+        size = _left_value_size(own, *part.layout[1:3])
+        empty = own[0].new_empty(0, size, dtype=torch.float32)
         made = Made(*_group(part), empty, empty, empty)
     row_grads = _row_grads(part_grad, made, part, weights)
     found = _core_grads(row_grads, made, part, own)
@@ -385,6 +392,7 @@ def _fused_backward_chunked(
 def _apply_core_grads(ctx: Any, core_grads: list[Tensor], *, skips_overflow: bool) -> None:
     """Apply one step to the trained cores, from gradients of whole cores."""
     trained = [k for k in range(len(ctx.cores)) if k not in ctx.frozen_cores]
+    first_rows = ctx.batch.layout.first_core_rows()
 
     def update(grads: list[Tensor]) -> None:
         update_cores(
@@ -393,6 +401,7 @@ def _apply_core_grads(ctx: Any, core_grads: list[Tensor], *, skips_overflow: boo
             ctx.hyperparams,
             ctx.rule,
             [grads[k] for k in trained],
+            [first_rows[k] for k in trained],
             skips_overflow=skips_overflow,
         )
 
@@ -452,11 +461,13 @@ def update_cores(
     hyper: Tensor,
     rule: autograd.UpdateRule,
     grads: Sequence[Tensor],
+    first_rows: Sequence[int],
     *,
     skips_overflow: bool = False,
 ) -> None:
     """Apply one step of the optimizer to every core.
 
+    `first_rows` has the number of the first row of each core, see `TTLayout.first_core_rows`.
     With `skips_overflow` a step whose gradients are not all finite changes nothing.
     """
     is_finite = None
@@ -466,8 +477,8 @@ def update_cores(
     hyper[Hyper.STEP].add_(counted_step(hyper, grads[0]))
     updated = 0
     try:
-        for core, state, grad in zip(cores, states, grads, strict=True):
-            _ops.update_rows_(core, state, hyper, codes.OPTIMIZER[rule.name], grad)
+        for core, state, grad, first in zip(cores, states, grads, first_rows, strict=True):
+            _ops.update_rows_(core, state, hyper, codes.OPTIMIZER[rule.name], grad, first)
             updated += 1
     except BaseException:
         if not updated:  # else cores have taken this step
@@ -595,14 +606,15 @@ def _(
     num_cores: Sequence[int],
     num_saved: int,
 ) -> tuple[Tensor, Tensor]:
-    rows = cores[0].new_empty(plan[2].numel(), _widest(dim_factors, num_cores))
+    like = cores[0].new_empty(0, dtype=torch.float32)
+    rows = like.new_empty(plan[2].numel(), _widest(dim_factors, num_cores))
     size = _left_value_size(cores, dim_factors, num_cores)
-    return rows, cores[0].new_empty(num_saved, size)
+    return rows, like.new_empty(num_saved, size)
 
 
 @torch.library.register_fake("emblib::tt_core_grads")
 def _(cores: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(core) for core in cores]
+    return [torch.empty_like(core, dtype=torch.float32) for core in cores]
 
 
 @torch.library.register_fake("emblib::tt_update_")

@@ -6,6 +6,7 @@ chunk by chunk, so that scratch memory has a bound whatever the batch.
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,10 @@ class TTLayout(NamedTuple):
         """Return where a list of the cores of all tables has those of one."""
         first = sum(self.num_cores[:table])
         return slice(first, first + self.num_cores[table])
+
+    def first_core_rows(self) -> list[int]:
+        """Return the number of the first row of each core, among the rows of all cores."""
+        return list(accumulate(self.row_factors[:-1], initial=0))
 
 
 _MOST_KEYS, _MOST_HALVES = 4 * 10**18, 2**31 - 1

@@ -11,6 +11,7 @@ from emblib.columns import TTTableColumn
 from emblib.ops.tt import layout_of
 from emblib.reference import tt
 from emblib.specs import TTSpec
+from tests.simt.emulated import DTYPES
 from tests.simt.library import Word, library
 
 
@@ -61,11 +62,11 @@ class Batch(NamedTuple):
     distinct: Tensor
 
 
-def make_batch(case: Case, seed: int = 0) -> Batch:
+def make_batch(case: Case, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     full = (1, *case.ranks, 1)
     cores = [
-        torch.randn(p, full[k] * q * full[k + 1], generator=generator)
+        torch.randn(p, full[k] * q * full[k + 1], generator=generator).to(dtype)
         for k, (p, q) in enumerate(zip(case.p, case.q, strict=True))
     ]
     high = case.below or math.prod(case.p)
@@ -93,7 +94,8 @@ def plan_of(case: Case, batch: Batch) -> list[Tensor]:
 
 
 def batch_words(case: Case, batch: Batch, plan: list[Tensor]) -> tuple[Word, ...]:
-    return (*shape_words(case), case.lookups, *batch.cores, *plan)
+    dtype = DTYPES[batch.cores[0].dtype]
+    return (*shape_words(case), case.lookups, dtype, *batch.cores, *plan)
 
 
 def assert_near(got: Tensor, want: Tensor) -> None:
@@ -127,26 +129,52 @@ def test_plan_is_that_of_the_cpu(case: Case) -> None:
         assert torch.equal(mine[:length], theirs[:length])
 
 
-@every_case()
-def test_passes_match_the_reference(case: Case) -> None:
-    batch = make_batch(case)
-    plan = plan_of(case, batch)
+class Passes(NamedTuple):
+    """What the forward and the backward pass write."""
+
+    rows: Tensor
+    row_grads: Tensor
+    grads: list[Tensor]
+
+
+def run_passes(case: Case, batch: Batch, plan: list[Tensor]) -> Passes:
     words = batch_words(case, batch, plan)
-    dim, count = math.prod(case.q), int(batch.count)
+    dim = math.prod(case.q)
     lefts = min(case.lookups, math.prod(case.p[:2]))
     rank = case.ranks[0] if len(case.p) == 2 else case.ranks[1]
     left_values = torch.full((lefts, math.prod(case.q[:2]) * rank), 1e30)
     rows = torch.full((case.lookups, dim), 1e30)
     library().call("tt_rows", *words, left_values, rows)
-    double = [core.double() for core in batch.cores]
-    assert_near(rows[:count], tt.rows(double, batch.distinct, case.p, case.q))
-
     row_grads = torch.randn(case.lookups, dim, generator=torch.Generator().manual_seed(1))
-    grads = [torch.zeros_like(core) for core in batch.cores]
+    grads = [torch.zeros(core.shape) for core in batch.cores]
     library().call("tt_core_grads", *words, left_values, row_grads, *grads)
-    want = tt.core_grads(double, batch.distinct, row_grads[:count].double(), case.p, case.q)
-    for mine, wanted in zip(grads, want, strict=True):
+    return Passes(rows, row_grads, grads)
+
+
+@every_case()
+def test_passes_match_the_reference(case: Case) -> None:
+    batch = make_batch(case)
+    count = int(batch.count)
+    made = run_passes(case, batch, plan_of(case, batch))
+    double = [core.double() for core in batch.cores]
+    assert_near(made.rows[:count], tt.rows(double, batch.distinct, case.p, case.q))
+    grads = made.row_grads[:count].double()
+    want = tt.core_grads(double, batch.distinct, grads, case.p, case.q)
+    for mine, wanted in zip(made.grads, want, strict=True):
         assert_near(mine, wanted)
+
+
+@every_case()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cores_in_16_bits_have_the_bits_of_float_ones(case: Case, dtype: torch.dtype) -> None:
+    batch = make_batch(case, dtype=dtype)
+    plan, count = plan_of(case, batch), int(batch.count)
+    mine = run_passes(case, batch, plan)
+    wide = batch._replace(cores=[core.float() for core in batch.cores])
+    want = run_passes(case, wide, plan)
+    assert torch.equal(mine.rows[:count], want.rows[:count])
+    for got, wanted in zip(mine.grads, want.grads, strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_an_empty_batch_has_no_halves() -> None:
@@ -191,7 +219,7 @@ def test_a_batch_of_several_tables() -> None:
 
     shapes = [word for case in MIXED for word in shape_words(case)[1:]]
     cores = [core for batch in batches for core in batch.cores]
-    words = (len(MIXED), *shapes, n, *cores, *plan)
+    words = (len(MIXED), *shapes, n, DTYPES[torch.float32], *cores, *plan)
     widest = max(_left_size(case) for case in MIXED)
     left_values = torch.full((min(n, layout.left_ids), widest), 1e30)
     out = torch.full((n, layout.dim), 1e30)

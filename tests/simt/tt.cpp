@@ -21,15 +21,16 @@ std::vector<TtShape> read_shapes(Words* words) {
   return shapes;
 }
 
-// Words: shapes, capacity, the cores of all tables, eight plan tensors.
+// Words: shapes, capacity, dtype and data of the cores of all tables, eight plan tensors.
 TtBatches read_batches(Words* words) {
   const std::vector<TtShape> shapes = read_shapes(words);
   TtPlan plan{};
   plan.capacity = words->number();
   plan.tables = static_cast<int64_t>(shapes.size());
-  std::vector<const float*> cores;
+  const emb::Dtype type = words->dtype();
+  std::vector<const void*> cores;
   for (const TtShape& shape : shapes) {
-    for (int k = 0; k < shape.cores; ++k) cores.push_back(words->pointer<const float>());
+    for (int k = 0; k < shape.cores; ++k) cores.push_back(words->pointer<const void>());
   }
   const auto next = [&] { return words->pointer<const int32_t>(); };
   plan.lefts = next();
@@ -40,7 +41,7 @@ TtBatches read_batches(Words* words) {
   plan.row_rights = next();
   plan.right_rows = next();
   plan.starts = next();
-  return {shapes, cores, plan};
+  return {shapes, cores, type, plan};
 }
 
 // Memory of exactly the requested size, so that the sanitizer detects every access outside.
@@ -117,9 +118,10 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
 extern "C" const char* simt_tt_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    const TtBatches batches = read_batches(&words);
+    TtBatches batches = read_batches(&words);
     auto* left_values = words.pointer<float>();
     Memory memory;
+    widen_left(launcher, &batches, memory);
     forward_pass(launcher, batches, TtRightMemory(batches, memory), left_values,
                  words.pointer<float>());
   });
@@ -129,10 +131,11 @@ extern "C" const char* simt_tt_rows(const int64_t* call) {
 extern "C" const char* simt_tt_core_grads(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    const TtBatches batches = read_batches(&words);
+    TtBatches batches = read_batches(&words);
     const auto* left_values = words.pointer<const float>();
     const auto* row_grads = words.pointer<const float>();
     Memory memory;
+    widen_left(launcher, &batches, memory);
     const TtRightMemory right(batches, memory);
     const TtBackwardMemory scratch(batches, memory);
     for (const TtBatch& batch : batches.tables) {
