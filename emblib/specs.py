@@ -306,11 +306,16 @@ class TTSpec:
         return shapes.permutation(self.rows, self.seed)
 
     @property
-    def nbytes(self) -> int:
-        """Return the bytes of the cores in float32."""
+    def numel(self) -> int:
+        """Return the number of values of the cores."""
         full = self.full_ranks
         factors = zip(self.row_factors, self.dim_factors, full, full[1:], strict=False)
-        return 4 * sum(p * left * q * right for p, q, left, right in factors)
+        return sum(p * left * q * right for p, q, left, right in factors)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the cores in float32; in 16 bits they are half."""
+        return torch.float32.itemsize * self.numel
 
     def usable(self) -> TTSpec:
         """Return this table with ranks that its cores can use, lowered where they cannot."""
@@ -328,35 +333,45 @@ class TTSpec:
 
     @classmethod
     def for_bytes(
-        cls, rows: int, dim: int, nbytes: int, *, cores: int = 3, like: TTSpec | None = None
+        cls,
+        rows: int,
+        dim: int,
+        nbytes: int,
+        *,
+        cores: int = 3,
+        like: TTSpec | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> TTSpec:
-        """Return the table of the largest ranks whose cores take at most `nbytes` in float32.
+        """Return the table of the largest ranks whose cores take at most `nbytes` in `dtype`.
 
         All ranks are equal, except where cores cannot use as many. `like` has other factors, and
         the number of cores, if those of `emblib.tt.shapes` should not be used.
 
         Raises:
-            ValueError: cores of rank 1 take more.
+            ValueError: cores of rank 1 take more; another dtype than those of `Precision.weights`.
 
         Example:
             >>> emblib.TTSpec.for_bytes(1_000_000, 64, 1 << 20).ranks
             (24, 24)
         """
+        check_float_dtype("dtype", dtype)
         smallest = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
+        values = nbytes // dtype.itemsize
         most = shapes.most_ranks(smallest.row_factors, smallest.dim_factors)
 
         def of_rank(rank: int) -> TTSpec:
             return replace(smallest, ranks=tuple(min(rank, top) for top in most))
 
-        if of_rank(1).nbytes > nbytes:
+        if of_rank(1).numel > values:
             raise ValueError(
-                f"a tensor train of {rows} x {dim} takes at least {of_rank(1).nbytes} bytes with "
+                f"a tensor train of {rows} x {dim} takes at least "
+                f"{of_rank(1).numel * dtype.itemsize} bytes with "
                 f"{len(most) + 1} cores, more than {nbytes}; use more cores, or raise the bytes"
             )
         low, high = 1, max(most)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if of_rank(middle).nbytes <= nbytes else (low, middle - 1)
+            low, high = (middle, high) if of_rank(middle).numel <= values else (low, middle - 1)
         return of_rank(low)
 
 

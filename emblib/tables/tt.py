@@ -58,7 +58,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     Tables may differ in rows, dim, ranks, factors and number of cores. Every distinct row of the
     batch is computed once from the 2 to 4 small cores of its table. Backward forms the gradients of
     the cores and applies `optimizer` to every core row that contributed; with `optim.External()` it
-    leaves dense gradients on `cores` instead. A table has the same bits as in a module of its own.
+    leaves dense gradients on `cores` instead. A table has the same bits as in a module of its own
+    (except with stochastic rounding, whose random numbers depend on the tables before it).
 
     Args:
         tables: rows, dim, ranks, factors and name of each table.
@@ -69,11 +70,16 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             rows the standard deviation 1/sqrt(3 * rows), that of a dense table's uniform start.
             FBTT-Embedding's five, with the scales that they have there, are "fbtt:uniform",
             "fbtt:naive-uniform", "fbtt:normal", "fbtt:approx-uniform" and "fbtt:approx-normal".
-        output_dtype: float32, float16 or bfloat16. Cores and sums are float32 in any case.
+        precision: dtypes of cores (`weights`), output and optimizer state, and how updates of cores
+            are rounded; rows and sums are float32 in any case.
+        output_dtype: short for `Precision(output=...)`, if `precision` does not say it.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: of the cores.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
+
+    Raises:
+        ValueError: `output_dtype` is another dtype than `precision.output`.
 
     Threads may read a module at the same time; simultaneous updates may be lost (docs/threads.md).
 
@@ -106,13 +112,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         pooling: Pooling = Pooling.SUM,
         feature_tables: Sequence[int] | None = None,
         init: str = "gaussian",
-        output_dtype: torch.dtype = torch.float32,
+        precision: Precision | None = None,
+        output_dtype: torch.dtype | None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
     ) -> None:
-        check_float_dtype("output_dtype", output_dtype)
-        precision = Precision(output=output_dtype)
+        precision = _with_output(precision, output_dtype)
         super().__init__(tables, optimizer, pooling, feature_tables, precision, bounds_check)
         self.include_last_offset = include_last_offset
         if not self.tables:
@@ -141,18 +147,17 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _allocate(self, device: torch.device) -> None:
         has_gradient = not autograd.updates_in_backward(self.optimizer)
         shapes = [shape for spec in self.tables for shape in _shapes(spec, device).shapes()]
+        dtype = self.precision.weights
         self.cores = Cores(
-            nn.Parameter(
-                torch.empty(shape, dtype=torch.float32, device=device), requires_grad=has_gradient
-            )
+            nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=has_gradient)
             for shape in shapes
         )
         for k, (p, width) in enumerate(shapes):
             for state in self.optimizer.states:
                 size = (p,) if state.per_row else (p, width)
-                self.register_buffer(
-                    f"state_{state.name}_{k}", torch.zeros(size, dtype=torch.float32, device=device)
-                )
+                state_dtype = torch.float32 if state.per_row else self.precision.states
+                values = torch.zeros(size, dtype=state_dtype, device=device)
+                self.register_buffer(f"state_{state.name}_{k}", values)
         self._mark_parameters()
         keys, rows = self._key_feature, self._row_feature
         self._layout = [*self._feature_rows(keys), *self._feature_rows(rows)]
@@ -311,10 +316,14 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         cores = self._all_cores()
         if all(core.grad is None for core in cores):
             return
-        filled = [torch.zeros_like(core) if core.grad is None else core.grad for core in cores]
+        filled = [
+            torch.zeros_like(core, dtype=torch.float32) if core.grad is None else core.grad.float()
+            for core in cores
+        ]
         rule = autograd.UpdateRule.of(self.optimizer)
         detached = [core.detach() for core in cores]
-        tt.update_cores(detached, self._core_states(), self.hyperparams, rule, filled)
+        first_rows = self.core_layout.first_core_rows()
+        tt.update_cores(detached, self._core_states(), self.hyperparams, rule, filled, first_rows)
 
     def _batch(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
@@ -362,7 +371,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return [dict(zip(names, all_states[k], strict=True)) for k in numbers]
 
     def to_dense(self, table: int) -> Tensor:
-        """Return a table as a dense `[rows, D]` matrix."""
+        """Return a table as a dense float32 `[rows, D]` matrix."""
         spec, device = self.tables[table], self.features.device
         layout = tt.layout_of([spec])
         ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)
@@ -440,6 +449,21 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return f"{super().extra_repr()}, {self.compression:.1f}x smaller"
 
 
+def _with_output(precision: Precision | None, output_dtype: torch.dtype | None) -> Precision:
+    """Return the precision with the output of the argument `output_dtype`, if there is one."""
+    if output_dtype is None:
+        return Precision() if precision is None else precision
+    check_float_dtype("output_dtype", output_dtype)
+    if precision is None:
+        return Precision(output=output_dtype)
+    if isinstance(precision, Precision) and precision.output != output_dtype:
+        raise ValueError(
+            f"output_dtype is {output_dtype}, but precision has output={precision.output}: say it "
+            f"once, as Precision(output={output_dtype}, ...)"
+        )
+    return precision
+
+
 def _shapes(spec: TTSpec, device: torch.device) -> CoreLayout:
     return CoreLayout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
 
@@ -449,8 +473,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
     Args:
         spec: rows, dim, ranks and factors.
-        optimizer, pooling, init, output_dtype, bounds_check, device, include_last_offset: as in
-            `TableBatchedTTEmbeddingBags`.
+        optimizer, pooling, init, precision, output_dtype, bounds_check, device,
+            include_last_offset: as in `TableBatchedTTEmbeddingBags`.
 
     Example:
         >>> bag = emblib.TTEmbeddingBag(emblib.TTSpec(1_000_000, 64, (16, 16)))
@@ -465,7 +489,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         *,
         pooling: Pooling = Pooling.SUM,
         init: str = "gaussian",
-        output_dtype: torch.dtype = torch.float32,
+        precision: Precision | None = None,
+        output_dtype: torch.dtype | None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
@@ -475,6 +500,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             optimizer,
             pooling=pooling,
             init=init,
+            precision=precision,
             output_dtype=output_dtype,
             bounds_check=bounds_check,
             device=device,
@@ -505,9 +531,10 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             spec: factors of rows and dim; with none of the next three its ranks as well.
             ranks: the inner ranks.
             error: the largest relative error, from which the ranks follow.
-            nbytes: of the cores in float32, from which the ranks follow.
+            nbytes: of the cores, from which the ranks follow.
             counts: accesses of each row, by which their errors are weighted.
-            options: as in the constructor; `device` is by default that of `weight`.
+            options: as in the constructor; `device` is by default that of `weight`. Cores of
+                `precision.weights` in 16 bits are rounded to nearest, which the logged error has.
 
         Raises:
             ValueError: not one of `ranks`, `error` and `nbytes`; a wrong shape.
@@ -516,7 +543,16 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             >>> trained = torch.nn.EmbeddingBag(1000, 16)
             >>> bag = emblib.TTEmbeddingBag.from_dense(trained.weight, ranks=(16, 16))
         """
-        made = decompose(weight, spec, ranks=ranks, error=error, nbytes=nbytes, counts=counts)
+        dtype = getattr(options.get("precision"), "weights", torch.float32)
+        made = decompose(
+            weight,
+            spec,
+            ranks=ranks,
+            error=error,
+            nbytes=nbytes,
+            counts=counts,
+            dtype=dtype,
+        )
         bag = cls(made.spec, optimizer, **{"device": weight.device, **options})
         with torch.no_grad():
             for core, value in zip(bag.cores, made.cores, strict=True):
@@ -558,7 +594,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         return super().forward(indices, offsets, per_sample_weights)
 
     def to_dense(self, table: int = 0) -> Tensor:
-        """Return the table as a dense `[rows, D]` matrix."""
+        """Return the table as a dense float32 `[rows, D]` matrix."""
         return super().to_dense(table)
 
     def extra_repr(self) -> str:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.specs import TTSpec
+from emblib.specs import TTSpec, check_float_dtype
 from emblib.tt import shapes
 
 _LOG = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ def decompose(
     error: float | None = None,
     nbytes: int | None = None,
     counts: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Decomposition:
     """Return the cores of a tensor train that approximates a dense table.
 
@@ -63,12 +64,14 @@ def decompose(
         spec: factors of rows and dim, by default those of `TTSpec` for 3 cores.
         ranks: the inner ranks; those that the cores cannot use are lowered.
         error: a relative error; the ranks are the smallest whose cuts stay below it together.
-        nbytes: of the cores; the ranks are the largest equal ones that fit.
+            Rounding the cores to 16 bits adds to it.
+        nbytes: of the cores in `dtype`; the ranks are the largest equal ones that fit.
         counts: accesses of each row `[rows]`: the first and the last core are then fitted so that
             the squared errors of rows, weighted by these, are smallest.
+        dtype: to which the values of the cores are rounded: float32, float16 or bfloat16.
 
     Raises:
-        ValueError: not one of the sizes, or of a wrong shape.
+        ValueError: not one of the sizes, or of a wrong shape; another dtype.
 
     Source: Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 33 (2011).
 
@@ -78,9 +81,10 @@ def decompose(
         True
     """
     _check(weight, spec, ranks, error, nbytes, counts)
+    check_float_dtype("dtype", dtype)
     rows, dim = weight.shape
     if nbytes is not None:
-        given = TTSpec.for_bytes(rows, dim, nbytes, like=spec)
+        given = TTSpec.for_bytes(rows, dim, nbytes, like=spec, dtype=dtype)
     elif spec is None:
         given = TTSpec(rows, dim, (1,) * (2 if ranks is None else len(ranks)))
     else:
@@ -94,6 +98,7 @@ def decompose(
     if counts is not None and float(counts.sum()) > 0:
         for _ in range(_FIT_SWEEPS):
             cores = _fit_outer(weight, made, cores, counts)
+    cores = [core.to(dtype).float() for core in cores]
     result = _measured(weight, made, cores, counts)
     hot = "" if result.hot_error is None else f", of the hottest 1% of rows {result.hot_error:.3g}"
     _LOG.info(
