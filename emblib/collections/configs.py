@@ -27,7 +27,8 @@ class TableConfig:
         name: of the table, in checkpoints and plans; no dots, and none of `nn.ModuleDict`'s own
             names ("train", "keys", ...), since it is an attribute there.
         feature_names: the features that read the table; left out, one feature named as the table.
-        data_type: of the stored rows: float32, float16 or bfloat16.
+        data_type: of the stored rows, or of the cores of a tensor train: float32, float16 or
+            bfloat16.
         weight_init_min, weight_init_max: initial values are uniform between them; left out,
             in +-sqrt(1 / num_embeddings).
         init_fn: function that writes initial values into a tensor

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.specs import IdOrder, Pooling, TTSpec
+from emblib.specs import IdOrder, Pooling, Precision, TTSpec
 from emblib.storage.base import (
     CutUnits,
     MemoryBytes,
@@ -46,7 +46,7 @@ _FLOAT = torch.float32.itemsize
 
 @dataclass(frozen=True)
 class TensorTrain(Storage):
-    """Rows are products of 2 to 4 small cores, see `TTSpec`.
+    """Rows are products of 2 to 4 small cores, see `TTSpec`; `data_type` is that of the cores.
 
     Args:
         ranks: inner ranks, one fewer than cores.
@@ -78,12 +78,7 @@ class TensorTrain(Storage):
     # Configuration
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for another dtype than float32, or initial values set elsewhere."""
-        if table.data_type is not torch.float32:
-            raise ValueError(
-                f"cores are float32: data_type of {table.name!r} must be torch.float32, got "
-                f"{table.data_type}"
-            )
+        """Raise ValueError for initial values set elsewhere."""
         if table.has_bounds or table.init_fn is not None:
             raise ValueError(
                 f"the initial values of the cores of {table.name!r} follow from "
@@ -168,13 +163,14 @@ class TensorTrain(Storage):
     def group_key(
         self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key that whole tables of one optimizer share.
+        """Return a key that whole tables of one optimizer and dtype share.
 
         A slice is alone: it sums gradients of cores with slices that may be on the same rank.
         """
         if not part.is_whole:
             return ("tensor_train", number)
-        return ("tensor_train", optimizer, part.dim if pooling is Pooling.NONE else 0)
+        dim = part.dim if pooling is Pooling.NONE else 0
+        return ("tensor_train", part.config.data_type, optimizer, dim)
 
     def make_kernel(
         self,
@@ -231,7 +227,7 @@ class TensorTrain(Storage):
             return (first, last), (left * rank, right * rank)
 
         return {
-            f"cores.{k}": TensorLayout(size, torch.float32, None if k else region)
+            f"cores.{k}": TensorLayout(size, table.data_type, None if k else region)
             for k, size in enumerate(sizes)
         }
 
@@ -257,11 +253,11 @@ class TensorTrain(Storage):
     def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
         """Return the bytes of the cores and their optimizer states."""
         spec, total = part.spec, 0
-        ranks = spec.full_ranks
+        ranks, itemsize = spec.full_ranks, part.config.data_type.itemsize
         for k, (p, q) in enumerate(zip(spec.row_factors, spec.dim_factors, strict=True)):
             width = ranks[k] * q * ranks[k + 1]
-            total += p * width * _FLOAT
-            total += state_bytes(optimizer, p, width, _FLOAT)
+            total += p * width * itemsize
+            total += state_bytes(optimizer, p, width, itemsize)
         return MemoryBytes(total)
 
     def lookup_ns(
@@ -323,6 +319,7 @@ class TTKernel(TableBatchedTTEmbeddingBags):
             optimizer,
             pooling=pooling,
             feature_tables=reads,
+            precision=Precision(weights=parts[0].config.data_type),
             device=device,
         )
 

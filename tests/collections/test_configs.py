@@ -65,7 +65,6 @@ def test_specs_of_kinds() -> None:
         ({"init_fn": 3}, "init_fn of 't' must be None or a function"),
         ({"weight_init_min": 0.0, "init_fn": torch.nn.init.zeros_}, "set one"),
         ({"storage": TensorTrain((3, 2)), "weight_init_max": 1.0}, "TensorTrain(init=...)"),
-        ({"storage": TensorTrain((3, 2)), "data_type": torch.float16}, "cores are float32"),
         ({"storage": Hash(), "init_fn": torch.nn.init.zeros_}, "Hash(initializer=...)"),
         ({"storage": Quantized(), "optimizer": optim.SGD(0.1)}, "is not trained"),
     ],
