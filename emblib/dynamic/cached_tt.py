@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from emblib.specs import (
     Eviction,
     Placement,
     Pooling,
+    Precision,
     TableSpec,
     TTSpec,
     brief,
@@ -70,6 +71,8 @@ class CachedTTEmbeddingBags(nn.Module):
         pooling: SUM, MEAN, or NONE for one vector per lookup.
         feature_tables: the table of each feature; by default feature i reads table i.
         init: of the cores, as in `TableBatchedTTEmbeddingBags`.
+        precision: dtypes of cores and stored rows (`weights`), output and optimizer state, and how
+            updates are rounded. What goes from rows into cores and back is rounded to nearest.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: of everything but spilled rows; not meta.
         include_last_offset: False for offsets without their last entry, the number of indices, as
@@ -111,18 +114,23 @@ class CachedTTEmbeddingBags(nn.Module):
         pooling: Pooling = Pooling.SUM,
         feature_tables: Sequence[int] | None = None,
         init: str = "gaussian",
+        precision: Precision | None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
     ) -> None:
         super().__init__()
         _check_arguments(cache, optimizer, device)
+        self.precision = Precision() if precision is None else precision
+        if not isinstance(self.precision, Precision):
+            raise TypeError(f"precision must be a Precision, got {precision!r}")
         self.cache, self.tables = cache, tuple(tables)
         self.bounds_check = BoundsCheck(bounds_check)
         self.include_last_offset = include_last_offset
         options: dict[str, Any] = {
             "pooling": pooling,
             "feature_tables": feature_tables,
+            "precision": replace(self.precision, output=torch.float32),  # of what is added here
             "bounds_check": BoundsCheck.NONE,  # this module checks, once for both
             "device": device,
         }
@@ -190,7 +198,7 @@ class CachedTTEmbeddingBags(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Pool embeddings to `[B, sum D]`, or `[L, D]` for pooling NONE.
+        """Pool embeddings to `[B, sum D]`, or `[L, D]` for pooling NONE, in `precision.output`.
 
         Args:
             indices: int32 or int64, row of each lookup; -1 skips. `[L]`, or `[F * B, N]` for bags
@@ -226,6 +234,7 @@ class CachedTTEmbeddingBags(nn.Module):
         before = self._missed
         before = None if before is None else before.clone()
         out = found + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        out = out.to(self.precision.output)
         if counted:
             after = self._missed
             self._count(batch, None if before is None or after is None else after - before)
@@ -359,9 +368,9 @@ class CachedTTEmbeddingBags(nn.Module):
         self.key_of_row[first + rows] = -1
 
     def _values(self, table: int, rows: Tensor) -> Tensor:
-        """Return the values of stored rows, wherever they are."""
+        """Return the values of stored rows, wherever they are, as float32."""
         weight = self.rows.table_weights()[table].detach()
-        return weight[rows.to(weight.device)].to(rows.device)
+        return weight[rows.to(weight.device)].to(rows.device).float()
 
     def _store(self, table: int, rows: Tensor, keys: Tensor) -> None:
         """Store keys in free rows, with what the cores make of them."""
@@ -381,8 +390,8 @@ class CachedTTEmbeddingBags(nn.Module):
                 view[at] = made.to(view) if name == "weight" else torch.zeros_like(view[at])
 
     def _made(self, table: int, ids: Tensor) -> Tensor:
-        """Return what the cores make of ids."""
-        cores = [core.detach() for core in self.trains.table_cores(table)]
+        """Return what the cores make of ids, as float32."""
+        cores = [core.detach().float() for core in self.trains.table_cores(table)]
         made = [
             self._rows_of(table, cores, self._places_of(table, some)) for some in ids.split(_CHUNK)
         ]
@@ -407,7 +416,7 @@ class CachedTTEmbeddingBags(nn.Module):
         linear in the cores, and half that until the error falls.
         """
         places = self._places_of(table, ids)
-        cores = [core.detach().clone() for core in self.trains.table_cores(table)]
+        cores = [core.detach().float().clone() for core in self.trains.table_cores(table)]
         error = float((self._rows_of(table, cores, places) - values).square().sum())
         for _ in range(_PROJECTIONS):
             left = values - self._rows_of(table, cores, places)
@@ -441,7 +450,7 @@ class CachedTTEmbeddingBags(nn.Module):
 
     @torch.no_grad()
     def to_dense(self, table: int) -> Tensor:
-        """Return a table as a dense `[rows, D]` matrix, stored rows included."""
+        """Return a table as a dense float32 `[rows, D]` matrix, stored rows included."""
         dense = self.trains.to_dense(table)
         keys = self._keys(table)
         rows = (keys >= 0).nonzero().squeeze(1)
