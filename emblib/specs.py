@@ -141,9 +141,10 @@ class Precision:
     """The dtypes of a table: float32, float16 or bfloat16 each. Sums are float32 in any case.
 
     Args:
-        weights: of the stored rows.
+        weights: of the stored rows, or of the cores of tensor trains.
         output: of the output of `forward`.
-        states: of optimizer states as long as a row; states of one number per row are float32.
+        states: of optimizer states as long as a row (of a core); those of one number per row are
+            float32.
         stochastic_rounding: how updates of weights and states that are not float32 are rounded;
             None rounds to nearest, which drops updates below half a unit in the last place.
     """
