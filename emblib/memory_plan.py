@@ -29,7 +29,7 @@ from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import SGD, Optimizer
 from emblib.sharding.planner.feasible import size
 from emblib.sharding.shard import collections_of
-from emblib.specs import Eviction, TTSpec, brief, check_count
+from emblib.specs import Eviction, StochasticRounding, TTSpec, brief, check_count
 from emblib.storage import (
     Dense,
     Hash,
@@ -334,7 +334,8 @@ Way = Callable[[_Table], Iterator[tuple[TableConfig, float]]]
 
 def _half(table: _Table) -> Iterator[tuple[TableConfig, float]]:
     loss = _at(table.curves["bf16"], 0.5)
-    yield replace(table.config, data_type=torch.bfloat16), loss
+    rounding = table.config.rounding or StochasticRounding()
+    yield replace(table.config, data_type=torch.bfloat16, rounding=rounding), loss
 
 
 def _tensor_train(table: _Table) -> Iterator[tuple[TableConfig, float]]:

@@ -299,6 +299,12 @@ def test_initial_values_that_a_way_cannot_draw_exclude_it() -> None:
         plan_memory(configs, 1000, ways=["tensor_train"])
 
 
+def test_16_bit_rows_are_rounded_as_they_were_measured() -> None:
+    (choice,) = plan_memory(tables(10_000), 10_000 * 40, optimizer=ADAGRAD).choices
+    assert choice.way == "bf16"
+    assert choice.config.rounding == emblib.StochasticRounding()
+
+
 def test_losses_of_ones_own() -> None:
     configs = tables(10_000)
     given = {"tensor_train": ((64.0, 0.9), (1.0, 0.95)), "quotient_remainder": ((0.5, 0.01),)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.optim import Optimizer
-from emblib.specs import Pooling, check_count, check_float_dtype
+from emblib.specs import Pooling, StochasticRounding, check_count, check_float_dtype
 from emblib.storage import Dense, Storage, kinds
 
 _TAKEN = frozenset(dir(nn.ModuleDict()))
@@ -29,6 +29,8 @@ class TableConfig:
         feature_names: the features that read the table; left out, one feature named as the table.
         data_type: of the stored rows, or of the cores of a tensor train: float32, float16 or
             bfloat16.
+        rounding: of updates of rows in 16 bits: None to nearest, which drops small updates, or
+            `StochasticRounding(seed)`, which keeps them on average.
         weight_init_min, weight_init_max: initial values are uniform between them; left out,
             in +-sqrt(1 / num_embeddings).
         init_fn: function that writes initial values into a tensor
@@ -42,6 +44,7 @@ class TableConfig:
     name: str = ""
     feature_names: tuple[str, ...] = ()
     data_type: torch.dtype = field(default=torch.float32, kw_only=True)
+    rounding: StochasticRounding | None = field(default=None, kw_only=True)
     weight_init_min: float | None = field(default=None, kw_only=True)
     weight_init_max: float | None = field(default=None, kw_only=True)
     init_fn: Callable[[Tensor], Any] | None = field(default=None, kw_only=True)
@@ -87,6 +90,11 @@ class TableConfig:
             raise TypeError(
                 f"storage of {self.name!r} must be one of emblib.storage, {names}, got "
                 f"{self.storage!r}"
+            )
+        if self.rounding is not None and not isinstance(self.rounding, StochasticRounding):
+            raise TypeError(
+                f"rounding of {self.name!r} must be None or a StochasticRounding(seed=...), got "
+                f"{self.rounding!r}"
             )
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
             raise TypeError(

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from emblib.ops import autograd
 from emblib.optim import External, Gradient, Optimizer
-from emblib.specs import DynamicSpec, Pooling, Precision, TableSpec, TTSpec
+from emblib.specs import (
+    DynamicSpec,
+    Pooling,
+    Precision,
+    StochasticRounding,
+    TableSpec,
+    TTSpec,
+)
 
 if TYPE_CHECKING:
     from emblib.storage.handles import TableHandle
@@ -48,6 +55,10 @@ class TableDescription(Protocol):
     @property
     def data_type(self) -> torch.dtype:
         """Return the dtype of the stored rows."""
+
+    @property
+    def rounding(self) -> StochasticRounding | None:
+        """Return how updates of rows in 16 bits are rounded; None: to nearest."""
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -140,6 +151,12 @@ class TableSlice:
         """Return the view of a tensor `[rows, dim]` or `[rows]` of the whole table."""
         part = table[self.rows[0] : self.rows[1]]
         return part if part.dim() == 1 else part[:, self.columns[0] : self.columns[1]]
+
+
+def stored_as(part: TableSlice) -> Precision:
+    """Return dtype and rounding of the stored rows of a slice, which a kernel has for all."""
+    config = part.config
+    return Precision(weights=config.data_type, stochastic_rounding=config.rounding)
 
 
 class CutUnits(NamedTuple):

@@ -32,6 +32,7 @@ from emblib.storage.base import (
     dense_gradient_ns,
     row_bytes,
     state_bytes,
+    stored_as,
 )
 from emblib.storage.dense import Dense, DenseHandle, DenseKernel, view_name
 from emblib.storage.handles import TableHandle
@@ -140,7 +141,7 @@ class ComposedStorage(Storage):
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         unpooled = pooling is Pooling.NONE or self.joining is Combine.MULTIPLY
         dim = part.dim if is_sparse or unpooled else 0
-        return (type(self), self.joining, self.reads, part.config.data_type, optimizer, dim)
+        return (type(self), self.joining, self.reads, stored_as(part), optimizer, dim)
 
     def make_kernel(
         self,

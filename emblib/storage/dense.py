@@ -18,7 +18,6 @@ from emblib.specs import (
     MultiPassPrefetch,
     Placement,
     Pooling,
-    Precision,
     TableSpec,
     brief,
 )
@@ -31,6 +30,7 @@ from emblib.storage.base import (
     distinct_names,
     row_bytes,
     state_bytes,
+    stored_as,
 )
 from emblib.storage.handles import TableHandle, bind_view
 from emblib.storage.initial_values import draw
@@ -92,7 +92,7 @@ class Dense(Storage):
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         dim = part.dim if is_sparse or pooling is Pooling.NONE else 0
         cached = (self.placement.cached, self.cache)
-        return ("dense", part.config.data_type, optimizer, cached, dim)
+        return ("dense", stored_as(part), optimizer, cached, dim)
 
     def make_kernel(
         self,
@@ -245,7 +245,7 @@ class DenseKernel(TableBatchedEmbeddingBags):
             optimizer,
             pooling=pooling,
             feature_tables=feature_tables,
-            precision=Precision(weights=parts[0].config.data_type),
+            precision=stored_as(parts[0]),
             cache=cache,
             device=device,
         )

@@ -32,7 +32,6 @@ from emblib.specs import (
     InsertPolicy,
     OnInsertFailure,
     Pooling,
-    Precision,
     check_count,
 )
 from emblib.storage.base import (
@@ -48,6 +47,7 @@ from emblib.storage.base import (
     distinct_names,
     row_bytes,
     state_bytes,
+    stored_as,
 )
 from emblib.storage.handles import TableHandle, bind_view, mark
 from emblib.tables import parameters
@@ -143,7 +143,7 @@ class Hash(Storage):
             or not autograd.updates_in_backward(optimizer)
         )
         rules = (order, self.insert_policy, self.seed, number if is_alone else -1)
-        return ("hash", part.config.data_type, optimizer, rules, dim)
+        return ("hash", stored_as(part), optimizer, rules, dim)
 
     def make_kernel(
         self,
@@ -163,7 +163,7 @@ class Hash(Storage):
             optimizer,
             pooling=pooling,
             feature_tables=reads,
-            precision=Precision(weights=parts[0].config.data_type),
+            precision=stored_as(parts[0]),
             seed=self.seed,
             device=device,
             hash_seeds=seeds if self.seed is None else None,

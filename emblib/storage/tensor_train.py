@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.specs import IdOrder, Pooling, Precision, TTSpec
+from emblib.specs import IdOrder, Pooling, TTSpec
 from emblib.storage.base import (
     CutUnits,
     MemoryBytes,
@@ -32,6 +32,7 @@ from emblib.storage.base import (
     TensorLayout,
     row_bytes,
     state_bytes,
+    stored_as,
 )
 from emblib.storage.handles import TableHandle, mark
 from emblib.storage.initial_values import seeded
@@ -92,9 +93,19 @@ class TensorTrain(Storage):
         return TTSpec(rows, dim, self.ranks, *factors, name, self.ids, self.seed)
 
     def check_slice(self, part: TableSlice) -> None:
-        """Raise ValueError for a slice that does not end between slices of core 0."""
-        if not part.is_whole:
-            self.core_range(part)
+        """Raise ValueError for a slice that cannot be a tensor train of its own.
+
+        Slices end between slices of core 0. Each has a copy of the other cores, which random
+        rounding, by the number of a row in its module, would make differ.
+        """
+        if part.is_whole:
+            return
+        if part.config.rounding is not None and part.config.data_type is not torch.float32:
+            raise ValueError(
+                f"{part.config.name!r} is a tensor train whose updates are rounded at random, so "
+                "that it cannot be cut: place it whole, or leave rounding out"
+            )
+        self.core_range(part)
 
     def slice_spec(self, part: TableSlice, name: str) -> TTSpec:
         """Return a slice as a tensor train of its own."""
@@ -170,7 +181,7 @@ class TensorTrain(Storage):
         if not part.is_whole:
             return ("tensor_train", number)
         dim = part.dim if pooling is Pooling.NONE else 0
-        return ("tensor_train", part.config.data_type, optimizer, dim)
+        return ("tensor_train", stored_as(part), optimizer, dim)
 
     def make_kernel(
         self,
@@ -319,7 +330,7 @@ class TTKernel(TableBatchedTTEmbeddingBags):
             optimizer,
             pooling=pooling,
             feature_tables=reads,
-            precision=Precision(weights=parts[0].config.data_type),
+            precision=stored_as(parts[0]),
             device=device,
         )
 

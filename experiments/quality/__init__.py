@@ -24,6 +24,7 @@ LABELS = {
     "tt_cached_drop": "cached tensor train, dropping",
     "hashed_hot": "hot rows + hashed",
     "evicting": "dynamic, evicting",
+    "planned": "planned per table",
     "robe": "ROBE",
     "dhe": "DHE",
 }

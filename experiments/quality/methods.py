@@ -382,6 +382,53 @@ class Dynamic(Rows):
         return look_up(self.bags, ids)
 
 
+class Planned(Rows):
+    """Each table in the way that `emblib.plan_memory` chooses, all within the bytes of all."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        names = [f"t{t}" for t in range(len(task.rows))]
+        tables = [
+            emblib.EmbeddingBagConfig(rows, task.dim, name)
+            for rows, name in zip(task.rows, names, strict=True)
+        ]
+        plain = sum(task.rows) * task.dim * FLOAT
+        try:
+            plan = emblib.plan_memory(
+                tables,
+                max(1, int(task.share * plain)),
+                trace=_trace(names, task.counts),
+                optimizer=emblib.optim.SGD(task.rate),  # bytes are counted without states
+            )
+        except emblib.BudgetError as error:
+            raise Unsupported(str(error)) from error
+        self.bags = emblib.EmbeddingBagCollection(plan.configs, optimizer=task.optimizer())
+        self.names = names
+        self.ways = [choice.way for choice in plan.choices]
+        self.count(plan.nbytes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look the ids up."""
+        flat = ids.t().reshape(-1)
+        batch = emblib.KeyedJaggedTensor(self.names, flat, lengths=torch.ones_like(flat))
+        rows: Tensor = self.bags(batch).values()
+        return rows.view(len(ids), len(self.names), -1)
+
+
+def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace | None:
+    """Return lookups in which ids occur as often as in the training samples."""
+    if not counts:
+        return None
+    ids = [torch.arange(len(count)).repeat_interleave(count) for count in counts]
+    features = [
+        emblib.TracedFeature(name, name, len(count))
+        for name, count in zip(names, counts, strict=True)
+    ]
+    return emblib.LookupTrace(
+        tuple(features), tuple(ids), tuple(torch.ones(len(i), dtype=torch.int64) for i in ids)
+    )
+
+
 class Robe(Rows):
     """ROBE-Z: a row is a run of numbers, at a hash of its id, in one array for all tables."""
 
@@ -470,6 +517,7 @@ METHODS: dict[str, type[Rows]] = {
     "tt_cached_drop": DroppingTensorTrain,
     "hashed_hot": HotHashed,
     "evicting": Dynamic,
+    "planned": Planned,
     "robe": Robe,
     "dhe": Dhe,
 }

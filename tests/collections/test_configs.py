@@ -58,6 +58,7 @@ def test_specs_of_kinds() -> None:
         ({"feature_names": ("f", "f")}, "must differ"),
         ({"pooling": "none"}, "must be SUM or MEAN"),
         ({"data_type": torch.int8}, "data_type of 't' must be float32"),
+        ({"rounding": 3}, "rounding of 't' must be None or a StochasticRounding"),
         ({"storage": "plain"}, "storage of 't' must be"),
         ({"optimizer": "sgd"}, "optimizer of 't' must be None or one of"),
         ({"weight_init_min": 1.0}, "must be finite and in this order"),

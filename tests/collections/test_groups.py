@@ -9,9 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib import CacheConfig, EmbeddingBagConfig, EmbeddingConfig, Placement, optim
+from emblib import (
+    CacheConfig,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    Placement,
+    Precision,
+    StochasticRounding,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    optim,
+)
 from emblib.collections import TableConfig, TableGroups
-from emblib.storage import Dense, TableSlice, TensorTrain
+from emblib.storage import (
+    Dense,
+    Hash,
+    Hashed,
+    QuotientRemainder,
+    Storage,
+    TableSlice,
+    TensorTrain,
+)
 from tests.collections.cases import IDS, OPTIMIZERS, bag_configs, sequence_configs
 
 MIXES = [("plain",), ("tt",), ("dynamic",), ("plain", "plain"), ("plain", "tt", "dynamic", "plain")]
@@ -303,3 +321,81 @@ def test_sparse_gradients_are_by_table() -> None:
         assert grad.is_sparse
         assert grad.shape == (configs[t].num_embeddings, 4)
         assert torch.equal(grad.to_dense(), full.parameters_of(t)["weight"].grad)
+
+
+ROUNDED = {
+    "dense": Dense(),
+    "train": TensorTrain((2, 2)),
+    "hashed": Hashed(20),
+    "parts": QuotientRemainder(5),
+    "keyed": Hash(),
+}
+
+
+def _small_updates(storage: Storage, rounding: StochasticRounding | None) -> list[Tensor]:
+    """Return how much 200 updates far below half a unit in the last place move the parameters."""
+    config = EmbeddingBagConfig(
+        64, 8, "t", storage=storage, data_type=torch.bfloat16, rounding=rounding
+    )
+    groups = _groups([config], optim.SGD(lr=1e-5))
+    ids, offsets = torch.arange(32), torch.arange(33)
+    groups.train()
+    groups(ids, offsets)  # keys get their rows
+    before = [p.detach().float().clone() for p in groups.parameters_of(0).values()]
+    for _ in range(200):
+        groups(ids, offsets).sum().backward()
+    return [
+        p.detach().float() - b
+        for p, b in zip(groups.parameters_of(0).values(), before, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_updates_of_16_bit_rows_are_rounded_as_the_configuration_says(kind: str) -> None:
+    nearest = _small_updates(ROUNDED[kind], None)
+    at_random = _small_updates(ROUNDED[kind], StochasticRounding(3))
+    again = _small_updates(ROUNDED[kind], StochasticRounding(3))
+    assert all(torch.equal(a, b) for a, b in zip(at_random, again, strict=True))
+    if kind in ("dense", "hashed", "keyed"):  # a gradient of 1 per lookup: 200 updates of -1e-5
+        per_row = -0.002 * (32 / 20 if kind == "hashed" else 1)
+        moved = at_random[0][at_random[0].ne(0).any(1)]
+        assert float(moved.mean()) == pytest.approx(per_row, rel=0.25)
+    assert sum(int(d.ne(0).sum()) for d in at_random) > 2 * sum(int(d.ne(0).sum()) for d in nearest)
+
+
+def test_a_table_rounds_like_a_module_of_its_own() -> None:
+    precision = Precision(weights=torch.bfloat16, stochastic_rounding=StochasticRounding(5))
+    bags = TableBatchedEmbeddingBags([TableSpec(50, 8)], optim.SGD(lr=0.01), precision=precision)
+    config = EmbeddingBagConfig(
+        50, 8, "t", data_type=torch.bfloat16, rounding=StochasticRounding(5)
+    )
+    groups = _groups([config], optim.SGD(lr=0.01))
+    bags.table_weights()[0].copy_(groups.views(0)["weight"])
+    for _ in range(5):
+        ids, offsets = torch.randint(50, (40,)), torch.arange(0, 41, 4)
+        bags(ids, offsets).square().sum().backward()
+        groups(ids, offsets).square().sum().backward()
+    assert torch.equal(bags.table_weights()[0], groups.views(0)["weight"])
+
+
+def test_tables_of_other_roundings_have_other_kernels() -> None:
+    roundings = (None, StochasticRounding(1), StochasticRounding(1), StochasticRounding(2))
+    configs = [
+        EmbeddingBagConfig(9, 8, f"t{i}", data_type=torch.float16, rounding=rounding)
+        for i, rounding in enumerate(roundings)
+    ]
+    assert len(_groups(configs, optim.SGD(lr=0.1)).groups) == 3
+
+
+def test_a_train_that_is_rounded_at_random_is_not_cut() -> None:
+    config = EmbeddingBagConfig(
+        64,
+        8,
+        "t",
+        data_type=torch.bfloat16,
+        rounding=StochasticRounding(),
+        storage=TensorTrain((2, 2)),
+    )
+    unit = config.storage.cut_units(config).rows
+    with pytest.raises(ValueError, match="cannot be cut: place it whole"):
+        TableSlice(config, (0, unit), (0, 8))
