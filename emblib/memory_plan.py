@@ -1,10 +1,10 @@
 """Choose how each table is stored, so that all of them fit into a number of bytes.
 
-For every table there are candidates: its rows as they are, 16-bit rows, tensor trains, rows shared
-by a hash, quotient and remainder, or a hash table that evicts. Each has its bytes and a *loss*: the
-part of what the table tells a model that is lost, 0 for the table as it is and 1 where every id
-shares its row with all others. `plan_memory` picks one candidate per table so that the sum of
-losses, each times the *worth* of its table, is least.
+For every table there are candidates: its rows as they are, 16-bit or shorter rows, tensor trains,
+rows shared by a hash, quotient and remainder, or a hash table that evicts. Each has its bytes and a
+*loss*: the part of what the table tells a model that is lost, 0 for the table as it is and 1 where
+every id shares its row with all others. `plan_memory` picks one candidate per table so that the sum
+of losses, each times the *worth* of its table, is least.
 
 Losses come from two sources. Where ids share rows or have none, the loss follows from how often ids
 are looked up (`IdSkew`). For the other ways it was measured with `python run.py
@@ -34,6 +34,7 @@ from emblib.storage import (
     Dense,
     Hash,
     Hashed,
+    Narrow,
     Quantized,
     QuotientRemainder,
     TableSlice,
@@ -49,6 +50,7 @@ Curve = Sequence[tuple[float, float]]
 
 MEASURED: dict[str, Curve] = {
     "bf16": ((0.5, 0.003),),
+    "narrow": ((0.5, 0.005), (0.25, 0.057), (0.0625, 0.257)),
     "tensor_train": ((27.0, 0.14), (18.0, 0.14), (8.0, 0.21), (3.2, 0.51)),
     "quotient_remainder": ((0.5, 0.043), (0.25, 0.063), (0.0625, 0.225)),
 }
@@ -56,7 +58,7 @@ MEASURED: dict[str, Curve] = {
 
 EVICTED = 0.9  # of what a lookup tells is lost where its id has no row, measured likewise
 
-WAYS = ("bf16", "tensor_train", "hashed", "quotient_remainder")
+WAYS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
 """What `plan_memory` chooses from by default, besides tables as they are."""
 
 AS_IT_IS = "as it is"
@@ -338,6 +340,13 @@ def _half(table: _Table) -> Iterator[tuple[TableConfig, float]]:
     yield replace(table.config, data_type=torch.bfloat16, rounding=rounding), loss
 
 
+def _narrow(table: _Table) -> Iterator[tuple[TableConfig, float]]:
+    dim = table.config.embedding_dim
+    for columns in sorted({int(share * dim) for share in _SHARES} - {0}):
+        loss = _at(table.curves["narrow"], columns / dim)
+        yield replace(table.config, storage=Narrow(columns)), loss
+
+
 def _tensor_train(table: _Table) -> Iterator[tuple[TableConfig, float]]:
     for rank in _RANKS:
         with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
@@ -376,6 +385,7 @@ def _evicting(table: _Table) -> Iterator[tuple[TableConfig, float]]:
 
 _MAKERS: dict[str, Way] = {
     "bf16": _half,
+    "narrow": _narrow,
     "tensor_train": _tensor_train,
     "hashed": _hashed,
     "quotient_remainder": _quotient_remainder,
@@ -557,8 +567,8 @@ def _assumptions(
         )
     if not losses:
         yield (
-            "Losses of 16-bit rows, tensor trains and quotient and remainder were measured on "
-            "tables of up to 9,065 rows (docs/memory.md); measure yours with +experiment=quality."
+            "Losses other than by a hash or eviction were measured with +experiment=quality on "
+            "tables of up to 9,065 rows (docs/memory.md); measure yours likewise."
         )
     if serving:
         yield f"The loss of rows of {serving} bits is not counted."

@@ -129,6 +129,8 @@ def test_the_measured_losses_are_those_of_the_committed_references() -> None:
     assert trains == pytest.approx([found["tt_permuted", s] for s in shares], abs=0.02)
     parts = [loss for _, loss in MEASURED["quotient_remainder"]]
     assert parts == pytest.approx([found["qr_product", s] for s in shares[:3]], abs=0.02)
+    narrow = [loss for _, loss in MEASURED["narrow"]]
+    assert narrow == pytest.approx([found["narrow", s] for s in shares[:3]], abs=0.002)
     assert MEASURED["bf16"][0][1] == pytest.approx(max(found["bf16", 0.5], 0.003), abs=0.002)
 
 

@@ -19,6 +19,7 @@ from emblib.storage.dense import Dense
 from emblib.storage.handles import TableHandle
 from emblib.storage.hash import Hash
 from emblib.storage.hashed import Hashed, RowHash
+from emblib.storage.narrow import Narrow
 from emblib.storage.quantized import Quantized
 from emblib.storage.quotient_remainder import QuotientRemainder
 from emblib.storage.tensor_train import TensorTrain
@@ -29,6 +30,7 @@ register(TensorTrain)
 register(Quantized)
 register(Hashed)
 register(QuotientRemainder)
+register(Narrow)
 
 __all__ = [
     "Combine",
@@ -37,6 +39,7 @@ __all__ = [
     "Hash",
     "Hashed",
     "MemoryBytes",
+    "Narrow",
     "Quantized",
     "QuotientRemainder",
     "Rates",

@@ -1,9 +1,10 @@
-"""Storage whose rows are composed of rows of smaller dense tables, which ids share.
+"""Storage whose rows are composed of rows of smaller dense tables.
 
-Every id reads a few rows of the *components* of its table, dense tables of fewer rows; its own row
-is their sum, their concatenation or a product. Which rows, the subclasses say: `Hashed` and
-`QuotientRemainder`. The components of all such tables of one kind and optimizer are one kernel, so
-that a lookup is one call and a backward one step of the optimizer.
+Every id reads a few rows of the *components* of its table, dense tables that are smaller than it;
+its own row is their sum, their concatenation or a product. Which rows, the subclasses say:
+`Hashed` and `QuotientRemainder`, whose ids share rows, and `Narrow`, whose rows are followed by
+zeros. The components of all such tables of one kind and optimizer are one kernel, so that a lookup
+is one call and a backward one step of the optimizer.
 """
 
 from __future__ import annotations
@@ -121,15 +122,16 @@ class ComposedStorage(Storage):
         return CutUnits(table.num_embeddings, 1 if is_cut else table.embedding_dim)
 
     def check_slice(self, part: TableSlice) -> None:
-        """Raise ValueError for some of the rows, or some columns of concatenated rows."""
+        """Raise ValueError for some of the rows, or for columns where those are not cut."""
         units = self.cut_units(part.config)
         if part.num_rows != units.rows or part.dim % units.columns:
             raise ValueError(
-                f"{part.config.name!r} is stored as {self}, whose ids share rows: it is not cut "
-                f"by rows{' or columns' if units.columns > 1 else ''}"
+                f"{part.config.name!r} is stored as {self}, which is not cut by rows"
+                f"{' or columns' if units.columns > 1 else ''}"
             )
 
-    def _width(self, dim: int) -> int:
+    def stored_width(self, dim: int) -> int:
+        """Return the columns of the components where the table has `dim`."""
         return dim // 2 if self.joining is Combine.CONCATENATE else dim
 
     # Kernels
@@ -140,8 +142,8 @@ class ComposedStorage(Storage):
         """Return a key of what tables of one kernel have in common."""
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         unpooled = pooling is Pooling.NONE or self.joining is Combine.MULTIPLY
-        dim = part.dim if is_sparse or unpooled else 0
-        return (type(self), self.joining, self.reads, stored_as(part), optimizer, dim)
+        dims = (part.dim, self.stored_width(part.dim)) if is_sparse or unpooled else ()
+        return (type(self), self.joining, self.reads, stored_as(part), optimizer, dims)
 
     def make_kernel(
         self,
@@ -177,18 +179,18 @@ class ComposedStorage(Storage):
         views = source.views()
         for name, view in target.views().items():
             whole = views[name]
-            cut = whole.dim() > 1 and self.joining is not Combine.CONCATENATE
+            cut = whole.dim() > 1 and not part.has_all_columns
             view.copy_(whole[:, slice(*part.columns)] if cut else whole)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the components: every shard has all rows of them."""
-        width = self._width(table.embedding_dim)
-        concatenated = self.joining is Combine.CONCATENATE
+        width = self.stored_width(table.embedding_dim)
+        is_cut = self.cut_units(table).columns == 1
         return {
             component.name: TensorLayout(
                 (component.rows, width),
                 table.data_type,
-                None if concatenated else _all_rows(component.rows),
+                _all_rows(component.rows) if is_cut else None,
             )
             for component in self.components(table.num_embeddings)
         }
@@ -201,7 +203,7 @@ class ComposedStorage(Storage):
 
     def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
         """Return the bytes of the components and their optimizer states."""
-        itemsize, width = part.config.data_type.itemsize, self._width(part.dim)
+        itemsize, width = part.config.data_type.itemsize, self.stored_width(part.dim)
         rows = sum(c.rows for c in self.components(part.config.num_embeddings))
         return MemoryBytes(rows * width * itemsize + state_bytes(optimizer, rows, width, itemsize))
 
@@ -209,14 +211,14 @@ class ComposedStorage(Storage):
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up the rows that `ids` read."""
-        row = self._width(part.dim) * part.config.data_type.itemsize
+        row = self.stored_width(part.dim) * part.config.data_type.itemsize
         return len(self.reads) * ids * rates.lookup_row_ns(part, row, ids)
 
     def update_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows that `ids` read."""
-        row = row_bytes(optimizer, self._width(part.dim), part.config.data_type.itemsize)
+        row = row_bytes(optimizer, self.stored_width(part.dim), part.config.data_type.itemsize)
         each = rates.update_row_ns(part, row, ids)
         return len(self.reads) * ids * each + dense_gradient_ns(part, optimizer, rates)
 
@@ -250,6 +252,7 @@ class ComposedKernel(nn.Module):
         self._count = len(first.reads)
         self.pooling, self.output_dtype = pooling, torch.float32
         self._dims = [parts[t].dim for t in reads]
+        self._widths = [self._of(parts[t]).stored_width(parts[t].dim) for t in reads]
         self._components = [self._of(part).components(part.config.num_embeddings) for part in parts]
         self._first = [0, *accumulate(len(of_table) for of_table in self._components)]
         features = [
@@ -348,7 +351,7 @@ class ComposedKernel(nn.Module):
         """Return the rows or bags that the looked-up ones make, which are in `count` blocks."""
         count, halves = self._count, self._storage.joining is Combine.CONCATENATE
         if count == 1:
-            return found
+            return found if self._widths == self._dims else self._padded(found, batch_sizes)
         if self.pooling is Pooling.NONE:
             blocks = found.view(count, -1, found.shape[1])
             return blocks.transpose(0, 1).flatten(1) if halves else blocks.sum(0)
@@ -357,9 +360,9 @@ class ComposedKernel(nn.Module):
             blocks = found.view(-1, count, width)
             return self._side_by_side(blocks.unbind(1)) if halves else blocks.sum(1)
         by_rank = list(zip(*batch_sizes, strict=True))
-        widths = [dim // 2 if halves else dim for dim in self._dims]
         lengths = [
-            [n * width for n, width in zip(of_rank, widths, strict=True)] for of_rank in by_rank
+            [n * width for n, width in zip(of_rank, self._widths, strict=True)]
+            for of_rank in by_rank
         ]
         parts = found.split([count * sum(of_rank) for of_rank in lengths])
         joined = []
@@ -368,15 +371,30 @@ class ComposedKernel(nn.Module):
             if not halves:
                 joined.append(blocks.sum(0))
                 continue
-            for block, width in zip(blocks.split(of_rank, 1), widths, strict=True):
+            for block, width in zip(blocks.split(of_rank, 1), self._widths, strict=True):
                 joined.append(block.view(count, -1, width).transpose(0, 1).reshape(-1))
         return torch.cat(joined)
 
     def _side_by_side(self, blocks: Sequence[Tensor]) -> Tensor:
         """Return the columns of each feature, those of every block next to each other."""
-        widths = [dim // 2 for dim in self._dims]
-        pieces = zip(*(block.split(widths, 1) for block in blocks), strict=True)
+        pieces = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
         return torch.cat([piece for of_feature in pieces for piece in of_feature], 1)
+
+    def _padded(self, found: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+        """Return rows or bags followed by zeros, up to the dim of their table."""
+        missing = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
+        pad = nn.functional.pad
+        if self.pooling is Pooling.NONE:
+            return pad(found, (0, missing[0]))
+        if batch_sizes is None:
+            blocks = found.split(self._widths, 1)
+            padded = [pad(block, (0, n)) for block, n in zip(blocks, missing, strict=True)]
+            return torch.cat(padded, 1)
+        counts = [n for of_rank in zip(*batch_sizes, strict=True) for n in of_rank]
+        widths, zeros = (list(of_all) * len(batch_sizes[0]) for of_all in (self._widths, missing))
+        blocks = found.split([n * width for n, width in zip(counts, widths, strict=True)])
+        sizes = zip(blocks, widths, zeros, strict=True)
+        return torch.cat([pad(b.view(-1, width), (0, n)).view(-1) for b, width, n in sizes])
 
     def _multiplied(
         self,
@@ -474,9 +492,8 @@ def _pieces(part: TableSlice) -> list[TableSlice]:
     config: Any = part.config
     storage: Any = config.storage
     low, high = config.bounds
-    concatenated = storage.joining is Combine.CONCATENATE
-    dim = config.embedding_dim // 2 if concatenated else config.embedding_dim
-    columns = (0, dim) if concatenated else part.columns
+    dim = storage.stored_width(config.embedding_dim)
+    columns = part.columns if dim == config.embedding_dim else (0, dim)
     return [
         TableSlice(
             replace(

@@ -21,7 +21,7 @@ from emblib import (
     storage,
 )
 from emblib.collections.optimizers import FusedOptimizer
-from emblib.storage import Combine, Hashed, QuotientRemainder, RowHash, TableSlice
+from emblib.storage import Combine, Hashed, Narrow, QuotientRemainder, RowHash, TableSlice
 
 IDS, DIM, BATCH = 50, 8, 7
 KINDS: dict[str, tuple[storage.Storage, ...]] = {
@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[storage.Storage, ...]] = {
     "two functions": (Hashed(6, functions=2), Hashed(9, functions=2, hash=RowHash.REMAINDER)),
     "added": (QuotientRemainder(7, Combine.ADD), QuotientRemainder(1, Combine.ADD)),
     "multiplied": (QuotientRemainder(7), QuotientRemainder(50)),
+    "narrow": (Narrow(3), Narrow(3)),
     "concatenated": tuple(QuotientRemainder(d, Combine.CONCATENATE) for d in (7, 13)),
 }
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
@@ -52,6 +53,8 @@ def splitmix(value: int, number: int) -> int:
 
 
 def rows_read(kind: Any, i: int) -> list[int]:
+    if isinstance(kind, Narrow):
+        return [i]
     if isinstance(kind, QuotientRemainder):
         return [i // kind.divisor, i % kind.divisor]
     hashes = [splitmix(i, kind.seed * 64 + k) % kind.rows for k in range(kind.functions)]
@@ -60,6 +63,8 @@ def rows_read(kind: Any, i: int) -> list[int]:
 
 def row_of(kind: Any, tensors: dict[str, Tensor], i: int) -> Tensor:
     reads = rows_read(kind, i)
+    if isinstance(kind, Narrow):
+        return torch.cat([tensors["weight"][i], torch.zeros(DIM - kind.columns)])
     if isinstance(kind, Hashed):
         return torch.stack([tensors["weight"][r] for r in reads]).sum(0)
     quotient, remainder = tensors["quotients"][reads[0]], tensors["remainders"][reads[1]]
@@ -298,6 +303,7 @@ def test_quantizing_a_collection_leaves_shared_rows_as_they_are(kind: str) -> No
         (lambda: Hashed(5, hash="murmur"), "murmur"),  # type: ignore[arg-type]
         (lambda: EmbeddingBagConfig(4, 8, "t", storage=Hashed(5)), "at most the 4 ids of 't'"),
         (lambda: QuotientRemainder(0), "divisor must be"),
+        (lambda: EmbeddingBagConfig(4, 8, "t", storage=Narrow(8)), "fewer than the 8 of 't'"),
         (lambda: EmbeddingBagConfig(4, 8, "t", storage=QuotientRemainder(5)), "at most the 4 ids"),
         (
             lambda: EmbeddingBagConfig(
@@ -318,6 +324,28 @@ def test_quantizing_a_collection_leaves_shared_rows_as_they_are(kind: str) -> No
 def test_wrong_arguments(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_narrow_tables_of_unlike_widths_share_a_kernel() -> None:
+    tables = [
+        EmbeddingBagConfig(IDS, dim, name, (feature,), storage=Narrow(width))
+        for dim, name, feature, width in ((8, "a", "f", 3), (12, "b", "g", 5), (4, "c", "h", 1))
+    ]
+    model = EmbeddingBagCollection(tables, optimizer=optim.SGD(lr=0.1))
+    assert len(model.groups.groups) == 1
+    given = batch(0)
+    found = model(given)
+    for config in tables:
+        width = config.storage.columns
+        weight = model.state_dict()[f"embedding_bags.{config.name}.weight"]
+        assert weight.shape == (IDS, width)
+        jagged = given[config.feature_names[0]]
+        expected = nn.functional.embedding_bag(
+            jagged.values(), weight, jagged.offsets(), mode="sum", include_last_offset=True
+        )
+        got = found[config.feature_names[0]]
+        torch.testing.assert_close(got[:, :width], expected)
+        assert not got[:, width:].any()
 
 
 def test_initial_values_lie_within_the_bounds_of_the_table() -> None:

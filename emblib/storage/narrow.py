@@ -1,0 +1,65 @@
+"""Narrow storage: rows shorter than the model reads; the missing columns are zeros.
+
+The simplest way to make a table smaller without a change of the model: its other tables keep their
+columns, and so do products of rows of several tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from emblib.specs import check_count
+from emblib.storage.base import CutUnits, TableDescription
+from emblib.storage.composed import Component, ComposedStorage
+
+
+@dataclass(frozen=True)
+class Narrow(ComposedStorage):
+    """Rows of `columns` values, followed by zeros up to the dim of the table.
+
+    Args:
+        columns: stored; fewer than the dim.
+
+    Example:
+        >>> emblib.EmbeddingBagConfig(10_000_000, 64, "user", storage=storage.Narrow(16))
+    """
+
+    columns: int
+
+    plan_name: ClassVar[str] = "Narrow"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", check_count("columns", self.columns))
+
+    def check_table(self, table: TableDescription) -> None:
+        """Raise ValueError for as many columns as the table has, or an `init_fn`."""
+        super().check_table(table)
+        if self.columns >= table.embedding_dim:
+            raise ValueError(
+                f"columns of Narrow must be fewer than the {table.embedding_dim} of "
+                f"{table.name!r}, got {self.columns}: use Dense()"
+            )
+
+    def cut_units(self, table: TableDescription) -> CutUnits:
+        """Return the whole table."""
+        return CutUnits(table.num_embeddings, table.embedding_dim)
+
+    def stored_width(self, dim: int) -> int:
+        """Return `columns`."""
+        return self.columns
+
+    def components(self, num_embeddings: int) -> tuple[Component, ...]:
+        """Return the table `weight`, with a row per id."""
+        return (Component("weight", num_embeddings),)
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return a number, of which there must be one."""
+        return (0,)
+
+    @staticmethod
+    def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
+        """Return the ids."""
+        return [ids]
