@@ -385,7 +385,9 @@ def _update_rows(draw: random.Random) -> Call:
         for got, tensor in zip([arguments[0], *arguments[1]], want, strict=True):
             close(got, tensor)
 
-    return Call("update_rows_", (weights, states, hyper, OPTIMIZER[optimizer.name], grads), check)
+    return Call(
+        "update_rows_", (weights, states, hyper, OPTIMIZER[optimizer.name], grads, 0), check
+    )
 
 
 # Routing
