@@ -34,7 +34,7 @@ from emblib.dynamic import (
     TTCache,
 )
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
-from emblib.memory_plan import BudgetError, MemoryPlan, plan_memory
+from emblib.memory_plan import BudgetError, MemoryChoice, MemoryPlan, plan_memory
 from emblib.specs import (
     BoundsCheck,
     CacheConfig,
@@ -92,6 +92,7 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "LookupTrace",
+    "MemoryChoice",
     "MemoryPlan",
     "MultiPassPrefetch",
     "OnInsertFailure",

@@ -4,10 +4,10 @@ For every table there are candidates: its rows as they are, 16-bit or shorter ro
 rows shared by a hash, quotient and remainder, or a hash table that evicts. Each has its bytes and a
 *loss*: the part of what the table tells a model that is lost, 0 for the table as it is and 1 where
 every id shares its row with all others. `plan_memory` picks one candidate per table so that the sum
-of losses, each times the *worth* of its table, is least.
+of losses, each times the *importance* of its table, is least.
 
 Losses come from two sources. Where ids share rows or have none, the loss follows from how often ids
-are looked up (`IdSkew`). For the other ways it was measured with `python run.py
+are looked up (`IdSkew`). For the other methods it was measured with `python run.py
 +experiment=quality` (`MEASURED`).
 """
 
@@ -18,7 +18,7 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,13 +40,15 @@ from emblib.storage import (
     TableSlice,
     TensorTrain,
 )
+from emblib.storage.base import is_fused
 from emblib.trace import LookupTrace
+from emblib.trace.skew import ZIPF, IdSkew
 from emblib.tt import shapes
 
 _LOG = logging.getLogger(__name__)
 
 Curve = Sequence[tuple[float, float]]
-"""Points (x, loss) of a way, x falling: of tensor trains the rank, of others the share of bytes."""
+"""Points (x, loss) of a method; x is the rank of tensor trains, the share of bytes of others."""
 
 MEASURED: dict[str, Curve] = {
     "bf16": ((0.5, 0.003),),
@@ -58,19 +60,17 @@ MEASURED: dict[str, Curve] = {
 
 EVICTED = 0.9  # of what a lookup tells is lost where its id has no row, measured likewise
 
-WAYS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
+METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
 """What `plan_memory` chooses from by default, besides tables as they are."""
 
 AS_IT_IS = "as it is"
-"""The way of a table that is not changed."""
+"""The method of a table that is not changed."""
 
-ZIPF = 1.05  # exponent of the skew of ids that no trace shows
+_MEASURED_ROWS = 9065  # of the largest table of MEASURED
 _SHARES = tuple(2.0**-n for n in range(1, 13))  # of rows or bytes, that are tried
 _RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NO_STATE = SGD(lr=0.0)  # of tables that are served
-_UNITS = 4096  # at least into which the budget is divided
-_GROUPS = 2048  # of ids of about equal frequency, in an assumed skew
-_GRID = 512  # points of an integral
+_UNITS = 4096  # into which the budget is divided, or more for many tables
 
 
 class BudgetError(ValueError):
@@ -89,67 +89,6 @@ class BudgetError(ValueError):
 
 
 @dataclass(frozen=True)
-class IdSkew:
-    """How unevenly the ids of a table are looked up.
-
-    Args:
-        shares: of all lookups, that one id of each group has, falling; float64 `[G]`.
-        sizes: ids in each group; float64 `[G]`.
-    """
-
-    shares: Tensor
-    sizes: Tensor
-
-    @classmethod
-    def of_counts(cls, counts: Tensor) -> IdSkew:
-        """Return the skew of ids that were looked up `counts` `[rows]` times."""
-        values, sizes = counts.detach().cpu().double().unique(return_counts=True)
-        shares = values / max(float(values @ sizes.double()), 1.0)
-        return cls(shares.flip(0), sizes.double().flip(0))
-
-    @classmethod
-    def zipf(cls, rows: int, exponent: float = ZIPF) -> IdSkew:
-        """Return the skew where the n-th id has a share in proportion to n^-exponent."""
-        first = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
-        steps = torch.linspace(math.log(len(first) + 1), math.log(rows + 1), _GROUPS)
-        ends = torch.cat([first, steps.double().exp().round()]).unique()
-        sizes = ends.diff()
-        shares = (ends[:-1] + (sizes - 1) / 2) ** -exponent
-        return cls(shares / (shares @ sizes), sizes)
-
-    def missed(self, rows: int) -> float:
-        """Return the share of lookups of all ids but the `rows` most used."""
-        before = self.sizes.cumsum(0) - self.sizes
-        kept = (rows - before).clamp(min=0.0).minimum(self.sizes)
-        return max(0.0, 1.0 - float(kept @ self.shares))
-
-    def shared(self, rows: int) -> float:
-        """Return the share of a row's updates that other ids make, where a hash gives `rows`.
-
-        The expectation over lookups and hashes of o / (s + o), for an id of share s whose row has
-        others of shares o in all. It follows from 1 / (s + o), the integral of exp(-(s + o) t) over
-        t, and the expectation of exp(-o t) of a compound Poisson distribution.
-        """
-        own, others = self._transforms
-        return max(0.0, 1.0 - float(own @ (-others / rows).exp()))
-
-    @cached_property
-    def _transforms(self) -> tuple[Tensor, Tensor]:
-        """Return on a grid of t: sums of s^2 exp(-s t) dt and of 1 - exp(-s t) over all ids."""
-        used = self.shares > 0
-        shares, sizes = self.shares[used], self.sizes[used]
-        low, high = -math.log(float(shares.max())) - 9, -math.log(float(shares.min())) + 4
-        grid = torch.linspace(low, high, _GRID, dtype=torch.float64).exp()
-        step = (high - low) / (_GRID - 1)
-        own, others = torch.zeros_like(grid), torch.zeros_like(grid)
-        for some, count in zip(shares.split(_GROUPS), sizes.split(_GROUPS), strict=True):
-            decay = torch.outer(-some, grid).exp()
-            own += (count * some.square()) @ decay
-            others += count @ (1.0 - decay)
-        return own * grid * step, others
-
-
-@dataclass(frozen=True)
 class MemoryChoice:
     """How one table is stored.
 
@@ -157,22 +96,22 @@ class MemoryChoice:
         path: of the collection that has the table, empty for a configuration given alone.
         before: the configuration that was given.
         config: the configuration that was chosen.
-        way: "as it is", or one of the ways.
+        method: "as it is", or one of the methods.
         nbytes: of the table, optimizer states included, or as served.
         plain_nbytes: likewise, of the table as it was given.
         loss: of the table, 0 to 1.
-        worth: of the table, by which its loss counts.
+        importance: of the table, by which its loss counts.
         why: the choices next to this one, in a sentence.
     """
 
     path: str
     before: TableConfig
     config: TableConfig
-    way: str
+    method: str
     nbytes: int
     plain_nbytes: int
     loss: float
-    worth: float
+    importance: float
     why: str = ""
 
 
@@ -219,9 +158,9 @@ class MemoryPlan:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss of tables, weighted by their worth."""
-        total = sum(choice.worth for choice in self.choices)
-        return sum(choice.worth * choice.loss for choice in self.choices) / max(total, 1e-300)
+        """Return the mean loss of tables, weighted by their importance."""
+        total = sum(choice.importance for choice in self.choices)
+        return sum(choice.importance * choice.loss for choice in self.choices) / max(total, 1e-300)
 
     def __str__(self) -> str:
         head = ("table", "rows x dim", "stored as", "bytes", "of plain", "loss", "why")
@@ -230,8 +169,8 @@ class MemoryPlan:
             before = choice.before
             name = f"{choice.path}.{before.name}" if choice.path else before.name
             sizes = f"{before.num_embeddings:,} x {before.embedding_dim}"
-            stored = "as it is" if choice.way == AS_IT_IS else _described(choice)
-            share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}"
+            stored = "as it is" if choice.method == AS_IT_IS else _described(choice)
+            share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}" if choice.nbytes else "-"
             number = f"{choice.loss:.3f}"
             lines.append((name, sizes, stored, size(choice.nbytes), share, number, choice.why))
         widths = [max(len(line[c]) for line in lines) for c in range(len(head) - 1)]
@@ -255,9 +194,9 @@ def plan_memory(
     trace: LookupTrace | None = None,
     optimizer: Optimizer | None = None,
     serving: int | None = None,
-    ways: Sequence[str] = WAYS,
+    methods: Sequence[str] = METHODS,
     losses: Mapping[str, Curve] | None = None,
-    worth: Mapping[str, float] | None = None,
+    importance: Mapping[str, float] | None = None,
     device: str = "cpu",
 ) -> MemoryPlan:
     """Choose how each table is stored, so that all fit into `budget` bytes and lose least.
@@ -271,10 +210,10 @@ def plan_memory(
             `TraceRecorder` calls them. Without it ids are taken to be Zipf-distributed.
         optimizer: of the tables, if `tables` is not a model and they have none.
         serving: 8 or 4: the budget is of a model that is served with rows of that many bits, where
-            rows are stored; ways that compute rows keep their own. Left out: of training.
-        ways: that may be chosen, of `WAYS` and "evicting", which makes a hash table by key.
-        losses: measured losses of your own, by way, in place of `MEASURED`.
-        worth: factors of the losses of tables, by name or `path.name`; by default 1 per table.
+            rows are stored; methods that compute rows keep their own. Left out: of training.
+        methods: that may be chosen, of `METHODS` and "evicting", which makes a hash table by key.
+        losses: measured losses of your own, by method, in place of `MEASURED`.
+        importance: factors of the losses of tables, by name or `path.name`; by default 1 per table.
         device: "cpu" or "cuda", where the tables will be.
 
     Returns:
@@ -282,33 +221,37 @@ def plan_memory(
 
     Raises:
         BudgetError: the smallest choice of every table takes more.
-        TypeError, ValueError: wrong arguments, or a table in `worth` that is not there.
+        TypeError, ValueError: wrong arguments, or a table in `importance` that is not there.
 
     Example:
         >>> tables = [EmbeddingBagConfig(10**7, 64, "user"), EmbeddingBagConfig(10**5, 64, "item")]
-        >>> plan = emblib.plan_memory(tables, 1 << 30, optimizer=emblib.optim.SGD(lr=0.1))
-        >>> [choice.way for choice in plan.choices]
+        >>> plan = emblib.plan_memory(tables, 1 << 28, optimizer=emblib.optim.SGD(lr=0.1))
+        >>> [choice.method for choice in plan.choices]
         ['tensor_train', 'as it is']
     """
     budget = check_count("budget", budget)
-    _check_ways(ways, losses)
+    _check_methods(methods, losses)
     if serving not in (None, 4, 8):
         raise ValueError(f"serving must be None, 8 or 4 bits, got {serving!r}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    if trace is not None and not isinstance(trace, LookupTrace):
+        raise TypeError(f"trace must be a LookupTrace, as TraceRecorder.trace is, got {trace!r}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be one of emblib.optim, got {optimizer!r}")
     found = _tables(tables, optimizer)
-    worths = _worths(found, worth)
+    importances = _importances(found, importance)
     curves = {**MEASURED, **(losses or {})}
+    planned = frozenset(f"{path}.{config.name}" for path, config, _ in found)
     given = []
-    for (path, config, trained_by), factor in zip(found, worths, strict=True):
-        counts = None if trace is None else _counts(trace, path, config)
+    for (path, config, trained_by), factor in zip(found, importances, strict=True):
+        counts = None if trace is None else _counts(trace, path, config, planned)
         skew = IdSkew.zipf(config.num_embeddings) if counts is None else IdSkew.of_counts(counts)
         given.append(_Table(path, config, trained_by, factor, counts is None, skew, curves))
-    options = [_candidates(table, ways, serving, device) for table in given]
+    options = [_candidates(table, methods, serving, device) for table in given]
     picked = _pick(options, budget)
-    return MemoryPlan(
-        tuple(_explained(choices, k) for choices, k in zip(options, picked, strict=True)),
-        budget,
-        tuple(_assumptions(given, losses, serving)),
-    )
+    choices = tuple(_explained(some, k) for some, k in zip(options, picked, strict=True))
+    return MemoryPlan(choices, budget, tuple(_assumptions(given, choices, losses, serving)))
 
 
 @dataclass(frozen=True)
@@ -316,7 +259,7 @@ class _Table:
     path: str
     config: TableConfig
     optimizer: Optimizer | None
-    worth: float
+    importance: float
     is_assumed: bool  # whether the skew is
     skew: IdSkew
     curves: Mapping[str, Curve]
@@ -330,11 +273,13 @@ class _Table:
         return self.config.num_embeddings
 
 
-Way = Callable[[_Table], Iterator[tuple[TableConfig, float]]]
-"""A way to make a table smaller: yields configurations with the loss of each."""
+Method = Callable[[_Table], Iterator[tuple[TableConfig, float]]]
+"""A method to make a table smaller: yields configurations with the loss of each."""
 
 
 def _half(table: _Table) -> Iterator[tuple[TableConfig, float]]:
+    if not is_fused(table.optimizer):
+        return  # updates by others are rounded to nearest, which was not measured
     loss = _at(table.curves["bf16"], 0.5)
     rounding = table.config.rounding or StochasticRounding()
     yield replace(table.config, data_type=torch.bfloat16, rounding=rounding), loss
@@ -379,11 +324,18 @@ def _evicting(table: _Table) -> Iterator[tuple[TableConfig, float]]:
         rows = int(share * table.rows)
         if rows:
             storage = Hash(eviction=Eviction.LFU)
-            config = replace(table.config, num_embeddings=rows, storage=storage)
+            low, high = table.config.bounds  # which follow from the number of rows
+            config = replace(
+                table.config,
+                num_embeddings=rows,
+                storage=storage,
+                weight_init_min=low,
+                weight_init_max=high,
+            )
             yield config, EVICTED * table.skew.missed(rows)
 
 
-_MAKERS: dict[str, Way] = {
+_MAKERS: dict[str, Method] = {
     "bf16": _half,
     "narrow": _narrow,
     "tensor_train": _tensor_train,
@@ -405,22 +357,24 @@ def _at(curve: Curve, x: float) -> float:
 
 
 def _candidates(
-    table: _Table, ways: Sequence[str], serving: int | None, device: str
+    table: _Table, methods: Sequence[str], serving: int | None, device: str
 ) -> list[MemoryChoice]:
     """Return the choices for a table that no smaller one is as good as, the largest first."""
 
-    def choice(config: TableConfig, way: str, loss: float) -> MemoryChoice:
+    def choice(config: TableConfig, method: str, loss: float) -> MemoryChoice:
         nbytes = _nbytes(config, table.optimizer, serving, device)
-        return MemoryChoice(table.path, table.config, config, way, nbytes, plain, loss, table.worth)
+        return MemoryChoice(
+            table.path, table.config, config, method, nbytes, plain, loss, table.importance
+        )
 
     plain = _nbytes(table.config, table.optimizer, serving, device)
     every = [choice(table.config, AS_IT_IS, 0.0)]
     if table.config.storage == Dense():
-        for way in ways:
+        for method in methods:
             try:
-                every += [choice(config, way, loss) for config, loss in _MAKERS[way](table)]
-            except ValueError as error:  # e.g. initial values that a way cannot draw
-                _LOG.info("%s cannot be stored as %s: %s", table.name, way, error)
+                every += [choice(config, method, loss) for config, loss in _MAKERS[method](table)]
+            except ValueError as error:  # e.g. initial values that a method cannot draw
+                _LOG.info("%s cannot be stored as %s: %s", table.name, method, error)
     every.sort(key=lambda c: (c.nbytes, c.loss))
     kept: list[MemoryChoice] = []
     for one in every:
@@ -450,7 +404,7 @@ def _pick(options: Sequence[Sequence[MemoryChoice]], budget: int) -> list[int]:
         largest = max(options, key=lambda choices: choices[-1].nbytes)[-1]
         raise BudgetError(
             f"the tables take at least {size(need)}, which is {size(need - budget)} more than the "
-            f"budget of {size(budget)}: raise it, allow other ways, or make tables smaller; the "
+            f"budget of {size(budget)}: raise it, allow other methods, or make tables smaller; the "
             f"largest is then {largest.before.name!r} with {size(largest.nbytes)}",
             need - budget,
         )
@@ -463,7 +417,7 @@ def _pick(options: Sequence[Sequence[MemoryChoice]], budget: int) -> list[int]:
 
 def _knapsack(options: Sequence[Sequence[MemoryChoice]], budget: int) -> list[int]:
     """Return the numbers of the best choices, empty where rounded bytes do not fit."""
-    units = max(_UNITS, 64 * len(options))
+    units = max(_UNITS, 16 * len(options))
     best = torch.zeros(units + 1, dtype=torch.float64)  # by units that may be used
     taken = []
     for choices in options:
@@ -471,7 +425,7 @@ def _knapsack(options: Sequence[Sequence[MemoryChoice]], budget: int) -> list[in
         for k, choice in enumerate(choices):
             cost = _units(choice, units, budget)
             if cost <= units:
-                found[k, cost:] = best[: units + 1 - cost] + choice.worth * choice.loss
+                found[k, cost:] = best[: units + 1 - cost] + choice.importance * choice.loss
         best, number = found.min(0)
         taken.append(number.to(torch.int16))
     if not math.isfinite(float(best[units])):
@@ -488,15 +442,15 @@ def _units(choice: MemoryChoice, units: int, budget: int) -> int:
 
 
 def _uniform(options: Sequence[Sequence[MemoryChoice]]) -> Iterator[list[int]]:
-    """Yield plans that treat all tables alike: the same way at about the same share of bytes."""
-    for way in {choice.way for choices in options for choice in choices}:
+    """Yield plans that treat all tables alike: the same method at about the same share of bytes."""
+    for method in {choice.method for choices in options for choice in choices}:
         for share in _SHARES:
             picked = []
             for choices in options:
                 fits = [
                     k
                     for k, choice in enumerate(choices)
-                    if choice.way == way and choice.nbytes <= share * choices[0].nbytes
+                    if choice.method == method and choice.nbytes <= share * choices[0].nbytes
                 ]
                 picked.append(fits[0] if fits else len(choices) - 1)
             yield picked
@@ -512,7 +466,7 @@ def _filled(
         for t, (choices, k) in enumerate(zip(options, result, strict=True)):
             for better in range(k):
                 more = choices[better].nbytes - choices[k].nbytes
-                gain = choices[k].worth * (choices[k].loss - choices[better].loss)
+                gain = choices[k].importance * (choices[k].loss - choices[better].loss)
                 if more <= left and gain > 0:
                     gains.append((gain / more, -t, better))
         if not gains:
@@ -530,7 +484,7 @@ def _worse(
     options: Sequence[Sequence[MemoryChoice]], one: Sequence[int], other: Sequence[int]
 ) -> bool:
     sums = [
-        sum(c[k].worth * c[k].loss for c, k in zip(options, picked, strict=True))
+        sum(c[k].importance * c[k].loss for c, k in zip(options, picked, strict=True))
         for picked in (one, other)
     ]
     return sums[0] > sums[1]
@@ -551,27 +505,51 @@ def _explained(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
 
 def _described(choice: MemoryChoice) -> str:
     names = {AS_IT_IS: "the table as it is", "bf16": "16-bit rows"}
-    return names.get(choice.way) or brief(choice.config.storage)
+    return names.get(choice.method) or brief(choice.config.storage)
 
 
 def _assumptions(
-    tables: Sequence[_Table], losses: Mapping[str, Curve] | None, serving: int | None
+    tables: Sequence[_Table],
+    choices: Sequence[MemoryChoice],
+    losses: Mapping[str, Curve] | None,
+    serving: int | None,
 ) -> Iterator[str]:
     """Yield what a plan takes for granted."""
     assumed = [table.name for table in tables if table.is_assumed]
     if assumed:
-        shown = ", ".join(assumed[:5]) + (", ..." if len(assumed) > 5 else "")
         yield (
-            f"No lookups are known of {len(assumed)} of {len(tables)} tables ({shown}): their ids "
-            f"are taken to be Zipf-distributed, s = {ZIPF}. Record a trace (emblib.TraceRecorder)."
+            f"No lookups are known of {len(assumed)} of {len(tables)} tables ({_some(assumed)}): "
+            f"their ids are taken to be Zipf-distributed, s = {ZIPF}. Record a trace "
+            "(emblib.TraceRecorder)."
         )
     if not losses:
         yield (
             "Losses other than by a hash or eviction were measured with +experiment=quality on "
-            "tables of up to 9,065 rows (docs/memory.md); measure yours likewise."
+            f"tables of up to {_MEASURED_ROWS:,} rows (docs/memory.md); measure yours likewise."
+        )
+        large = [
+            table.name
+            for table, choice in zip(tables, choices, strict=True)
+            if choice.method == "tensor_train" and table.rows > 10 * _MEASURED_ROWS
+        ]
+        if large:
+            yield (
+                f"Tensor trains of larger tables ({_some(large)}) are taken to lose what trains of "
+                "their ranks lose there; so small a share of the bytes was not measured."
+            )
+    by_others = [table.name for table in tables if not is_fused(table.optimizer)]
+    if by_others and serving is None:
+        yield (
+            "16-bit rows are left out where emblib makes no updates, since others round them to "
+            f"nearest, which was not measured ({_some(by_others)}): give plan_memory the optimizer."
         )
     if serving:
         yield f"The loss of rows of {serving} bits is not counted."
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _tables(
@@ -598,45 +576,60 @@ def _tables(
     return found
 
 
-def _worths(
-    found: Sequence[tuple[str, TableConfig, Optimizer | None]], worth: Mapping[str, float] | None
+def _importances(
+    found: Sequence[tuple[str, TableConfig, Optimizer | None]],
+    importance: Mapping[str, float] | None,
 ) -> list[float]:
-    """Return the worth of each table."""
-    given, known = dict(worth or {}), set()
-    worths = []
+    """Return the importance of each table."""
+    given, known = dict(importance or {}), set()
+    importances = []
     for path, config, _ in found:
         own = f"{path}.{config.name}"
         known |= {own, config.name}
-        worths.append(float(given.get(own, given.get(config.name, 1.0))))
+        importances.append(float(given.get(own, given.get(config.name, 1.0))))
     if unknown := sorted(given.keys() - known):
-        raise ValueError(f"worth of tables that are not there: {unknown}; have {sorted(known)}")
-    if not all(math.isfinite(number) and number >= 0 for number in worths):
-        raise ValueError(f"worth must be finite numbers >= 0, got {worth}")
-    return worths
+        raise ValueError(
+            f"importance of tables that are not there: {unknown}; have {sorted(known)}"
+        )
+    if not all(math.isfinite(number) and number >= 0 for number in importances):
+        raise ValueError(f"importance must be finite numbers >= 0, got {importance}")
+    return importances
 
 
-def _counts(trace: LookupTrace, path: str, config: TableConfig) -> Tensor | None:
-    """Return how often each id was looked up, None where the trace does not have the table."""
+def _counts(
+    trace: LookupTrace, path: str, config: TableConfig, planned: frozenset[str]
+) -> Tensor | None:
+    """Return how often each id was looked up, None where the trace does not have the table.
+
+    A traced table of the same name at another path is taken where it is the only one, and not
+    another planned table.
+    """
+    traced = {f.table for f in trace.features}
     own = f"{path}.{config.name}"
-    named = [f.table == own for f in trace.features]
-    if not any(named):
-        named = [f.table.rpartition(".")[2] == config.name for f in trace.features]
-    found = [ids for ids, is_own in zip(trace.ids, named, strict=True) if is_own]
-    if not found:
-        return None
+    if own not in traced:
+        alike = {name for name in traced if name.rpartition(".")[2] == config.name}
+        if len(alike) != 1 or alike & planned:
+            return None
+        (own,) = alike
     rows = config.num_embeddings
     counts = torch.zeros(rows, dtype=torch.int64)
-    for ids in found:
-        valid = ids.to(torch.int64)
-        counts += torch.bincount(valid[(valid >= 0) & (valid < rows)], minlength=rows)
+    for ids, feature in zip(trace.ids, trace.features, strict=True):
+        if feature.table == own:
+            valid = ids.to(torch.int64)
+            counts += torch.bincount(valid[(valid >= 0) & (valid < rows)], minlength=rows)
     return counts if counts.any() else None
 
 
-def _check_ways(ways: Sequence[str], losses: Mapping[str, Curve] | None) -> None:
-    if isinstance(ways, str) or any(way not in _MAKERS for way in ways):
-        raise ValueError(f"ways must be a list of {', '.join(_MAKERS)}, got {ways!r}")
-    for way, curve in (losses or {}).items():
-        if way not in MEASURED:
-            raise ValueError(f"losses are measured of {', '.join(MEASURED)}, not of {way!r}")
-        if not curve or not all(x > 0 and 0 < loss <= 1 for x, loss in curve):
-            raise ValueError(f"losses[{way!r}] must be pairs (x > 0, 0 < loss <= 1), got {curve!r}")
+def _check_methods(methods: Sequence[str], losses: Mapping[str, Curve] | None) -> None:
+    if isinstance(methods, str) or any(method not in _MAKERS for method in methods):
+        raise ValueError(f"methods must be a list of {', '.join(_MAKERS)}, got {methods!r}")
+    for method, curve in (losses or {}).items():
+        if method not in MEASURED:
+            raise ValueError(f"losses are measured of {', '.join(MEASURED)}, not of {method!r}")
+        points = sorted(curve)
+        falls = all(a[0] < b[0] and a[1] >= b[1] for a, b in pairwise(points))
+        if not points or not falls or not all(x > 0 and 0 < loss <= 1 for x, loss in points):
+            raise ValueError(
+                f"losses[{method!r}] must be pairs (x > 0, 0 < loss <= 1) whose losses fall as x "
+                f"grows, got {curve!r}"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import random
 from dataclasses import replace
@@ -28,18 +29,18 @@ from emblib.memory_plan import (
     AS_IT_IS,
     EVICTED,
     MEASURED,
-    WAYS,
+    METHODS,
     BudgetError,
-    IdSkew,
     MemoryChoice,
     _at,
     _pick,
 )
 from emblib.sharding.planner import Planner, Topology
+from emblib.trace.skew import IdSkew
 from experiments.paths import REFERENCE
 
 ADAGRAD = optim.RowwiseAdagrad(lr=0.1)
-EVERY = (*WAYS, "evicting")
+EVERY = (*METHODS, "evicting")
 
 
 def tables(*rows: int, **changes: Any) -> list[EmbeddingBagConfig]:
@@ -90,6 +91,54 @@ def test_what_ids_of_a_row_share_is_what_a_hash_makes_them_share(kept: int) -> N
     assert IdSkew.zipf(2000).shared(kept) == pytest.approx(np.mean(found), rel=0.05)
 
 
+def exactly_shared(shares: list[float], rows: int) -> float:
+    """Return the share over all hashes, one after another."""
+    found = []
+    for places in itertools.product(range(rows), repeat=len(shares)):
+        of_row = np.bincount(places, shares, rows)[list(places)]
+        found.append(sum(s * (r - s) / r for s, r in zip(shares, of_row, strict=True)))
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("counts", [[1], [7, 7], [1, 2, 3, 94], [50, 30, 15, 4, 1]])
+def test_what_ids_share_is_the_mean_over_all_hashes(counts: list[int], rows: int) -> None:
+    skew = IdSkew.of_counts(torch.tensor([*counts, 0, 0]))
+    shares = [count / sum(counts) for count in counts]
+    assert skew.shared(rows) == pytest.approx(exactly_shared(shares, rows), abs=2e-3)
+
+
+def test_many_different_counts_are_grouped() -> None:
+    counts = torch.arange(1, 20_000)
+    skew = IdSkew.of_counts(counts)
+    assert len(skew.sizes) < 1000
+    assert int(skew.sizes.sum()) == len(counts)
+    exact = counts.flip(0).double() / counts.sum()
+    for kept in (10, 1000, 15_000):
+        assert skew.missed(kept) == pytest.approx(1 - float(exact[:kept].sum()), abs=2e-3)
+
+
+def test_the_example_of_the_docstring() -> None:
+    example = doctest.DocTestParser().get_doctest(
+        plan_memory.__doc__ or "",
+        {"emblib": emblib, "EmbeddingBagConfig": EmbeddingBagConfig},
+        "plan_memory",
+        None,
+        0,
+    )
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_without_lookups_nothing_is_shared() -> None:
+    assert IdSkew.of_counts(torch.zeros(5)).shared(2) == 0.0
+
+
+@pytest.mark.parametrize("rows", [10**7, 10**9])
+def test_all_ids_of_a_large_table_are_counted(rows: int) -> None:
+    assert int(IdSkew.zipf(rows).sizes.sum()) == rows
+
+
 # Losses
 
 
@@ -113,12 +162,14 @@ def relative_losses() -> dict[tuple[str, float], float]:
     rows = pd.concat(found)
     at = rows.set_index(["data", "contender", "share"])["auc_change"].to_dict()
     least = 1 / 64
-    worth = {d: -(at[d, "hashed", least] + at[d, "modulo", least]) / 2 / SHARED[d] for d in SHARED}
+    importance = {
+        d: -(at[d, "hashed", least] + at[d, "modulo", least]) / 2 / SHARED[d] for d in SHARED
+    }
     losses = {}
     for method, share in {(method, share) for _, method, share in at}:
         known = [d for d in SHARED if (d, method, share) in at]
         total = -sum(at[d, method, share] for d in known)
-        losses[method, share] = total / sum(worth[d] for d in known)
+        losses[method, share] = total / sum(importance[d] for d in known)
     return losses
 
 
@@ -143,8 +194,8 @@ def made_up(chance: random.Random, count: int) -> list[list[MemoryChoice]]:
     for t in range(count):
         size, loss, choices = chance.randrange(1000, 100_000), 0.0, []
         for k in range(chance.randrange(1, 6)):
-            way = AS_IT_IS if not k else chance.choice(WAYS)
-            choices.append(MemoryChoice("", config, config, way, size, size, loss, 1.0 + t % 3))
+            method = AS_IT_IS if not k else chance.choice(METHODS)
+            choices.append(MemoryChoice("", config, config, method, size, size, loss, 1.0 + t % 3))
             size = chance.randrange(1, size + 1)
             loss += chance.random() * (1 - loss)
         options.append(choices)
@@ -153,7 +204,7 @@ def made_up(chance: random.Random, count: int) -> list[list[MemoryChoice]]:
 
 def score(options: list[list[MemoryChoice]], picked: Any) -> tuple[int, float]:
     chosen = [choices[k] for choices, k in zip(options, picked, strict=True)]
-    return sum(c.nbytes for c in chosen), sum(c.worth * c.loss for c in chosen)
+    return sum(c.nbytes for c in chosen), sum(c.importance * c.loss for c in chosen)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -176,7 +227,7 @@ def test_a_budget_for_all_changes_nothing() -> None:
     configs = tables(1000, 50_000)
     plan = plan_memory(configs, 1 << 30, optimizer=ADAGRAD)
     assert plan.configs == tuple(configs)
-    assert {choice.way for choice in plan.choices} == {AS_IT_IS}
+    assert {choice.method for choice in plan.choices} == {AS_IT_IS}
     assert plan.loss == 0.0
     assert plan.nbytes == plan.plain_nbytes == 51_000 * (16 + 1) * 4
 
@@ -195,15 +246,15 @@ def test_a_plan_is_as_good_as_every_uniform_choice_of_its_bytes(share: float) ->
     configs = tables(200_000, 50_000, 3000, 400)
     plain = 253_400 * 68
     budget = int(share * plain)
-    plan = plan_memory(configs, budget, optimizer=ADAGRAD, ways=EVERY)
+    plan = plan_memory(configs, budget, optimizer=ADAGRAD, methods=EVERY)
     assert plan.nbytes <= budget
     compared = 0
-    for way, part in itertools.product(EVERY, (0.5, 0.25, 0.125, 1 / 16, 1 / 32, 1 / 64)):
+    for method, part in itertools.product(EVERY, (0.5, 0.25, 0.125, 1 / 16, 1 / 32, 1 / 64)):
         alike = []
         for config in configs:
             allowed = max(int(part * config.num_embeddings * 68), 1)
             try:
-                alike.append(plan_memory([config], allowed, optimizer=ADAGRAD, ways=[way]))
+                alike.append(plan_memory([config], allowed, optimizer=ADAGRAD, methods=[method]))
             except BudgetError:
                 break
         if len(alike) == len(configs) and sum(one.nbytes for one in alike) <= budget:
@@ -212,12 +263,12 @@ def test_a_plan_is_as_good_as_every_uniform_choice_of_its_bytes(share: float) ->
     assert compared
 
 
-@pytest.mark.parametrize("way", EVERY)
-def test_a_collection_made_of_a_plan_has_its_bytes_and_trains(way: str) -> None:
+@pytest.mark.parametrize("method", EVERY)
+def test_a_collection_made_of_a_plan_has_its_bytes_and_trains(method: str) -> None:
     configs = tables(20_000, 4096)
-    need = smallest(configs, optimizer=ADAGRAD, ways=[way])
-    plan = plan_memory(configs, 3 * need // 2, optimizer=ADAGRAD, ways=[way])
-    assert way in {choice.way for choice in plan.choices}
+    need = smallest(configs, optimizer=ADAGRAD, methods=[method])
+    plan = plan_memory(configs, 3 * need // 2, optimizer=ADAGRAD, methods=[method])
+    assert method in {choice.method for choice in plan.choices}
     bags = EmbeddingBagCollection(list(plan.configs), optimizer=ADAGRAD)
     batch = KeyedJaggedTensor.from_lengths_sync(
         ["t0", "t1"], torch.randint(4096, (64,)), torch.ones(64, dtype=torch.int64)
@@ -225,7 +276,7 @@ def test_a_collection_made_of_a_plan_has_its_bytes_and_trains(way: str) -> None:
     before = bags(batch).values().detach().clone()
     bags(batch).values().square().sum().backward()
     assert not torch.equal(bags(batch).values(), before)
-    if way != "evicting":  # which rounds its capacity, and has an index
+    if method != "evicting":  # which rounds its capacity, and has an index
         sizes = bags.groups.nbytes()
         assert sizes["weights"] + sizes["optimizer_state"] == plan.nbytes
 
@@ -240,9 +291,9 @@ class Model(nn.Module):
 
 
 def test_a_model_has_a_plan_per_collection() -> None:
-    plan = plan_memory(Model(), 2 << 20, worth={"rows.t0": 5.0})
+    plan = plan_memory(Model(), 2 << 20, importance={"rows.t0": 5.0})
     assert [choice.path for choice in plan.choices] == ["bags", "bags", "rows"]
-    assert [choice.worth for choice in plan.choices] == [1.0, 1.0, 5.0]
+    assert [choice.importance for choice in plan.choices] == [1.0, 1.0, 5.0]
     assert len(plan.of("bags")) == 2
     assert isinstance(plan.of("rows")[0], EmbeddingConfig)
     with pytest.raises(KeyError, match="no collection at 'bag'"):
@@ -255,7 +306,7 @@ def test_a_model_has_a_plan_per_collection() -> None:
 
 def test_a_plan_goes_into_the_sharding_planner() -> None:
     plan = plan_memory(tables(100_000, 50_000, 500), 1 << 20, optimizer=ADAGRAD)
-    assert "tensor_train" in {choice.way for choice in plan.choices}
+    assert "tensor_train" in {choice.method for choice in plan.choices}
     model = EmbeddingBagCollection(list(plan.configs), device="meta", optimizer=ADAGRAD)
     sharded = Planner(Topology(world_size=2, memory=4 << 20), batch_size=64).solve(model)
     assert set(sharded.plan.modules[""]) == {"t0", "t1", "t2"}
@@ -268,15 +319,49 @@ def test_recorded_lookups_decide() -> None:
     batch = KeyedJaggedTensor.from_lengths_sync(["t0", "t1"], torch.cat([few, many]), lengths)
     with emblib.TraceRecorder(bags) as recorder:
         bags(batch)
-    plan = plan_memory(bags, 1 << 20, trace=recorder.trace, ways=["evicting"])
+    plan = plan_memory(bags, 1 << 20, trace=recorder.trace, methods=["evicting"])
     first, second = plan.choices
     assert first.config.num_embeddings >= 500
-    assert first.loss == 0.0
+    assert first.loss == pytest.approx(0.0, abs=1e-9)
     assert first.nbytes < second.nbytes
     counts = torch.bincount(many, minlength=50_000)
     missed = 1 - counts.topk(second.config.num_embeddings).values.sum() / 4000
     assert second.loss == pytest.approx(EVICTED * float(missed))
     assert not any("No lookups" in line for line in plan.assumptions)
+
+
+def test_lookups_of_another_table_of_this_name_are_not_taken() -> None:
+    model = nn.Module()
+    for path in ("a", "b", "c"):
+        name = "user" if path != "c" else "item"
+        setattr(model, path, EmbeddingBagCollection([EmbeddingBagConfig(5000, 16, name)]))
+    features = tuple(emblib.TracedFeature("f", path, 5000) for path in ("b.user", "x.item"))
+    ids = torch.zeros(100, dtype=torch.int64)
+    trace = emblib.LookupTrace(features, (ids, ids), (torch.ones(100), torch.ones(100)))
+    plan = plan_memory(model, 5000 * 40, trace=trace, optimizer=ADAGRAD)
+    assert any("No lookups are known of 1 of 3 tables (a.user)" in s for s in plan.assumptions)
+
+
+def test_tables_in_host_memory_take_no_bytes_of_the_device() -> None:
+    kept = EmbeddingBagConfig(4096, 16, "kept", storage=storage.Dense("managed"))  # type: ignore[arg-type]
+    plan = plan_memory([kept], 1000, optimizer=ADAGRAD, device="cuda")
+    assert plan.nbytes == 0
+    assert "kept" in str(plan)
+
+
+def test_what_is_not_measured_is_said() -> None:
+    plan = plan_memory(tables(10**9), 1 << 20)
+    assert any("Tensor trains of larger tables (t0)" in line for line in plan.assumptions)
+    assert any("16-bit rows are left out" in line for line in plan.assumptions)
+    near = plan_memory(tables(5000), 1 << 18, optimizer=ADAGRAD)
+    assert not any("larger tables" in line or "16-bit" in line for line in near.assumptions)
+
+
+def test_evicting_tables_start_within_the_same_bounds() -> None:
+    (config,) = tables(10_000)
+    (choice,) = plan_memory([config], 60_000, optimizer=ADAGRAD, methods=["evicting"]).choices
+    assert choice.config.num_embeddings < 10_000
+    assert choice.config.bounds == config.bounds
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -292,18 +377,18 @@ def test_tables_of_other_storage_stay() -> None:
     kept = EmbeddingBagConfig(4096, 16, "kept", storage=storage.TensorTrain((4, 4)))
     plan = plan_memory([kept, *tables(10_000)], 200 << 10, optimizer=ADAGRAD)
     assert plan.configs[0] == kept
-    assert plan.choices[1].way != AS_IT_IS
+    assert plan.choices[1].method != AS_IT_IS
 
 
 def test_initial_values_that_a_way_cannot_draw_exclude_it() -> None:
     configs = tables(10_000, init_fn=nn.init.zeros_)
     with pytest.raises(BudgetError):
-        plan_memory(configs, 1000, ways=["tensor_train"])
+        plan_memory(configs, 1000, methods=["tensor_train"])
 
 
 def test_16_bit_rows_are_rounded_as_they_were_measured() -> None:
     (choice,) = plan_memory(tables(10_000), 10_000 * 40, optimizer=ADAGRAD).choices
-    assert choice.way == "bf16"
+    assert choice.method == "bf16"
     assert choice.config.rounding == emblib.StochasticRounding()
 
 
@@ -311,7 +396,7 @@ def test_losses_of_ones_own() -> None:
     configs = tables(10_000)
     given = {"tensor_train": ((64.0, 0.9), (1.0, 0.95)), "quotient_remainder": ((0.5, 0.01),)}
     plan = plan_memory(configs, 200 << 10, optimizer=ADAGRAD, losses=given)
-    assert plan.choices[0].way == "quotient_remainder"
+    assert plan.choices[0].method == "quotient_remainder"
     assert plan.choices[0].loss == 0.01
 
 
@@ -319,13 +404,22 @@ def test_losses_of_ones_own() -> None:
     ("arguments", "error", "message"),
     [
         ({"budget": 0}, ValueError, "budget"),
-        ({"ways": "bf16"}, ValueError, "ways must be a list of bf16"),
-        ({"ways": ["robe"]}, ValueError, "ways must be a list of bf16"),
+        ({"methods": "bf16"}, ValueError, "methods must be a list of bf16"),
+        ({"methods": ["robe"]}, ValueError, "methods must be a list of bf16"),
         ({"serving": 16}, ValueError, "serving must be None, 8 or 4"),
-        ({"worth": {"t9": 1.0}}, ValueError, r"worth of tables that are not there: .'t9'"),
-        ({"worth": {"t0": -1.0}}, ValueError, "worth must be finite numbers"),
+        (
+            {"importance": {"t9": 1.0}},
+            ValueError,
+            r"importance of tables that are not there: .'t9'",
+        ),
+        ({"importance": {"t0": -1.0}}, ValueError, "importance must be finite numbers"),
         ({"losses": {"hashed": ((0.5, 0.1),)}}, ValueError, "not of 'hashed'"),
         ({"losses": {"bf16": ()}}, ValueError, "must be pairs"),
+        ({"losses": {"narrow": ((0.5, 0.9), (0.5, 0.1))}}, ValueError, "must be pairs"),
+        ({"losses": {"narrow": ((0.5, 0.9), (0.25, 0.1))}}, ValueError, "fall as x grows"),
+        ({"device": "gpu"}, ValueError, "device must be 'cpu' or 'cuda'"),
+        ({"trace": 5}, TypeError, "trace must be a LookupTrace"),
+        ({"optimizer": "adam"}, TypeError, "optimizer must be one of emblib.optim"),
         ({"tables": []}, ValueError, "there are no tables"),
         ({"tables": nn.Linear(2, 2)}, ValueError, "there are no tables"),
         ({"tables": [emblib.TableSpec(10, 4)]}, TypeError, "EmbeddingBagConfig"),

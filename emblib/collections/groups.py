@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.specs import Pooling, check_float_dtype
+from emblib.specs import Pooling, brief, check_float_dtype
 from emblib.storage import Storage, TableHandle, TableSlice
 from emblib.storage.base import NO_UPDATE
 from emblib.storage.initial_values import new_seeds
@@ -382,6 +383,13 @@ def group(
 ) -> list[Grouping]:
     """Return the groups in the order in which units first need them, those without units last."""
     optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
+    for part, own in zip(slices, optimizers, strict=True):
+        if part.config.rounding is not None and not autograd.is_fused(own):
+            raise ValueError(
+                f"rounding of {part.config.name!r} is of updates that emblib makes, but "
+                f"{brief(own)} leaves gradients to others: give the table or its collection one of "
+                "emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
+            )
     keys: list[Hashable] = [
         part.storage.group_key(part, i, optimizers[i], pooling) for i, part in enumerate(slices)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from emblib.specs import Choice, TTSpec, check_count
 
@@ -63,6 +64,9 @@ class TTCache:
         for name in ("counted", "every"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
+        for name, given, minimum in (("rows", self.rows, 1), ("spill_rows", self.spill_rows, 0)):
+            for number in _numbers(given):
+                check_count(name, number, minimum=minimum)
         if self.spill_rows is not None and self.eviction is not RowEviction.SPILL:
             raise ValueError(
                 f"spill_rows is for eviction='spill', got it with {self.eviction.value!r}: leave "
@@ -84,6 +88,13 @@ class TTCache:
             spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
         parts = zip(cached, spilled, tables, strict=True)
         return [min(rows + more, spec.rows) for rows, more, spec in parts]
+
+
+def _numbers(given: Any) -> Sequence[Any]:
+    """Return one number or several as a sequence."""
+    if given is None:
+        return ()
+    return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
 
 
 def _per_table(

@@ -156,7 +156,8 @@ class TableSlice:
 def stored_as(part: TableSlice) -> Precision:
     """Return dtype and rounding of the stored rows of a slice, which a kernel has for all."""
     config = part.config
-    return Precision(weights=config.data_type, stochastic_rounding=config.rounding)
+    rounding = None if config.data_type is torch.float32 else config.rounding
+    return Precision(weights=config.data_type, stochastic_rounding=rounding)
 
 
 class CutUnits(NamedTuple):

@@ -10,17 +10,20 @@ is one call and a backward one step of the optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from emblib.columns import FeatureColumn
 from emblib.ops import autograd
 from emblib.optim import Gradient, Optimizer
-from emblib.specs import Choice, Pooling
+from emblib.specs import BoundsCheck, Choice, Pooling, brief
 from emblib.storage.base import (
     CutUnits,
     MemoryBytes,
@@ -37,6 +40,8 @@ from emblib.storage.base import (
 )
 from emblib.storage.dense import Dense, DenseHandle, DenseKernel, view_name
 from emblib.storage.handles import TableHandle
+from emblib.tables import optimizer_hooks
+from emblib.tables.base import check_bounds, variable_batch
 
 
 class Combine(Choice):
@@ -57,7 +62,7 @@ class Component(NamedTuple):
     Args:
         name: of its parameter.
         rows: of the table.
-        scale: by which the bounds of its uniform initial values differ from those of the table.
+        scale: its initial values are uniform within `scale` times the bounds of the table.
     """
 
     name: str
@@ -154,12 +159,22 @@ class ComposedStorage(Storage):
         seeds: Sequence[int],
         device: torch.device,
     ) -> nn.Module:
-        """Return the module of slices with equal group keys."""
+        """Return the module of slices with equal group keys.
+
+        Raises:
+            ValueError: `GlobalDecay`, which scales rows as they are pooled, of multiplied rows.
+        """
+        if self.joining is Combine.MULTIPLY and optimizer_hooks.global_decay(optimizer):
+            raise ValueError(
+                f"{brief(optimizer)} scales rows as they are pooled, but those of "
+                f"{parts[0].config.name!r} are multiplied first: use combine='add', or an "
+                "optimizer without global_decay"
+            )
         return ComposedKernel(parts, reads, optimizer, pooling, seeds, device)
 
     def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
         """Return the handle of a table, which has a parameter per component."""
-        return DenseHandle(self, kernel, index)
+        return ComposedHandle(self, kernel, index)
 
     def views(self, kernel: Any) -> list[dict[str, Tensor]]:
         """Return the components of each table and their optimizer states."""
@@ -199,6 +214,23 @@ class ComposedStorage(Storage):
         """Return for each optimizer state of a component its name in `views`."""
         return {state.name: view_name(parameter, state.name) for state in optimizer.states}
 
+    def layout_entry(self, num_embeddings: int) -> Tensor:
+        """Return int64 numbers that are equal for tables whose ids read the same rows."""
+        kind = zlib.crc32(f"{self.plan_name} {self.joining.value}".encode())
+        numbers = [kind, num_embeddings, len(self.reads), *self.numbers()]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
+        """Return the entry that tells which rows the ids of the table read."""
+        return {LAYOUT: self.layout_entry(table.num_embeddings)}
+
+    def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for components whose rows other ids read."""
+        if not entries.keys().isdisjoint(self.parameter_layouts(table)):
+            problem = _difference(entries.get(LAYOUT), self.layout_entry(table.num_embeddings))
+            if problem:
+                raise ValueError(f"{table.name}: {problem}")
+
     # Planner
 
     def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
@@ -212,15 +244,32 @@ class ComposedStorage(Storage):
     ) -> float:
         """Return the nanoseconds to look up the rows that `ids` read."""
         row = self.stored_width(part.dim) * part.config.data_type.itemsize
-        return len(self.reads) * ids * rates.lookup_row_ns(part, row, ids)
+        pieces = _pieces(part)
+        return sum(ids * rates.lookup_row_ns(pieces[c], row, ids) for c in self.reads)
 
     def update_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows that `ids` read."""
         row = row_bytes(optimizer, self.stored_width(part.dim), part.config.data_type.itemsize)
-        each = rates.update_row_ns(part, row, ids)
-        return len(self.reads) * ids * each + dense_gradient_ns(part, optimizer, rates)
+        pieces = _pieces(part)
+        updates = sum(ids * rates.update_row_ns(pieces[c], row, ids) for c in self.reads)
+        return updates + sum(dense_gradient_ns(piece, optimizer, rates) for piece in pieces)
+
+
+LAYOUT = "id_layout"  # in state dicts
+
+
+def _difference(found: Tensor | None, expected: Tensor) -> str:
+    """Return in which way an entry of a state dict is of another table; empty if it is not."""
+    if found is None:
+        return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
+    if not torch.equal(found.cpu(), expected):
+        return (
+            f"the ids of the saved table read other rows: {LAYOUT} (kind, ids, reads, numbers) is "
+            f"{found.tolist()}, here {expected.tolist()}; use the storage of the saved table"
+        )
+    return ""
 
 
 def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
@@ -233,8 +282,11 @@ def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
 class ComposedKernel(nn.Module):
     """Looks up tables of one kind, in a kernel that has all their components.
 
-    Invalid ids read a row that no component has: the kernel treats them as its `BoundsCheck` says.
+    A batch is checked once, by the ids of the tables: invalid ids are counted and read what id 0
+    reads, and invalid offsets are repaired.
     """
+
+    bounds_check = BoundsCheck.WARNING
 
     def __init__(
         self,
@@ -268,7 +320,8 @@ class ComposedKernel(nn.Module):
             None,
             device,
         )
-        self._numbers = self._ends = torch.empty(0)
+        self.dense.bounds_check = BoundsCheck.NONE  # this module checks
+        self._numbers = self.features = self.bounds_violations = torch.empty(0)
         self._locate(device)
 
     @staticmethod
@@ -289,9 +342,13 @@ class ComposedKernel(nn.Module):
         """Make the tensors that say how ids are mapped, by feature."""
         numbers = [self._of(self._parts[t]).numbers() for t in self._reads]
         ends = [self._parts[t].config.num_embeddings for t in self._reads]
+        features = torch.zeros(len(ends), len(FeatureColumn), dtype=torch.int64)
+        features[:, FeatureColumn.ROWS] = torch.tensor(ends, dtype=torch.int64)
+        features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64)
         shape = (len(self._reads), -1) if self._reads else (0, 1)
         self._numbers = torch.tensor(numbers, dtype=torch.int64).view(shape).t().to(device)
-        self._ends = torch.tensor(ends, dtype=torch.int64).to(device)
+        self.features = features.to(device)
+        self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
         self._alike = len(set(zip(numbers, ends, strict=True))) == 1
 
     # Lookup
@@ -305,6 +362,11 @@ class ComposedKernel(nn.Module):
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """Look up a batch; arguments and output are those of `TableBatchedEmbeddingBags`."""
+        layout = None
+        if batch_sizes is not None:
+            bags = max(offsets.numel() - 1, 0)
+            layout = variable_batch(batch_sizes, self._dims, bags, ids.device).bag_layout
+        offsets = check_bounds(self, ids, offsets, self.features, layout)
         rows = self._rows_of(ids, offsets, batch_sizes)
         count = self._count
         joined = rows[0] if count == 1 else torch.cat(rows)
@@ -321,19 +383,18 @@ class ComposedKernel(nn.Module):
     def _rows_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> list[Tensor]:
-        """Return the rows that ids read; -1 stays, other invalid ids have a row of no table."""
+        """Return the rows that ids read; -1 stays, other invalid ids read those of id 0."""
         if not self._reads:
             return [ids] * self._count
         if self._alike:
-            numbers, ends = self._numbers[:, :1], self._ends[:1]
+            numbers, ends = self._numbers[:, :1], self.features[:1, FeatureColumn.ROWS]
         else:
             feature = self._features_of(ids, offsets, batch_sizes)
-            numbers, ends = self._numbers[:, feature], self._ends[feature]
+            numbers, ends = self._numbers[:, feature], self.features[feature, FeatureColumn.ROWS]
         wide = ids.long()
         valid = (wide >= 0) & (wide < ends)
         found = self._storage.rows_read(torch.where(valid, wide, 0), numbers, self._count)
-        invalid = torch.where(wide == -1, wide, ends)
-        return [torch.where(valid, rows, invalid).to(ids.dtype) for rows in found]
+        return [torch.where(wide == -1, wide, rows).to(ids.dtype) for rows in found]
 
     def _features_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
@@ -439,6 +500,11 @@ class ComposedKernel(nn.Module):
         first = self._first[index]
         return {c.name: first + k for k, c in enumerate(self._components[index])}
 
+    def layout_entry(self, index: int) -> Tensor:
+        """Return the entry of a table in state dicts, see `ComposedStorage.layout_entry`."""
+        part = self._parts[index]
+        return self._of(part).layout_entry(part.config.num_embeddings)
+
     def views(self) -> list[dict[str, Tensor]]:
         """Return per table its components and their optimizer states."""
         self.dense.settle()
@@ -463,10 +529,13 @@ class ComposedKernel(nn.Module):
 
     @property
     def hyper(self) -> Tensor:
-        """Return the numbers of the optimizer."""
+        """Return `hyperparams`, by its name in state dicts."""
         return self.dense.hyperparams
 
-    hyperparams = hyper
+    @property
+    def hyperparams(self) -> Tensor:
+        """Return the numbers of the optimizer."""
+        return self.dense.hyperparams
 
     def set_step(self, step: int) -> None:
         """Continue counting updates from `step`."""
@@ -485,6 +554,40 @@ class ComposedKernel(nn.Module):
         """Name the tables."""
         sizes = (f"{p.config.name}: {p.config.num_embeddings} x {p.dim}" for p in self._parts)
         return f"[{', '.join(sizes)}] {self._storage}"
+
+
+class ComposedHandle(DenseHandle):
+    """A table with a parameter per component; its state dict says which rows ids read."""
+
+    def attach(self, kernel: Any, index: int) -> None:
+        """Become the handle of table `index` of a `ComposedKernel`."""
+        self._layout = kernel.layout_entry(index)
+        super().attach(kernel, index)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + LAYOUT] = self._layout.clone()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        unexpected, errors = arguments[-2:]
+        if any(prefix + name in state_dict for name in self._tables):
+            problem = _difference(state_dict.get(prefix + LAYOUT), self._layout)
+            if problem:
+                errors.append(f"{prefix}: {problem}")
+                return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if prefix + LAYOUT in unexpected:
+            unexpected.remove(prefix + LAYOUT)
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        return SimpleNamespace(**{LAYOUT: self._layout})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
+        return {LAYOUT: "_names_in_checkpoints"}
 
 
 def _pieces(part: TableSlice) -> list[TableSlice]:

@@ -17,6 +17,9 @@ from emblib.specs import Choice, check_count
 from emblib.storage.base import TableDescription
 from emblib.storage.composed import Component, ComposedStorage
 
+_MOST_FUNCTIONS = 64  # of one seed
+_MOST_SEEDS = 2**56
+
 
 class RowHash(Choice):
     """Which row an id reads first."""
@@ -53,6 +56,11 @@ class Hashed(ComposedStorage):
         for name in ("rows", "functions"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
+        if self.functions > _MOST_FUNCTIONS or self.seed > _MOST_SEEDS:
+            raise ValueError(
+                f"functions must be at most {_MOST_FUNCTIONS} and seed at most {_MOST_SEEDS}, got "
+                f"{self.functions} and {self.seed}"
+            )
         object.__setattr__(self, "hash", RowHash(self.hash))
 
     def check_table(self, table: TableDescription) -> None:
@@ -81,7 +89,7 @@ class Hashed(ComposedStorage):
     def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
         """Return the row that each function selects."""
         rows, seed, by_remainder = numbers
-        found = [mixed(ids, seed * 64 + number) % rows for number in range(count)]
+        found = [mixed(ids, seed * _MOST_FUNCTIONS + number) % rows for number in range(count)]
         found[0] = torch.where(by_remainder == 1, ids % rows, found[0])
         return found
 

@@ -100,12 +100,16 @@ class TensorTrain(Storage):
         """
         if part.is_whole:
             return
-        if part.config.rounding is not None and part.config.data_type is not torch.float32:
+        if self._is_rounded_at_random(part.config):
             raise ValueError(
                 f"{part.config.name!r} is a tensor train whose updates are rounded at random, so "
                 "that it cannot be cut: place it whole, or leave rounding out"
             )
         self.core_range(part)
+
+    @staticmethod
+    def _is_rounded_at_random(table: TableDescription) -> bool:
+        return table.rounding is not None and table.data_type is not torch.float32
 
     def slice_spec(self, part: TableSlice, name: str) -> TTSpec:
         """Return a slice as a tensor train of its own."""
@@ -125,7 +129,12 @@ class TensorTrain(Storage):
         )
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return the rows and columns of one slice of core 0; all rows if ids are permuted."""
+        """Return the rows and columns of one slice of core 0.
+
+        All rows if ids are permuted; the whole table if updates are rounded at random.
+        """
+        if self._is_rounded_at_random(table):
+            return CutUnits(table.num_embeddings, table.embedding_dim)
         spec = table.spec()
         rows = math.prod(spec.row_factors[1:])
         if self.ids is IdOrder.PERMUTED:

@@ -383,7 +383,7 @@ class Dynamic(Rows):
 
 
 class Planned(Rows):
-    """Each table in the way that `emblib.plan_memory` chooses, all within the bytes of all."""
+    """Each table by the method that `emblib.plan_memory` chooses, all within the bytes of all."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -404,7 +404,7 @@ class Planned(Rows):
             raise Unsupported(str(error)) from error
         self.bags = emblib.EmbeddingBagCollection(plan.configs, optimizer=task.optimizer())
         self.names = names
-        self.ways = [choice.way for choice in plan.choices]
+        self.chosen = [choice.method for choice in plan.choices]
         self.count(plan.nbytes)
 
     def forward(self, ids: Tensor) -> Tensor:

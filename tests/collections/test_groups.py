@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from emblib import (
     CacheConfig,
+    EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingConfig,
     Placement,
@@ -21,6 +23,7 @@ from emblib import (
     optim,
 )
 from emblib.collections import TableConfig, TableGroups
+from emblib.sharding.planner import Planner, Topology
 from emblib.storage import (
     Dense,
     Hash,
@@ -396,6 +399,15 @@ def test_a_train_that_is_rounded_at_random_is_not_cut() -> None:
         rounding=StochasticRounding(),
         storage=TensorTrain((2, 2)),
     )
-    unit = config.storage.cut_units(config).rows
+    unit = replace(config, rounding=None).storage.cut_units(replace(config, rounding=None)).rows
     with pytest.raises(ValueError, match="cannot be cut: place it whole"):
         TableSlice(config, (0, unit), (0, 8))
+    model = EmbeddingBagCollection([config], optimizer=optim.SGD(lr=0.1), device="meta")
+    plan = Planner(Topology(2), batch_size=8).plan(model)
+    assert len(plan[""]["t"].shards) == 1
+
+
+def test_rounding_without_an_optimizer_is_refused() -> None:
+    config = EmbeddingBagConfig(9, 8, "t", data_type=torch.bfloat16, rounding=StochasticRounding(1))
+    with pytest.raises(ValueError, match="leaves gradients to others"):
+        EmbeddingBagCollection([config])

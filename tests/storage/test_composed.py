@@ -241,7 +241,7 @@ def test_frozen_tables_stay(kind: str) -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     output(model, batch(0)).sum().backward()
     for key, value in model.state_dict().items():
-        assert torch.equal(value, before[key]) == (".a." in key)
+        assert torch.equal(value, before[key]) == (".a." in key or "id_layout" in key)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,8 +252,57 @@ def test_skipped_and_invalid_ids(kind: str) -> None:
     valid = KeyedJaggedTensor(["f", "g", "h"], torch.tensor([3, 7]), None, lengths // 2)
     assert torch.equal(output(model, skipped), output(model, valid))
     invalid = KeyedJaggedTensor(["f", "g", "h"], torch.tensor([IDS, 3, 1 << 40, 7]), None, lengths)
-    with pytest.warns(UserWarning, match="out of"):
-        assert output(model, invalid).isfinite().all()
+    of_id_0 = KeyedJaggedTensor(["f", "g", "h"], torch.tensor([0, 3, 0, 7]), None, lengths)
+    with pytest.warns(UserWarning, match="2 indices and 0 offsets out of bounds"):
+        assert torch.equal(output(model, invalid), output(model, of_id_0))
+
+
+@pytest.mark.parametrize("kind", ["dense", *KINDS])
+def test_invalid_offsets_are_those_of_dense_tables(kind: str) -> None:
+    storages = {"dense": storage.Dense()} | {name: of[0] for name, of in KINDS.items()}
+    one = EmbeddingBagCollection(
+        [EmbeddingBagConfig(IDS, DIM, "a", storage=storages[kind])], optimizer=optim.SGD(lr=0.1)
+    )
+    ids = torch.arange(7)
+    for last in (30, 10_000_000):
+        with pytest.warns(UserWarning, match="0 indices and 1 offsets out of bounds"):
+            found = one.groups(ids, torch.tensor([0, 2, last]))
+        assert torch.equal(found, one.groups(ids, torch.tensor([0, 2, 7])))
+    with pytest.warns(UserWarning, match="0 indices and 1 offsets out of bounds"):
+        found = one.groups(ids, torch.tensor([0, 5, 3, 7]))
+    assert found.isfinite().all()
+    with pytest.raises(RuntimeError, match="the last bag would be lost"):
+        one.groups(ids, torch.tensor([0, 2, 5]))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (Hashed(5), Hashed(5, seed=1)),
+        (Hashed(5), Hashed(5, functions=2)),
+        (Hashed(5), Hashed(5, hash=RowHash.REMAINDER)),
+        (QuotientRemainder(7), QuotientRemainder(7, Combine.ADD)),
+        (storage.Dense(), Hashed(IDS)),
+        (Hashed(IDS), storage.Dense()),
+    ],
+)
+def test_states_of_other_ids_are_refused(saved: Any, loaded: Any) -> None:
+    source, target = (
+        EmbeddingBagCollection([EmbeddingBagConfig(IDS, DIM, "a", storage=kind)])
+        for kind in (saved, loaded)
+    )
+    before = {name: p.clone() for name, p in target.named_parameters()}
+    with pytest.raises(RuntimeError, match="id_layout"):
+        target.load_state_dict(source.state_dict())
+    if not isinstance(loaded, storage.Dense):  # a key too many is found after loading
+        assert all(torch.equal(p, before[name]) for name, p in target.named_parameters())
+
+
+def test_multiplied_rows_are_not_decayed_as_they_are_pooled() -> None:
+    decay = optim.RowwiseAdagrad(lr=0.1, global_decay=optim.GlobalDecay(0.1))
+    tables = [EmbeddingBagConfig(IDS, DIM, "a", storage=QuotientRemainder(7))]
+    with pytest.raises(ValueError, match="multiplied first: use combine='add'"):
+        EmbeddingBagCollection(tables, optimizer=decay)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -302,6 +351,8 @@ def test_quantizing_a_collection_leaves_shared_rows_as_they_are(kind: str) -> No
         (lambda: Hashed(5, functions=0), "functions must be"),
         (lambda: Hashed(5, hash="murmur"), "murmur"),  # type: ignore[arg-type]
         (lambda: EmbeddingBagConfig(4, 8, "t", storage=Hashed(5)), "at most the 4 ids of 't'"),
+        (lambda: Hashed(5, functions=65), "at most 64"),
+        (lambda: Hashed(5, seed=2**57), "at most"),
         (lambda: QuotientRemainder(0), "divisor must be"),
         (lambda: EmbeddingBagConfig(4, 8, "t", storage=Narrow(8)), "fewer than the 8 of 't'"),
         (lambda: EmbeddingBagConfig(4, 8, "t", storage=QuotientRemainder(5)), "at most the 4 ids"),

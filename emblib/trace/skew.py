@@ -1,0 +1,87 @@
+"""How unevenly the ids of a table are looked up, and what follows for tables of fewer rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+ZIPF = 1.05  # exponent of the skew of ids that no trace shows
+_GROUPS = 128  # of ids of about equal frequency, in an assumed skew
+_GRID = 120  # points of an integral
+_LEAST = 1e-60  # of its factors; products of smaller ones are denormal numbers, which are slow
+
+
+@dataclass(frozen=True, eq=False)
+class IdSkew:
+    """How unevenly the ids of a table are looked up.
+
+    Args:
+        shares: ids of about equal frequency are a group; the fraction of all lookups that one id of
+            each group has, the largest first; float64 `[G]`.
+        sizes: numbers of ids in each group; float64 `[G]`.
+    """
+
+    shares: Tensor
+    sizes: Tensor
+
+    @classmethod
+    def of_counts(cls, counts: Tensor) -> IdSkew:
+        """Return the skew of ids that were looked up `counts` `[rows]` times."""
+        values, sizes = counts.detach().cpu().double().unique(return_counts=True)
+        # Counts that differ by a few per cent are one group, of their mean.
+        group = (_GROUPS / 8 * values.clamp(min=1e-9).log()).round().unique(return_inverse=True)[1]
+        group = torch.where(values <= _GROUPS, values, _GROUPS + 1.0 + group)
+        group = group.unique(return_inverse=True)[1]
+        size = torch.zeros(int(group[-1]) + 1, dtype=torch.float64)
+        total = size.index_add(0, group, values * sizes)
+        size.index_add_(0, group, sizes.double())
+        shares = total / size / max(float(total.sum()), 1.0)
+        return cls(shares.flip(0), size.flip(0))
+
+    @classmethod
+    def zipf(cls, rows: int, exponent: float = ZIPF) -> IdSkew:
+        """Return the skew where the n-th id has a share in proportion to n^-exponent."""
+        first = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
+        low, high = math.log(len(first) + 1), math.log(rows + 1)
+        steps = torch.linspace(low, high, _GROUPS, dtype=torch.float64)
+        ends = torch.cat([first, steps.exp().round()]).unique()
+        sizes = ends.diff()
+        shares = (ends[:-1] + (sizes - 1) / 2) ** -exponent
+        return cls(shares / (shares @ sizes), sizes)
+
+    def missed(self, rows: int) -> float:
+        """Return the share of lookups of all ids but the `rows` most used."""
+        before = self.sizes.cumsum(0) - self.sizes
+        kept = (rows - before).clamp(min=0.0).minimum(self.sizes)
+        return max(0.0, 1.0 - float(kept @ self.shares))
+
+    def shared(self, rows: int) -> float:
+        """Return the share of a row's updates that other ids make, where a hash gives `rows`.
+
+        The expectation over lookups and hashes of o / (s + o), for an id of share s in whose row
+        others have o. It follows from 1 / (s + o), the integral of exp(-(s + o) t) over t, and the
+        expectation of exp(-o t), a product over all other ids, each of which is in the row by a
+        chance of 1 / rows.
+        """
+        used = self.shares > 0
+        if not used.any():
+            return 0.0
+        decay, steps = self._decay
+        shares, sizes = self.shares[used], self.sizes[used]
+        factors = decay.log() if rows == 1 else torch.log1p((decay - 1.0) / rows)
+        expected = (sizes @ factors - factors).clamp(min=math.log(_LEAST)).exp()  # of exp(-o t)
+        kept = (decay * expected) @ steps * shares
+        return min(max(0.0, 1.0 - float((sizes * shares) @ kept)), 1.0)
+
+    @cached_property
+    def _decay(self) -> tuple[Tensor, Tensor]:
+        """Return exp(-s t) `[used groups, T]` on a grid of t, and the width of each step of t."""
+        shares = self.shares[self.shares > 0]
+        low, high = -math.log(float(shares.max())) - 9, -math.log(float(shares.min())) + 4
+        grid = torch.linspace(low, high, _GRID, dtype=torch.float64).exp()
+        decay = torch.outer(-shares, grid).exp().clamp(min=_LEAST)
+        return decay, grid * (high - low) / (_GRID - 1)
