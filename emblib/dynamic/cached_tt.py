@@ -38,6 +38,7 @@ from emblib.tables.base import (
     check_bounds,
     variable_batch,
 )
+from emblib.tables.graph_break import graph_break
 
 _COUNTED = 4  # ids counted per row of the cache, by default
 _PROJECTIONS = 8  # gradient steps by which the changes of evicted rows go into the cores
@@ -190,6 +191,7 @@ class CachedTTEmbeddingBags(nn.Module):
         since = torch.zeros((), dtype=torch.int64, device=device)
         self.register_buffer("since", since)
 
+    @graph_break  # choosing rows and the hash table run uncompiled
     def forward(
         self,
         indices: Tensor,

@@ -460,3 +460,16 @@ def test_new_rows_start_as_the_cores_make_them_rounded() -> None:
     )
     with pytest.raises(TypeError, match="precision must be a Precision"):
         CachedTTEmbeddingBags(TABLES, TTCache(20), precision=torch.bfloat16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("eviction", list(RowEviction))
+def test_compiled_models_train_as_others(eviction: RowEviction) -> None:
+    eager, other = (bags_of(eviction=eviction, every=2) for _ in range(2))
+    compiled = torch.compile(lambda ids, offsets: 2 * other(ids, offsets), backend="aot_eager")
+    for step in range(5):
+        ids, offsets = batch(step)
+        found, expected = compiled(ids, offsets), 2 * eager(ids, offsets)
+        assert torch.equal(found, expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+    assert other.cache_stats() == eager.cache_stats()
