@@ -21,6 +21,7 @@ EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
 namespace {
 
 constexpr int64_t kGrain = 512;
+constexpr int64_t kGroupsAhead = 8;  // groups of `tbe_row_grads` whose gradients are prefetched
 
 // Scratch aligned to cache lines: vectors of that size never touch two lines.
 constexpr int64_t kLineFloats = 16;
@@ -236,6 +237,22 @@ void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
   parallel_balanced(num_groups, kGrain, cost, body);
 }
 
+// Prefetch the gradient of the first lookup of a group, in a fixed batch. Inlined, since the
+// compiler drops calls of functions that only prefetch.
+EMB_HD void prefetch_first(const GradArgs& args, int64_t group, int64_t dim) {
+  const int64_t j = args.segments[group];
+  int64_t element = 0;
+  if (args.per_lookup) {
+    element = args.lookups[j] * args.grad_stride;
+  } else {
+    const int64_t bag = args.bags[j];
+    const int64_t feature = args.by_batch(static_cast<uint32_t>(bag));
+    element = (bag - feature * args.batch) * args.grad_stride + args.features[feature].column;
+  }
+  const char* row = static_cast<const char*>(args.grad) + element * args.element_size;
+  for (int64_t i = 0; i < dim * args.element_size; i += 64) __builtin_prefetch(row + i);
+}
+
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -257,9 +274,14 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.longs = chunks.view();
+  // Bags of few lookups: a gradient is read once or twice, so it is not in the core's own caches.
+  const bool ahead = !bag_layout && gradient.num_lookups <= 2 * gradient.num_bags;
   for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
       const int64_t columns = dim_of(args.grads, args.grads.segments[group]);
+      if (ahead && group + kGroupsAhead < end) {
+        prefetch_first(args.grads, group + kGroupsAhead, columns);
+      }
       update_table().segment_sum(args, sum, group, columns, result + group * dim);
     }
   });

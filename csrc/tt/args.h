@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "core/layout.h"
+#include "optim/args.h"
 
 namespace emb {
 
@@ -187,6 +188,23 @@ struct TtHalfGrads {
   int64_t first;
 };
 
+// Where the optimizer is applied to inner rows while their gradients are in the cache. `grads` then
+// has room for `capacity` rows only, and halves [begin, end) must begin and end with an inner row.
+struct TtInnerStep {
+  UpdateRowsFn update = nullptr;  // null: all gradients are kept
+  UpdateRowsArgs args = {};       // `grads` is not read; `rows` by number, as inner_numbers
+  int64_t capacity = 0;
+  float* scratch = nullptr;
+
+  // Apply the optimizer to `count` inner rows from number `first` on.
+  void apply(const float* grads, int64_t first, int64_t count) const {
+    UpdateRowsArgs now = args;
+    now.grads = grads;
+    now.rows += first;
+    update(now, scratch, 0, count);
+  }
+};
+
 struct TtLeftGradsArgs {
   TtHalfCores left;
   int right_columns;
@@ -196,6 +214,7 @@ struct TtLeftGradsArgs {
   const float* row_grads;  // [M][row_stride]
   int64_t row_stride;
   TtHalfGrads grads;
+  TtInnerStep step = {};
 };
 
 struct TtRightGradsArgs {

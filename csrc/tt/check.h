@@ -201,6 +201,21 @@ inline bool starts_fit(const TtPlan& plan, const TtTables& tables, const int32_t
   return true;
 }
 
+// Check that number(i) is v for the entries [segments[v], segments[v + 1]) of halves v, which have
+// been checked: it begins with 0, never decreases, and grows by one where a segment begins. Without
+// a branch per entry, since most segments have one or few.
+template <class Number>
+bool numbers_fit(const int32_t* segments, int64_t count, int64_t entries, const Number& number) {
+  bool fit = entries == 0 || (number(0) == 0 && number(entries - 1) == count - 1);
+  for (int64_t i = 1; i < entries; ++i) {
+    fit &= static_cast<uint32_t>(number(i)) - static_cast<uint32_t>(number(i - 1)) <= 1;
+  }
+  for (int64_t v = 1; v < count; ++v) {
+    fit &= number(segments[v]) == v && number(segments[v] - 1) == v - 1;
+  }
+  return fit;
+}
+
 // Check the contents of a plan, on the CPU only: the kernels trust them. This takes a few
 // comparisons per row, compared to thousands of multiplications.
 inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTables& tables) {
@@ -219,20 +234,19 @@ inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTabl
                    tables.first_lefts) &&
         starts_fit(plan, tables, plan.right_starts(), plan.rights, plan.right_segments,
                    tables.first_rights);
-  for (int64_t u = 0; fit && u < lefts; ++u) {
-    for (int32_t j = plan.left_segments[u]; j < plan.left_segments[u + 1]; ++j) {
-      fit &= plan.row_lefts[j] == u;
+  fit = fit &&
+        numbers_fit(plan.left_segments, lefts, rows, [&](int64_t j) { return plan.row_lefts[j]; });
+  for (int64_t t = 0; fit && t < count; ++t) {
+    const int32_t begin = plan.row_starts()[t], end = plan.row_starts()[t + 1];
+    for (int32_t i = begin; i < end; ++i) {
+      fit &= plan.right_rows[i] >= begin && plan.right_rows[i] < end;
     }
   }
-  int64_t table = 0;
-  for (int64_t v = 0; fit && v < rights; ++v) {
-    while (v >= plan.right_starts()[table + 1]) ++table;
-    int64_t before = plan.row_starts()[table] - 1;
-    for (int32_t t = plan.right_segments[v]; fit && t < plan.right_segments[v + 1]; ++t) {
-      const int64_t row = plan.right_rows[t];
-      fit = row > before && row < plan.row_starts()[table + 1] && plan.row_rights[row] == v;
-      before = row;
-    }
+  fit = fit && numbers_fit(plan.right_segments, rights, rows,
+                           [&](int64_t i) { return plan.row_rights[plan.right_rows[i]]; });
+  for (int64_t i = 1; fit && i < rows; ++i) {
+    const int32_t row = plan.right_rows[i], before = plan.right_rows[i - 1];
+    fit &= row > before || plan.row_rights[row] != plan.row_rights[before];
   }
   STD_TORCH_CHECK(fit, op, ": plan must be what tt_plan returned for these row_factors");
 }

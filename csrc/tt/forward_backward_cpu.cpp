@@ -15,6 +15,7 @@
 #include "optim/check.h"
 #include "tt/args.h"
 #include "tt/check.h"
+#include "tt/pair_rows.h"
 
 namespace emb {
 
@@ -107,60 +108,6 @@ struct TtBatch {
  private:
   void widen(const std::vector<Tensor>& narrow, Dtype type);
 };
-
-// The core rows that the halves of a pair use, ascending, and the number among them of each half.
-struct PairRows {
-  std::vector<int32_t> outer, inner;                  // core rows
-  std::vector<int32_t> outer_numbers, inner_numbers;  // by half
-
-  PairRows(const TtHalfCores& cores, int64_t halves)
-      : outer_numbers(halves), inner_numbers(halves) {
-    std::vector<int32_t> number_of(cores.half.outer_rows, -1);
-    for (int64_t u = 0; u < halves; ++u) {
-      const auto row = static_cast<int32_t>(cores.inner_row(u));
-      if (inner.empty() || inner.back() != row) inner.push_back(row);
-      inner_numbers[u] = static_cast<int32_t>(inner.size()) - 1;
-      outer_numbers[u] = static_cast<int32_t>(cores.outer_row(u));
-      number_of[outer_numbers[u]] = 0;
-    }
-    for (size_t row = 0; row < number_of.size(); ++row) {
-      if (number_of[row] < 0) continue;
-      number_of[row] = static_cast<int32_t>(outer.size());
-      outer.push_back(static_cast<int32_t>(row));
-    }
-    for (int32_t& number : outer_numbers) number = number_of[number];
-  }
-
-  int64_t num_outer() const { return static_cast<int64_t>(outer.size()); }
-  int64_t num_inner() const { return static_cast<int64_t>(inner.size()); }
-};
-
-// Copy ids of halves that are rows of a core.
-inline std::vector<int32_t> core_rows(const int32_t* ids, int64_t count, int64_t first_id) {
-  std::vector<int32_t> rows(count);
-  for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<int32_t>(ids[i] - first_id);
-  return rows;
-}
-
-// Find the core rows that halves use, and return the ids that the halves have among those that
-// these rows make.
-inline std::vector<int32_t> number_rows(const TtHalfCores& cores, int64_t halves,
-                                        std::vector<int32_t>* outer, std::vector<int32_t>* inner) {
-  std::vector<int32_t> ids(halves);
-  if (!cores.half.pair) {
-    *outer = core_rows(cores.ids, halves, cores.first_id);
-    for (int64_t u = 0; u < halves; ++u) ids[u] = static_cast<int32_t>(u);
-    return ids;
-  }
-  PairRows rows(cores, halves);
-  const auto num_outer = static_cast<int32_t>(rows.num_outer());
-  for (int64_t u = 0; u < halves; ++u) {
-    ids[u] = rows.inner_numbers[u] * num_outer + rows.outer_numbers[u];
-  }
-  *outer = std::move(rows.outer);
-  *inner = std::move(rows.inner);
-  return ids;
-}
 
 // Replace the table by the one that the core rows of the batch make, as floats.
 void TtBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
@@ -333,25 +280,13 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
 // the batch: first those whose values the forward pass saved, then the others. A wave computes the
 // gradient of every inner row in it, from values that are expanded again just before if they were
 // not saved; then it adds the contributions of the wave to right halves and outer rows. These are
-// two parallel regions per wave. Each sum is computed by one thread in a fixed order, whatever the
-// number of threads and the size of the waves.
+// two parallel regions per wave. In `tt_update_` the optimizer runs inside the first one, on inner
+// rows whose gradients are complete: no other half reads these rows. Each sum is computed by one
+// thread in a fixed order, whatever the number of threads and the size of the waves.
 
 // Floats of left values in a wave that expands them again. A single thread never waits between
 // waves, so its waves fit its second-level cache.
 constexpr int64_t kWaveFloats = 1 << 20, kWaveFloatsAlone = 1 << 18;
-
-// Return ranges of halves with the same inner row: group i is [starts[i], starts[i + 1]).
-std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {
-  std::vector<int64_t> starts;
-  int64_t limit = 0;
-  for (int64_t u = begin; u < end; ++u) {
-    if (u > begin && cores.id(u) < limit) continue;
-    starts.push_back(u);
-    limit = (cores.inner_row(u) + 1) * cores.half.outer_rows;
-  }
-  starts.push_back(end);
-  return starts;
-}
 
 // The halves [begin, end) by outer row, for the sum of their outer values into the gradients of the
 // outer rows of the batch.
@@ -380,6 +315,22 @@ class OuterSums {
   TtOuterSumArgs args_;
 };
 
+// How the optimizer is applied to the rows of a core.
+struct CoreStep {
+  UpdateRowsFn update;
+  TierRows tier;
+  const double* hyper;
+  int64_t first_row;  // the number of its first row among the rows of all cores
+
+  UpdateRowsArgs args(const float* grads, int64_t width, const int32_t* rows) const {
+    return {tier, grads, width, hyper, rows, first_row};
+  }
+};
+
+// Floats of gradients of inner rows that are complete when the optimizer is applied to them: few
+// enough to be in the first two levels of the cache.
+constexpr int64_t kStepFloats = 1 << 13;
+
 // The gradients of the rows of one core that the batch uses.
 struct CoreGrads {
   std::vector<int32_t> rows;  // ascending
@@ -406,7 +357,8 @@ class Backward {
             0,     batch.left.value_size()} {}
 
   // Compute the gradients of the core or cores of the left half, and those of the right values.
-  void left_half(CoreGrads* outer, CoreGrads* inner) {
+  // With `step`, the inner core of a pair may be updated at once: `inner` is then empty.
+  void left_half(CoreGrads* outer, CoreGrads* inner, const CoreStep* step) {
     const TtHalf& left = batch_.left;
     const int64_t lefts = batch_.num_lefts;
     outer->width = left.outer_size();
@@ -422,20 +374,31 @@ class Backward {
     outer->rows = rows.outer;
     outer->values = new_floats(rows.num_outer() * outer->width);
     std::fill_n(outer->values.get(), rows.num_outer() * outer->width, 0.0f);
-    inner->rows = rows.inner;
     inner->width = left.inner_size();
-    inner->values = new_floats(rows.num_inner() * inner->width);
     const int64_t num_saved = left_.num_saved;
     const bool alone = num_threads() == 1;
     const int64_t fit = (alone ? kWaveFloatsAlone : kWaveFloats) / left_.size;
     const int64_t wave = std::max(std::min(fit, lefts), 4 * kTtBlock);
     const int64_t saved_wave = alone ? wave : std::max(wave, num_saved);
+    // Waves that end with an inner row, where all inner rows have fewer halves than a wave.
+    const bool steps = step != nullptr && rows.max_halves_of_inner() <= wave;
+    const auto end_of = [&](int64_t limit) { return steps ? rows.inner_begin(limit) : limit; };
+    if (steps) {
+      step_ = step;
+      for (const int32_t row : rows.inner) {
+        step_rows_.push_back(static_cast<int32_t>(batch_.core_row(1, row)));
+      }
+    } else {
+      inner->rows = rows.inner;
+      inner->values = new_floats(rows.num_inner() * inner->width);
+    }
+    const int64_t saved_end = end_of(num_saved);
     recomputed_ = new_floats(num_saved < lefts ? wave * left_.size : 0);
     const Floats outer_values = new_floats(saved_wave * left.outer_size());
     left_.rest = recomputed_.get();
     for (int64_t begin = 0, end; begin < lefts; begin = end) {
-      end = begin < num_saved ? std::min(begin + saved_wave, num_saved)
-                              : std::min(begin + wave, lefts);
+      end = end_of(begin < saved_end ? std::min(begin + saved_wave, saved_end)
+                                     : std::min(begin + wave, lefts));
       left_.first = begin;
       left_groups({inner->values.get(), rows.inner_numbers.data(), outer_values.get(), begin},
                   begin, end);
@@ -510,7 +473,6 @@ class Backward {
     } else {
       for (int64_t u = begin; u <= end; ++u) groups.push_back(u);
     }
-    const bool expands = batch_.left.pair && begin >= left_.num_saved;
     const int64_t base = batch_.cost(begin);
     parallel_balanced(
         static_cast<int64_t>(groups.size()) - 1, kTtGrain,
@@ -518,11 +480,20 @@ class Backward {
         [&](int64_t first, int64_t last) {
           const Floats scratch = batch_.scratch();
           const int64_t from = groups[first], to = groups[last];
-          if (expands) {
-            float* values = recomputed_.get() + (from - begin) * left_.size;
-            tt_table().expand(args.left, values, scratch.get(), from, to);
+          const int64_t unsaved = std::max(from, left_.num_saved);
+          if (batch_.left.pair && unsaved < to) {
+            float* values = recomputed_.get() + (unsaved - begin) * left_.size;
+            tt_table().expand(args.left, values, scratch.get(), unsaved, to);
           }
-          tt_table().left_grads(args, scratch.get(), from, to);
+          if (step_ == nullptr) return tt_table().left_grads(args, scratch.get(), from, to);
+          const int64_t width = batch_.left.inner_size();
+          const int64_t capacity = std::max<int64_t>(kStepFloats / width, 1);
+          const Floats inner = new_floats((capacity + kMatrixScratchRows) * width);
+          TtLeftGradsArgs stepping = args;
+          stepping.grads.inner = inner.get();
+          stepping.step = {step_->update, step_->args(nullptr, width, step_rows_.data()), capacity,
+                           inner.get() + capacity * width};
+          tt_table().left_grads(stepping, scratch.get(), from, to);
         });
   }
 
@@ -561,7 +532,9 @@ class Backward {
   const float* row_grads_;
   int64_t stride_;
   Floats right_grads_;
-  Floats recomputed_;  // values of left halves that the forward pass did not save
+  Floats recomputed_;               // values of left halves that the forward pass did not save
+  const CoreStep* step_ = nullptr;  // of the inner core, if it is updated at once
+  std::vector<int32_t> step_rows_;  // rows of the inner core by number
   std::vector<int32_t> cursors_;
   TtValues left_;
 };
@@ -584,8 +557,9 @@ struct GradInputs {
     check_core_grad_inputs(op, tables, plan.row_starts()[tables.size()], prefixes, row_grads);
   }
 
-  // Compute the gradients of the cores of a table that has rows in the batch.
-  std::vector<CoreGrads> of(const TtBatch& batch) const {
+  // Compute the gradients of the cores of a table that has rows in the batch. With `inner_step`, of
+  // the second core, there may be none of that core: it is updated then.
+  std::vector<CoreGrads> of(const TtBatch& batch, const CoreStep* inner_step) const {
     const TtRights rights(batch);
     const TtRowsOutput saved{nullptr, const_cast<float*>(prefixes.const_data_ptr<float>()), 0,
                              prefixes.size(0), tables.value_size};
@@ -594,7 +568,7 @@ struct GradInputs {
                       gradient.const_data_ptr<float>(), tables.dim);
     std::vector<CoreGrads> grads(batch.shape.cores);
     const size_t last = grads.size() - 1;
-    backward.left_half(&grads[0], &grads[1]);
+    backward.left_half(&grads[0], &grads[1], inner_step);
     backward.right_half(&grads[last], &grads[last - 1]);
     for (size_t k = 0; k <= last; ++k) {
       for (int32_t& row : grads[k].rows) row = static_cast<int32_t>(batch.core_row(k, row));
@@ -615,7 +589,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
     grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}, ScalarType::Float));
   }
   for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch) {
-    const std::vector<CoreGrads> found = inputs.of(batch);
+    const std::vector<CoreGrads> found = inputs.of(batch, nullptr);
     for (size_t k = 0; k < found.size(); ++k) {
       const CoreGrads& core = found[k];
       float* out = grads[batch.first_core + k].mutable_data_ptr<float>();
@@ -640,13 +614,15 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
   std::vector<int64_t> first_rows = {0};  // of each core, among the rows of all cores
   for (const Tensor& core : cores) first_rows.push_back(first_rows.back() + core.size(0));
   for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch) {
-    const std::vector<CoreGrads> found = inputs.of(batch);
+    const auto step_of = [&](size_t k) {
+      const size_t number = batch.first_core + k;
+      return CoreStep{update, tiers[number], hyper.const_data_ptr<double>(), first_rows[number]};
+    };
+    const CoreStep inner_step = step_of(1);
+    const std::vector<CoreGrads> found = inputs.of(batch, &inner_step);
     for (size_t k = 0; k < found.size(); ++k) {
       const CoreGrads& core = found[k];
-      const size_t number = batch.first_core + k;
-      const UpdateRowsArgs args{tiers[number],    core.values.get(),
-                                core.width,       hyper.const_data_ptr<double>(),
-                                core.rows.data(), first_rows[number]};
+      const UpdateRowsArgs args = step_of(k).args(core.values.get(), core.width, core.rows.data());
       parallel_balanced(
           core.size(), kUpdateGrain, [&](int64_t i) { return i * core.width; },
           [&](int64_t begin, int64_t end) {

@@ -227,6 +227,33 @@ EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
   return last;
 }
 
+// Prefetches the inner row of half u, which the next block begins with, in `parts` parts: between
+// them is work, since a core waits when it asks for more lines than it can have in flight. The
+// products read the row by columns, which the hardware does not foresee.
+class InnerPrefetch {
+ public:
+  EMB_HD InnerPrefetch(const TtHalfCores& cores, int64_t u, int64_t end, int64_t parts) {
+    if (u >= end || !cores.half.pair) return;
+    const int64_t nbytes = cores.half.inner_size() * int64_t{sizeof(float)};
+    next_ = reinterpret_cast<const char*>(cores.inner_of(u));
+    last_ = next_ + nbytes;
+    part_ = (nbytes / parts + 63) / 64 * 64;
+  }
+
+  EMB_HD void prefetch_part() {
+    const char* stop = last_ - next_ > part_ ? next_ + part_ : last_;
+    for (; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 3);
+  }
+
+ private:
+  const char *next_ = nullptr, *last_ = nullptr;
+  int64_t part_ = 0;
+};
+
+// Rows whose operands are prefetched. They are read in the order of the other half, so that the
+// hardware does not foresee them.
+constexpr int64_t kRowsAhead = 6;
+
 // Copy the outer rows of the halves [begin, end) one after the other: [n q_outer, inner_rank].
 EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, float* packed) {
   const int64_t size = cores.half.outer_size();
@@ -280,6 +307,7 @@ void expand(const TtHalfCores& cores, float* values, float* scratch_data, int64_
   const Scratch scratch(cores.half, scratch_data);
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(cores, u, end);
+    InnerPrefetch(cores, next, end, 1).prefetch_part();
     expand_block(cores, u, next, scratch, values + (u - begin) * size);
   }
 }
@@ -359,9 +387,11 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
   const Scratch scratch(left.half, scratch_data);
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(left, u, u < args.num_saved && args.num_saved < end ? args.num_saved : end);
+    InnerPrefetch inner(left, next, end, next - u);
     float* values = u < args.num_saved ? args.saved + u * size : scratch.values;
     if (left.half.pair) expand_block(left, u, next, scratch, values);
     for (int64_t i = u; i < next; ++i) {
+      inner.prefetch_part();
       const float* value =
           left.half.pair ? values + (i - u) * size : left.outer + left.id(i) * size;
       rows_of_left(args, i, value, scratch);
@@ -369,9 +399,11 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
   }
 }
 
-// Compute the gradients of both cores of a pair from those of the values of one block.
-EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, int64_t begin,
-                           int64_t end, const float* value_grads, const Scratch& scratch) {
+// Compute the gradients of both cores of a pair from those of the values of one block; `inner_grad`
+// is that of its inner row.
+EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, float* inner_grad,
+                           int64_t begin, int64_t end, const float* value_grads,
+                           const Scratch& scratch) {
   const TtHalf& half = cores.half;
   const int64_t width = int64_t{1} * half.q_inner * half.rank;
   const int64_t lines = (end - begin) * half.q_outer;
@@ -390,7 +422,7 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, i
             .a_column = half.inner_rank,
             .b = value_grads,
             .b_row = width,
-            .c = grads.inner + inner * half.inner_size(),
+            .c = inner_grad,
             .c_row = width,
             .store = starts_group ? Store::kSet : Store::kAdd});
   multiply({.m = lines,
@@ -422,7 +454,8 @@ void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* v
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(cores, u, end);
     transpose_inner(cores, begin, u, scratch);
-    contract_block(cores, grads, u, next, value_grads + (u - begin) * size, scratch);
+    float* inner_grad = grads.inner + grads.inner_numbers[u] * cores.half.inner_size();
+    contract_block(cores, grads, inner_grad, u, next, value_grads + (u - begin) * size, scratch);
   }
 }
 
@@ -486,25 +519,49 @@ EMB_HD void value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
 
 void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
   const TtHalfCores& left = args.left;
-  const int64_t size = left.half.value_size();
-  const Scratch scratch(left.half, scratch_data);
+  const TtHalf& half = left.half;
+  const int64_t size = half.value_size();
+  const Scratch scratch(half, scratch_data);
+  if (!half.pair) {
+    for (int64_t u = begin; u < end; ++u) value_grad(args, u, args.grads.outer_values + u * size);
+    return;
+  }
+  const bool steps = args.step.update != nullptr;
+  const int32_t* numbers = args.grads.inner_numbers;
+  int64_t first = steps ? numbers[begin] : 0;  // the number of the first row of grads.inner
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(left, u, end);
+    InnerPrefetch inner(left, next, end, next - u);
     for (int64_t i = u; i < next; ++i) {
-      value_grad(
-          args, i,
-          left.half.pair ? scratch.values + (i - u) * size : args.grads.outer_values + i * size);
+      inner.prefetch_part();
+      value_grad(args, i, scratch.values + (i - u) * size);
     }
-    if (!left.half.pair) continue;
     transpose_inner(left, begin, u, scratch);
-    contract_block(left, args.grads, u, next, scratch.values, scratch);
+    const int64_t number = numbers[u];
+    contract_block(left, args.grads, args.grads.inner + (number - first) * half.inner_size(), u,
+                   next, scratch.values, scratch);
+    if (!steps || (next < end && numbers[next] == number)) continue;
+    const int64_t complete = number + 1 - first;
+    if (complete < args.step.capacity && next < end) continue;
+    args.step.apply(args.grads.inner, first, complete);
+    first = number + 1;
   }
+}
+
+// Prefetch the gradient and the left value of the row at entry `cursor + kRowsAhead`.
+EMB_HD void prefetch_row_of_right(const TtRightGradsArgs& args, int64_t cursor, int64_t last) {
+  if (cursor + kRowsAhead >= last) return;
+  const int64_t j = args.rows[cursor + kRowsAhead];
+  if (j >= args.row_end) return;  // of a later wave
+  const int64_t nbytes = args.left_columns * int64_t{sizeof(float)};
+  prefetch_row<false>(args.row_grads + j * args.row_stride, nbytes * args.right_columns);
+  prefetch_row<false>(args.left.at(args.row_lefts[j] - args.first_left), nbytes * args.rank);
 }
 
 // Add columns [n, n + kVectors * kLanes) of the gradient of right half v, of four columns, over its
 // rows of this wave: the sums stay in registers. Return the next entry of `rows`.
 template <int kVectors>
-EMB_HD int32_t right_grad_tile(const TtRightGradsArgs& args, int64_t v, int64_t n) {
+EMB_HD int32_t right_grad_tile(const TtRightGradsArgs& args, int64_t v, int64_t n, int64_t last) {
   const int64_t columns = args.left_columns, rank = args.rank;
   float* out = args.grads + v * 4 * rank + n;
   Vec sums[4][kVectors] = {};
@@ -515,6 +572,7 @@ EMB_HD int32_t right_grad_tile(const TtRightGradsArgs& args, int64_t v, int64_t 
     }
   }
   for (; cursor < args.segments[v + 1] && args.rows[cursor] < args.row_end; ++cursor) {
+    if (n == 0) prefetch_row_of_right(args, cursor, last);
     const int64_t j = args.rows[cursor];
     const float* grad = args.row_grads + j * args.row_stride;
     const float* left = args.left.at(args.row_lefts[j] - args.first_left) + n;
@@ -538,17 +596,21 @@ EMB_HD int32_t right_grad_tile(const TtRightGradsArgs& args, int64_t v, int64_t 
 void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
   const int64_t columns = args.left_columns, right_columns = args.right_columns, rank = args.rank;
   const bool in_registers = right_columns == 4 && rank % kLanes == 0;
+  const int64_t last = args.segments[end];
   for (int64_t v = begin; v < end; ++v) {
     int32_t cursor = args.cursors[v];
     if (in_registers) {
       if (cursor == args.segments[v + 1] || args.rows[cursor] >= args.row_end) continue;
       int64_t n = 0;
-      for (; n + 2 * kLanes <= rank; n += 2 * kLanes) cursor = right_grad_tile<2>(args, v, n);
-      if (n < rank) cursor = right_grad_tile<1>(args, v, n);
+      for (; n + 2 * kLanes <= rank; n += 2 * kLanes) {
+        cursor = right_grad_tile<2>(args, v, n, last);
+      }
+      if (n < rank) cursor = right_grad_tile<1>(args, v, n, last);
       args.cursors[v] = cursor;
       continue;
     }
     for (; cursor < args.segments[v + 1] && args.rows[cursor] < args.row_end; ++cursor) {
+      prefetch_row_of_right(args, cursor, last);
       const int64_t j = args.rows[cursor];
       multiply({.m = right_columns,
                 .n = rank,

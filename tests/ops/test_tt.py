@@ -76,6 +76,7 @@ CASES = {
     "hot_ids": Case((20, 20, 20), (4, 4, 4), (16, 16), 2000, id_range=3),
     "hot_prefix": Case((20, 20, 90), (4, 4, 4), (16, 16), 2000, id_range=180),
     "many_waves": Case((60, 60, 30), (8, 8, 4), (4, 64), 3000),
+    "more_than_a_wave_per_inner_row": Case((100, 5, 12), (8, 8, 4), (4, 64), 3000),
 }
 
 
@@ -318,6 +319,40 @@ def test_an_update_is_that_of_dense_gradients(case: Case, name: str) -> None:
         ops.update_rows_(core, states[k * count : (k + 1) * count], hyper, OPTIMIZER[name], grad)
         assert torch.equal(core, mine[k])
     assert all(torch.equal(a, b) for a, b in zip(states, mine_states, strict=True))
+
+
+@every_case()
+def test_an_update_has_the_same_bits_for_any_threads_and_any_kept(case: Case) -> None:
+    """The optimizer runs inside the waves of a pass, whose ends depend on both."""
+    generator = seeded(6)
+    cores, ids = case.cores(generator), case.ids(generator)
+    grads = torch.randn(ids.numel(), math.prod(case.q), generator=generator)
+    hyper = optim.SGD(0.1).hyperparams()
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for num_threads, num_saved in (
+            (1, 0),
+            (1, 7),
+            (1, 150),
+            (2, 0),
+            (2, 150),
+            (2, ids.numel()),
+        ):
+            torch.set_num_threads(num_threads)
+            made, _, _ = make(cores, case, ids, 0 if len(case.p) == 2 else num_saved)
+            updated = [core.clone() for core in cores]
+            rest = (list(made.plan), made.prefixes, grads, *case.layout[:3])
+            ops.tt_update_(updated, [], hyper, OPTIMIZER["sgd"], *rest)
+            results.append(updated)
+    finally:
+        torch.set_num_threads(threads)
+    assert not ids.numel() or any(
+        not torch.equal(before, after) for before, after in zip(cores, results[0], strict=True)
+    )
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("num_keys", [5, 1000])

@@ -1,0 +1,102 @@
+// The core rows that the halves of a batch use, on the CPU: which they are, and the halves of each
+// inner row. Ids of halves ascend, so that those of one inner row are neighbours.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+#include "tt/args.h"
+
+namespace emb {
+
+// The core rows that the halves of a pair use, ascending, and the number among them of each half.
+struct PairRows {
+  std::vector<int32_t> outer, inner;                  // core rows
+  std::vector<int32_t> outer_numbers, inner_numbers;  // by half
+
+  PairRows(const TtHalfCores& cores, int64_t halves)
+      : outer_numbers(halves), inner_numbers(halves) {
+    std::vector<int32_t> number_of(cores.half.outer_rows, -1);
+    int64_t first = 0;  // id of the current inner row with outer row 0
+    for (int64_t u = 0; u < halves; ++u) {
+      const int64_t id = cores.id(u);
+      if (u == 0 || id >= first + cores.half.outer_rows) {
+        inner.push_back(static_cast<int32_t>(cores.inner_row(u)));
+        first = inner.back() * cores.half.outer_rows;
+      }
+      inner_numbers[u] = static_cast<int32_t>(inner.size()) - 1;
+      outer_numbers[u] = static_cast<int32_t>(id - first);
+      number_of[outer_numbers[u]] = 0;
+    }
+    for (size_t row = 0; row < number_of.size(); ++row) {
+      if (number_of[row] < 0) continue;
+      number_of[row] = static_cast<int32_t>(outer.size());
+      outer.push_back(static_cast<int32_t>(row));
+    }
+    for (int32_t& number : outer_numbers) number = number_of[number];
+  }
+
+  int64_t num_outer() const { return static_cast<int64_t>(outer.size()); }
+  int64_t num_inner() const { return static_cast<int64_t>(inner.size()); }
+
+  // Return the most halves with the same inner row.
+  int64_t max_halves_of_inner() const {
+    int64_t most = 0, own = 0;
+    for (size_t u = 0; u < inner_numbers.size(); ++u) {
+      own = u > 0 && inner_numbers[u] == inner_numbers[u - 1] ? own + 1 : 1;
+      most = std::max(most, own);
+    }
+    return most;
+  }
+
+  // Return the last half up to u that begins an inner row, or u if it is the end.
+  int64_t inner_begin(int64_t u) const {
+    const auto halves = static_cast<int64_t>(inner_numbers.size());
+    while (u > 0 && u < halves && inner_numbers[u] == inner_numbers[u - 1]) --u;
+    return u;
+  }
+};
+
+// Copy ids of halves that are rows of a core.
+inline std::vector<int32_t> core_rows(const int32_t* ids, int64_t count, int64_t first_id) {
+  std::vector<int32_t> rows(count);
+  for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<int32_t>(ids[i] - first_id);
+  return rows;
+}
+
+// Find the core rows that halves use, and return the ids that the halves have among those that
+// these rows make.
+inline std::vector<int32_t> number_rows(const TtHalfCores& cores, int64_t halves,
+                                        std::vector<int32_t>* outer, std::vector<int32_t>* inner) {
+  std::vector<int32_t> ids(halves);
+  if (!cores.half.pair) {
+    *outer = core_rows(cores.ids, halves, cores.first_id);
+    for (int64_t u = 0; u < halves; ++u) ids[u] = static_cast<int32_t>(u);
+    return ids;
+  }
+  PairRows rows(cores, halves);
+  const auto num_outer = static_cast<int32_t>(rows.num_outer());
+  for (int64_t u = 0; u < halves; ++u) {
+    ids[u] = rows.inner_numbers[u] * num_outer + rows.outer_numbers[u];
+  }
+  *outer = std::move(rows.outer);
+  *inner = std::move(rows.inner);
+  return ids;
+}
+
+// Return ranges of halves with the same inner row: group i is [starts[i], starts[i + 1]).
+inline std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {
+  std::vector<int64_t> starts;
+  int64_t limit = 0;
+  for (int64_t u = begin; u < end; ++u) {
+    if (u > begin && cores.id(u) < limit) continue;
+    starts.push_back(u);
+    limit = (cores.inner_row(u) + 1) * cores.half.outer_rows;
+  }
+  starts.push_back(end);
+  return starts;
+}
+
+}  // namespace emb
