@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emblib import Pooling
+from emblib import Pooling, StochasticRounding
 from emblib import collections as emblib_collections
 from emblib.collections import optimizers
 from emblib.optim import (
@@ -105,7 +105,8 @@ def _set_quantised_type(config: Any) -> None:
 class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
     """`emblib.collections.EmbeddingBagConfig` with TorchRec's arguments.
 
-    `storage` and `optimizer` are emblib's: the storage of the rows and the table's optimizer.
+    `storage`, `optimizer` and `rounding` are emblib's: the storage of the rows, the table's
+    optimizer, and how updates of rows in 16 bits are rounded.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
         pooling: PoolingType = PoolingType.SUM,
         storage: Any = None,
         optimizer: Optimizer | None = None,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         super().__init__(
             num_embeddings,
@@ -132,6 +134,7 @@ class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
             weight_init_max=weight_init_max,
             init_fn=init_fn,
             optimizer=optimizer,
+            rounding=rounding,
             pooling=pooling,
             **_shared(
                 data_type, feature_names, storage, num_embeddings_post_pruning, need_pos=need_pos
@@ -141,7 +144,7 @@ class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
 
 
 class EmbeddingConfig(emblib_collections.EmbeddingConfig):
-    """`emblib.collections.EmbeddingConfig` with TorchRec's arguments."""
+    """`emblib.collections.EmbeddingConfig` with TorchRec's arguments, see `EmbeddingBagConfig`."""
 
     def __init__(
         self,
@@ -157,6 +160,7 @@ class EmbeddingConfig(emblib_collections.EmbeddingConfig):
         need_pos: bool = False,
         storage: Any = None,
         optimizer: Optimizer | None = None,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         super().__init__(
             num_embeddings,
@@ -166,6 +170,7 @@ class EmbeddingConfig(emblib_collections.EmbeddingConfig):
             weight_init_max=weight_init_max,
             init_fn=init_fn,
             optimizer=optimizer,
+            rounding=rounding,
             **_shared(
                 data_type, feature_names, storage, num_embeddings_post_pruning, need_pos=need_pos
             ),
