@@ -173,9 +173,12 @@ def emblib_libraries() -> Iterator[Finding]:
         yield Finding("import", str(error), State.broken, "make native")
         return
     from experiments.machine.cpu import Cpu
+    from experiments.machine.native_library import newer_source
 
     version = installed("emblib") or "of this repository, not installed"
     yield Finding("version", f"{version}, with libemblib_cpu")
+    if source := newer_source(torch.device("cpu")):
+        yield Finding("build", f"older than {source}", State.note, remedy("old_library"))
     yield kernels(Cpu().instructions(), os.environ.get("EMBLIB_ISA"))
     yield _compare_with_torch(torch.device("cpu"))
     if torch.cuda.is_available():

@@ -62,6 +62,7 @@ class Kind:
     makes_tables: ClassVar[bool] = True
 
     # Measuring
+    packages: ClassVar[Sequence[str]] = ()  # besides the contenders', which change a result
     measures: ClassVar[str] = ""  # "module:function": (cell, session, seconds) -> records
     leads: ClassVar[str] = ""  # "module:function": (config, *, question, words) -> exit status
     timed: ClassVar[bool] = True  # samples are seconds: timing.replicates processes per cell

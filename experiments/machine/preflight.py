@@ -12,6 +12,7 @@ import torch
 from experiments.config.schema import UsageError
 from experiments.machine.cpu import BUSY, Cpu, CpuTime, usable_cores
 from experiments.machine.flags import MINOR, explain, remedy
+from experiments.machine.native_library import newer_source
 from experiments.machine.telemetry import Nvml
 
 HOT = 75  # degrees Celsius of an idle GPU
@@ -28,6 +29,8 @@ def check(
 ) -> dict[str, Any]:
     """Return the machine's `flags`, whether it is `fit` for a strict run, and details."""
     flags, details = cpu_flags(cpu or Cpu(), threads or torch.get_num_threads(), sleep)
+    if source := newer_source(device):
+        flags, details = [*flags, "old_library"], details | {"newer_source": source}
     if device.type == "cuda":
         found, settings = gpu_flags(nvml or Nvml.open(device))
         flags, details = flags + found, details | {"gpu": settings}

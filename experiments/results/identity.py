@@ -11,9 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import emblib
+from experiments import kinds
 from experiments.config.schema import Config
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
+from experiments.machine.environment import version_of
 from experiments.paths import ROOT
 
 # How a number comes about: a change here makes earlier samples another measurement.
@@ -62,6 +65,7 @@ def point_key(cell: Cell, config: Config) -> str:
             "device": {"kind": config.device.kind, "ranks": config.device.ranks},
             "bench": bench_version(),
             "others": {arm.contender: registry.identity(arm.contender) for arm in cell.arms},
+            "packages": {name: version_of(name) for name in kinds.find(cell.kind).packages},
         }
     )
 
@@ -96,13 +100,11 @@ def bench_version() -> str:
 
 
 @cache
-def code_id(package: Path | None = None) -> str:
+def code_id() -> str:
     """Return a digest of the library's Python sources and native libraries."""
-    if package is None:
-        import emblib
-
-        package = Path(str(emblib.__file__)).parent
-    return _of_files(p for suffix in ("py", "so") for p in package.rglob(f"*.{suffix}"))
+    # An editable install has its libraries in another folder than its sources.
+    folders = [Path(folder) for folder in emblib.__path__]
+    return _of_files(p for f in folders for suffix in ("py", "so") for p in f.rglob(f"*.{suffix}"))
 
 
 def _of_files(paths: Iterable[Path]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.machine import preflight
 from experiments.machine.cpu import Cpu
 from tests.experiments.fake_system import FakeSystem, put
 
@@ -16,8 +17,9 @@ def system(monkeypatch: pytest.MonkeyPatch) -> FakeSystem:
 
 
 @pytest.fixture
-def cpu(tmp_path: Path, system: FakeSystem) -> Cpu:
-    """Two cores that share a cache, in a tree of files."""
+def cpu(tmp_path: Path, system: FakeSystem, monkeypatch: pytest.MonkeyPatch) -> Cpu:
+    """Two cores that share a cache, in a tree of files; the native library is up to date."""
+    monkeypatch.setattr(preflight, "newer_source", lambda device: None)
     found = Cpu(tmp_path)
     for core in (0, 1):
         put(found, f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor", "performance")

