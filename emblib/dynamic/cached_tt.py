@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib import ops
 from emblib.dynamic.hash_table import HashTable
 from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 from emblib.ops.autograd import updates_in_backward
@@ -37,6 +38,7 @@ from emblib.tables.base import (
     bags_of_equal_length,
     check_bounds,
     variable_batch,
+    warn_of_dtype,
 )
 from emblib.tables.graph_break import graph_break
 
@@ -565,6 +567,10 @@ class CachedTTEmbeddingBags(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._rebuild_index()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        warn_of_dtype(fn, "precision=Precision(weights=...)")
+        return super()._apply(ops.keep_dtype(fn), recurse)
 
     def _restart(self) -> None:
         """Follow what was loaded: a lookup before it must not update rows by its backward."""

@@ -5,6 +5,7 @@ after HierarchicalKV's (Apache-2.0); meanings are those of `emblib.ops.hash`, on
 """
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -441,6 +442,15 @@ class HashTable(nn.Module):
             self.reserve(parts[0].numel())
             self.load(TableRows(*parts))
             self.index.set_tick(int(tick))
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        """Return the names in a state dict that are no parameter or buffer, as attributes."""
+        return SimpleNamespace(**dict.fromkeys((*TableRows._fields, "tick")))
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
+        return dict.fromkeys(vars(self._names_in_checkpoints), "_names_in_checkpoints")
 
     def _no_rows(self) -> TableRows:
         none = torch.empty(0, dtype=torch.int64, device=self.values.device)

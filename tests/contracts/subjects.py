@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from emblib import (
     CacheConfig,
+    CachedTTEmbeddingBags,
     DynamicEmbeddingBags,
     DynamicSpec,
     EmbeddingBagCollection,
@@ -22,6 +23,7 @@ from emblib import (
     QuantizedEmbeddingBags,
     TableBatchedEmbeddingBags,
     TableSpec,
+    TTCache,
     TTEmbeddingBag,
     TTSpec,
     optim,
@@ -32,6 +34,7 @@ from emblib.storage import Dense, Storage
 ROWS, DIM = 48, 4  # more rows than the cache has slots, 32
 IDS = torch.arange(ROWS)
 _CACHE = CacheConfig(sets=1)
+_TRAIN = TTSpec(ROWS, DIM, (2,), (6, 8), (2, 2))
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Kind:
     make: Callable[[optim.Optimizer], nn.Module]
     is_collection: bool = False
     is_trained: bool = True
+    shares_parameters: bool = False  # by its rows: an update of one moves others
 
 
 def _plain(optimizer: optim.Optimizer, placement: Placement = Placement.DEVICE) -> nn.Module:
@@ -48,6 +52,14 @@ def _plain(optimizer: optim.Optimizer, placement: Placement = Placement.DEVICE) 
     if placement is Placement.DISK:
         cache = CacheConfig(sets=1, directory=Path(tempfile.mkdtemp()) / "tables")
     return TableBatchedEmbeddingBags([TableSpec(ROWS, DIM, "t", placement)], optimizer, cache=cache)
+
+
+def _cached_train(optimizer: optim.Optimizer) -> nn.Module:
+    """Return a train of which half of the rows are stored."""
+    module = CachedTTEmbeddingBags([replace(_TRAIN, name="t")], TTCache(ROWS // 2), optimizer)
+    module(IDS, torch.arange(ROWS + 1))  # the ids are counted
+    module.populate()
+    return module
 
 
 def _dynamic(optimizer: optim.Optimizer) -> nn.Module:
@@ -71,7 +83,8 @@ KINDS: dict[str, Kind] = {
     "plain": Kind(_plain),
     "cached": Kind(lambda o: _plain(o, Placement.MANAGED_CACHING)),
     "disk": Kind(lambda o: _plain(o, Placement.DISK)),
-    "tensor train": Kind(lambda o: TTEmbeddingBag(TTSpec(ROWS, DIM, (2,), (6, 8), (2, 2)), o)),
+    "tensor train": Kind(lambda o: TTEmbeddingBag(_TRAIN, o), shares_parameters=True),
+    "cached train": Kind(_cached_train, shares_parameters=True),
     "dynamic": Kind(_dynamic),
     "quantized": Kind(lambda o: QuantizedEmbeddingBags.from_float(_plain(o)), is_trained=False),
     "collection": Kind(_collection, is_collection=True),

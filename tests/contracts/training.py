@@ -42,7 +42,7 @@ def _backward(s: Subject) -> None:
     before = s.rows()
     s.step(IDS[:3])
     moved = s.rows() - before
-    if s.name != "tensor train":  # whose rows share cores
+    if not s.kind.shares_parameters:
         same(moved[:3], torch.full_like(moved[:3], -0.5), "a wrong update")
         same(moved[3:], torch.zeros_like(moved[3:]), "other rows changed")
 
@@ -289,7 +289,7 @@ def _schedulers(s: Subject) -> None:
     s.step()
     rate = float(optimizer.param_groups[0]["lr"])
     assert rate < 0.5, "no scheduler acted"
-    if s.name != "tensor train":  # whose rows share cores
+    if not s.kind.shares_parameters:
         same(before - s.rows(), torch.full_like(before, rate), "another rate than in the group")
 
 
