@@ -173,7 +173,7 @@ def emblib_libraries() -> Iterator[Finding]:
         yield Finding("import", str(error), State.broken, "make native")
         return
     from experiments.machine.cpu import Cpu
-    from experiments.machine.native_library import newer_source
+    from experiments.machine.preflight import newer_source
 
     version = installed("emblib") or "of this repository, not installed"
     yield Finding("version", f"{version}, with libemblib_cpu")

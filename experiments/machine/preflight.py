@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,10 +14,11 @@ import torch
 from experiments.config.schema import UsageError
 from experiments.machine.cpu import BUSY, Cpu, CpuTime, usable_cores
 from experiments.machine.flags import MINOR, explain, remedy
-from experiments.machine.native_library import newer_source
 from experiments.machine.telemetry import Nvml
+from experiments.paths import ROOT, library_folders
 
 HOT = 75  # degrees Celsius of an idle GPU
+DEVICE_CODE = {".cu", ".cuh"}  # of the CUDA library only
 LOOK_SECONDS = 0.15  # for which the load of other processes is watched
 
 
@@ -90,3 +93,26 @@ def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
         "mig": settings.get("mig", False),
     }
     return [flag for flag, is_so in flags.items() if is_so], settings
+
+
+def newer_source(device: torch.device, *, root: Path = ROOT) -> str | None:
+    """Return the source file that was changed last, if that was after the library was built.
+
+    None without sources, as where a wheel is installed.
+    """
+    name = f"libemblib_{device.type}.so"
+    library = next((f / name for f in library_folders() if (f / name).exists()), None)
+    if library is None:
+        return None
+    # `make native` does not touch a library that it finds up to date, but notes the time.
+    stamps = [library, Path(sys.prefix) / ".make" / "native"]
+    built = max(stamp.stat().st_mtime for stamp in stamps if stamp.exists())
+    sources = [
+        path
+        for path in (root / "csrc").rglob("*")
+        if path.is_file() and (device.type == "cuda" or path.suffix not in DEVICE_CODE)
+    ]
+    last = max(sources, key=lambda path: path.stat().st_mtime, default=None)
+    if last is None or last.stat().st_mtime <= built:
+        return None
+    return str(last.relative_to(root))

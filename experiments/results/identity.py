@@ -11,13 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import emblib
 from experiments import kinds
 from experiments.config.schema import Config
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.machine.environment import version_of
-from experiments.paths import ROOT
+from experiments.paths import ROOT, library_folders
 
 # How a number comes about: a change here makes earlier samples another measurement.
 BENCH_SOURCES = (
@@ -102,8 +101,7 @@ def bench_version() -> str:
 @cache
 def code_id() -> str:
     """Return a digest of the library's Python sources and native libraries."""
-    # An editable install has its libraries in another folder than its sources.
-    folders = [Path(folder) for folder in emblib.__path__]
+    folders = library_folders()
     return _of_files(p for f in folders for suffix in ("py", "so") for p in f.rglob(f"*.{suffix}"))
 
 

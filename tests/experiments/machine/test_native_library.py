@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import emblib
-from experiments.machine import native_library, preflight
+from experiments.machine import preflight
 from experiments.machine.cpu import Cpu
-from experiments.machine.native_library import newer_source
+from experiments.machine.preflight import newer_source
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -19,8 +18,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout whose libraries were built at time 1000."""
-    monkeypatch.setattr(emblib, "__path__", [str(tmp_path / "emblib")])
-    monkeypatch.setattr(native_library.sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setattr(preflight, "library_folders", lambda: [tmp_path / "emblib"])
+    monkeypatch.setattr(preflight.sys, "prefix", str(tmp_path / "venv"))
     for name in ("libemblib_cpu.so", "libemblib_cuda.so"):
         write(tmp_path / "emblib" / name, 1000)
     return tmp_path

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import emblib
 from experiments import cli
 from experiments.config import configure
 from experiments.kinds import expand
@@ -144,7 +143,7 @@ def test_another_native_library_is_other_code(
     for file in (sources / "tables.py", libraries / "libemblib_cpu.so"):
         file.parent.mkdir()
         file.write_text("one")
-    monkeypatch.setattr(emblib, "__path__", [str(libraries), str(sources)])
+    monkeypatch.setattr(identity, "library_folders", lambda: [libraries, sources])
     code_id = identity.code_id.__wrapped__
     first = code_id()
     assert code_id() == first
