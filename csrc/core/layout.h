@@ -74,6 +74,29 @@ EMB_HD RowLocation locate_row(const Feature& feature, int64_t row, int64_t slot)
           feature.state_base + row};
 }
 
+// A divisor of numbers below 2^31. A quotient takes a multiplication and a shift, where a GPU,
+// which cannot divide integers, needs some 20 instructions. With 2^(s-1) < d <= 2^s and m =
+// ceil(2^(31+s) / d), m n / 2^(31+s) exceeds n / d by less than 1 / d for n < 2^31, so that
+// rounding down gives the quotient.
+class Divisor {
+ public:
+  // NOLINTNEXTLINE: a number becomes a divisor wherever one is needed.
+  EMB_HD Divisor(uint32_t value) : value_(value) {
+    while ((uint64_t{1} << shift_) < value) ++shift_;
+    shift_ += 31;
+    multiplier_ = static_cast<uint32_t>(((uint64_t{1} << shift_) + value - 1) / value);
+  }
+
+  EMB_HD uint32_t value() const { return value_; }
+  EMB_HD uint32_t quotient(uint32_t n) const {
+    return static_cast<uint32_t>(static_cast<uint64_t>(n) * multiplier_ >> shift_);
+  }
+  EMB_HD uint32_t remainder(uint32_t n) const { return n - quotient(n) * value_; }
+
+ private:
+  uint32_t value_, multiplier_, shift_ = 0;
+};
+
 // In a fixed batch every feature has the same number of bags, and a bag's number determines its
 // feature and its output row. In a variable batch (VBE) the caller lists both in `bag_layout`.
 //
@@ -85,15 +108,15 @@ struct BagLayout {
 
 struct BagMap {
   const BagLayout* layout = nullptr;  // of a variable batch; null for a fixed one
-  uint32_t batch = 1;                 // bags per feature of a fixed batch, at least 1
+  Divisor batch = 1;                  // bags per feature of a fixed batch, at least 1
   int64_t columns = 0;                // of the output of a fixed batch
 
   EMB_HD int64_t feature(uint32_t bag) const {
-    return layout != nullptr ? layout[bag].feature : bag / batch;
+    return layout != nullptr ? layout[bag].feature : batch.quotient(bag);
   }
   // Return the first output element of a bag; `column` is the first output column of its feature.
   EMB_HD int64_t element(uint32_t bag, int64_t column) const {
-    return layout != nullptr ? layout[bag].element : bag % batch * columns + column;
+    return layout != nullptr ? layout[bag].element : batch.remainder(bag) * columns + column;
   }
 };
 
@@ -101,7 +124,7 @@ struct BagMap {
 // begins at or before i. For invalid offsets the result is any feature in range.
 EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
   const bool variable = map.layout != nullptr;
-  const int64_t bags_of_step = variable ? 1 : map.batch;
+  const int64_t bags_of_step = variable ? 1 : map.batch.value();
   int low = 0, high = (variable ? static_cast<int>(bags.count) : num_features) - 1;
   while (low < high) {
     const int middle = low + (high - low + 1) / 2;

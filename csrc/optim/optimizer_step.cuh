@@ -1,9 +1,9 @@
-// One optimizer step on a slice of a row on the GPU: the functors of optimizers.h, selected at run
-// time. A row is read and written once, so the selection is one uniform branch per row and costs
-// nothing, and one kernel serves all optimizers, dtypes and memory tiers.
+// One optimizer step on a slice of a row on the GPU: the functors of optimizers.h. What a kernel
+// knows of optimizer and dtypes when it is compiled is its `Selection`.
 #pragma once
 
 #include <new>
+#include <type_traits>
 
 #include "core/rounding.h"
 #include "core/row_slice.cuh"
@@ -31,6 +31,17 @@ struct OptimizerStepArgs {
 
   // Return whether the first step of a row needs all of the row.
   EMB_HD bool by_row() const { return sums > 0 || row_states > 0; }
+
+  // Return whether all weights and element-wise states are float32.
+  bool is_float32() const {
+    for (const TierRows& tier : tiers) {
+      if (tier.weights != nullptr && tier.weight_type != Dtype::kFloat) return false;
+      for (int s = 0; s < stepped_states; ++s) {
+        if (tier.element_states[s] != nullptr && tier.state_types[s] != Dtype::kFloat) return false;
+      }
+    }
+    return true;
+  }
 };
 
 // Set the properties of an optimizer. Return false if there is no such number.
@@ -61,35 +72,113 @@ struct alignas(16) StepStorage {
   EMB_DEVICE const Step& get() const { return *reinterpret_cast<const Step*>(bytes); }
 };
 
-// Call `visit` with the optimizer of the block.
-template <class Visitor, class... Opts>
-EMB_DEVICE void visit_optimizer(OptimizerList<Opts...>, int optimizer, const unsigned char* bytes,
-                                const Visitor& visit) {
-  int i = 0;
-  (void)((optimizer == i++ ? (visit(*reinterpret_cast<const Opts*>(bytes)), true) : false) || ...);
-}
+// Selected when the kernel runs: one kernel serves all optimizers and dtypes.
+struct AtRunTime {
+  static constexpr bool kHasOptimizer = true;
+  EMB_DEVICE static int stepped_states(const OptimizerStepArgs& args) {
+    return args.stepped_states;
+  }
+  EMB_DEVICE static int row_states(const OptimizerStepArgs& args) { return args.row_states; }
+  EMB_DEVICE static int sums(const OptimizerStepArgs& args) { return args.sums; }
+  EMB_DEVICE static bool sums_need_gradient_only(const OptimizerStepArgs& args) {
+    return args.sums_need_gradient_only;
+  }
+  EMB_DEVICE static Dtype dtype(Dtype type) { return type; }
 
-template <class Visitor>
-EMB_DEVICE void visit_optimizer(const OptimizerStepArgs& args, const Step& step,
-                                const Visitor& visit) {
-  visit_optimizer(Optimizers{}, args.optimizer, step.optimizer, visit);
-}
+  // Call `visit` with the optimizer of the block.
+  template <class Visitor>
+  EMB_DEVICE static void visit(const OptimizerStepArgs& args, const Step& step,
+                               const Visitor& visitor) {
+    visit_one_of(Optimizers{}, args.optimizer, step.optimizer, visitor);
+  }
 
-template <class... Opts>
-EMB_DEVICE void build_optimizer(OptimizerList<Opts...>, int optimizer, const double* hyper,
-                                unsigned char* bytes) {
-  int i = 0;
-  (void)((optimizer == i++ ? (new (bytes) Opts(hyper), true) : false) || ...);
+  EMB_DEVICE static void build(const OptimizerStepArgs& args, unsigned char* bytes) {
+    build_one_of(Optimizers{}, args.optimizer, args.hyper, bytes);
+  }
+
+ private:
+  template <class Visitor, class... Opts>
+  EMB_DEVICE static void visit_one_of(OptimizerList<Opts...>, int optimizer,
+                                      const unsigned char* bytes, const Visitor& visitor) {
+    int i = 0;
+    (void)((optimizer == i++ ? (visitor(*reinterpret_cast<const Opts*>(bytes)), true) : false) ||
+           ...);
+  }
+
+  template <class... Opts>
+  EMB_DEVICE static void build_one_of(OptimizerList<Opts...>, int optimizer, const double* hyper,
+                                      unsigned char* bytes) {
+    int i = 0;
+    (void)((optimizer == i++ ? (new (bytes) Opts(hyper), true) : false) || ...);
+  }
+};
+
+// One optimizer over float32 rows and states, known when the kernel is compiled.
+template <class Opt>
+struct Float32 {
+  static constexpr bool kHasOptimizer = true;
+  EMB_DEVICE static constexpr int stepped_states(const OptimizerStepArgs&) {
+    return Opt::kSteppedStates;
+  }
+  EMB_DEVICE static constexpr int row_states(const OptimizerStepArgs&) { return Opt::kRowStates; }
+  EMB_DEVICE static constexpr int sums(const OptimizerStepArgs&) { return Opt::kNumRowSums; }
+  EMB_DEVICE static constexpr bool sums_need_gradient_only(const OptimizerStepArgs&) {
+    return Opt::kSumsNeedGradientOnly;
+  }
+  EMB_DEVICE static constexpr Dtype dtype(Dtype) { return Dtype::kFloat; }
+
+  template <class Visitor>
+  EMB_DEVICE static void visit(const OptimizerStepArgs&, const Step& step, const Visitor& visitor) {
+    visitor(*reinterpret_cast<const Opt*>(step.optimizer));
+  }
+
+  EMB_DEVICE static void build(const OptimizerStepArgs& args, unsigned char* bytes) {
+    new (bytes) Opt(args.hyper);
+  }
+};
+
+// No optimizer: the summed gradient itself is the result.
+struct GradientOnly {
+  static constexpr bool kHasOptimizer = false;
+  EMB_DEVICE static constexpr int sums(const OptimizerStepArgs&) { return 0; }
+  EMB_DEVICE static void build(const OptimizerStepArgs&, unsigned char*) {}
+};
+
+// The optimizers with kernels of their own: those of most models.
+template <class Opt>
+inline constexpr bool kIsCommon = std::is_same_v<Opt, Sgd> || std::is_same_v<Opt, Adagrad> ||
+                                  std::is_same_v<Opt, RowwiseAdagrad> || std::is_same_v<Opt, Adam>;
+
+// Call `visit` with the type tag of the Selection of the kernel that serves these arguments.
+// Gradients of 16 bits are served at run time.
+template <class G, class Visitor>
+void visit_selection(const OptimizerStepArgs& args, const Visitor& visit) {
+  if (args.optimizer == kNoOptimizer) {
+    visit(TypeTag<GradientOnly>{});
+    return;
+  }
+  bool found = false;
+  if (sizeof(G) == sizeof(float) && args.is_float32()) {
+    Optimizers::visit(args.optimizer, [&](auto tag) {
+      using Opt = typename decltype(tag)::type;
+      if constexpr (kIsCommon<Opt>) {
+        visit(TypeTag<Float32<Opt>>{});
+        found = true;
+      }
+    });
+  }
+  if (!found) visit(TypeTag<AtRunTime>{});
 }
 
 // Build the Step of the block. Called once by all threads of the block; ends with a barrier.
+template <class Selection>
 EMB_DEVICE void build_step(const OptimizerStepArgs& args, StepStorage* storage) {
   if (threadIdx.x == 0) {
     Step* step = reinterpret_cast<Step*>(storage->bytes);
-    if (args.optimizer != kNoOptimizer) {
+    if constexpr (Selection::kHasOptimizer) {
       new (&step->decay) WeightDecay(args.hyper);
       new (&step->rounding) Rounding(args.hyper);
-      build_optimizer(Optimizers{}, args.optimizer, args.hyper, step->optimizer);
+      Selection::build(args, step->optimizer);
     }
 #pragma unroll
     for (int t = 0; t < kTiers; ++t) step->tiers[t] = args.tiers[t];
@@ -103,28 +192,32 @@ struct Columns {
 };
 
 // Load columns [0, valid) at `element` of the tier; none if valid <= 0.
+template <class Selection>
 EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierRows& tier, int64_t element,
                              int valid, Columns* x) {
   if (valid <= 0) return;
-  read_columns(tier.weights, tier.weight_type, element, valid, x->w);
-  if (args.stepped_states > 0) {
-    read_columns(tier.element_states[0], tier.state_types[0], element, valid, x->first);
+  read_columns(tier.weights, Selection::dtype(tier.weight_type), element, valid, x->w);
+  if (Selection::stepped_states(args) > 0) {
+    read_columns(tier.element_states[0], Selection::dtype(tier.state_types[0]), element, valid,
+                 x->first);
   }
-  if (args.stepped_states > 1) {
-    read_columns(tier.element_states[1], tier.state_types[1], element, valid, x->second);
+  if (Selection::stepped_states(args) > 1) {
+    read_columns(tier.element_states[1], Selection::dtype(tier.state_types[1]), element, valid,
+                 x->second);
   }
 }
 
 // Add this lane's terms to the sums of the row; the gradient includes the L2 penalty. Columns
 // beyond the end are zeros, which add nothing to any sum.
+template <class Selection>
 EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const Step& step, const Columns& x,
                             const float (&gradient)[kColumns], float (&sums)[kMaxRowSums]) {
-  if (args.sums_need_gradient_only) {
+  if (Selection::sums_need_gradient_only(args)) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) sums[0] += gradient[k] * gradient[k];
     return;
   }
-  visit_optimizer(args, step, [&](const auto& opt) {
+  Selection::visit(args, step, [&](const auto& opt) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       opt.template add_sums<ScalarMath>(x.w[k], gradient[k], x.first[k], x.second[k], sums);
@@ -161,47 +254,53 @@ EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& lo
 }
 
 // Update the columns and their states and write them.
+template <class Selection>
 EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const Step& step, const TierRows& tier,
                              const ColumnLocation& location, const float (&gradient)[kColumns],
                              RowFactors scale, Columns* x) {
-  visit_optimizer(args, step, [&](const auto& opt) {
+  Selection::visit(args, step, [&](const auto& opt) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       x->w[k] =
           opt.step(step.decay.factor * x->w[k], gradient[k], &x->first[k], &x->second[k], scale);
     }
   });
-  store_columns(step.rounding, location, kRoundWeights, tier.weights, tier.weight_type, x->w);
-  if (args.stepped_states > 0) {
-    store_columns(step.rounding, location, kRoundState, tier.element_states[0], tier.state_types[0],
-                  x->first);
+  store_columns(step.rounding, location, kRoundWeights, tier.weights,
+                Selection::dtype(tier.weight_type), x->w);
+  if (Selection::stepped_states(args) > 0) {
+    store_columns(step.rounding, location, kRoundState, tier.element_states[0],
+                  Selection::dtype(tier.state_types[0]), x->first);
   }
-  if (args.stepped_states > 1) {
+  if (Selection::stepped_states(args) > 1) {
     store_columns(step.rounding, location, kRoundState + 1, tier.element_states[1],
-                  tier.state_types[1], x->second);
+                  Selection::dtype(tier.state_types[1]), x->second);
   }
 }
 
 // Return the factors of a row from its sums and its row-wise states, and update those states.
+template <class Selection>
 EMB_DEVICE RowFactors begin_row(const OptimizerStepArgs& args, const Step& step,
                                 float (&states)[kMaxRowStates], const float (&sums)[kMaxRowSums],
                                 int dim) {
   RowFactors scale;
-  visit_optimizer(args, step, [&](const auto& opt) {
+  Selection::visit(args, step, [&](const auto& opt) {
     scale = opt.begin_row(states, sums, static_cast<float>(dim));
   });
   return scale;
 }
 
 // Prefetch what a step reads and writes at `element`, one request per lane.
+template <class Selection>
 EMB_DEVICE void prefetch_columns(const OptimizerStepArgs& args, const TierRows& tier,
                                  int64_t element) {
   const auto ask = [element](const void* data, Dtype type) {
     simt::prefetch(static_cast<const char*>(data) + element * size_of(type));
   };
-  ask(tier.weights, tier.weight_type);
-  if (args.stepped_states > 0) ask(tier.element_states[0], tier.state_types[0]);
-  if (args.stepped_states > 1) ask(tier.element_states[1], tier.state_types[1]);
+  ask(tier.weights, Selection::dtype(tier.weight_type));
+  if (Selection::stepped_states(args) > 0)
+    ask(tier.element_states[0], Selection::dtype(tier.state_types[0]));
+  if (Selection::stepped_states(args) > 1)
+    ask(tier.element_states[1], Selection::dtype(tier.state_types[1]));
 }
 
 }  // namespace emb::cuda

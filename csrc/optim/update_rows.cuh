@@ -57,10 +57,10 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
     if (args.sums == 0) continue;
     Columns x;
     if (!args.sums_need_gradient_only || step.decay.l2 != 0.0f) {
-      load_columns(args, step.tiers[0], start + column, valid, &x);
+      load_columns<AtRunTime>(args, step.tiers[0], start + column, valid, &x);
       add_penalty(step, x, gradient);
     }
-    sum_columns(args, step, x, gradient, sums);
+    sum_columns<AtRunTime>(args, step, x, gradient, sums);
   }
   return nonzero;
 }
@@ -69,7 +69,7 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
 [[maybe_unused]] static __global__ void __launch_bounds__(kMatrixThreads, 6)
     update_rows_kernel(MatrixGrad in, OptimizerStepArgs args) {
   __shared__ StepStorage storage;
-  build_step(args, &storage);
+  build_step<AtRunTime>(args, &storage);
   const Step& step = storage.get();
   const TierRows& tier = step.tiers[0];
   for (int64_t row = blockIdx.x; row < in.rows; row += gridDim.x) {
@@ -80,7 +80,8 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
     }
     const bool nonzero = sum_row(in, args, step, start, sums);
     if (!block_sums(sums, nonzero)) continue;
-    const RowFactors scale = begin_row(args, step, states, sums, static_cast<int>(in.width));
+    const RowFactors scale =
+        begin_row<AtRunTime>(args, step, states, sums, static_cast<int>(in.width));
     for (int s = 0; s < kMaxRowStates; ++s) {
       if (s < args.row_states && threadIdx.x == 0) tier.row_states[s][row] = states[s];
     }
@@ -90,11 +91,11 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
       float gradient[kColumns];
       Columns x;
       read_columns(in.grad + start + column, valid, gradient);
-      load_columns(args, tier, start + column, valid, &x);
+      load_columns<AtRunTime>(args, tier, start + column, valid, &x);
       add_penalty(step, x, gradient);
       const ColumnLocation location{start + column, in.first_row + row, static_cast<int>(column),
                                     valid};
-      step_columns(args, step, tier, location, gradient, scale, &x);
+      step_columns<AtRunTime>(args, step, tier, location, gradient, scale, &x);
     }
   }
 }

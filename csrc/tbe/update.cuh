@@ -189,38 +189,61 @@ __global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, 
 // meanwhile sums the gradients of the row's lookups (four in flight), updates in registers and
 // writes the row once. No atomics on data.
 
-// 7 blocks of 128 threads leave the 72 registers per thread that the kernel needs, and 28 warps.
-// For Blackwell the compiler needs 94 registers.
 inline constexpr int kUpdateThreads = 128;
+
+// Blocks per multiprocessor, which bound the registers of a thread: 7 leave 72, 6 leave 80. For
+// Blackwell, where the compiler needs more, 5 leave 96 and 4 leave 128.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-inline constexpr int kUpdateBlocks = 5;
+inline constexpr int kMostUpdateBlocks = 5;
 #else
-inline constexpr int kUpdateBlocks = 7;
+inline constexpr int kMostUpdateBlocks = 7;
 #endif
+template <class Selection>
+inline constexpr int kUpdateBlocks = kMostUpdateBlocks - 1;
+template <>
+inline constexpr int kUpdateBlocks<Float32<Sgd>> = kMostUpdateBlocks;
+template <>
+inline constexpr int kUpdateBlocks<GradientOnly> = kMostUpdateBlocks;
+
+// What the grouping says of one unique row. Its loads do not depend on each other, so that those of
+// the next row are in flight while a row is updated.
+struct GroupedRow {
+  int64_t id = 0;  // linear
+  int begin = 0, length = 0, slot = -1;
+
+  EMB_DEVICE GroupedRow(const GradArgs& args, uint32_t u, uint32_t count) {
+    if (u >= count) return;
+    begin = args.segments[u];
+    const int end = args.segments[u + 1];
+    id = args.rows[u];
+    if (args.row_slots != nullptr) slot = args.row_slots[u];
+    length = end - begin;
+  }
+};
 
 // The lookups of one unique row, and the location of the row.
 struct Segment {
   int64_t element = 0;
   int64_t row = 0;  // in the row-wise states of the tier
+  int64_t id = 0;   // linear
   int begin = 0, length = 0, dim = 0, tier = 0;
 
-  EMB_DEVICE Segment(const GradArgs& args, const OptimizerStepArgs& optimizer, const Step& step,
-                     uint32_t u, uint32_t count) {
-    if (u >= count) return;
-    begin = args.segments[u];
-    length = args.segments[u + 1] - begin;
+  template <class Selection>
+  EMB_DEVICE Segment(Selection, const GradArgs& args, const Step& step, const GroupedRow& grouped,
+                     uint32_t u)
+      : id(grouped.id), begin(grouped.begin), length(grouped.length) {
+    if (length == 0) return;
     const Feature& feature = args.features[args.map.feature(args.bags[begin])];
     dim = static_cast<int>(feature.dim);
-    if (optimizer.optimizer == kNoOptimizer) {
+    if constexpr (Selection::kHasOptimizer) {
+      const RowLocation location =
+          locate_update(feature, id - feature.row_base, grouped.slot, step.tiers[kCacheTier]);
+      element = location.element;
+      row = location.row;
+      tier = location.tier;
+    } else {
       element = static_cast<int64_t>(u) * args.result_stride;
-      return;
     }
-    const int slot = args.row_slots != nullptr ? args.row_slots[u] : -1;
-    const RowLocation location =
-        locate_update(feature, args.rows[u] - feature.row_base, slot, step.tiers[kCacheTier]);
-    element = location.element;
-    row = location.row;
-    tier = location.tier;
   }
 };
 
@@ -239,35 +262,36 @@ EMB_DEVICE void row_gradient(const GradArgs& args, const LaneGroup& lane, const 
 
 // Return the factors of a row from the sums over its lanes and its row-wise states, in every lane.
 // The first lane of an existing row writes the new states. Called by the whole warp.
+template <class Selection>
 EMB_DEVICE RowFactors start_row(const OptimizerStepArgs& optimizer, const Step& step,
                                 const Segment& segment, const LaneGroup& lane,
                                 float (&sums)[kMaxRowSums]) {
 #pragma unroll
   for (int k = 0; k < kMaxRowSums; ++k) {
-    if (k < optimizer.sums) sums[k] = simt::group_sum(sums[k], lane.lanes);
+    if (k < Selection::sums(optimizer)) sums[k] = simt::group_sum(sums[k], lane.lanes);
   }
   const TierRows& tier = step.tiers[segment.tier];
   const bool exists = segment.length > 0;
   float states[kMaxRowStates] = {};
 #pragma unroll
   for (int s = 0; s < kMaxRowStates; ++s) {
-    if (s < optimizer.row_states && exists) states[s] = tier.row_states[s][segment.row];
+    if (s < Selection::row_states(optimizer) && exists) states[s] = tier.row_states[s][segment.row];
   }
-  const RowFactors scale = begin_row(optimizer, step, states, sums, segment.dim);
+  const RowFactors scale = begin_row<Selection>(optimizer, step, states, sums, segment.dim);
   __syncwarp();  // all lanes have read the old states
 #pragma unroll
   for (int s = 0; s < kMaxRowStates; ++s) {
-    if (s < optimizer.row_states && exists && lane.rank == 0)
+    if (s < Selection::row_states(optimizer) && exists && lane.rank == 0)
       tier.row_states[s][segment.row] = states[s];
   }
   return scale;
 }
 
-template <class G>
-__global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks)
+template <class G, class Selection>
+__global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Selection>)
     update_kernel(GradArgs args, OptimizerStepArgs optimizer, int lanes) {
   __shared__ StepStorage storage;
-  build_step(optimizer, &storage);
+  build_step<Selection>(optimizer, &storage);
   const Step& step = storage.get();
   const LaneGroup lane(lanes);
   const int width = lanes * kColumns;
@@ -278,21 +302,28 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks)
   const auto count = static_cast<uint32_t>(*args.count);
   const auto stride = static_cast<uint32_t>(simt::warps_in_grid()) * lane.groups_in_warp();
   uint32_t base_row = static_cast<uint32_t>(simt::global_warp()) * lane.groups_in_warp();
+  constexpr bool kReadsAhead =
+      !std::is_same_v<Selection, AtRunTime>;  // which has no registers left
+  GroupedRow next(args, base_row + lane.group, count);
   for (; base_row < count; base_row += stride) {
     const uint32_t u = base_row + lane.group;
-    const Segment segment(args, optimizer, step, u, count);
+    if constexpr (!kReadsAhead) next = GroupedRow(args, u, count);
+    const Segment segment(Selection{}, args, step, next, u);
+    if constexpr (kReadsAhead) next = GroupedRow(args, u + stride, count);
     const TierRows& tier = step.tiers[segment.tier];
-    if (optimizer.optimizer != kNoOptimizer && lane.rank * kColumns < segment.dim) {
-      prefetch_columns(optimizer, tier, segment.element + lane.rank * kColumns);
-      if (lane.rank < optimizer.row_states)
-        simt::prefetch(tier.row_states[lane.rank] + segment.row);
+    if constexpr (Selection::kHasOptimizer) {
+      if (lane.rank * kColumns < segment.dim) {
+        prefetch_columns<Selection>(optimizer, tier, segment.element + lane.rank * kColumns);
+        if (lane.rank < Selection::row_states(optimizer))
+          simt::prefetch(tier.row_states[lane.rank] + segment.row);
+      }
     }
     const int longest = __reduce_max_sync(
         simt::kFullMask, has_chunks(args, segment.length, segment.dim) ? 0 : segment.length);
     const int widest = __reduce_max_sync(simt::kFullMask, segment.dim);
     // Sums over a row must be complete before its first column is updated: rows wider than the
     // group are processed in two passes, the second from the cache.
-    const bool twice = optimizer.sums > 0 && widest > width;
+    const bool twice = Selection::sums(optimizer) > 0 && widest > width;
 #pragma unroll
     for (int k = 0; k < kMaxRowSums; ++k) sums[k] = 0.0f;
     RowFactors scale;
@@ -300,27 +331,32 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks)
       for (int base = static_cast<int>(blockIdx.y) * width; base < widest;
            base += static_cast<int>(gridDim.y) * width) {
         const int column = base + lane.rank * kColumns, valid = segment.dim - column;
+        Columns x;
+        if constexpr (kReadsAhead && Selection::kHasOptimizer) {
+          load_columns<Selection>(optimizer, tier, segment.element + column, valid, &x);
+        }
         float gradient[kColumns];
         row_gradient<G>(args, lane, segment, u, longest, column, gradient);
-        if (optimizer.optimizer == kNoOptimizer) {
+        if constexpr (!Selection::kHasOptimizer) {
           if (valid > 0) {
             write_columns(static_cast<float*>(tier.weights) + segment.element + column, valid,
                           gradient);
           }
-          continue;
-        }
-        Columns x;
-        load_columns(optimizer, tier, segment.element + column, valid, &x);
-        add_penalty(step, x, gradient);
-        if (optimizer.sums > 0 && (pass == 0 || !twice))
-          sum_columns(optimizer, step, x, gradient, sums);
-        if (pass == 0) continue;
-        if (base == static_cast<int>(blockIdx.y) * width) {
-          scale = start_row(optimizer, step, segment, lane, sums);
-        }
-        if (valid > 0) {
-          const ColumnLocation location{segment.element + column, args.rows[u], column, valid};
-          step_columns(optimizer, step, tier, location, gradient, scale, &x);
+        } else {
+          if constexpr (!kReadsAhead) {
+            load_columns<Selection>(optimizer, tier, segment.element + column, valid, &x);
+          }
+          add_penalty(step, x, gradient);
+          if (Selection::sums(optimizer) > 0 && (pass == 0 || !twice))
+            sum_columns<Selection>(optimizer, step, x, gradient, sums);
+          if (pass == 0) continue;
+          if (base == static_cast<int>(blockIdx.y) * width) {
+            scale = start_row<Selection>(optimizer, step, segment, lane, sums);
+          }
+          if (valid > 0) {
+            const ColumnLocation location{segment.element + column, segment.id, column, valid};
+            step_columns<Selection>(optimizer, step, tier, location, gradient, scale, &x);
+          }
         }
       }
     }
@@ -341,8 +377,11 @@ void launch_update_of(const Launcher& launcher, const GradArgs& args,
   const int64_t rows_of_block = kUpdateThreads / lanes;
   const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, launcher.blocks(28));
   // Row-wise states are read and written once per row, so one stripe takes all columns.
-  launcher(update_kernel<G>, simt::Dim3(blocks, optimizer.by_row() ? 1 : stripes), kUpdateThreads,
-           args, optimizer, lanes);
+  const simt::Dim3 grid(blocks, optimizer.by_row() ? 1 : stripes);
+  visit_selection<G>(optimizer, [&](auto tag) {
+    using Selection = typename decltype(tag)::type;
+    launcher(update_kernel<G, Selection>, grid, kUpdateThreads, args, optimizer, lanes);
+  });
 }
 
 // `mean_dim`, the mean width of the features, determines the lanes per row.

@@ -25,9 +25,15 @@ template __global__ void long_bags_kernel<bfloat16>(LookupArgs, int);
 template __global__ void sequence_kernel<float>(LookupArgs, int);
 template __global__ void sequence_kernel<half16>(LookupArgs, int);
 template __global__ void sequence_kernel<bfloat16>(LookupArgs, int);
-template __global__ void update_kernel<float>(GradArgs, OptimizerStepArgs, int);
-template __global__ void update_kernel<half16>(GradArgs, OptimizerStepArgs, int);
-template __global__ void update_kernel<bfloat16>(GradArgs, OptimizerStepArgs, int);
+template __global__ void update_kernel<float, AtRunTime>(GradArgs, OptimizerStepArgs, int);
+template __global__ void update_kernel<float, GradientOnly>(GradArgs, OptimizerStepArgs, int);
+template __global__ void update_kernel<float, Float32<Sgd>>(GradArgs, OptimizerStepArgs, int);
+template __global__ void update_kernel<float, Float32<Adagrad>>(GradArgs, OptimizerStepArgs, int);
+template __global__ void update_kernel<float, Float32<RowwiseAdagrad>>(GradArgs, OptimizerStepArgs,
+                                                                       int);
+template __global__ void update_kernel<float, Float32<Adam>>(GradArgs, OptimizerStepArgs, int);
+template __global__ void update_kernel<half16, AtRunTime>(GradArgs, OptimizerStepArgs, int);
+template __global__ void update_kernel<bfloat16, AtRunTime>(GradArgs, OptimizerStepArgs, int);
 template __global__ void chunk_kernel<float>(GradArgs, int);
 template __global__ void chunk_kernel<half16>(GradArgs, int);
 template __global__ void chunk_kernel<bfloat16>(GradArgs, int);

@@ -91,3 +91,19 @@ extern "C" const char* simt_bounds_check(const int64_t* call) {
     launch_bounds_check(launcher, args);
   });
 }
+
+// divisor, numbers, their count, quotients, remainders
+extern "C" const char* simt_divide(const int64_t* call) {
+  return return_errors([&](const auto&) {
+    Words words(call);
+    const emb::Divisor divisor(static_cast<uint32_t>(words.number()));
+    const auto* numbers = words.pointer<const int64_t>();
+    const int64_t count = words.number();
+    auto* quotients = words.pointer<int64_t>();
+    auto* remainders = words.pointer<int64_t>();
+    for (int64_t i = 0; i < count; ++i) {
+      quotients[i] = divisor.quotient(static_cast<uint32_t>(numbers[i]));
+      remainders[i] = divisor.remainder(static_cast<uint32_t>(numbers[i]));
+    }
+  });
+}
