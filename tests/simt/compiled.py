@@ -1,0 +1,137 @@
+"""What nvcc makes of the hot kernels: registers, spills, instructions, read from ptxas and SASS."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.simt.library import HEADERS, ROOT
+
+NVCC = shutil.which("nvcc")
+ARCHITECTURES = ("sm_80", "sm_90")
+_WIDE = ("LDG.E.128", "LD.E.128", "STG.E.128", "ST.E.128")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel for one architecture.
+
+    Attributes:
+        name: without namespaces, with template arguments.
+        architecture: e.g. sm_80.
+        registers: of a thread.
+        spills: bytes that are stored to and loaded from local memory.
+        instructions: of the machine code, padding included; None without cuobjdump.
+        wide: accesses of global memory of 16 bytes per thread among them.
+    """
+
+    name: str
+    architecture: str
+    registers: int
+    spills: int
+    instructions: int | None = None
+    wide: int | None = None
+
+
+@cache
+def compiled_kernels() -> tuple[Compiled, ...]:
+    """Compile the sources hot_*.cu, or read what was kept of that in build/simt."""
+    sources = sorted(Path(__file__).parent.glob("hot_*.cu"))
+    return tuple(kernel for source in sources for kernel in _kernels_of(source))
+
+
+def _kernels_of(source: Path) -> list[Compiled]:
+    tool = cuobjdump()
+    files = (source, Path(__file__), *HEADERS)
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files) + bytes([tool is None]))
+    folder = ROOT / "build" / "simt"
+    kept = folder / f"compiled-{source.stem}-{digest.hexdigest()[:16]}.json"
+    if kept.exists():
+        return [Compiled(**kernel) for kernel in json.loads(kept.read_text())]
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / f"{source.stem}.fatbin"
+    log = _compile(source, output)
+    sass = "" if tool is None else _sass(tool, output)
+    kernels = _parse(log, sass)
+    for old in folder.glob(f"compiled-{source.stem}-*.json"):
+        old.unlink()
+    kept.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
+    return kernels
+
+
+def _compile(source: Path, output: Path) -> str:
+    """Return what ptxas -v says."""
+    assert NVCC is not None
+    # No kernel differs between these architectures before ptxas: one PTX serves both. A fatbin is
+    # the device code alone: the host compiler does not run.
+    codes = [f"-gencode=arch=compute_80,code={a}" for a in ARCHITECTURES]
+    include = ["-I", str(ROOT / "csrc")]
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", *codes, *include]
+    command = [NVCC, *flags, "-fatbin", str(source), "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def cuobjdump() -> Path | None:
+    """Return the disassembler of the CUDA toolkit or of nvidia-cuda-cuobjdump, None without one."""
+    found = shutil.which("cuobjdump")
+    if found is not None:
+        return Path(found)
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    return next((path for f in folders for path in f.glob("cu*/bin/cuobjdump")), None)
+
+
+def _sass(tool: Path, binary: Path) -> str:
+    environment = os.environ | {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [tool, "-sass", binary]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return done.stdout
+
+
+def _parse(log: str, sass: str) -> list[Compiled]:
+    resources = re.compile(
+        r"Compiling entry function '(\S+)' for '(\S+)'.*?"
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+        re.DOTALL,
+    )
+    codes = _instructions(sass)
+    found = resources.findall(log)
+    names = _demangled([entry for entry, *_ in found])
+    kernels = []
+    for (entry, architecture, stores, loads, registers), name in zip(found, names, strict=True):
+        numbers = int(registers), int(stores) + int(loads)
+        code = codes.get((entry, architecture))
+        counts = (None, None) if code is None else (code.total(), sum(code[w] for w in _WIDE))
+        kernels.append(Compiled(name, architecture, *numbers, *counts))
+    return sorted(kernels, key=lambda kernel: (kernel.name, kernel.architecture))
+
+
+def _instructions(sass: str) -> dict[tuple[str, str], Counter[str]]:
+    """Count the instructions of each function and architecture by name."""
+    found = {}
+    architecture = ""
+    for part in re.split(r"^\s*(?=Function : |arch = )", sass, flags=re.MULTILINE):
+        if part.startswith("arch = "):
+            architecture = part.split()[2]
+        elif part.startswith("Function : "):
+            pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)"
+            found[part.split()[2], architecture] = Counter(re.findall(pattern, part, re.MULTILINE))
+    return found
+
+
+def _demangled(names: list[str]) -> list[str]:
+    command = ["c++filt", "-p"]
+    done = subprocess.run(command, input="\n".join(names), capture_output=True, text=True)
+    assert done.returncode == 0, "c++filt of binutils is needed"
+    return [re.sub(r"\bemb::(cuda::)?", "", name) for name in done.stdout.splitlines()]
