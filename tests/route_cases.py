@@ -18,6 +18,7 @@ class Case:
     most_blocks: int = 4
     most_copies: int = 2
     longest: int = 6
+    uneven: bool = False  # every ninth bag has more ids than one lane of a GPU routes
     rows: int = 50
     id_dtype: torch.dtype = torch.int64
     offset_dtype: torch.dtype = torch.int64
@@ -63,6 +64,8 @@ def make(case: Case) -> Problem:
     generator = torch.Generator().manual_seed(case.seed)
     bags = sum(case.bags)
     lengths = torch.randint(0, case.longest + 1, (bags,), generator=generator)
+    if case.uneven:
+        lengths[::9] = 17 + 9 * lengths[::9]
     ids = _ids(case, int(lengths.sum()), generator)
     features, blocks, sizes = [], [], []
     for count in case.bags:
@@ -114,6 +117,7 @@ CASES = {
     "by key, int32": Case(by_key=True, most_blocks=3, id_dtype=torch.int32, seed=6),
     "variable bags": Case(bags=(3, 0, 17, 1, 33), longest=3, seed=7),
     "long bags": Case(bags=(2, 3), longest=1500, most_copies=1, seed=8, broken=True),
+    "long bags among short ones": Case(bags=(40, 33), longest=3, uneven=True, seed=8, broken=True),
     "more rows than int32 holds": Case(rows=1 << 40, broken=True, seed=9),
     "empty tables": Case(rows=0, seed=10, broken=True),
     "nothing looked up": Case(longest=0, seed=11),

@@ -1,6 +1,7 @@
-// Counts and moves ids on the GPU, one warp per bag. A match finds the lanes whose ids go to the
-// same block; the first of them counts for all, so no atomics are needed and ids keep their order.
-// Layouts are not trusted: whatever lies outside the tensors is skipped.
+// Counts and moves ids on the GPU: a short bag by one lane, a long one by a warp, where a match
+// finds the lanes whose ids go to the same block and the first of them counts for all. No other
+// thread writes what belongs to a bag, so no atomics are needed and ids keep their order. Layouts
+// are not trusted: whatever lies outside the tensors is skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -10,6 +11,8 @@
 namespace emb::cuda {
 
 inline constexpr int kRouteThreads = 256;
+inline constexpr int kShortBag = 16;  // ids that one lane routes
+inline constexpr int kShortMean = 8;  // ids per bag up to which lanes take bags
 
 struct DeviceRoute {
   Routing routing;
@@ -89,50 +92,67 @@ struct BlockPeers {
   EMB_DEVICE int count() const { return __popc(peers); }
 };
 
+// Count the ids of a bag.
 template <class I>
-__global__ void __launch_bounds__(kRouteThreads, 4) route_count_kernel(DeviceRoute in) {
-  const I* ids = static_cast<const I*>(in.ids);
-  I* out = static_cast<I*>(in.out);
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-  for (int64_t number = simt::global_warp(); number < in.bags.count;
-       number += simt::warps_in_grid()) {
-    const BagRoute route(in.routing, number);
-    if (!route.usable) continue;
-    const int64_t begin = in.bags.begin(number), end = in.bags.end(number);
+struct CountIds {
+  // By this lane alone.
+  EMB_DEVICE static void alone(const DeviceRoute& in, const BagRoute& route, int64_t begin,
+                               int64_t end) {
+    const I* ids = static_cast<const I*>(in.ids);
+    for (int64_t i = begin; i < end; ++i) {
+      const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
+      add(in, route, routed.block, 1);
+    }
+  }
+
+  // By all lanes of the warp.
+  EMB_DEVICE static void together(const DeviceRoute& in, const BagRoute& route, int64_t begin,
+                                  int64_t end) {
+    const I* ids = static_cast<const I*>(in.ids);
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
     for (int64_t i = begin; i < end; i += simt::kWarp) {
       int block = -1;
       if (i + lane < end) {
         block = static_cast<int>(route_id(route.feature, route.blocks, ids[i + lane]).block);
       }
       const BlockPeers peers(block);
-      if (block >= 0 && peers.leads()) {
-        const int64_t copies = route.copies(in.routing, block);
-        for (int64_t copy = 0; copy < copies; ++copy) {
-          const int64_t cell = route.cell(in, block, copy);
-          if (cell >= 0) out[cell] += static_cast<I>(peers.count());
-        }
-      }
+      if (block >= 0 && peers.leads()) add(in, route, block, peers.count());
       __syncwarp();  // the next ids of the block may have another leader
     }
   }
-}
 
-template <class I>
-EMB_DEVICE void put_id(const DeviceRoute& in, int64_t to, I id, int64_t position) {
-  static_cast<I*>(in.out)[to] = id;
-  in.positions[to] = position;
-  if (in.weights != nullptr) in.out_weights[to] = in.weights[position];
-}
+ private:
+  EMB_DEVICE static void add(const DeviceRoute& in, const BagRoute& route, int64_t block,
+                             int count) {
+    const int64_t copies = route.copies(in.routing, block);
+    for (int64_t copy = 0; copy < copies; ++copy) {
+      const int64_t cell = route.cell(in, block, copy);
+      if (cell >= 0) static_cast<I*>(in.out)[cell] += static_cast<I>(count);
+    }
+  }
+};
 
+// Move the ids of a bag.
 template <class I>
-__global__ void __launch_bounds__(kRouteThreads, 4) route_move_kernel(DeviceRoute in) {
-  const I* ids = static_cast<const I*>(in.ids);
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-  for (int64_t number = simt::global_warp(); number < in.bags.count;
-       number += simt::warps_in_grid()) {
-    const BagRoute route(in.routing, number);
-    if (!route.usable) continue;
-    const int64_t begin = in.bags.begin(number), end = in.bags.end(number);
+struct MoveIds {
+  // By this lane alone.
+  EMB_DEVICE static void alone(const DeviceRoute& in, const BagRoute& route, int64_t begin,
+                               int64_t end) {
+    const I* ids = static_cast<const I*>(in.ids);
+    for (int64_t i = begin; i < end; ++i) {
+      const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
+      const int64_t copies = route.copies(in.routing, routed.block);
+      const int64_t first_cell = copies > 0 ? route.cell(in, routed.block, 0) : -1;
+      const int moved = first_cell >= 0 ? in.used[first_cell]++ : 0;
+      put(in, route, routed, copies, first_cell, moved, i);
+    }
+  }
+
+  // By all lanes of the warp.
+  EMB_DEVICE static void together(const DeviceRoute& in, const BagRoute& route, int64_t begin,
+                                  int64_t end) {
+    const I* ids = static_cast<const I*>(in.ids);
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
     for (int64_t i = begin; i < end; i += simt::kWarp) {
       const bool has_id = i + lane < end;
       RoutedId routed{-1, 0};
@@ -146,41 +166,88 @@ __global__ void __launch_bounds__(kRouteThreads, 4) route_move_kernel(DeviceRout
         in.used[first_cell] = moved + peers.count();
       }
       moved = __shfl_sync(simt::kFullMask, moved, peers.leader) + peers.rank;
-      for (int64_t copy = 0; copy < copies; ++copy) {
-        const int64_t cell = copy == 0 ? first_cell : route.cell(in, routed.block, copy);
-        if (cell < 0) continue;
-        const int64_t start = in.starts[cell], to = start + moved;
-        if (start >= 0 && to < in.starts[cell + 1] && to < in.total) {
-          put_id(in, to, static_cast<I>(routed.id), i + lane);
-        }
-      }
+      put(in, route, routed, copies, first_cell, moved, i + lane);
       __syncwarp();
+    }
+  }
+
+ private:
+  // Write an id, of which `moved` of its bag were moved before, for each copy of its block.
+  EMB_DEVICE static void put(const DeviceRoute& in, const BagRoute& route, const RoutedId& routed,
+                             int64_t copies, int64_t first_cell, int moved, int64_t position) {
+    for (int64_t copy = 0; copy < copies; ++copy) {
+      const int64_t cell = copy == 0 ? first_cell : route.cell(in, routed.block, copy);
+      if (cell < 0) continue;
+      const int64_t start = in.starts[cell], to = start + moved;
+      if (start < 0 || to >= in.starts[cell + 1] || to >= in.total) continue;
+      static_cast<I*>(in.out)[to] = static_cast<I>(routed.id);
+      in.positions[to] = position;
+      if (in.weights != nullptr) in.out_weights[to] = in.weights[position];
+    }
+  }
+};
+
+// Let a warp take `bags_of_warp` bags, 1 or 32. Of 32, each lane routes a short bag, and the warp
+// the long ones, one after the other.
+template <class Work>
+EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const bool by_lane = bags_of_warp > 1;
+  for (int64_t first = simt::global_warp() * bags_of_warp; first < in.bags.count;
+       first += simt::warps_in_grid() * bags_of_warp) {
+    bool is_long = lane == 0;
+    if (by_lane) {
+      is_long = false;
+      const int64_t number = first + lane;
+      if (number < in.bags.count) {
+        const int64_t begin = in.bags.begin(number), end = in.bags.end(number);
+        is_long = end - begin > kShortBag;
+        const BagRoute route(in.routing, number);
+        if (!is_long && route.usable) Work::alone(in, route, begin, end);
+      }
+    }
+    unsigned waiting = __ballot_sync(simt::kFullMask, is_long);
+    for (; waiting != 0; waiting &= waiting - 1) {
+      const int64_t number = first + __ffs(static_cast<int>(waiting)) - 1;
+      const BagRoute route(in.routing, number);
+      if (route.usable) Work::together(in, route, in.bags.begin(number), in.bags.end(number));
     }
   }
 }
 
+template <class I>
+__global__ void __launch_bounds__(kRouteThreads, 4)
+    route_count_kernel(DeviceRoute in, int bags_of_warp) {
+  route_bags<CountIds<I>>(in, bags_of_warp);
+}
+
+template <class I>
+__global__ void __launch_bounds__(kRouteThreads, 4)
+    route_move_kernel(DeviceRoute in, int bags_of_warp) {
+  route_bags<MoveIds<I>>(in, bags_of_warp);
+}
+
+// Launch a kernel over the bags.
+template <class Launcher, class Kernel>
+void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute& in) {
+  if (in.bags.count == 0 || in.routing.num_features == 0) return;
+  const bool short_bags = in.bags.num_lookups <= in.bags.count * kShortMean;
+  const int bags_of_warp = short_bags ? static_cast<int>(simt::kWarp) : 1;
+  const int64_t bags_of_block = int64_t{kRouteThreads / simt::kWarp} * bags_of_warp;
+  const unsigned blocks = blocks_for(in.bags.count, bags_of_block, launcher.blocks(32));
+  launcher(kernel, blocks, kRouteThreads, in, bags_of_warp);
+}
+
 template <class Launcher>
 void launch_route_count(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
-  if (in.bags.count == 0 || in.routing.num_features == 0) return;
-  const unsigned blocks =
-      blocks_for(in.bags.count, kRouteThreads / simt::kWarp, launcher.blocks(32));
-  if (is_int64) {
-    launcher(route_count_kernel<int64_t>, blocks, kRouteThreads, in);
-  } else {
-    launcher(route_count_kernel<int32_t>, blocks, kRouteThreads, in);
-  }
+  launch_over_bags(launcher, is_int64 ? route_count_kernel<int64_t> : route_count_kernel<int32_t>,
+                   in);
 }
 
 template <class Launcher>
 void launch_route_move(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
-  if (in.bags.count == 0 || in.routing.num_features == 0) return;
-  const unsigned blocks =
-      blocks_for(in.bags.count, kRouteThreads / simt::kWarp, launcher.blocks(32));
-  if (is_int64) {
-    launcher(route_move_kernel<int64_t>, blocks, kRouteThreads, in);
-  } else {
-    launcher(route_move_kernel<int32_t>, blocks, kRouteThreads, in);
-  }
+  launch_over_bags(launcher, is_int64 ? route_move_kernel<int64_t> : route_move_kernel<int32_t>,
+                   in);
 }
 
 }  // namespace emb::cuda

@@ -6,10 +6,10 @@
 
 namespace emb::cuda {
 
-template __global__ void route_count_kernel<int32_t>(DeviceRoute);
-template __global__ void route_count_kernel<int64_t>(DeviceRoute);
-template __global__ void route_move_kernel<int32_t>(DeviceRoute);
-template __global__ void route_move_kernel<int64_t>(DeviceRoute);
+template __global__ void route_count_kernel<int32_t>(DeviceRoute, int);
+template __global__ void route_count_kernel<int64_t>(DeviceRoute, int);
+template __global__ void route_move_kernel<int32_t>(DeviceRoute, int);
+template __global__ void route_move_kernel<int64_t>(DeviceRoute, int);
 template __global__ void combine_kernel<float, float>(DeviceCombine);
 template __global__ void combine_kernel<half16, float>(DeviceCombine);
 template __global__ void combine_kernel<bfloat16, float>(DeviceCombine);
