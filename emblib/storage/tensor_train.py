@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.specs import IdOrder, Pooling, TTSpec
+from emblib.specs import IdOrder, Pooling, TTSpec, check_count
 from emblib.storage.base import (
     CutUnits,
     MemoryBytes,
@@ -51,8 +51,9 @@ class TensorTrain(Storage):
 
     Args:
         ranks: inner ranks, one fewer than cores.
-        row_factors: of the rows; left out, chosen by `emblib.tt.shapes`.
-        dim_factors: of the row length; left out, chosen by `emblib.tt.shapes`.
+        row_factors: of the rows; left out, chosen by `emblib.tt.shapes`. One of them may be -1,
+            which follows from the number of rows and the others.
+        dim_factors: of the row length, likewise.
         init: distribution of the initial values, as in `TTEmbeddingBag`.
         ids: which row an id has, see `TTSpec`. A table of permuted ids is not cut by rows.
         seed: of the permutation.
@@ -73,8 +74,29 @@ class TensorTrain(Storage):
     def __post_init__(self) -> None:
         for name in ("ranks", "row_factors", "dim_factors"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+            if getattr(self, name).count(-1) > (name != "ranks"):
+                raise ValueError(
+                    "one of row_factors and one of dim_factors may be -1, which follows from the "
+                    f"others, but {name} is {getattr(self, name)}: write the factors"
+                )
         find_initializer(self.init)
         object.__setattr__(self, "ids", IdOrder(self.ids))
+
+    @classmethod
+    def projected(cls, columns: int, init: str = "first_core") -> TensorTrain:
+        """Return the storage of `columns` values per row, and one matrix that makes rows of them.
+
+        The matrix `[columns, dim]` is of the table, and is learned like its rows (mixed
+        dimensions). It is a train of two cores: `cores.0` are the short rows, `cores.1` the matrix.
+
+        Args:
+            columns: stored per row, at most the dim.
+            init: of both; by default the matrix keeps the length of the short rows.
+
+        Example:
+            >>> storage.TensorTrain.projected(16)  # a quarter of the bytes at dim 64
+        """
+        return cls((check_count("columns", columns),), (-1, 1), (1, -1), init)
 
     # Configuration
 
@@ -89,7 +111,7 @@ class TensorTrain(Storage):
 
     def spec(self, rows: int, dim: int, name: str) -> TTSpec:
         """Return a table of this storage as the table modules take it."""
-        factors = self.row_factors, self.dim_factors
+        factors = (_completed(self.row_factors, rows), _completed(self.dim_factors, dim))
         return TTSpec(rows, dim, self.ranks, *factors, name, self.ids, self.seed)
 
     def check_slice(self, part: TableSlice) -> None:
@@ -297,6 +319,15 @@ class TensorTrain(Storage):
         # The gradients of all cores take twice the work of making the rows.
         making = 2 * _distinct(ids, part.num_rows) * multiply_adds(part.spec) * rates.costs.tt_ns
         return float(ids * each + making)
+
+
+def _completed(factors: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Return the factors with that of -1 as the least with which they multiply to `size`."""
+    if -1 not in factors:
+        return factors
+    others = math.prod(abs(factor) for factor in factors)
+    missing = -(-size // max(others, 1))
+    return tuple(missing if factor == -1 else factor for factor in factors)
 
 
 def multiply_adds(spec: TTSpec) -> float:

@@ -54,6 +54,19 @@ def uniform(layout: CoreLayout, std: float) -> list[Tensor]:
     ]
 
 
+def first_core(layout: CoreLayout, std: float) -> list[Tensor]:
+    """Draw normal entries: core 0 has the deviation of rows, and the others keep it.
+
+    The gradient of core 0 then is as large as that of rows, and the other cores begin as random
+    projections. For a train whose core 0 has most of the values (`TensorTrain.projected`).
+    """
+    ranks = layout.full_ranks
+    return [
+        torch.randn(shape, device=layout.device) * (1.0 / math.sqrt(ranks[k]) if k else std)
+        for k, shape in enumerate(layout.shapes())
+    ]
+
+
 def sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw normal entries with |z| >= 2: TT-Rec's scheme, with the scale that it lacks.
 
@@ -109,6 +122,7 @@ def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
 
 INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
     "gaussian": gaussian,
+    "first_core": first_core,
     "sampled_gaussian": sampled_gaussian,
     "uniform": uniform,
     "approx_uniform": approx_uniform,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def test_parts_train_as_the_whole(cores: int, plan: str, size: int) -> None:
     local = 2 if size == 4 else size
     case = Case(_tables(cores), (plan,) * 4, local_size=local, tolerance=2e-5)
     assert set(worlds.run(size, train, case)) == {"equal"}
+
+
+@pytest.mark.parametrize("plan", ["rw", "tw", "twrw"])
+def test_projected_rows_train_as_the_whole(plan: str) -> None:
+    kind = TensorTrain.projected(3)
+    tables = tuple(replace(t, storage=kind) for t in _tables(3)[:2])
+    case = Case(tables, (plan,) * 2, optimizer=optim.Adagrad(0.1), tolerance=2e-5)
+    worlds.run(3, train, case)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
