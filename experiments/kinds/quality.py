@@ -35,7 +35,7 @@ FORMULA = (
     "seed; intervals are 95 % t-intervals over seeds, so other samples can differ by more.",
     "Only the large tables are made smaller, all to the same share of their bytes; the others stay "
     "plain. Bytes are those of the parameters; Adagrad doubles them in training. Served bytes are "
-    "with dense rows quantised to 8 bits; tensor trains, ROBE and DHE are served as they are.",
+    "with dense tables quantised to 8 bits; all others are served as they are.",
     "Steps are timed after training, method by method in random order on the same batch, each with "
     "the network around it: forward, backward and all updates. Ratios are paired step by step; "
     "shown are the median over steps, then the mean over seeds with its 95 % interval.",

@@ -16,7 +16,7 @@ from experiments.contenders.registry import Missing
 from experiments.measure.outcome import Outcome, describe
 from experiments.quality import PLAIN
 from experiments.quality.data import Clicks, Source, Unreadable, load
-from experiments.quality.methods import FLOAT, Plain
+from experiments.quality.methods import FLOAT, Stored
 from experiments.quality.training import (
     Fit,
     Model,
@@ -101,7 +101,7 @@ def _fits(
 ) -> dict[Arm, Fit]:
     """Train every arm, plain tables first: some methods start from them."""
     fits: dict[Arm, Fit] = {}
-    plain: Plain | None = None
+    plain: Stored | None = None
 
     def make(arm: Arm, rate: float) -> Model:
         task = task_of(data, plan, arm.cache or 1.0, rate)
@@ -118,7 +118,8 @@ def _fits(
         except Exception as error:  # whatever it is becomes this method's row
             outcomes[arm].fail(error)
         else:
-            if isinstance(rows := fits[arm].model.rows, Plain):
+            rows = fits[arm].model.rows
+            if arm.contender == PLAIN and isinstance(rows, Stored):
                 plain = rows
     return fits
 
@@ -154,5 +155,5 @@ def _described(found: Fit) -> Record:
         "epoch": found.epoch,
         "weights_bytes": rows.trained_bytes,
         "served_bytes": rows.served_bytes,
-        "ranks": getattr(rows, "ranks", None),
+        "ranks": getattr(rows, "ranks", None) or None,
     }

@@ -1,7 +1,8 @@
 """Ways to make the large tables of a model small, each within a share of their bytes.
 
-A method is a module that gives the rows of K fields, `[B, K] -> [B, K, dim]`, and trains itself. A
-new one is a class here and a line in `METHODS`.
+A method is a module that gives the rows of K fields, `[B, K] -> [B, K, dim]`, and trains itself.
+Most are collections of the library whose tables have another storage: a function that returns the
+configuration of a table. Others are classes. A new one is either of these and a line in `METHODS`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import emblib
+from emblib import EmbeddingBagConfig, storage
 from experiments.contenders.registry import Unsupported
 
 FLOAT = 4  # bytes
 QUANTISED = 8  # bytes of a quantised row's scale and offset
+PERMUTED = "permuted"  # the order of ids of tensor trains
 NETWORK_RATE = 1e-3  # of Adam, for what is no table
 
 
@@ -66,11 +70,8 @@ class Rows(nn.Module):
     Attributes:
         optimizers: of what backward does not update by itself.
         trained_bytes: of the parameters, optimizer states apart.
-        served_bytes: of the parameters with dense rows quantised to 8 bits, as emblib serves them.
-        precision: of plain tables.
+        served_bytes: of the parameters with dense rows quantised to 8 bits.
     """
-
-    precision: ClassVar[emblib.Precision] = emblib.Precision()
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -82,16 +83,6 @@ class Rows(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows `[B, K, dim]` of ids `[B, K]`."""
         raise NotImplementedError
-
-    def tables(self, rows: Sequence[int], dim: int) -> emblib.TableBatchedEmbeddingBags:
-        """Return plain tables, and count their bytes."""
-        total = sum(rows)
-        self.trained_bytes += total * dim * self.precision.weights.itemsize
-        self.served_bytes += total * (dim + QUANTISED)
-        specs = [emblib.TableSpec(n, dim) for n in rows]
-        return emblib.TableBatchedEmbeddingBags(
-            specs, self.task.optimizer(), precision=self.precision
-        )
 
     def count(self, nbytes: int) -> None:
         """Count bytes that are served as they are trained."""
@@ -107,134 +98,92 @@ def look_up(tables: nn.Module, ids: Tensor) -> Tensor:
     return found.view(batch, fields, -1)
 
 
-class Plain(Rows):
-    """Every row is stored."""
+class Stored(Rows):
+    """Tables of a collection, as users have them."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, tables: Sequence[EmbeddingBagConfig]) -> None:
         super().__init__(task)
-        self.bags = self.tables(task.rows, task.dim)
+        self.bags = emblib.EmbeddingBagCollection(tables, optimizer=task.optimizer())
+        self.names = [config.name for config in tables]
+        for config in tables:
+            self._count_table(config)
+        trains = [config.storage for config in tables]
+        self.ranks = [kind.ranks[0] for kind in trains if isinstance(kind, storage.TensorTrain)]
+
+    def _count_table(self, config: EmbeddingBagConfig) -> None:
+        """Count the bytes of a table; optimizer states are left out."""
+        whole = storage.TableSlice.whole(config)
+        nbytes = int(config.storage.nbytes(whole, _NO_STATES, "cpu").device)
+        self.count(nbytes)
+        if isinstance(config.storage, storage.Dense):
+            served = config.num_embeddings * (config.embedding_dim + QUANTISED)
+            self.served_bytes += served - nbytes
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look the ids up."""
-        return look_up(self.bags, ids)
+        """Look the ids up; id -1 gives zeros. In training, keys of hash tables take rows."""
+        flat = ids.t().reshape(-1)
+        batch = emblib.KeyedJaggedTensor(self.names, flat, lengths=torch.ones_like(flat))
+        rows: Tensor = self.bags(batch).values()
+        return rows.view(*ids.shape, -1)
 
     def weights(self) -> list[Tensor]:
-        """Return the rows of each table."""
-        return [weight.detach() for weight in self.bags.table_weights()]
+        """Return the rows of each table: of dense tables and tensor trains."""
+        handles = self.bags.handles()
+        return [handles[name].dense_rows().detach() for name in self.names]
 
 
-class HalfPrecision(Plain):
-    """Every row is stored in bfloat16, updates are rounded at random."""
+_NO_STATES = emblib.optim.SGD(1.0)  # bytes are counted without optimizer states
 
-    precision: ClassVar[emblib.Precision] = emblib.Precision(
-        weights=torch.bfloat16, stochastic_rounding=emblib.StochasticRounding(seed=1)
-    )
-
-    def __init__(self, task: Task) -> None:
-        if task.share < 0.5:
-            raise Unsupported("16-bit rows are half of the bytes")
-        super().__init__(task)
+Choice = Callable[[Task, int], EmbeddingBagConfig]
+"""Says how a table of a task is stored."""
 
 
-class Narrow(Rows):
-    """Shorter rows: the missing columns are zeros."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.width = int(task.share * task.dim)
-        if not self.width:
-            raise Unsupported(f"{task.share:g} of {task.dim} columns is less than one")
-        self.bags = self.tables(task.rows, self.width)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look the ids up."""
-        return nn.functional.pad(look_up(self.bags, ids), (0, self.task.dim - self.width))
+def stored(choose: Choice, task: Task) -> Stored:
+    """Return the tables of a task, each as `choose` says."""
+    return Stored(task, [choose(task, t) for t in range(len(task.rows))])
 
 
-class Projected(Narrow):
-    """Mixed dimensions: shorter rows, and a matrix per table that makes them `dim` long."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        shape = (len(task.rows), self.width, task.dim)
-        self.matrices = nn.Parameter(torch.randn(shape) / math.sqrt(self.width))
-        self.count(self.matrices.numel() * FLOAT)
-        self.optimizers = [torch.optim.Adam([self.matrices], NETWORK_RATE)]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look the ids up, and project them."""
-        return torch.einsum("bkw,kwd->bkd", look_up(self.bags, ids), self.matrices)
+def plain(task: Task, table: int, **changes: Any) -> EmbeddingBagConfig:
+    """Store every row; `changes` are of the configuration."""
+    return EmbeddingBagConfig(task.rows[table], task.dim, f"t{table}", **changes)
 
 
-class Hashed(Rows):
-    """Ids share fewer rows, by a hash."""
-
-    functions = 1
-    sizes: Tensor
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.bags = self.tables(task.fewer, task.dim)
-        self.register_buffer("sizes", torch.tensor(task.fewer))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look the hashes of the ids up; with several functions, add the rows."""
-        return sum(
-            (look_up(self.bags, self.places(ids, n)) for n in range(1, self.functions)),
-            look_up(self.bags, self.places(ids, 0)),
-        )
-
-    def places(self, ids: Tensor, number: int) -> Tensor:
-        """Return the rows that ids have by one function; -1 stays -1."""
-        return torch.where(ids < 0, -1, mixed(ids, number) % self.sizes)
+def half_precision(task: Task, table: int) -> EmbeddingBagConfig:
+    """Store every row in bfloat16, and round updates at random."""
+    if task.share < 0.5:
+        raise Unsupported("16-bit rows are half of the bytes")
+    rounding = emblib.StochasticRounding(seed=1)
+    return plain(task, table, data_type=torch.bfloat16, rounding=rounding)
 
 
-class Modulo(Hashed):
-    """Ids share fewer rows, by their remainder: in order of frequency, hot ids share none."""
-
-    def places(self, ids: Tensor, number: int) -> Tensor:
-        """Return the remainders."""
-        return torch.where(ids < 0, -1, ids % self.sizes)
-
-
-class HashedTwice(Hashed):
-    """A row is the sum of two rows of a smaller table, by two hashes."""
-
-    functions = 2
+def narrow(task: Task, table: int) -> EmbeddingBagConfig:
+    """Store shorter rows: the missing columns are zeros."""
+    width = _width(task)
+    kind = storage.Narrow(width) if width < task.dim else storage.Dense()
+    return plain(task, table, storage=kind)
 
 
-class QRSum(Rows):
-    """A row is the sum of one by the quotient and one by the remainder of its id."""
-
-    divisors: Tensor
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        divisors = [_divisor(rows, task.share) for rows in task.rows]
-        self.register_buffer("divisors", torch.tensor(divisors))
-        quotients = [-(-rows // m) for rows, m in zip(task.rows, divisors, strict=True)]
-        self.quotients = self.tables(quotients, task.dim)
-        self.remainders = self.tables(divisors, task.dim)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look both parts up."""
-        quotients = look_up(self.quotients, ids // self.divisors)
-        return self.joined(quotients, look_up(self.remainders, ids % self.divisors))
-
-    def joined(self, quotients: Tensor, remainders: Tensor) -> Tensor:
-        """Return the rows that two parts make."""
-        return quotients + remainders
+def projected(task: Task, table: int) -> EmbeddingBagConfig:
+    """Store shorter rows, and a learned matrix per table that makes them `dim` long."""
+    return plain(task, table, storage=storage.TensorTrain.projected(_width(task)))
 
 
-class QRProduct(QRSum):
-    """A row is the product of one by the quotient, with 1 added, and one by the remainder.
+def _width(task: Task) -> int:
+    width = int(task.share * task.dim)
+    if not width:
+        raise Unsupported(f"{task.share:g} of {task.dim} columns is less than one")
+    return width
 
-    Without the 1, both factors start near zero and neither has a gradient.
-    """
 
-    def joined(self, quotients: Tensor, remainders: Tensor) -> Tensor:
-        """Multiply the parts."""
-        return (1 + quotients) * remainders
+def hashed(task: Task, table: int, **choices: Any) -> EmbeddingBagConfig:
+    """Have ids share fewer rows; `choices` are of `storage.Hashed`."""
+    return plain(task, table, storage=storage.Hashed(task.fewer[table], **choices))
+
+
+def quotient_remainder(task: Task, table: int, combine: storage.Combine) -> EmbeddingBagConfig:
+    """Make a row of one by the quotient and one by the remainder of its id."""
+    divisor = _divisor(task.rows[table], task.share)
+    return plain(task, table, storage=storage.QuotientRemainder(divisor, combine))
 
 
 def _divisor(rows: int, share: float) -> int:
@@ -245,70 +194,76 @@ def _divisor(rows: int, share: float) -> int:
     return max(1, int(half + math.sqrt(half**2 - rows)))
 
 
-class TensorTrain(Rows):
-    """Tensor trains, their ids in an order that means nothing."""
-
-    order: ClassVar[dict[str, Any]] = {"ids": "permuted"}
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        specs = [self.spec(t) for t in range(len(task.rows))]
-        self.count(sum(spec.nbytes for spec in specs))
-        self.ranks = [spec.ranks[0] for spec in specs]
-        self.bags = emblib.TableBatchedTTEmbeddingBags(specs, task.optimizer())
-
-    def spec(self, table: int) -> emblib.TTSpec:
-        """Return the table of the largest ranks that fit."""
-        task = self.task
-        like = emblib.TTSpec(task.rows[table], task.dim, (1, 1), seed=table, **self.order)
-        try:
-            return emblib.TTSpec.for_bytes(
-                task.rows[table], task.dim, task.nbytes(table), like=like
-            )
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look the ids up."""
-        return look_up(self.bags, ids)
+def train_spec(task: Task, table: int, ids: Any) -> emblib.TTSpec:
+    """Return the tensor train of the largest ranks that fit."""
+    rows = task.rows[table]
+    like = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
+    try:
+        return emblib.TTSpec.for_bytes(rows, task.dim, task.nbytes(table), like=like)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
 
 
-class TensorTrainAsGiven(TensorTrain):
-    """Tensor trains, their ids in the order of the data."""
+def tensor_train(task: Task, table: int, ids: Any = PERMUTED) -> EmbeddingBagConfig:
+    """Store a tensor train; by default its ids are in an order that means nothing."""
+    spec = train_spec(task, table, ids)
+    kind = storage.TensorTrain(spec.ranks, ids=spec.ids, seed=spec.seed)
+    return plain(task, table, storage=kind)
 
-    order: ClassVar[dict[str, Any]] = {"ids": "as_given"}
+
+def evicting(task: Task, table: int) -> EmbeddingBagConfig:
+    """Store rows by key: the ids that were used least lose their rows to others."""
+    kind = storage.Hash(eviction=emblib.Eviction.LFU)
+    return EmbeddingBagConfig(task.fewer[table], task.dim, f"t{table}", storage=kind)
 
 
-class TensorTrainFromPlain(TensorTrain):
-    """Tensor trains made from the trained plain tables, then trained further."""
+def train_from_plain(task: Task) -> Stored:
+    """Return tensor trains made from the trained plain tables, to be trained further."""
+    if task.trained is None:
+        raise Unsupported("the plain tables were not trained: contenders needs plain")
+    trains = stored(tensor_train, task)
+    handles: Any = trains.bags.handles()
+    for t, weight in enumerate(task.trained()):
+        made = emblib.TTEmbeddingBag.from_dense(
+            weight,
+            spec=train_spec(task, t, PERMUTED),
+            counts=task.counts[t].clamp(min=1),
+        )
+        with torch.no_grad():
+            for core, value in zip(handles[f"t{t}"].cores, made.cores, strict=True):
+                core.copy_(value)
+    return trains
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        if task.trained is None:
-            raise Unsupported("the plain tables were not trained: contenders needs plain")
-        for t, weight in enumerate(task.trained()):
-            made = emblib.TTEmbeddingBag.from_dense(
-                weight, spec=self.bags.tables[t], counts=task.counts[t].clamp(min=1)
-            )
-            with torch.no_grad():
-                for core, value in zip(self.bags.table_cores(t), made.cores, strict=True):
-                    core.copy_(value)
+
+def planned(task: Task) -> Stored:
+    """Return each table as `emblib.plan_memory` chooses, all within the bytes of all."""
+    tables = [plain(task, t) for t in range(len(task.rows))]
+    nbytes = sum(task.rows) * task.dim * FLOAT
+    try:
+        plan = emblib.plan_memory(
+            tables,
+            max(1, int(task.share * nbytes)),
+            trace=_trace([config.name for config in tables], task.counts),
+            optimizer=_NO_STATES,
+        )
+    except emblib.BudgetError as error:
+        raise Unsupported(str(error)) from error
+    return Stored(task, plan.configs)
 
 
 class Hot(Rows):
     """The most frequent ids have rows of their own, which take half of the bytes."""
 
-    rest: ClassVar[type[Rows]]
     places: Tensor
     starts: Tensor
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, rest: Choice) -> None:
         super().__init__(task)
         half = task.scaled(0.5)
-        self.bags = self.tables(half.fewer, task.dim)
-        self.others = self.rest(half)
-        self.count(self.others.trained_bytes)
-        self.served_bytes += self.others.served_bytes - self.others.trained_bytes
+        own = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(half.fewer)]
+        self.hot, self.others = Stored(half, own), stored(rest, half)
+        self.trained_bytes = self.hot.trained_bytes + self.others.trained_bytes
+        self.served_bytes = self.hot.served_bytes + self.others.served_bytes
         starts, places, first = [], [], 0
         for rows, hot, count in zip(task.rows, half.fewer, task.counts, strict=True):
             place = torch.full((rows,), -1)
@@ -323,7 +278,8 @@ class Hot(Rows):
         """Look every id up where it is; -1 gives zeros in the other."""
         place = self.places[ids + self.starts]
         cold = torch.where(place < 0, ids, -1)
-        return look_up(self.bags, place) + self.others(cold)
+        rows: Tensor = self.hot(place) + self.others(cold)
+        return rows
 
 
 class CachedTensorTrain(Rows):
@@ -335,7 +291,7 @@ class CachedTensorTrain(Rows):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         half = task.scaled(0.5)
-        specs = TensorTrain(half).bags.tables
+        specs = [train_spec(half, t, PERMUTED) for t in range(len(task.rows))]
         cache = emblib.TTCache(half.fewer, self.eviction, every=self.every)
         self.bags = emblib.CachedTTEmbeddingBags(specs, cache, task.optimizer())
         sizes = self.bags.nbytes()
@@ -350,69 +306,6 @@ class DroppingTensorTrain(CachedTensorTrain):
     """The same, but rows that leave the cache forget what they learned, as in FBTT."""
 
     eviction = emblib.RowEviction.DROP
-
-
-class HotTensorTrain(Hot):
-    """Own rows for the most frequent ids, tensor trains for the rest."""
-
-    rest = TensorTrain
-
-
-class HotHashed(Hot):
-    """Own rows for the most frequent ids, hashing for the rest."""
-
-    rest = Hashed
-
-
-class Dynamic(Rows):
-    """Hash tables by id: the ids that were used least lose their rows to others."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        specs = [
-            emblib.DynamicSpec(rows, task.dim, name=f"t{t}", eviction=emblib.Eviction.LFU)
-            for t, rows in enumerate(task.fewer)
-        ]
-        self.bags = emblib.DynamicEmbeddingBags(specs, task.optimizer())
-        sizes = self.bags.nbytes()
-        self.count(sizes["weights"] + sizes["index"])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look the ids up; in training new ids take rows."""
-        return look_up(self.bags, ids)
-
-
-class Planned(Rows):
-    """Each table by the method that `emblib.plan_memory` chooses, all within the bytes of all."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        names = [f"t{t}" for t in range(len(task.rows))]
-        tables = [
-            emblib.EmbeddingBagConfig(rows, task.dim, name)
-            for rows, name in zip(task.rows, names, strict=True)
-        ]
-        plain = sum(task.rows) * task.dim * FLOAT
-        try:
-            plan = emblib.plan_memory(
-                tables,
-                max(1, int(task.share * plain)),
-                trace=_trace(names, task.counts),
-                optimizer=emblib.optim.SGD(task.rate),  # bytes are counted without states
-            )
-        except emblib.BudgetError as error:
-            raise Unsupported(str(error)) from error
-        self.bags = emblib.EmbeddingBagCollection(plan.configs, optimizer=task.optimizer())
-        self.names = names
-        self.chosen = [choice.method for choice in plan.choices]
-        self.count(plan.nbytes)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look the ids up."""
-        flat = ids.t().reshape(-1)
-        batch = emblib.KeyedJaggedTensor(self.names, flat, lengths=torch.ones_like(flat))
-        rows: Tensor = self.bags(batch).values()
-        return rows.view(len(ids), len(self.names), -1)
 
 
 def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace | None:
@@ -499,25 +392,25 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-METHODS: dict[str, type[Rows]] = {
-    "plain": Plain,
-    "bf16": HalfPrecision,
-    "narrow": Narrow,
-    "projected": Projected,
-    "hashed": Hashed,
-    "modulo": Modulo,
-    "hashed_twice": HashedTwice,
-    "qr_sum": QRSum,
-    "qr_product": QRProduct,
-    "tt_permuted": TensorTrain,
-    "tt_as_given": TensorTrainAsGiven,
-    "tt_from_plain": TensorTrainFromPlain,
-    "tt_hot": HotTensorTrain,
+METHODS: dict[str, Callable[[Task], Rows]] = {
+    "plain": partial(stored, plain),
+    "bf16": partial(stored, half_precision),
+    "narrow": partial(stored, narrow),
+    "projected": partial(stored, projected),
+    "hashed": partial(stored, hashed),
+    "modulo": partial(stored, partial(hashed, hash=storage.RowHash.REMAINDER)),
+    "hashed_twice": partial(stored, partial(hashed, functions=2)),
+    "qr_sum": partial(stored, partial(quotient_remainder, combine=storage.Combine.ADD)),
+    "qr_product": partial(stored, partial(quotient_remainder, combine=storage.Combine.MULTIPLY)),
+    "tt_permuted": partial(stored, tensor_train),
+    "tt_as_given": partial(stored, partial(tensor_train, ids="as_given")),
+    "tt_from_plain": train_from_plain,
+    "tt_hot": partial(Hot, rest=tensor_train),
     "tt_cached": CachedTensorTrain,
     "tt_cached_drop": DroppingTensorTrain,
-    "hashed_hot": HotHashed,
-    "evicting": Dynamic,
-    "planned": Planned,
+    "hashed_hot": partial(Hot, rest=hashed),
+    "evicting": partial(stored, evicting),
+    "planned": planned,
     "robe": Robe,
     "dhe": Dhe,
 }

@@ -10,8 +10,9 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from experiments.quality import PLAIN
 from experiments.quality.data import Clicks, counts
-from experiments.quality.methods import METHODS, NETWORK_RATE, Plain, Rows, Task
+from experiments.quality.methods import METHODS, NETWORK_RATE, Rows, Task
 
 WIDTH = 64  # of the network's hidden layer
 CHUNK = 8192  # samples predicted at a time
@@ -71,7 +72,7 @@ class Model(nn.Module):
         self.large = data.large(plan.large)
         self.small = [f for f in range(len(data.rows)) if f not in self.large]
         rest = Task(tuple(data.rows[f] for f in self.small), plan.dim, 1.0, rows.task.rate)
-        self.others = Plain(rest) if self.small else None
+        self.others = METHODS[PLAIN](rest) if self.small else None
         self.numbers = nn.Linear(data.numbers.size(1), plan.dim)
         count = 1 + len(data.rows)
         self.register_buffer("pairs", torch.triu_indices(count, count, 1), persistent=False)

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-import emblib
 from experiments.contenders.registry import Unsupported
 from experiments.quality import LABELS, methods
 from experiments.quality.methods import METHODS, Rows, Task
@@ -71,25 +70,48 @@ def test_a_method_learns(name: str) -> None:
     assert float(loss().detach()) < 0.92 * first  # two of 16 columns explain an eighth
 
 
-def weights(bags: emblib.TableBatchedEmbeddingBags) -> list[torch.Tensor]:
-    return [weight.detach() for weight in bags.table_weights()]
+def placed(rows: Rows) -> dict[str, torch.Tensor]:
+    """Return the parameters of a method's collection."""
+    return {name: p.detach().clone() for name, p in rows.bags.state_dict().items()}
 
 
 def test_rows_of_the_maps_of_ids() -> None:
     ids = some_ids()
-    hashed = made("hashed_twice")
-    places = [[int(hashed.places(ids, n)[b, t]) for n in (0, 1)] for t in (0, 1) for b in (5,)]
-    for t, pair in enumerate(places):
-        assert all(0 <= place < hashed.task.fewer[t] for place in pair)
-        expected = weights(hashed.bags)[t][pair].sum(0)
-        torch.testing.assert_close(hashed(ids)[5, t], expected)
+    for name, functions in (("hashed", 1), ("hashed_twice", 2)):
+        rows = made(name)
+        for t in (0, 1):
+            weight = placed(rows)[f"embedding_bags.t{t}.weight"]
+            assert len(weight) == rows.task.fewer[t]
+            read = [methods.mixed(ids[:, t], n) % len(weight) for n in range(functions)]
+            torch.testing.assert_close(rows(ids)[:, t], sum(weight[r] for r in read))
+    modulo = made("modulo")
+    for t in (0, 1):
+        weight = placed(modulo)[f"embedding_bags.t{t}.weight"]
+        torch.testing.assert_close(modulo(ids)[:, t], weight[ids[:, t] % len(weight)])
     for name, join in (("qr_sum", torch.add), ("qr_product", lambda q, r: (1 + q) * r)):
         parts = made(name)
         for t in (0, 1):
-            m = int(parts.divisors[t])
-            quotient = weights(parts.quotients)[t][ids[:, t] // m]
-            remainder = weights(parts.remainders)[t][ids[:, t] % m]
-            torch.testing.assert_close(parts(ids)[:, t], join(quotient, remainder))
+            prefix = f"embedding_bags.t{t}."
+            quotients, remainders = (placed(parts)[prefix + n] for n in ("quotients", "remainders"))
+            m = len(remainders)
+            expected = join(quotients[ids[:, t] // m], remainders[ids[:, t] % m])
+            torch.testing.assert_close(parts(ids)[:, t], expected)
+
+
+def test_projected_rows_are_short_ones_times_a_matrix() -> None:
+    rows, ids = made("projected"), some_ids()
+    for t in (0, 1):
+        short, matrix = (placed(rows)[f"embedding_bags.t{t}.cores.{k}"] for k in (0, 1))
+        assert short.shape == (ROWS[t], 2)
+        assert matrix.shape == (1, 2 * DIM)
+        expected = short[ids[:, t]] @ matrix.view(2, DIM)
+        torch.testing.assert_close(rows(ids)[:, t], expected)
+
+
+def test_skipped_ids_are_zeros() -> None:
+    ids = torch.full((3, 2), -1)
+    for name in ("plain", "hashed", "qr_product", "tt_permuted"):
+        assert not made(name)(ids).any()
 
 
 def test_hashes_spread_and_differ_by_number() -> None:
@@ -112,9 +134,10 @@ def test_frequent_ids_have_rows_of_their_own() -> None:
     place = rows.places[ids + rows.starts]
     assert (place[:2] >= 0).all()
     assert (place[2] == -1).all()
-    plain = torch.stack([weights(rows.bags)[t][place[:2, t]] for t in (0, 1)], 1)
+    own, rest = rows.hot.weights(), rows.others.weights()
+    plain = torch.stack([own[t][place[:2, t]] for t in (0, 1)], 1)
     torch.testing.assert_close(rows(ids)[:2], plain)
-    trains = torch.stack([rows.others.bags.to_dense(t)[ids[2:, t]] for t in (0, 1)], 1)
+    trains = torch.stack([rest[t][ids[2:, t]] for t in (0, 1)], 1)
     torch.testing.assert_close(rows(ids)[2:], trains)
 
 
@@ -125,9 +148,9 @@ def test_a_train_starts_from_the_plain_tables() -> None:
     given = Task(ROWS, DIM, share, 0.1, task(1.0).counts, lambda: base)
     train = METHODS["tt_from_plain"](given)
     fresh = METHODS["tt_permuted"](given)
-    for t, weight in enumerate(base):
-        error = (train.bags.to_dense(t) - weight).norm() / weight.norm()
-        assert error < (fresh.bags.to_dense(t) - weight).norm() / weight.norm()
+    for made_from, drawn, weight in zip(train.weights(), fresh.weights(), base, strict=True):
+        error = (made_from - weight).norm() / weight.norm()
+        assert error < (drawn - weight).norm() / weight.norm()
         assert error < 0.9
 
 
