@@ -34,7 +34,13 @@ from emblib.dynamic import (
     TTCache,
 )
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
-from emblib.memory_plan import BudgetError, MemoryChoice, MemoryPlan, plan_memory
+from emblib.memory_plan import (
+    BackingMemory,
+    BudgetError,
+    MemoryChoice,
+    MemoryPlan,
+    plan_memory,
+)
 from emblib.specs import (
     BoundsCheck,
     CacheConfig,
@@ -66,6 +72,7 @@ from emblib.trace import LookupTrace, TracedFeature, TraceRecorder
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackingMemory",
     "BackingStore",
     "BoundsCheck",
     "BudgetError",

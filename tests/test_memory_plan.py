@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import doctest
 import itertools
+import math
 import random
+import re
+from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,14 +34,15 @@ from emblib.memory_plan import (
     EVICTED,
     MEASURED,
     METHODS,
+    BackingMemory,
     BudgetError,
     MemoryChoice,
-    _at,
-    _pick,
 )
+from emblib.memory_plan.plan import _at
+from emblib.memory_plan.selection import Limits, pick, totals, without_dominated
 from emblib.sharding.planner import Planner, Topology
 from emblib.trace.skew import IdSkew
-from experiments.paths import REFERENCE
+from experiments.paths import REFERENCE, ROOT
 
 ADAGRAD = optim.RowwiseAdagrad(lr=0.1)
 EVERY = (*METHODS, "evicting")
@@ -118,6 +123,17 @@ def test_many_different_counts_are_grouped() -> None:
         assert skew.missed(kept) == pytest.approx(1 - float(exact[:kept].sum()), abs=2e-3)
 
 
+def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/memory.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    assert "user" in capsys.readouterr().out
+    user = names["plan"].choices[0]
+    assert user.method == "cached"
+    assert user.hit_rate >= 0.7
+
+
 def test_the_example_of_the_docstring() -> None:
     example = doctest.DocTestParser().get_doctest(
         plan_memory.__doc__ or "",
@@ -128,6 +144,26 @@ def test_the_example_of_the_docstring() -> None:
     )
     assert example.examples
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+@pytest.mark.parametrize("rows", [30, 300, 1500])
+def test_hits_are_those_of_a_cache_of_the_least_recently_used(rows: int) -> None:
+    skew, cache, hits = IdSkew.zipf(3000), OrderedDict[int, None](), 0
+    drawn = np.random.default_rng(0).choice(3000, 60_000, p=shares_of(skew))
+    for number, i in enumerate(drawn.tolist()):
+        hits += i in cache and number >= 20_000
+        cache[i] = None
+        cache.move_to_end(i)
+        if len(cache) > rows:
+            cache.popitem(last=False)
+    assert skew.hits(rows) == pytest.approx(hits / 40_000, abs=0.01)
+
+
+def test_a_cache_of_all_used_rows_serves_all() -> None:
+    skew = IdSkew.of_counts(torch.tensor([3, 0, 2, 0]))
+    assert skew.hits(2) == 1.0
+    # Of ids that are drawn with 3/5 and 2/5, one is the last one again by the sum of the squares.
+    assert skew.hits(1) == pytest.approx(0.52, abs=0.03)
 
 
 def test_without_lookups_nothing_is_shared() -> None:
@@ -214,13 +250,58 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     least = sum(choices[-1].nbytes for choices in options)
     most = sum(choices[0].nbytes for choices in options)
     budget = chance.randint(least, most)
-    nbytes, loss = score(options, _pick(options, budget))
+    nbytes, loss = score(options, pick(options, Limits(budget)))
     assert nbytes <= budget
     every = itertools.product(*(range(len(choices)) for choices in options))
     # Bytes are counted in 1/4096 of the budget, rounded up for each table.
     exact = [score(options, picked) for picked in every]
     assert loss <= min(one for size, one in exact if size <= max(least, budget * (1 - 5 / 4096)))
     assert loss >= min(one for size, one in exact if size <= budget)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_choice_within_two_memories_is_the_best_of_all(seed: int) -> None:
+    chance, options = random.Random(seed), []
+    for choices in made_up(random.Random(seed), 4):
+        plain = choices[0].nbytes
+        behind = [
+            replace(
+                choices[0], method="cached", nbytes=plain // n, backing_nbytes=plain, hit_rate=h
+            )
+            for n, h in ((2, 0.9), (3, 0.85), (8, 0.5 + chance.random() / 4))
+        ]
+        options.append(sorted([*choices, *behind], key=lambda c: -c.nbytes))
+    least = sum(min(c.nbytes for c in some if not c.backing_nbytes) for some in options)
+    limits = Limits(
+        chance.randint(least, sum(some[0].nbytes for some in options)),
+        chance.randint(1, sum(some[0].nbytes for some in options)),
+    )
+    picked = pick(options, limits)
+    assert limits.allow(options, picked)
+    cost = sum(some[k].cost for some, k in zip(options, picked, strict=True))
+    every = itertools.product(*(range(len(some)) for some in options))
+    exact = [
+        (*totals(options, one), sum(o[k].cost for o, k in zip(options, one, strict=True)))
+        for one in every
+    ]
+    # Bytes are counted in 1/1024 and 1/256 of the limits, rounded up for each table.
+    below = (limits.budget * (1 - 5 / 1024), (limits.backing or 0) * (1 - 5 / 256))
+    within = [c for device, behind, c in exact if device <= below[0] and behind <= below[1]]
+    assert cost <= min(within, default=np.inf) + 1e-12
+    assert cost >= min(
+        c
+        for device, behind, c in exact
+        if device <= limits.budget and behind <= (limits.backing or 0)
+    )
+
+
+def test_choices_that_others_beat_are_left_out() -> None:
+    (config,) = tables(10)
+    plain = MemoryChoice("", config, config, AS_IT_IS, 100, 100, 0.0, 1.0)
+    cached = replace(plain, method="cached", nbytes=40, backing_nbytes=100, hit_rate=0.9)
+    worse = replace(cached, nbytes=50, hit_rate=0.8)
+    lossy = replace(plain, method="hashed", nbytes=60, loss=0.2)
+    assert without_dominated([worse, lossy, cached, plain]) == [plain, lossy, cached]
 
 
 def test_a_budget_for_all_changes_nothing() -> None:
@@ -349,6 +430,127 @@ def test_tables_in_host_memory_take_no_bytes_of_the_device() -> None:
     assert "kept" in str(plan)
 
 
+# Behind a cache
+
+
+def on_gpu(configs: Any, budget: int, nbytes: int = 1 << 40, **choices: Any) -> Any:
+    backing = BackingMemory(nbytes, min_hit_rate=choices.pop("min_hit_rate", 0.5))
+    return plan_memory(
+        configs, budget, optimizer=ADAGRAD, device="cuda", backing=backing, **choices
+    )
+
+
+def test_tables_are_cached_only_where_there_is_memory_behind_it() -> None:
+    configs = tables(100_000, 20_000)
+    budget = 120_000 * 68 // 3
+    without = plan_memory(configs, budget, optimizer=ADAGRAD, device="cuda")
+    assert "cached" not in {choice.method for choice in without.choices}
+    assert without.loss > 0
+    plan = on_gpu(configs, budget)
+    assert "cached" in {choice.method for choice in plan.choices}
+    assert plan.loss == 0.0
+    assert plan.nbytes <= budget
+    for choice in plan.choices:
+        cached = choice.method == "cached"
+        assert choice.backing_nbytes == cached * choice.before.num_embeddings * 68
+        if cached:
+            count = choice.before.num_embeddings
+            rows = math.ceil(choice.config.storage.cache.load_factor * count / 32) * 32
+            assert choice.hit_rate == IdSkew.zipf(count).hits(rows)
+            assert choice.hit_rate >= 0.5
+    shown = str(plan)
+    assert "in host memory, 1/" in shown
+    assert "hit rate 0." in shown
+    assert "allowed in memory behind caches" in shown
+    assert any("Hit rates (t" in line for line in plan.assumptions)
+
+
+def test_with_room_on_the_device_nothing_is_cached() -> None:
+    plan = on_gpu(tables(1000, 50_000), 1 << 30)
+    assert {choice.method for choice in plan.choices} == {AS_IT_IS}
+    assert plan.backing_nbytes == 0
+
+
+def test_bytes_that_are_left_make_larger_caches() -> None:
+    (config,) = tables(100_000)
+    rates = [
+        on_gpu([config], 100_000 * 68 * part // 100).choices[0].hit_rate for part in (20, 40, 70)
+    ]
+    assert rates == sorted(set(rates))
+
+
+def test_memory_behind_caches_is_not_exceeded() -> None:
+    configs = tables(50_000, 50_000, 20_000)
+    plan = on_gpu(configs, 120_000 * 68 // 2, 51_000 * 68)
+    assert [choice.method for choice in plan.choices].count("cached") == 1
+    assert plan.backing_nbytes <= 51_000 * 68
+    assert plan.nbytes <= 120_000 * 68 // 2
+
+
+def test_the_table_that_is_looked_up_more_has_the_larger_cache() -> None:
+    names, count = ("t0", "t1"), torch.arange(20_000, 0, -1) // 100 + 1
+    ids = [torch.arange(20_000).repeat_interleave(count * n) for n in (1, 20)]
+    trace = emblib.LookupTrace(
+        tuple(emblib.TracedFeature(name, name, 20_000) for name in names),
+        tuple(ids),
+        tuple(torch.ones(len(one), dtype=torch.int64) for one in ids),
+    )
+    plan = on_gpu(tables(20_000, 20_000), 40_000 * 68 // 2, trace=trace, min_hit_rate=0.0)
+    few, many = plan.choices
+    assert many.nbytes > few.nbytes
+    assert many.lookups == pytest.approx(20 / 21)
+
+
+def test_caches_that_serve_too_few_lookups_are_not_offered() -> None:
+    configs = tables(100_000)
+    budget = 100_000 * 68 // 20
+    assert on_gpu(configs, budget, min_hit_rate=0.0).choices[0].method == "cached"
+    (choice,) = on_gpu(configs, budget, min_hit_rate=0.999).choices
+    assert choice.method != "cached"
+
+
+def test_tables_in_host_memory_count_where_it_is_limited() -> None:
+    kept = EmbeddingBagConfig(4096, 16, "kept", storage=storage.Dense("managed"))  # type: ignore[arg-type]
+    with pytest.raises(BudgetError, match="68 B more than backing has") as caught:
+        on_gpu([kept], 1 << 20, 4095 * 68)
+    assert caught.value.short == 68
+
+
+def test_a_plan_with_tables_on_disk_trains_within_its_bytes(tmp_path: Path) -> None:
+    configs = tables(20_000, 4096)
+    plan = plan_memory(
+        configs,
+        24_096 * 68 // 2,
+        optimizer=ADAGRAD,
+        backing=BackingMemory(1 << 30, tmp_path, 0.3),
+        methods=["cached"],
+    )
+    cached = [c for c in plan.choices if c.method == "cached"]
+    assert cached
+    assert "on disk" in str(plan)
+    bags = EmbeddingBagCollection(list(plan.configs), optimizer=ADAGRAD)
+    ids = torch.randint(4096, (64,))
+    batch = KeyedJaggedTensor.from_lengths_sync(
+        ["t0", "t1"], ids, torch.ones(64, dtype=torch.int64)
+    )
+    before = bags(batch).values().detach().clone()
+    bags(batch).values().square().sum().backward()
+    assert not torch.equal(bags(batch).values(), before)
+    assert {path.name for path in tmp_path.iterdir()} == {c.before.name for c in cached}
+    sizes = bags.groups.nbytes()
+    dense = sum(c.nbytes for c in plan.choices if c.method == AS_IT_IS)
+    # Besides rows, a cache has some counters.
+    assert sizes["cache"] + dense == pytest.approx(plan.nbytes, abs=1024)
+
+
+def test_tables_that_others_update_are_not_cached() -> None:
+    configs = tables(100_000)
+    plan = plan_memory(
+        configs, 4 << 20, device="cuda", backing=BackingMemory(1 << 40, min_hit_rate=0.0)
+    )
+    assert "cached" not in {choice.method for choice in plan.choices}
+
+
 def test_what_is_not_measured_is_said() -> None:
     plan = plan_memory(tables(10**9), 1 << 20)
     assert any("Tensor trains of larger tables (t0)" in line for line in plan.assumptions)
@@ -420,6 +622,20 @@ def test_losses_of_ones_own() -> None:
         ({"device": "gpu"}, ValueError, "device must be 'cpu' or 'cuda'"),
         ({"trace": 5}, TypeError, "trace must be a LookupTrace"),
         ({"optimizer": "adam"}, TypeError, "optimizer must be one of emblib.optim"),
+        ({"methods": ["cached"]}, ValueError, "'cached' and backing="),
+        (
+            {"methods": ["bf16"], "backing": BackingMemory(9), "device": "cuda"},
+            ValueError,
+            "go together",
+        ),
+        ({"backing": 5, "device": "cuda"}, TypeError, "backing must be None or a BackingMemory"),
+        ({"backing": BackingMemory(9)}, ValueError, "a directory for device='cpu'"),
+        ({"backing": BackingMemory(9, "x"), "device": "cuda"}, ValueError, "none for 'cuda'"),
+        (
+            {"backing": BackingMemory(9), "device": "cuda", "serving": 8},
+            ValueError,
+            "rows of 8 bits have no cache",
+        ),
         ({"tables": []}, ValueError, "there are no tables"),
         ({"tables": nn.Linear(2, 2)}, ValueError, "there are no tables"),
         ({"tables": [emblib.TableSpec(10, 4)]}, TypeError, "EmbeddingBagConfig"),
@@ -428,3 +644,12 @@ def test_losses_of_ones_own() -> None:
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         plan_memory(**{"tables": tables(10), "budget": 1 << 20, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((0,), "nbytes must be"), ((9, None, 1.5), r"min_hit_rate must be in \[0, 1\], got 1.5")],
+)
+def test_wrong_memory_behind_caches(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BackingMemory(*arguments)

@@ -149,12 +149,11 @@ class Dense(Storage):
         cache = self.cache or CacheConfig()
         dtype = cache.dtype or part.config.data_type
         stride = -(-part.dim // 4) * 4
-        sets = max(cache.sets or math.ceil(cache.load_factor * part.num_rows / _CACHE_WAYS), 1)
         states = state_bytes(optimizer, 1, stride, dtype.itemsize)
         slot = _CACHE_SLOT + stride * dtype.itemsize + states
         has_counts = cache.policy is CachePolicy.LFU
         counts = part.num_rows * torch.int32.itemsize if has_counts else 0
-        return sets * _CACHE_WAYS * slot + counts
+        return cached_rows(self, part.num_rows) * slot + counts
 
     def lookup_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
@@ -198,6 +197,13 @@ class Dense(Storage):
         cached = cache.sets * _CACHE_WAYS / part.num_rows if cache.sets else cache.load_factor
         row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
         return max(0.0, 1.0 - cached) * 2 * row / rate / 1e-9
+
+
+def cached_rows(storage: Dense, rows: int) -> int:
+    """Return the rows that the cache of a table alone has."""
+    cache = storage.cache or CacheConfig()
+    sets = max(cache.sets or math.ceil(cache.load_factor * rows / _CACHE_WAYS), 1)
+    return sets * _CACHE_WAYS
 
 
 def view_name(parameter: str, state: str) -> str:

@@ -59,6 +59,25 @@ class IdSkew:
         kept = (rows - before).clamp(min=0.0).minimum(self.sizes)
         return max(0.0, 1.0 - float(kept @ self.shares))
 
+    def hits(self, rows: int) -> float:
+        """Return the share of lookups that a cache of the `rows` least recently used rows serves.
+
+        By Che's approximation: an id of share s is in the cache if one of the last t lookups was of
+        it, with probability 1 - exp(-s t), where t is such that `rows` ids are expected there.
+        """
+        used = self.shares > 0
+        shares, sizes = self.shares[used], self.sizes[used]
+        if not len(shares) or rows >= float(sizes.sum()):
+            return 1.0
+        low, high = 0.0, 1.0
+        while float(sizes @ -torch.expm1(-shares * high)) < rows:
+            low, high = high, 2.0 * high
+        for _ in range(60):
+            middle = (low + high) / 2
+            few = float(sizes @ -torch.expm1(-shares * middle)) < rows
+            low, high = (middle, high) if few else (low, middle)
+        return float((sizes * shares) @ -torch.expm1(-shares * high))
+
     def shared(self, rows: int) -> float:
         """Return the share of a row's updates that other ids make, where a hash gives `rows`.
 

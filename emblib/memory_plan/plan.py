@@ -1,10 +1,11 @@
 """Choose how each table is stored, so that all of them fit into a number of bytes.
 
 For every table there are candidates: its rows as they are, 16-bit or shorter rows, tensor trains,
-rows shared by a hash, quotient and remainder, or a hash table that evicts. Each has its bytes and a
-*loss*: the part of what the table tells a model that is lost, 0 for the table as it is and 1 where
-every id shares its row with all others. `plan_memory` picks one candidate per table so that the sum
-of losses, each times the *importance* of its table, is least.
+rows shared by a hash, quotient and remainder, a hash table that evicts, or rows in slower memory
+behind a cache. Each has its bytes and a *loss*: the part of what the table tells a model that is
+lost, 0 for the table as it is and 1 where every id shares its row with all others. `plan_memory`
+picks one candidate per table so that the sum of losses, each times the *importance* of its table,
+is least.
 
 Losses come from two sources. Where ids share rows or have none, the loss follows from how often ids
 are looked up (`IdSkew`). For the other methods it was measured with `python run.py
@@ -19,17 +20,34 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from emblib.collections.configs import TableConfig
 from emblib.collections.optimizers.fused import trained_configs
+from emblib.memory_plan.selection import (
+    AS_IT_IS,
+    SHARES,
+    Limits,
+    MemoryChoice,
+    pick,
+    without_dominated,
+)
 from emblib.optim import SGD, Optimizer
 from emblib.sharding.planner.feasible import size
 from emblib.sharding.shard import collections_of
-from emblib.specs import Eviction, StochasticRounding, TTSpec, brief, check_count
+from emblib.specs import (
+    CacheConfig,
+    Eviction,
+    Placement,
+    StochasticRounding,
+    TTSpec,
+    brief,
+    check_count,
+)
 from emblib.storage import (
     Dense,
     Hash,
@@ -40,7 +58,8 @@ from emblib.storage import (
     TableSlice,
     TensorTrain,
 )
-from emblib.storage.base import is_fused
+from emblib.storage.base import MemoryBytes, is_fused
+from emblib.storage.dense import cached_rows
 from emblib.trace import LookupTrace
 from emblib.trace.skew import ZIPF, IdSkew
 from emblib.tt import shapes
@@ -63,56 +82,33 @@ EVICTED = 0.9  # of what a lookup tells is lost where its id has no row, measure
 METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
 """What `plan_memory` chooses from by default, besides tables as they are."""
 
-AS_IT_IS = "as it is"
-"""The method of a table that is not changed."""
-
 _MEASURED_ROWS = 9065  # of the largest table of MEASURED
-_SHARES = tuple(2.0**-n for n in range(1, 13))  # of rows or bytes, that are tried
 _RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NO_STATE = SGD(lr=0.0)  # of tables that are served
-_UNITS = 4096  # into which the budget is divided, or more for many tables
-
-
-class BudgetError(ValueError):
-    """Tables do not fit into the budget, however they are stored.
-
-    Attributes:
-        short: bytes missing.
-    """
-
-    def __init__(self, message: str, short: int = 0) -> None:
-        super().__init__(message)
-        self.short = short
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return BudgetError, (str(self), self.short)
 
 
 @dataclass(frozen=True)
-class MemoryChoice:
-    """How one table is stored.
+class BackingMemory:
+    """Slower memory, in which tables may be stored behind a cache in device memory.
 
-    Attributes:
-        path: of the collection that has the table, empty for a configuration given alone.
-        before: the configuration that was given.
-        config: the configuration that was chosen.
-        method: "as it is", or one of the methods.
-        nbytes: of the table, optimizer states included, or as served.
-        plain_nbytes: likewise, of the table as it was given.
-        loss: of the table, 0 to 1.
-        importance: of the table, by which its loss counts.
-        why: the choices next to this one, in a sentence.
+    Args:
+        nbytes: of all such tables and their optimizer states: of host memory where the device is
+            "cuda", of a disk where it is "cpu".
+        directory: of the files on a disk; each table has a directory in it.
+        min_hit_rate: the least expected share of lookups that a cache must serve, 0 to 1.
+
+    Raises:
+        TypeError, ValueError: a wrong number.
     """
 
-    path: str
-    before: TableConfig
-    config: TableConfig
-    method: str
     nbytes: int
-    plain_nbytes: int
-    loss: float
-    importance: float
-    why: str = ""
+    directory: str | Path | None = None
+    min_hit_rate: float = 0.8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", check_count("nbytes", self.nbytes))
+        if not 0.0 <= self.min_hit_rate <= 1.0:
+            raise ValueError(f"min_hit_rate must be in [0, 1], got {self.min_hit_rate}")
 
 
 @dataclass(frozen=True)
@@ -123,11 +119,13 @@ class MemoryPlan:
         choices: one per table, in the order given.
         budget: bytes that were allowed.
         assumptions: what the plan takes for granted, a sentence each.
+        backing: memory behind caches that was allowed.
     """
 
     choices: tuple[MemoryChoice, ...]
     budget: int
     assumptions: tuple[str, ...] = ()
+    backing: BackingMemory | None = None
 
     @property
     def configs(self) -> tuple[Any, ...]:
@@ -150,6 +148,11 @@ class MemoryPlan:
     def nbytes(self) -> int:
         """Return the bytes of all tables."""
         return sum(choice.nbytes for choice in self.choices)
+
+    @property
+    def backing_nbytes(self) -> int:
+        """Return the bytes of all tables in host memory or on disk."""
+        return sum(choice.backing_nbytes for choice in self.choices)
 
     @property
     def plain_nbytes(self) -> int:
@@ -184,6 +187,11 @@ class MemoryPlan:
             f"{size(self.nbytes)} of {size(self.budget)} allowed and {size(self.plain_nbytes)} as "
             f"given; mean loss {self.loss:.3f}"
         )
+        if self.backing is not None:
+            total += (
+                f"\n{size(self.backing_nbytes)} of {size(self.backing.nbytes)} allowed in memory "
+                "behind caches"
+            )
         return "\n".join([total, "", *table, "", *self.assumptions])
 
 
@@ -194,10 +202,11 @@ def plan_memory(
     trace: LookupTrace | None = None,
     optimizer: Optimizer | None = None,
     serving: int | None = None,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     losses: Mapping[str, Curve] | None = None,
     importance: Mapping[str, float] | None = None,
     device: str = "cpu",
+    backing: BackingMemory | None = None,
 ) -> MemoryPlan:
     """Choose how each table is stored, so that all fit into `budget` bytes and lose least.
 
@@ -211,10 +220,14 @@ def plan_memory(
         optimizer: of the tables, if `tables` is not a model and they have none.
         serving: 8 or 4: the budget is of a model that is served with rows of that many bits, where
             rows are stored; methods that compute rows keep their own. Left out: of training.
-        methods: that may be chosen, of `METHODS` and "evicting", which makes a hash table by key.
+        methods: that may be chosen, of `METHODS`, "evicting", which makes a hash table by key, and
+            "cached"; left out, `METHODS`, and "cached" if there is `backing`.
         losses: measured losses of your own, by method, in place of `MEASURED`.
         importance: factors of the losses of tables, by name or `path.name`; by default 1 per table.
         device: "cpu" or "cuda", where the tables will be.
+        backing: memory in which tables may be stored behind a cache; they lose nothing, but lookups
+            that the cache does not serve take longer. Of plans that lose as little, the one with
+            the fewest such lookups is chosen.
 
     Returns:
         A `MemoryPlan`, whose `configs` make collections.
@@ -230,28 +243,59 @@ def plan_memory(
         ['tensor_train', 'as it is']
     """
     budget = check_count("budget", budget)
-    _check_methods(methods, losses)
+    methods = _checked(methods, losses, backing)
     if serving not in (None, 4, 8):
         raise ValueError(f"serving must be None, 8 or 4 bits, got {serving!r}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    _check_backing(backing, serving, device)
     if trace is not None and not isinstance(trace, LookupTrace):
         raise TypeError(f"trace must be a LookupTrace, as TraceRecorder.trace is, got {trace!r}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one of emblib.optim, got {optimizer!r}")
     found = _tables(tables, optimizer)
-    importances = _importances(found, importance)
-    curves = {**MEASURED, **(losses or {})}
-    planned = frozenset(f"{path}.{config.name}" for path, config, _ in found)
-    given = []
-    for (path, config, trained_by), factor in zip(found, importances, strict=True):
-        counts = None if trace is None else _counts(trace, path, config, planned)
-        skew = IdSkew.zipf(config.num_embeddings) if counts is None else IdSkew.of_counts(counts)
-        given.append(_Table(path, config, trained_by, factor, counts is None, skew, curves))
+    given = _described_tables(found, _importances(found, importance), trace, losses, backing)
     options = [_candidates(table, methods, serving, device) for table in given]
-    picked = _pick(options, budget)
+    picked = pick(options, Limits(budget, None if backing is None else backing.nbytes))
     choices = tuple(_explained(some, k) for some, k in zip(options, picked, strict=True))
-    return MemoryPlan(choices, budget, tuple(_assumptions(given, choices, losses, serving)))
+    notes = tuple(_assumptions(given, choices, losses, serving))
+    return MemoryPlan(choices, budget, notes, backing)
+
+
+def _described_tables(
+    found: Sequence[tuple[str, TableConfig, Optimizer | None]],
+    importances: Sequence[float],
+    trace: LookupTrace | None,
+    losses: Mapping[str, Curve] | None,
+    backing: BackingMemory | None,
+) -> list[_Table]:
+    """Return what the methods need to know of each table."""
+    planned = frozenset(f"{path}.{config.name}" for path, config, _ in found)
+    curves = {**MEASURED, **(losses or {})}
+    counts = [
+        None if trace is None else _counts(trace, path, config, planned)
+        for path, config, _ in found
+    ]
+    known = [float(one.sum()) for one in counts if one is not None]
+    mean = sum(known) / len(known) if known else 1.0
+    lookups = [mean if one is None else float(one.sum()) for one in counts]
+    return [
+        _Table(
+            path=path,
+            config=config,
+            optimizer=trained_by,
+            importance=factor,
+            is_assumed=count is None,
+            skew=IdSkew.zipf(config.num_embeddings) if count is None else IdSkew.of_counts(count),
+            curves=curves,
+            lookups=number / sum(lookups),
+            backing=backing,
+            longest=max(c.embedding_dim for p, c, _ in found if p == path),
+        )
+        for (path, config, trained_by), factor, count, number in zip(
+            found, importances, counts, lookups, strict=True
+        )
+    ]
 
 
 @dataclass(frozen=True)
@@ -263,6 +307,9 @@ class _Table:
     is_assumed: bool  # whether the skew is
     skew: IdSkew
     curves: Mapping[str, Curve]
+    lookups: float  # of this table, as a share of all
+    backing: BackingMemory | None
+    longest: int  # dim of the tables of its collection, which may share its cache
 
     @property
     def name(self) -> str:
@@ -273,54 +320,61 @@ class _Table:
         return self.config.num_embeddings
 
 
-Method = Callable[[_Table], Iterator[tuple[TableConfig, float]]]
+class _Option(NamedTuple):
+    config: TableConfig
+    loss: float
+    hit_rate: float = 1.0
+
+
+Method = Callable[[_Table], Iterator[_Option]]
 """A method to make a table smaller: yields configurations with the loss of each."""
 
 
-def _half(table: _Table) -> Iterator[tuple[TableConfig, float]]:
+def _half(table: _Table) -> Iterator[_Option]:
     if not is_fused(table.optimizer):
         return  # updates by others are rounded to nearest, which was not measured
     loss = _at(table.curves["bf16"], 0.5)
     rounding = table.config.rounding or StochasticRounding()
-    yield replace(table.config, data_type=torch.bfloat16, rounding=rounding), loss
+    yield _Option(replace(table.config, data_type=torch.bfloat16, rounding=rounding), loss)
 
 
-def _narrow(table: _Table) -> Iterator[tuple[TableConfig, float]]:
+def _narrow(table: _Table) -> Iterator[_Option]:
     dim = table.config.embedding_dim
-    for columns in sorted({int(share * dim) for share in _SHARES} - {0}):
+    for columns in sorted({int(share * dim) for share in SHARES} - {0}):
         loss = _at(table.curves["narrow"], columns / dim)
-        yield replace(table.config, storage=Narrow(columns)), loss
+        yield _Option(replace(table.config, storage=Narrow(columns)), loss)
 
 
-def _tensor_train(table: _Table) -> Iterator[tuple[TableConfig, float]]:
+def _tensor_train(table: _Table) -> Iterator[_Option]:
     for rank in _RANKS:
         with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
         most = shapes.most_ranks(with_ranks.row_factors, with_ranks.dim_factors)
         ranks = tuple(min(rank, top) for top in most)
         loss = _at(table.curves["tensor_train"], math.prod(ranks) ** (1 / len(ranks)))
-        yield replace(table.config, storage=TensorTrain(ranks)), loss
+        yield _Option(replace(table.config, storage=TensorTrain(ranks)), loss)
 
 
-def _hashed(table: _Table) -> Iterator[tuple[TableConfig, float]]:
-    for share in _SHARES:
+def _hashed(table: _Table) -> Iterator[_Option]:
+    for share in SHARES:
         rows = int(share * table.rows)
         if rows:
-            yield replace(table.config, storage=Hashed(rows)), table.skew.shared(rows)
+            yield _Option(replace(table.config, storage=Hashed(rows)), table.skew.shared(rows))
 
 
-def _quotient_remainder(table: _Table) -> Iterator[tuple[TableConfig, float]]:
-    for share in _SHARES:
+def _quotient_remainder(table: _Table) -> Iterator[_Option]:
+    for share in SHARES:
         # The larger m for which ceil(rows / m) + m is about `share * rows`.
         half = share * table.rows / 2
         if half**2 < table.rows:
             return
         divisor = max(1, int(half + math.sqrt(half**2 - table.rows)))
         storage = QuotientRemainder(divisor)
-        yield replace(table.config, storage=storage), _at(table.curves["quotient_remainder"], share)
+        loss = _at(table.curves["quotient_remainder"], share)
+        yield _Option(replace(table.config, storage=storage), loss)
 
 
-def _evicting(table: _Table) -> Iterator[tuple[TableConfig, float]]:
-    for share in _SHARES:
+def _evicting(table: _Table) -> Iterator[_Option]:
+    for share in SHARES:
         rows = int(share * table.rows)
         if rows:
             storage = Hash(eviction=Eviction.LFU)
@@ -332,7 +386,22 @@ def _evicting(table: _Table) -> Iterator[tuple[TableConfig, float]]:
                 weight_init_min=low,
                 weight_init_max=high,
             )
-            yield config, EVICTED * table.skew.missed(rows)
+            yield _Option(config, EVICTED * table.skew.missed(rows))
+
+
+def _cached(table: _Table) -> Iterator[_Option]:
+    backing = table.backing
+    if backing is None or not is_fused(table.optimizer):
+        return  # rows behind a cache are updated by emblib
+    placement, directory = Placement.MANAGED_CACHING, None
+    if backing.directory is not None:
+        placement, directory = Placement.DISK, Path(backing.directory, table.name)
+    for share in SHARES:
+        cache = CacheConfig(load_factor=share, directory=directory)
+        storage = Dense(placement, cache)
+        hit_rate = table.skew.hits(cached_rows(storage, table.rows))
+        if hit_rate >= backing.min_hit_rate:
+            yield _Option(replace(table.config, storage=storage), 0.0, hit_rate)
 
 
 _MAKERS: dict[str, Method] = {
@@ -342,6 +411,7 @@ _MAKERS: dict[str, Method] = {
     "hashed": _hashed,
     "quotient_remainder": _quotient_remainder,
     "evicting": _evicting,
+    "cached": _cached,
 }
 
 
@@ -361,139 +431,54 @@ def _candidates(
 ) -> list[MemoryChoice]:
     """Return the choices for a table that no smaller one is as good as, the largest first."""
 
-    def choice(config: TableConfig, method: str, loss: float) -> MemoryChoice:
-        nbytes = _nbytes(config, table.optimizer, serving, device)
+    def choice(method: str, option: _Option) -> MemoryChoice:
+        sizes = _nbytes(table, option.config, serving, device)
         return MemoryChoice(
-            table.path, table.config, config, method, nbytes, plain, loss, table.importance
+            table.path,
+            table.config,
+            option.config,
+            method,
+            int(sizes.device),
+            plain,
+            option.loss,
+            table.importance,
+            backing_nbytes=int(sizes.host + sizes.disk),
+            hit_rate=option.hit_rate,
+            lookups=table.lookups,
         )
 
-    plain = _nbytes(table.config, table.optimizer, serving, device)
-    every = [choice(table.config, AS_IT_IS, 0.0)]
+    plain = int(_nbytes(table, table.config, serving, device).device)
+    every = [choice(AS_IT_IS, _Option(table.config, 0.0))]
     if table.config.storage == Dense():
         for method in methods:
             try:
-                every += [choice(config, method, loss) for config, loss in _MAKERS[method](table)]
+                every += [choice(method, option) for option in _MAKERS[method](table)]
             except ValueError as error:  # e.g. initial values that a method cannot draw
                 _LOG.info("%s cannot be stored as %s: %s", table.name, method, error)
-    every.sort(key=lambda c: (c.nbytes, c.loss))
-    kept: list[MemoryChoice] = []
-    for one in every:
-        if not kept or one.loss < kept[-1].loss:
-            kept.append(one)
-    return kept[::-1]
+    return without_dominated(every)
 
 
-def _nbytes(
-    config: TableConfig, optimizer: Optimizer | None, serving: int | None, device: str
-) -> int:
+def _nbytes(table: _Table, config: TableConfig, serving: int | None, device: str) -> MemoryBytes:
+    optimizer, storage = table.optimizer, config.storage
     if serving is not None:
         optimizer = _NO_STATE
-        if isinstance(config.storage, Dense):
+        if isinstance(storage, Dense):
             config = replace(config, storage=Quantized(serving), optimizer=None)
-    return int(config.storage.nbytes(TableSlice.whole(config), optimizer, device).device)
-
-
-def _pick(options: Sequence[Sequence[MemoryChoice]], budget: int) -> list[int]:
-    """Return the number of a choice per table: the least sum of losses within the budget.
-
-    A knapsack over bytes in units, rounded up; what rounding leaves is given to whoever gains most.
-    """
-    smallest = [len(choices) - 1 for choices in options]
-    need = sum(choices[-1].nbytes for choices in options)
-    if need > budget:
-        largest = max(options, key=lambda choices: choices[-1].nbytes)[-1]
-        raise BudgetError(
-            f"the tables take at least {size(need)}, which is {size(need - budget)} more than the "
-            f"budget of {size(budget)}: raise it, allow other methods, or make tables smaller; the "
-            f"largest is then {largest.before.name!r} with {size(largest.nbytes)}",
-            need - budget,
-        )
-    picked = _knapsack(options, budget) or smallest
-    for uniform in _uniform(options):
-        if _total(options, uniform) <= budget and _worse(options, picked, uniform):
-            picked = uniform
-    return _filled(options, picked, budget)
-
-
-def _knapsack(options: Sequence[Sequence[MemoryChoice]], budget: int) -> list[int]:
-    """Return the numbers of the best choices, empty where rounded bytes do not fit."""
-    units = max(_UNITS, 16 * len(options))
-    best = torch.zeros(units + 1, dtype=torch.float64)  # by units that may be used
-    taken = []
-    for choices in options:
-        found = torch.full((len(choices), units + 1), math.inf, dtype=torch.float64)
-        for k, choice in enumerate(choices):
-            cost = _units(choice, units, budget)
-            if cost <= units:
-                found[k, cost:] = best[: units + 1 - cost] + choice.importance * choice.loss
-        best, number = found.min(0)
-        taken.append(number.to(torch.int16))
-    if not math.isfinite(float(best[units])):
-        return []
-    picked, left = [], units
-    for choices, number in zip(reversed(options), reversed(taken), strict=True):
-        picked.append(int(number[left]))
-        left -= _units(choices[picked[-1]], units, budget)
-    return picked[::-1]
-
-
-def _units(choice: MemoryChoice, units: int, budget: int) -> int:
-    return -(-choice.nbytes * units // budget)
-
-
-def _uniform(options: Sequence[Sequence[MemoryChoice]]) -> Iterator[list[int]]:
-    """Yield plans that treat all tables alike: the same method at about the same share of bytes."""
-    for method in {choice.method for choices in options for choice in choices}:
-        for share in _SHARES:
-            picked = []
-            for choices in options:
-                fits = [
-                    k
-                    for k, choice in enumerate(choices)
-                    if choice.method == method and choice.nbytes <= share * choices[0].nbytes
-                ]
-                picked.append(fits[0] if fits else len(choices) - 1)
-            yield picked
-
-
-def _filled(
-    options: Sequence[Sequence[MemoryChoice]], picked: Sequence[int], budget: int
-) -> list[int]:
-    """Spend bytes that are left on the choices that gain most per byte."""
-    result, left = list(picked), budget - _total(options, picked)
-    while True:
-        gains = []
-        for t, (choices, k) in enumerate(zip(options, result, strict=True)):
-            for better in range(k):
-                more = choices[better].nbytes - choices[k].nbytes
-                gain = choices[k].importance * (choices[k].loss - choices[better].loss)
-                if more <= left and gain > 0:
-                    gains.append((gain / more, -t, better))
-        if not gains:
-            return result
-        _, t, better = max(gains)
-        left -= options[-t][better].nbytes - options[-t][result[-t]].nbytes
-        result[-t] = better
-
-
-def _total(options: Sequence[Sequence[MemoryChoice]], picked: Sequence[int]) -> int:
-    return sum(choices[k].nbytes for choices, k in zip(options, picked, strict=True))
-
-
-def _worse(
-    options: Sequence[Sequence[MemoryChoice]], one: Sequence[int], other: Sequence[int]
-) -> bool:
-    sums = [
-        sum(c[k].importance * c[k].loss for c, k in zip(options, picked, strict=True))
-        for picked in (one, other)
-    ]
-    return sums[0] > sums[1]
+    sizes = config.storage.nbytes(TableSlice.whole(config), optimizer, device)
+    on_host = isinstance(storage, Dense) and storage.placement is Placement.MANAGED_CACHING
+    if device == "cuda" and on_host and serving is None:
+        # Tables of one collection with equal caches share one, whose rows are as long as the
+        # longest.
+        wide = replace(config, embedding_dim=table.longest)
+        shared = config.storage.nbytes(TableSlice.whole(wide), optimizer, device)
+        sizes = sizes._replace(device=shared.device)
+    return sizes
 
 
 def _explained(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
     choice, said = choices[picked], []
-    if picked:
-        better = choices[picked - 1]
+    better = next((c for c in reversed(choices[:picked]) if c.cost < choice.cost), None)
+    if better is not None:
         more = size(better.nbytes - choice.nbytes)
         said.append(f"{_described(better)} would lose {better.loss:.3f} for {more} more")
     if picked + 1 < len(choices):
@@ -505,7 +490,14 @@ def _explained(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
 
 def _described(choice: MemoryChoice) -> str:
     names = {AS_IT_IS: "the table as it is", "bf16": "16-bit rows"}
-    return names.get(choice.method) or brief(choice.config.storage)
+    storage = choice.config.storage
+    if choice.method == "cached" and isinstance(storage, Dense) and storage.cache is not None:
+        where = "on disk" if storage.placement is Placement.DISK else "in host memory"
+        return (
+            f"{size(choice.backing_nbytes)} {where}, 1/{1 / storage.cache.load_factor:g} of the "
+            f"rows cached, hit rate {choice.hit_rate:.2f}"
+        )
+    return names.get(choice.method) or brief(storage)
 
 
 def _assumptions(
@@ -542,6 +534,12 @@ def _assumptions(
         yield (
             "16-bit rows are left out where emblib makes no updates, since others round them to "
             f"nearest, which was not measured ({_some(by_others)}): give plan_memory the optimizer."
+        )
+    if cached := [c.before.name for c in choices if c.method == "cached"]:
+        yield (
+            f"Hit rates ({_some(cached)}) are those of a cache of the least recently used rows "
+            "whose ids are drawn one after another; a step with misses takes longer, which is not "
+            "weighed."
         )
     if serving:
         yield f"The loss of rows of {serving} bits is not counted."
@@ -620,9 +618,21 @@ def _counts(
     return counts if counts.any() else None
 
 
-def _check_methods(methods: Sequence[str], losses: Mapping[str, Curve] | None) -> None:
+def _checked(
+    methods: Sequence[str] | None,
+    losses: Mapping[str, Curve] | None,
+    backing: BackingMemory | None,
+) -> Sequence[str]:
+    """Return the methods that may be chosen."""
+    if methods is None:
+        methods = METHODS if backing is None else (*METHODS, "cached")
     if isinstance(methods, str) or any(method not in _MAKERS for method in methods):
         raise ValueError(f"methods must be a list of {', '.join(_MAKERS)}, got {methods!r}")
+    if ("cached" in methods) is not (backing is not None):
+        raise ValueError(
+            "the method 'cached' and backing=BackingMemory(nbytes), the memory behind the cache, "
+            f"go together, got methods={methods!r} and backing={backing!r}"
+        )
     for method, curve in (losses or {}).items():
         if method not in MEASURED:
             raise ValueError(f"losses are measured of {', '.join(MEASURED)}, not of {method!r}")
@@ -633,3 +643,22 @@ def _check_methods(methods: Sequence[str], losses: Mapping[str, Curve] | None) -
                 f"losses[{method!r}] must be pairs (x > 0, 0 < loss <= 1) whose losses fall as x "
                 f"grows, got {curve!r}"
             )
+    return methods
+
+
+def _check_backing(backing: BackingMemory | None, serving: int | None, device: str) -> None:
+    """Raise unless memory behind caches suits the device."""
+    if backing is None:
+        return
+    if not isinstance(backing, BackingMemory):
+        raise TypeError(f"backing must be None or a BackingMemory(nbytes), got {backing!r}")
+    if serving is not None:
+        raise ValueError(
+            f"rows of {serving} bits have no cache: leave backing out, or plan for training"
+        )
+    if (device == "cpu") is not (backing.directory is not None):
+        raise ValueError(
+            "tables are cached in the memory of a GPU from host memory, and in that of the CPU "
+            "from files: give BackingMemory a directory for device='cpu', and none for 'cuda'; "
+            f"got device={device!r} and {backing!r}"
+        )

@@ -1,0 +1,242 @@
+"""Pick one choice per table: the least sum of losses whose bytes fit into one or two memories.
+
+Every table has choices, each with its bytes of device memory, its bytes of the memory behind caches
+and its cost. `pick` is a knapsack over both memories in units, compared with plans that treat all
+tables alike; bytes that rounding leaves are spent on the choices that gain most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from emblib.collections.configs import TableConfig
+from emblib.sharding.planner.feasible import size
+
+AS_IT_IS = "as it is"
+"""The method of a table that is not changed."""
+
+SHARES = tuple(2.0**-n for n in range(1, 13))  # of rows or bytes, that are tried
+_UNITS = 4096  # into which the budget is divided, or more for many tables
+_UNITS_OF_TWO = (1024, 256)  # of the budget and of the memory behind caches, where that is short
+_PER_MISS = 1e-6  # cost where all lookups miss a cache: it decides between equal losses only
+
+
+class BudgetError(ValueError):
+    """Tables do not fit into the budget, however they are stored.
+
+    Attributes:
+        short: bytes missing.
+    """
+
+    def __init__(self, message: str, short: int = 0) -> None:
+        super().__init__(message)
+        self.short = short
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BudgetError, (str(self), self.short)
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """How one table is stored.
+
+    Attributes:
+        path: of the collection that has the table, empty for a configuration given alone.
+        before: the configuration that was given.
+        config: the configuration that was chosen.
+        method: "as it is", or one of the methods.
+        nbytes: of the table in device memory, optimizer states included, or as served.
+        plain_nbytes: likewise, of the table as it was given.
+        loss: of the table, 0 to 1.
+        importance: of the table, by which its loss counts.
+        why: the choices next to this one, in a sentence.
+        backing_nbytes: of the table in host memory or on disk.
+        hit_rate: the expected share of lookups that a cache serves; 1 for a table without one.
+        lookups: the table's share of all lookups.
+    """
+
+    path: str
+    before: TableConfig
+    config: TableConfig
+    method: str
+    nbytes: int
+    plain_nbytes: int
+    loss: float
+    importance: float
+    why: str = ""
+    backing_nbytes: int = 0
+    hit_rate: float = 1.0
+    lookups: float = 1.0
+
+    @property
+    def cost(self) -> float:
+        """Return the loss by importance; of equal losses, fewer misses cost less."""
+        return self.importance * self.loss + _PER_MISS * self.lookups * (1.0 - self.hit_rate)
+
+
+Options = Sequence[Sequence[MemoryChoice]]
+"""The choices of each table, the largest in device memory first."""
+
+
+class Limits(NamedTuple):
+    """Bytes that all tables may take of device memory and of that behind caches; None: any."""
+
+    budget: int
+    backing: int | None = None
+
+    def allow(self, options: Options, picked: Sequence[int]) -> bool:
+        """Return whether the picked choices fit."""
+        nbytes, backing = totals(options, picked)
+        return nbytes <= self.budget and (self.backing is None or backing <= self.backing)
+
+
+def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
+    """Return the choices that no smaller one is as good as, the largest first."""
+    kept: list[MemoryChoice] = []
+    for one in sorted(choices, key=lambda c: (c.nbytes, c.loss, -c.hit_rate, c.backing_nbytes)):
+        if not any(
+            (k.loss, -k.hit_rate) <= (one.loss, -one.hit_rate)
+            and k.backing_nbytes <= one.backing_nbytes
+            for k in kept
+        ):
+            kept.append(one)
+    return kept[::-1]
+
+
+def pick(options: Options, limits: Limits) -> list[int]:
+    """Return the number of a choice per table: the least sum of costs within the limits.
+
+    Raises:
+        BudgetError: no choices fit that were found.
+    """
+    picked = _smallest(options, limits)
+    found = [_knapsack(options, Limits(limits.budget), _units_of_one(options))]
+    if found[0] and not limits.allow(options, found[0]):
+        found = [_knapsack(options, limits, _UNITS_OF_TWO)]
+    for other in [*found, *_uniform(options)]:
+        if (
+            other
+            and limits.allow(options, other)
+            and _cost(options, other) < _cost(options, picked)
+        ):
+            picked = other
+    return _filled(options, picked, limits)
+
+
+def totals(options: Options, picked: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes of device memory and of that behind caches."""
+    chosen = [choices[k] for choices, k in zip(options, picked, strict=True)]
+    return sum(c.nbytes for c in chosen), sum(c.backing_nbytes for c in chosen)
+
+
+def _smallest(options: Options, limits: Limits) -> list[int]:
+    """Return choices that take little device memory, and no more of the other than is allowed."""
+    picked = [len(choices) - 1 for choices in options]
+    nbytes, backing = totals(options, picked)
+    while limits.backing is not None and backing > limits.backing:
+        exchanges = []
+        for t, (choices, k) in enumerate(zip(options, picked, strict=True)):
+            for other, choice in enumerate(choices):
+                less = choices[k].backing_nbytes - choice.backing_nbytes
+                if less > 0:
+                    exchanges.append(((choice.nbytes - choices[k].nbytes) / less, t, other))
+        if not exchanges:
+            short = backing - limits.backing
+            raise BudgetError(
+                f"the tables take at least {size(backing)} of host memory or disk, which is "
+                f"{size(short)} more than backing has: raise it, or move tables to the device",
+                short,
+            )
+        _, t, picked[t] = min(exchanges)
+        nbytes, backing = totals(options, picked)
+    if nbytes > limits.budget:
+        chosen = [choices[k] for choices, k in zip(options, picked, strict=True)]
+        largest, short = max(chosen, key=lambda choice: choice.nbytes), nbytes - limits.budget
+        raise BudgetError(
+            f"the tables take at least {size(nbytes)}, which is {size(short)} more than the "
+            f"budget of {size(limits.budget)}: raise it, allow other methods, or make tables "
+            f"smaller; the largest is then {largest.before.name!r} with {size(largest.nbytes)}",
+            short,
+        )
+    return picked
+
+
+def _units_of_one(options: Options) -> tuple[int, int]:
+    return max(_UNITS, 16 * len(options)), 0
+
+
+def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[int]:
+    """Return the numbers of the best choices, empty where bytes rounded up to units do not fit."""
+    best = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)  # by units that may be used
+    taken = []
+    for choices in options:
+        found = torch.full_like(best, math.inf)
+        number = torch.zeros_like(best, dtype=torch.int16)
+        for k, choice in enumerate(choices):
+            device, backing = _units(choice, limits, units)
+            if device <= units[0] and backing <= units[1]:
+                rest = best[: units[0] + 1 - device, : units[1] + 1 - backing] + choice.cost
+                target = found[device:, backing:]
+                number[device:, backing:][rest < target] = k
+                torch.minimum(target, rest, out=target)
+        best = found
+        taken.append(number)
+    if not math.isfinite(float(best[-1, -1])):
+        return []
+    picked, left = [], list(units)
+    for choices, number in zip(reversed(options), reversed(taken), strict=True):
+        picked.append(int(number[left[0], left[1]]))
+        used = _units(choices[picked[-1]], limits, units)
+        left = [have - one for have, one in zip(left, used, strict=True)]
+    return picked[::-1]
+
+
+def _units(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) -> tuple[int, int]:
+    device = -(-choice.nbytes * units[0] // limits.budget)
+    if limits.backing is None or not choice.backing_nbytes:
+        return device, 0
+    return device, -(-choice.backing_nbytes * units[1] // max(limits.backing, 1))
+
+
+def _uniform(options: Options) -> Iterator[list[int]]:
+    """Yield plans that treat all tables alike: the same method at about the same share of bytes."""
+    for method in {choice.method for choices in options for choice in choices}:
+        for share in SHARES:
+            picked = []
+            for choices in options:
+                fits = [
+                    k
+                    for k, choice in enumerate(choices)
+                    if choice.method == method and choice.nbytes <= share * choices[0].nbytes
+                ]
+                picked.append(fits[0] if fits else len(choices) - 1)
+            yield picked
+
+
+def _filled(options: Options, picked: Sequence[int], limits: Limits) -> list[int]:
+    """Spend bytes that are left on the choices that gain most per byte of device memory."""
+    result = list(picked)
+    while True:
+        nbytes, backing = totals(options, result)
+        gains = []
+        for t, (choices, k) in enumerate(zip(options, result, strict=True)):
+            for other, better in enumerate(choices):
+                gain = choices[k].cost - better.cost
+                more = better.nbytes - choices[k].nbytes
+                behind = backing + better.backing_nbytes - choices[k].backing_nbytes
+                fits = limits.backing is None or behind <= max(limits.backing, backing)
+                if gain > 0 and nbytes + more <= limits.budget and fits:
+                    gains.append((gain / max(more, 1), -t, other))
+        if not gains:
+            return result
+        _, t, better_number = max(gains)
+        result[-t] = better_number
+
+
+def _cost(options: Options, picked: Sequence[int]) -> float:
+    return sum(choices[k].cost for choices, k in zip(options, picked, strict=True))
