@@ -36,17 +36,20 @@ EXACT = {"exact_lru": "exact LRU", "exact_lfu": "exact LFU"}
 COMPUTED = IDEALS | EXACT
 LOOKUPS = {"lookups": "the lookups"}  # the one arm of a trace that is only looked at
 CALIBRATED = {"constants": "constants of the cost model"}  # the one arm of a calibration
+PREDICTED = {"trains": "tensor trains"}  # the one arm of kind=predictions
 Condition = Callable[[dict[str, Any]], bool]
 
 
 def label_of(contender: str) -> str:
     """Return the label of a contender or of a computed arm."""
-    return (COMPUTED | LOOKUPS | CALIBRATED | LABELS).get(contender) or registry.label(contender)
+    return (COMPUTED | LOOKUPS | CALIBRATED | PREDICTED | LABELS).get(contender) or registry.label(
+        contender
+    )
 
 
 def variants_of(contender: str) -> str:
     """Return what there is an arm for each of: "rank", "cache", or nothing."""
-    if contender in LOOKUPS | CALIBRATED:
+    if contender in LOOKUPS | CALIBRATED | PREDICTED:
         return ""
     return "cache" if contender in COMPUTED else registry.variants(contender)
 

@@ -24,6 +24,7 @@ KINDS = {
     "power": "experiments.kinds.gate:Power",
     "micro": "experiments.kinds.micro:Micro",
     "quality": "experiments.kinds.quality:Quality",
+    "predictions": "experiments.kinds.predictions:Predictions",
 }
 
 __all__ = ["KINDS", "Kind", "expand", "find"]

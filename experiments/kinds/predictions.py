@@ -1,0 +1,141 @@
+"""The kind `predictions`: steps of tensor trains beside what a model of their work predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from experiments.config.schema import Config, Optimizer, UsageError
+from experiments.config.sweep import Arm, Cell
+from experiments.kinds.base import Kind
+from experiments.results.store import Record
+from experiments.timing import statistics
+
+if TYPE_CHECKING:
+    from experiments.report.data import Run
+    from experiments.report.tables import Table
+
+SMOKE_ROWS, SMOKE_LOOKUPS = 20_000, 640  # at most, of a smoke run
+POINT = ("rank", "skew", "order", "lookups", "cached")
+"""What distinguishes the steps that are predicted; `order` is of ids, `cached` a share of rows."""
+
+
+@dataclass
+class Options:
+    """Which steps are timed and predicted."""
+
+    ranks: list[int] = field(default_factory=lambda: [16, 32])
+    lookups: list[int] = field(default_factory=lambda: [10_240, 40_960])
+    skews: list[float] = field(default_factory=lambda: [0.0, 1.05, 1.2])
+    cached: list[float] = field(default_factory=lambda: [0.01, 0.1])
+    rounds: int = 9
+
+
+class Predictions(Kind):
+    """Do distinct rows and prefixes predict the time of a step of tensor trains?"""
+
+    name = "predictions"
+    options = Options
+    only_arm = "trains"
+    makes_tables = False
+    measures = "experiments.measure.predictions:predictions_cell"
+    timed = False
+    has_modes = False
+    side_by_side = False
+    comparable = False
+    report = "experiments.kinds.predictions_report"
+    done = "None: the steps of {count} tables were timed and predicted."
+
+    def check(self, config: Config) -> None:
+        """Raise UsageError for an optimizer other than SGD, whose step the model is of."""
+        super().check(config)
+        if config.optimizer is not Optimizer.sgd:
+            raise UsageError("optimizer: kind=predictions times steps of sgd")
+
+    def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
+        """Check sizes, exponents and shares."""
+        for name in ("ranks", "lookups", "skews"):
+            if not options[name]:
+                raise UsageError(f"{prefix}options.{name} must not be empty")
+        for name in ("ranks", "lookups"):
+            if not all(number >= 1 for number in options[name]):
+                raise UsageError(f"{prefix}options.{name} must be >= 1, got {options[name]}")
+        if not all(skew >= 0 for skew in options["skews"]):
+            raise UsageError(f"{prefix}options.skews must be >= 0, got {options['skews']}")
+        if not all(0 < share <= 1 for share in options["cached"]):
+            raise UsageError(f"{prefix}options.cached must be in (0, 1], got {options['cached']}")
+        if options["rounds"] < 1:
+            raise UsageError(f"{prefix}options.rounds must be >= 1, got {options['rounds']}")
+
+    def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
+        """Return a cell per rank: all its steps are timed in turns, in one process."""
+        options = {**dataclasses.asdict(Options()), **config.options}
+        work = config.workload
+        if config.timing.max_rows:  # a smoke run
+            work = dataclasses.replace(work, E=min(work.E, SMOKE_ROWS))
+            options["ranks"] = options["ranks"][:1]
+            options["cached"] = options["cached"][:1]
+            options["lookups"] = [min(n, SMOKE_LOOKUPS) for n in options["lookups"][:1]]
+            options["rounds"] = 1
+        return [], [
+            Cell(
+                f"rank {rank}",
+                f"{work.E:,} x {work.D}, rank {rank}",
+                work,
+                (Arm(self.only_arm, rank),),
+                kind=self.name,
+                options={**options, "ranks": [rank]},
+            )
+            for rank in options["ranks"]
+        ]
+
+    def progress(self, records: Sequence[Record]) -> str:
+        """Return the range of predicted ÷ measured."""
+        rows = frame(records)
+        if not len(rows):
+            return super().progress(records)
+        low, high = rows["ratio"].min(), rows["ratio"].max()
+        return f"predicted ÷ measured: {low:.2f} to {high:.2f}"
+
+    def section_table(self, run: Run, section: str) -> Table | None:
+        """Return nothing: the results are in the tables before."""
+        return None
+
+    def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
+        """Return predictions.csv: a row per predicted step."""
+        return {"predictions": frame(records)}
+
+
+def frame(records: Sequence[Record]) -> pd.DataFrame:
+    """Return a row per predicted step, all processes together."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        if record.get("kind") == Predictions.name and record["status"] == "ok":
+            for point in record["points"]:
+                groups.setdefault(tuple(point[name] for name in POINT), []).append(point)
+    rows = [_row(key, points) for key, points in groups.items()]
+    return pd.DataFrame(rows)
+
+
+def _row(key: tuple[Any, ...], points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def median(values: Sequence[float | None]) -> float:
+        known = [v for v in values if v is not None]
+        return statistics.summarise(known).median if known else math.nan
+
+    names = ("predicted_s", "two_terms_s", "by_hits_s", "rows", "hit_rate", "row_hit_rate")
+    measured = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]
+    ratios = [p["predicted_s"] / taken for p, taken in zip(points, measured, strict=True)]
+    return {
+        **dict(zip(POINT, key, strict=True)),
+        "processes": len(points),
+        **{name: median([p[name] for p in points]) for name in names},
+        "measured_s": median(measured),
+        "ratio": median(ratios),
+        "ratio_lo": min(ratios),
+        "ratio_hi": max(ratios),
+    }

@@ -1,0 +1,146 @@
+"""The report of predicted steps: predicted ÷ measured, and the constants of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from experiments.report import text
+from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
+from experiments.report.data import Run
+from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
+from experiments.report.tables import Column, Table, Value, count, seconds
+
+NOTES = (
+    "A step is forward, backward and the update (SGD) of one table. All kinds of steps are timed "
+    "in turns, in random order; shown are medians. With one thread the time is that of the "
+    "processor.",
+    "The model has five terms: a constant, lookups, lookups of rows that are made beyond 1 MiB, "
+    "distinct rows, and the multiply-adds of their products, which distinct rows and prefixes "
+    "decide. A cache adds a constant, a time per lookup and one per distinct id, and leaves the "
+    "step of the lookups that miss it. Constants are at least 0 and fitted by relative squares to "
+    "steps of uniform ids only, of all ids and of few: whatever is said of Zipf ids is a "
+    "prediction.",
+    "'By rows and products' has the last two terms only. 'By hits' is the measured time without a "
+    "cache, times the lookups that miss it.",
+)
+
+
+def answer(run: Run) -> list[str]:
+    """Say how near predictions are, for each skew and for caches, and what hit rates predict."""
+    rows = run.frame("predictions")
+    if not len(rows):
+        return ["No answer: no step was timed."]
+    plain, cached = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
+    said = [f"{_ids(skew)} {_range(own)}" for skew, own in plain.groupby("skew")]
+    sentences = [
+        "The predicted time of a step of tensor trains is, with constants of uniform ids, for "
+        f"{'; for '.join(said)} times the measured one."
+    ]
+    if len(cached):
+        by_hits = (cached["by_hits_s"] / cached["measured_s"]).rename("ratio")
+        sentences.append(
+            f"With cached rows it is {_range(cached)} times the measured one; what the hit rate of "
+            f"lookups alone predicts is {_range(by_hits.to_frame())} times."
+        )
+    return sentences
+
+
+def _ids(skew: float) -> str:
+    return f"Zipf {skew:g}" if skew else "uniform ids"
+
+
+def _range(rows: pd.DataFrame) -> str:
+    low, high = rows["ratio"].min(), rows["ratio"].max()
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+
+
+def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+    """Return the predictions beside the measurements, then the constants."""
+    rows = run.frame("predictions")
+    if not len(rows):
+        return []
+    columns: dict[str, Column] = {
+        "rank": lambda r: count(r["rank"]),
+        "ids": lambda r: f"{_ids(r['skew'])}, {r['order']}",
+        "lookups": lambda r: count(r["lookups"]),
+        "distinct": lambda r: count(r["rows"]),
+        "measured": lambda r: seconds(r["measured_s"]),
+        "predicted": lambda r: seconds(r["predicted_s"]),
+        "÷ measured": lambda r: _two(r["ratio"]),
+    }
+    plain, cached = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
+    alone: dict[str, Column] = {
+        "by rows and products": lambda r: _two(r["two_terms_s"] / r["measured_s"])
+    }
+    found = [("Steps without a cache", "", Table.of(_records(plain), columns | alone))]
+    if len(cached):
+        behind: dict[str, Column] = {
+            "stored": lambda r: Value(f"{100 * r['cached']:g} %", r["cached"]),
+            "lookups that hit": lambda r: _two(r["hit_rate"]),
+            "distinct that hit": lambda r: _two(r["row_hit_rate"]),
+            "by hits": lambda r: _two(r["by_hits_s"] / r["measured_s"]),
+        }
+        found.append(("Steps with cached rows", "", Table.of(_records(cached), columns | behind)))
+    return [*found, _constants(run)]
+
+
+def _records(rows: pd.DataFrame) -> list[dict[str, object]]:
+    return [{str(k): v for k, v in row.items()} for row in rows.to_dict("records")]
+
+
+def _two(value: float) -> Value:
+    return Value.of(value, lambda v: f"{v:.2f}")
+
+
+def _constants(run: Run) -> tuple[str, str, Table]:
+    lines = []
+    for record in run.records:
+        if record["status"] == "ok" and "constants" in record:
+            lines += [(record["rank"], name, s) for name, s in record["constants"].items()]
+            for share, own in record["cache_constants"].items():
+                name = f"cache of {100 * float(share):g} %"
+                lines += [(record["rank"], f"{name}: {term}", s) for term, s in own.items()]
+    columns: dict[str, Column] = {
+        "rank": lambda r: count(r[0]),
+        "one": lambda r: str(r[1]).replace("_", " "),
+        "takes": lambda r: seconds(r[2]),
+    }
+    return "Constants of the model", "", Table.of(lines, columns)
+
+
+def figures(run: Run) -> list[Figure]:
+    """Return predicted against measured time, and their ratio by skew."""
+    rows = run.frame("predictions")
+    if not len(rows):
+        return []
+    lines = []
+    colours = list(COLOURS.values())
+    kinds = list(rows.groupby(["cached", "skew"], sort=True))
+    for number, ((share, skew), own) in enumerate(kinds):
+        name = _ids(float(skew)) + (f", {100 * float(share):g} % stored" if share else "")
+        lines.append(
+            Curve(
+                1e3 * own["measured_s"],
+                own["predicted_s"] / own["measured_s"],
+                colours[number % len(colours)],
+                name,
+                marker="s" if share else "o",
+                line="",
+            )
+        )
+    measured = Scale("measured ms per step", log=10)
+    ratio = Scale("predicted ÷ measured", reach=(0.6, 1.4), shown=lambda v: f"{v:g}×")
+    drawing = curves(lines, measured, ratio, names="outside", marks=[Mark(1.0, INK, DASHED)])
+    words = "At the dashed line a prediction is exact. All ranks, orders of ids and batches."
+    return [
+        Figure(
+            "predictions",
+            "Predicted ÷ measured time of a step",
+            words,
+            text.count(len(rows), "kind of step", "kinds of steps"),
+            [Panel("Steps by what they took", drawing, 1.8 * WIDTH)],
+            columns=1,
+        )
+    ]

@@ -1,0 +1,251 @@
+"""Measure a cell of kind predictions: time steps of a tensor train, and predict them.
+
+A step without a cache is predicted from what its batch needs (`TERMS`): a constant, the lookups,
+those of rows that do not fit into a core's cache, the distinct rows, and the multiply-adds that
+`TableBatchedTTEmbeddingBags.work` counts from distinct rows and prefixes. With a cache of rows, the
+lookups that miss it are such a step, and the cache adds a constant, a time per lookup and one per
+distinct id. All constants are fitted to steps of uniform ids.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import Tensor
+
+import emblib
+from experiments.config.sweep import Cell
+from experiments.contenders.registry import Unsupported
+from experiments.measure.outcome import Outcome, Wrong, describe
+from experiments.results.store import Record
+from experiments.run.session import Session
+from experiments.timing import statistics
+
+TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
+CACHE_TERMS = ("step", "lookup", "row")
+NEAR = 1 << 20  # bytes of made rows that stay in a core's cache
+BATCHES = 3  # different ones per kind of step
+FITTED = (1 / 16, 1 / 4, 1.0)  # lookups of fitted steps, as shares of those of the predicted
+REPEATS = (1, 8)  # lookups per id of fitted steps: of all ids, and of an eighth as many
+RATE = 1e-3  # learning rate
+AS_GIVEN, PERMUTED = "by frequency", "permuted"
+
+Batch = tuple[Tensor, Tensor]
+"""Ids int64 `[L]` and offsets."""
+
+
+@dataclass
+class Steps:
+    """Steps of one kind: their batches and what was measured of them.
+
+    Attributes:
+        module: whose steps they are.
+        batches: taken in turns.
+        terms: what a batch needs of the cores, mean over the batches; as `TERMS`.
+        added: likewise of the cache, as `CACHE_TERMS`; empty without one.
+        known: facts for the record; empty for steps that constants are fitted to.
+        samples: (round, seconds).
+    """
+
+    module: Any
+    batches: list[Batch]
+    terms: np.ndarray
+    added: np.ndarray
+    known: dict[str, Any] = field(default_factory=dict)
+    samples: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Return the median of the samples."""
+        return statistics.summarise([s for _, s in self.samples]).median
+
+
+def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
+    """Return one record: the constants, and each kind of step; `seconds` is not used."""
+    outcome, record = Outcome(cell.arms[0]), {}
+    try:
+        if session.device.type != "cpu":
+            raise Unsupported("kind=predictions measures the CPU")
+        found = _Experiment(cell, session)
+        session.note(f"{cell.arms[0].key}|timing steps")
+        _time(found.steps, cell.options["rounds"], session.seed)
+        record = found.predicted()
+        outcome.measured.stop_reason = "predicted"
+    except Exception as error:  # whatever it is becomes the row
+        outcome.fail(error)
+    return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
+
+
+class _Experiment:
+    """The modules of a cell, the steps of them, and what the steps of uniform ids predict."""
+
+    def __init__(self, cell: Cell, session: Session) -> None:
+        torch.manual_seed(session.seed)
+        self.work, self.options = cell.workload, cell.options
+        (self.rank,) = cell.options["ranks"]
+        self.draw = np.random.default_rng(session.seed)
+        self.trains = {order: self._train(order) for order in (AS_GIVEN, PERMUTED)}
+        self.steps: list[Steps] = []
+        for share in (0.0, *self.options["cached"]):
+            session.note(f"{cell.arms[0].key}|{share:g} of the rows cached")
+            self._add(share)
+
+    def _train(self, order: str) -> emblib.TableBatchedTTEmbeddingBags:
+        return emblib.TableBatchedTTEmbeddingBags([self._spec(order)], emblib.optim.SGD(RATE))
+
+    def _spec(self, order: str) -> emblib.TTSpec:
+        ids: Any = "permuted" if order == PERMUTED else "as_given"
+        ranks = (self.rank, self.rank)
+        return emblib.TTSpec(self.work.E, self.work.D, ranks, ids=ids, seed=1).usable()
+
+    def _add(self, share: float) -> None:
+        """Add the steps of a module with a share of its rows cached: fitted and predicted ones."""
+        orders = (PERMUTED,) if share else (AS_GIVEN, PERMUTED)
+        for order in orders:
+            module, stored = self._module(order, share)
+            sizes = {
+                (max(1, int(part * count) // self.work.L) * self.work.L, repeats)
+                for count in self.options["lookups"]
+                for part in FITTED
+                for repeats in REPEATS
+            }
+            for lookups, repeats in sorted(sizes):
+                ids = max(1, self.work.E if repeats == 1 else lookups // repeats)
+                batches = [self._batch(lookups, 0.0, ids, spread=True) for _ in range(BATCHES)]
+                self.steps.append(self._steps(order, module, stored, batches, {}))
+            for lookups in self.options["lookups"]:
+                for skew in self.options["skews"]:
+                    batches = [self._batch(lookups, skew, self.work.E) for _ in range(BATCHES)]
+                    known = {
+                        "rank": self.rank,
+                        "skew": skew,
+                        "order": order,
+                        "lookups": len(batches[0][0]),
+                        "cached": share,
+                    }
+                    self.steps.append(self._steps(order, module, stored, batches, known))
+
+    def _module(self, order: str, share: float) -> tuple[Any, int]:
+        """Return trains, with the most frequent ids stored if a share is, and how many are."""
+        if not share:
+            return self.trains[order], 0
+        stored = max(1, int(share * self.work.E))
+        cache = emblib.TTCache(stored, emblib.RowEviction.DROP)
+        bags = emblib.CachedTTEmbeddingBags([self._spec(order)], cache, emblib.optim.SGD(RATE))
+        hot = torch.arange(stored)
+        for _ in range(2):
+            _step(bags, (hot, torch.tensor([0, stored])))
+        bags.populate()
+        if not torch.equal(bags.cached_ids(0).sort().values, hot):
+            raise Wrong("the cache does not store the ids that were looked up most")
+        return bags, stored
+
+    def _batch(self, lookups: int, skew: float, ids: int, *, spread: bool = False) -> Batch:
+        """Draw ids, the most frequent first; `spread` takes `ids` of all ids at random."""
+        if skew:
+            shares = np.arange(1, ids + 1, dtype=np.float64) ** -skew
+            ends = shares.cumsum()
+            drawn = np.searchsorted(ends, self.draw.random(lookups) * ends[-1])
+            drawn = drawn.clip(max=ids - 1)
+        else:
+            drawn = self.draw.integers(ids, size=lookups)
+        if spread and ids < self.work.E:
+            drawn = self.draw.choice(self.work.E, ids, replace=False)[drawn]
+        offsets = torch.arange(0, lookups + 1, self.work.L)
+        if int(offsets[-1]) < lookups:
+            offsets = torch.cat([offsets, torch.tensor([lookups])])
+        return torch.from_numpy(drawn), offsets
+
+    def _steps(
+        self, order: str, module: Any, stored: int, batches: list[Batch], known: dict[str, Any]
+    ) -> Steps:
+        terms, added, hits = [], [], []
+        for ids, _ in batches:
+            distinct = ids.unique()
+            missed = ids[ids >= stored]
+            work = self.trains[order].work(missed, torch.tensor([0, len(missed)]))[0]
+            nbytes = max(1, work.rows * self.work.D * 4)
+            beyond = len(missed) * max(0.0, 1.0 - NEAR / nbytes)
+            products = work.forward + work.backward
+            terms.append((1, len(missed), beyond, work.rows, products))
+            added.append((1, len(ids), len(distinct)))
+            hits.append((1 - len(missed) / len(ids), 1 - work.rows / len(distinct)))
+        mean = np.mean(hits, 0)
+        if known:
+            known |= {"hit_rate": mean[0], "row_hit_rate": mean[1]}
+            known["rows"] = float(np.mean([row[2] for row in added]))
+        costs = np.mean(added, 0) if stored else np.zeros(0)
+        return Steps(module, batches, np.mean(terms, 0), costs, known)
+
+    def predicted(self) -> Record:
+        """Return the constants, and a point per kind of step that is predicted."""
+        plain = [s for s in self.steps if not len(s.added)]
+        fitted = [s for s in plain if not s.known]
+        terms, times = np.array([s.terms for s in fitted]), np.array([s.seconds for s in fitted])
+        of_trains = _fit(terms, times)
+        of_two = _fit(terms[:, 3:], times)
+        of_cache: dict[int, np.ndarray] = {}
+        for module in {id(s.module): s.module for s in self.steps if len(s.added)}.values():
+            own = [s for s in self.steps if s.module is module and not s.known]
+            rest = np.array([s.seconds - s.terms @ of_trains for s in own])
+            weights = np.array([s.seconds for s in own])
+            of_cache[id(module)] = _fit(np.array([s.added for s in own]), rest, weights)
+        uncached = {self._point(s): s.seconds for s in plain if s.known}
+        points = []
+        for s in self.steps:
+            if s.known:
+                own_cache = of_cache.get(id(s.module), np.zeros(0))
+                points.append(
+                    {
+                        **s.known,
+                        "predicted_s": float(s.terms @ of_trains + s.added @ own_cache),
+                        "two_terms_s": float("nan")
+                        if len(s.added)
+                        else float(s.terms[3:] @ of_two),
+                        "by_hits_s": (1 - s.known["hit_rate"]) * uncached[self._point(s)],
+                        "samples": s.samples,
+                    }
+                )
+        caches = [dict(zip(CACHE_TERMS, own.tolist(), strict=True)) for own in of_cache.values()]
+        return {
+            "constants": dict(zip(TERMS, of_trains.tolist(), strict=True)),
+            "cache_constants": dict(zip(self.options["cached"], caches, strict=True)),
+            "points": points,
+        }
+
+    @staticmethod
+    def _point(steps: Steps) -> tuple[Any, ...]:
+        return tuple(steps.known[name] for name in ("skew", "order", "lookups"))
+
+
+def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Return constants >= 0 of the least squared error, relative to `weights` (the times)."""
+    by = times if weights is None else weights
+    scale = terms.max(0).clip(min=1e-300)
+    found, _ = nnls(terms / scale / by[:, None], times / by)
+    return np.asarray(found) / scale
+
+
+def _time(steps: Sequence[Steps], rounds: int, seed: int) -> None:
+    """Time steps in turns, in random order; the first round warms up."""
+    one_thread = torch.get_num_threads() == 1
+    clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns
+    order = random.Random(seed)
+    for number in range(rounds + 1):
+        for one in order.sample(list(steps), len(steps)):
+            batch = one.batches[number % len(one.batches)]
+            start = clock()
+            _step(one.module, batch)
+            if number:
+                one.samples.append((number, (clock() - start) / 1e9))
+
+
+def _step(module: Any, batch: Batch) -> None:
+    module(*batch).sum().backward()
