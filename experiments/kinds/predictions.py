@@ -1,4 +1,4 @@
-"""The kind `predictions`: steps of tensor trains beside what a model of their work predicts."""
+"""The kind `predictions`: steps of tensor trains, and what a model of their work predicts."""
 
 from __future__ import annotations
 

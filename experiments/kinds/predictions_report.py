@@ -57,7 +57,7 @@ def _range(rows: pd.DataFrame) -> str:
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
-    """Return the predictions beside the measurements, then the constants."""
+    """Return predictions and measurements, then the constants."""
     rows = run.frame("predictions")
     if not len(rows):
         return []

@@ -59,7 +59,7 @@ def test_cases_come_first_and_an_empty_sweep_adds_nothing() -> None:
 
 def test_the_sweep_of_a_kind_of_whole_runs_is_timed() -> None:
     found = {kind: {c.kind for c in expand(config(kind=kind, cases={}))} for kind in kinds.KINDS}
-    own = ("cache", "trace", "keys", "growth", "sharding", "calibration", "quality")
+    own = ("cache", "trace", "keys", "growth", "sharding", "calibration", "quality", "predictions")
     counted = {kind: {kind} for kind in own}
     assert found == {kind: {"time"} for kind in kinds.KINDS} | counted
     assert all(kinds.find(kind).measures for cells in found.values() for kind in cells)
