@@ -63,7 +63,7 @@ class Entry:
 
     def missing(self) -> str:
         """Return what is not installed and what to type; empty where it can run."""
-        if all(_installed(requirement) for requirement in self.requires):
+        if all(installed(requirement) for requirement in self.requires):
             return ""
         wanted = [requirement.replace(" | ", " (or ") for requirement in self.requires]
         wanted = [w + ")" * ("(or " in w) for w in wanted]
@@ -71,7 +71,7 @@ class Entry:
 
     def versions(self) -> dict[str, str]:
         """Return the installed version of each package it needs."""
-        found = (_installed(requirement) for requirement in self.requires)
+        found = (installed(requirement) for requirement in self.requires)
         return dict(pair for pair in found if pair)
 
     def unknown_versions(self) -> list[str]:
@@ -212,7 +212,7 @@ def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
     return Entry(name=name, file=folder / f"{target[1]}.py", cls=target[2], **facts)
 
 
-def _installed(requirement: str) -> tuple[str, str] | None:
+def installed(requirement: str) -> tuple[str, str] | None:
     """Return (package, version) of the first alternative that is installed."""
     for alternative in requirement.split(" | "):
         package = alternative.partition("==")[0]

@@ -15,7 +15,6 @@ from experiments import kinds
 from experiments.config.schema import Config
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
-from experiments.machine.environment import version_of
 from experiments.paths import ROOT, library_folders
 
 # How a number comes about: a change here makes earlier samples another measurement.
@@ -64,7 +63,7 @@ def point_key(cell: Cell, config: Config) -> str:
             "device": {"kind": config.device.kind, "ranks": config.device.ranks},
             "bench": bench_version(),
             "others": {arm.contender: registry.identity(arm.contender) for arm in cell.arms},
-            "packages": {name: version_of(name) for name in kinds.find(cell.kind).packages},
+            "packages": [registry.installed(name) for name in kinds.find(cell.kind).packages],
         }
     )
 

@@ -65,7 +65,7 @@ def test_contenders_say_whether_they_run_here(monkeypatch: pytest.MonkeyPatch) -
     def installed(requirement: str) -> tuple[str, str] | None:
         return None if requirement.startswith("torchrec") else (requirement.split("==")[0], "0.1")
 
-    monkeypatch.setattr(registry, "_installed", installed)
+    monkeypatch.setattr(registry, "installed", installed)
     rows = {row[0]: row for row in listing.contenders().rows}
     assert set(rows) == set(registry.names())
     assert rows["tbe"][3] == "yes"

