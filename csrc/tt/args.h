@@ -220,10 +220,10 @@ struct TtLeftGradsArgs {
 struct TtRightGradsArgs {
   TtValues left;
   int left_columns, right_columns, rank;
-  const int32_t *segments, *rows, *row_lefts;
-  int64_t first_left;  // what row_lefts has for u = 0
-  int32_t* cursors;    // [V] next entry of `rows` of each right half
-  int64_t row_end;     // rows from here on belong to a later wave
+  const int32_t *segments, *rows, *row_lefts, *row_rights;
+  int64_t first_left, first_right;  // what row_lefts and row_rights have for u = 0 and v = 0
+  int32_t* cursors;                 // [V] next entry of `rows` of each right half
+  int64_t row_end;                  // rows from here on belong to a later wave
   const float* row_grads;
   int64_t row_stride;
   float* grads;  // [V][right columns, rank]
@@ -251,6 +251,8 @@ struct TtTable {
   void (*rows)(const TtRowsArgs&, float* scratch, int64_t begin, int64_t end);
   void (*left_grads)(const TtLeftGradsArgs&, float* scratch, int64_t begin, int64_t end);
   void (*right_grads)(const TtRightGradsArgs&, int64_t begin, int64_t end);
+  // The same for a range of rows instead of right halves: same bits, see there.
+  void (*right_grads_by_row)(const TtRightGradsArgs&, int64_t begin, int64_t end);
   void (*contract)(const TtHalfCores&, const TtHalfGrads&, const float* value_grads, float* scratch,
                    int64_t begin, int64_t end);
   void (*sum_outer)(const TtOuterSumArgs&, int64_t begin, int64_t end);

@@ -236,8 +236,8 @@ std::vector<TtBatch> used_tables(const TtTables& tables, const TtPlan& plan) {
   return used;
 }
 
-// Call `body` for each table: on several threads at once where that keeps all of them busy, else
-// one after another, each on several threads.
+// Call `body` for each table, and tell whether it has one thread: tables are processed on several
+// threads at once where that keeps all of them busy, else one after another, each on all threads.
 template <class Body>
 void for_tables(const std::vector<TtBatch>& tables, const Body& body) {
   std::vector<int64_t> work = {0};  // before each table
@@ -249,13 +249,13 @@ void for_tables(const std::vector<TtBatch>& tables, const Body& body) {
   }
   const auto count = static_cast<int64_t>(tables.size());
   if (2 * most * num_threads() > 3 * work.back()) {
-    for (const TtBatch& table : tables) body(table);
+    for (const TtBatch& table : tables) body(table, num_threads() == 1);
     return;
   }
   parallel_balanced(
       count, kTableGrain, [&](int64_t t) { return work[t]; },
       [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t) body(tables[t]);
+        for (int64_t t = begin; t < end; ++t) body(tables[t], true);
       });
 }
 
@@ -272,7 +272,7 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
   const TtRowsOutput out{rows.mutable_data_ptr<float>(), prefixes.mutable_data_ptr<float>(),
                          tables.dim, num_saved, tables.value_size};
-  for_tables(used_tables(tables, plan), [&](const TtBatch& batch) { make_rows(batch, out); });
+  for_tables(used_tables(tables, plan), [&](const TtBatch& batch, bool) { make_rows(batch, out); });
   return {rows, prefixes};
 }
 
@@ -343,13 +343,15 @@ struct CoreGrads {
 class Backward {
  public:
   // `saved` has the values of the first `num_saved` left halves; rows of gradients have `stride`
-  // floats.
+  // floats. `alone`: on one thread, while other threads may have other tables.
   Backward(const TtBatch& batch, const TtRights& rights, const float* saved, int64_t num_saved,
-           const float* row_grads, int64_t stride)
+           const float* row_grads, int64_t stride, bool alone)
       : batch_(batch),
         rights_(rights),
         row_grads_(row_grads),
         stride_(stride),
+        alone_(alone),
+        rows_done_(batch.first_row),
         right_grads_(new_floats(batch.num_rights * batch.right.value_size())),
         cursors_(batch.plan.right_segments, batch.plan.right_segments + batch.num_rights),
         left_{
@@ -376,10 +378,9 @@ class Backward {
     std::fill_n(outer->values.get(), rows.num_outer() * outer->width, 0.0f);
     inner->width = left.inner_size();
     const int64_t num_saved = left_.num_saved;
-    const bool alone = num_threads() == 1;
-    const int64_t fit = (alone ? kWaveFloatsAlone : kWaveFloats) / left_.size;
+    const int64_t fit = (alone_ ? kWaveFloatsAlone : kWaveFloats) / left_.size;
     const int64_t wave = std::max(std::min(fit, lefts), 4 * kTtBlock);
-    const int64_t saved_wave = alone ? wave : std::max(wave, num_saved);
+    const int64_t saved_wave = alone_ ? wave : std::max(wave, num_saved);
     // Waves that end with an inner row, where all inner rows have fewer halves than a wave.
     const bool steps = step != nullptr && rows.max_halves_of_inner() <= wave;
     const auto end_of = [&](int64_t limit) { return steps ? rows.inner_begin(limit) : limit; };
@@ -499,6 +500,7 @@ class Backward {
 
   // Add the rows of left halves below `end` that were not added before to the gradients of right
   // halves, and, in the same parallel region, the values of `sums` to outer rows.
+  // A single thread takes the rows in their own order.
   void right_sums(int64_t end, const OuterSums* sums) {
     const TtPlan& plan = batch_.plan;
     const TtRightGradsArgs args{left_,
@@ -508,13 +510,21 @@ class Backward {
                                 plan.right_segments,
                                 plan.right_rows,
                                 plan.row_lefts,
+                                plan.row_rights,
                                 batch_.first_left,
+                                batch_.first_right,
                                 cursors_.data(),
                                 plan.left_segments[end],
                                 row_grads_,
                                 stride_,
                                 right_grads_.get()};
     const int64_t rights = batch_.num_rights, outer_rows = sums != nullptr ? sums->rows() : 0;
+    if (alone_) {
+      tt_table().right_grads_by_row(args, rows_done_, args.row_end);
+      rows_done_ = args.row_end;
+      if (sums != nullptr) sums->run(0, outer_rows);
+      return;
+    }
     const int64_t per_row = int64_t{1} * batch_.shape.dim() * batch_.left.rank;
     const auto cost = [&](int64_t i) {
       const int64_t v = std::min(i, rights);
@@ -531,6 +541,8 @@ class Backward {
   const TtRights& rights_;
   const float* row_grads_;
   int64_t stride_;
+  bool alone_;
+  int64_t rows_done_;  // by right_sums, if alone
   Floats right_grads_;
   Floats recomputed_;               // values of left halves that the forward pass did not save
   const CoreStep* step_ = nullptr;  // of the inner core, if it is updated at once
@@ -559,13 +571,13 @@ struct GradInputs {
 
   // Compute the gradients of the cores of a table that has rows in the batch. With `inner_step`, of
   // the second core, there may be none of that core: it is updated then.
-  std::vector<CoreGrads> of(const TtBatch& batch, const CoreStep* inner_step) const {
+  std::vector<CoreGrads> of(const TtBatch& batch, const CoreStep* inner_step, bool alone) const {
     const TtRights rights(batch);
     const TtRowsOutput saved{nullptr, const_cast<float*>(prefixes.const_data_ptr<float>()), 0,
                              prefixes.size(0), tables.value_size};
     const int64_t num_saved = saved.num_saved_of(batch);
     Backward backward(batch, rights, num_saved > 0 ? saved.saved_of(batch) : nullptr, num_saved,
-                      gradient.const_data_ptr<float>(), tables.dim);
+                      gradient.const_data_ptr<float>(), tables.dim, alone);
     std::vector<CoreGrads> grads(batch.shape.cores);
     const size_t last = grads.size() - 1;
     backward.left_half(&grads[0], &grads[1], inner_step);
@@ -588,8 +600,8 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   for (const Tensor& core : cores) {
     grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}, ScalarType::Float));
   }
-  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch) {
-    const std::vector<CoreGrads> found = inputs.of(batch, nullptr);
+  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch, bool alone) {
+    const std::vector<CoreGrads> found = inputs.of(batch, nullptr, alone);
     for (size_t k = 0; k < found.size(); ++k) {
       const CoreGrads& core = found[k];
       float* out = grads[batch.first_core + k].mutable_data_ptr<float>();
@@ -613,13 +625,13 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
   const UpdateRowsFn update = tt_update_table().find(static_cast<int>(optimizer));
   std::vector<int64_t> first_rows = {0};  // of each core, among the rows of all cores
   for (const Tensor& core : cores) first_rows.push_back(first_rows.back() + core.size(0));
-  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch) {
+  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch, bool alone) {
     const auto step_of = [&](size_t k) {
       const size_t number = batch.first_core + k;
       return CoreStep{update, tiers[number], hyper.const_data_ptr<double>(), first_rows[number]};
     };
     const CoreStep inner_step = step_of(1);
-    const std::vector<CoreGrads> found = inputs.of(batch, &inner_step);
+    const std::vector<CoreGrads> found = inputs.of(batch, &inner_step, alone);
     for (size_t k = 0; k < found.size(); ++k) {
       const CoreGrads& core = found[k];
       const UpdateRowsArgs args = step_of(k).args(core.values.get(), core.width, core.rows.data());

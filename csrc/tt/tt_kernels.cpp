@@ -2,201 +2,12 @@
 // operands stay in the first two cache levels. The halves are sorted by their inner core, the large
 // one, which is read once for all halves that share it, and whose gradient is one product over
 // them.
-//
-// Products of small matrices in registers come first. Lanes run along the columns of b and c;
-// elements of a are broadcast, so a may have any strides. Columns are covered by vectors of
-// decreasing width, so no size needs padding.
 
 #include "core/vec.h"
 #include "tt/args.h"
+#include "tt/small_products.h"
 
 namespace emb::EMB_ISA {
-
-enum class Store { kSet, kAdd };
-
-// c[m, n] (+)= sum over k of a[m, k] * b[k, n]; strides in elements, columns of b and c contiguous.
-struct Product {
-  int64_t m, n, k;
-  const float* a;
-  int64_t a_row, a_column;
-  const float* b;
-  int64_t b_row;
-  float* c;
-  int64_t c_row;
-  Store store;
-};
-
-template <int kWidth>
-struct VecOf {
-  typedef float type __attribute__((vector_size(kWidth * sizeof(float))));
-  typedef int32_t lanes __attribute__((vector_size(kWidth * sizeof(int32_t))));
-};
-template <>
-struct VecOf<1> {
-  typedef float type;
-};
-
-// Compute a tile of kRows x (kVectors * kWidth) of c at (m, n) in registers. The sum runs over k in
-// order, starting from c itself: splitting k over several calls does not change the bits.
-template <int kWidth, int kRows, int kVectors>
-EMB_HD void tile(const Product& p, int64_t m, int64_t n) {
-  using V = typename VecOf<kWidth>::type;
-  V sums[kRows][kVectors];
-  // Copies: as far as the compiler knows, stores to c may change p.
-  const int64_t depth = p.k, a_row = p.a_row, a_column = p.a_column, b_row = p.b_row,
-                c_row = p.c_row;
-  const float* a = p.a + m * a_row;
-  const float* b = p.b + n;
-  float* c = p.c + m * c_row + n;
-  if (p.store == Store::kAdd) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) {
-        __builtin_memcpy(&sums[i][v], c + i * c_row + v * kWidth, sizeof(V));
-      }
-    }
-  } else {
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) sums[i][v] = V{};
-    }
-  }
-  for (int64_t k = 0; k < depth; ++k) {
-    V row[kVectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) __builtin_memcpy(&row[v], b + v * kWidth, sizeof(V));
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
-      const float x = a[i * a_row];
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) sums[i][v] += x * row[v];
-    }
-    a += a_column;
-    b += b_row;
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) {
-      __builtin_memcpy(c + i * c_row + v * kWidth, &sums[i][v], sizeof(V));
-    }
-  }
-}
-
-// Compute all rows of the columns [n, n + kVectors * kWidth).
-template <int kWidth, int kVectors>
-void columns(const Product& p, int64_t n) {
-  int64_t m = 0;
-  if constexpr (kVectors <= 2 && kLanes == 16) {
-    for (; m + 8 <= p.m; m += 8) tile<kWidth, 8, kVectors>(p, m, n);
-  }
-  if constexpr (kVectors == 2 && kLanes == 8) {  // 12 of 16 registers: 8 sums wait for each other
-    for (; m + 6 <= p.m; m += 6) tile<kWidth, 6, kVectors>(p, m, n);
-  }
-  for (; m + 4 <= p.m; m += 4) tile<kWidth, 4, kVectors>(p, m, n);
-  if (m + 2 <= p.m) {
-    tile<kWidth, 2, kVectors>(p, m, n);
-    m += 2;
-  }
-  if (m < p.m) tile<kWidth, 1, kVectors>(p, m, n);
-}
-
-inline void multiply(const Product& p) {
-  int64_t n = 0;
-  if constexpr (kLanes == 16) {
-    for (; n + 4 * kLanes <= p.n; n += 4 * kLanes) columns<kLanes, 4>(p, n);
-  }
-  for (; n + 2 * kLanes <= p.n; n += 2 * kLanes) columns<kLanes, 2>(p, n);
-  for (; n + kLanes <= p.n; n += kLanes) columns<kLanes, 1>(p, n);
-  if constexpr (kLanes > 8) {
-    for (; n + 8 <= p.n; n += 8) columns<8, 1>(p, n);
-  }
-  if constexpr (kLanes > 4) {
-    for (; n + 4 <= p.n; n += 4) columns<4, 1>(p, n);
-  }
-  for (; n < p.n; ++n) columns<1, 1>(p, n);
-}
-
-// Return the lane numbers of one round of a transposition as constants: every block of `kSpan`
-// lanes that belongs to the other register is taken from there.
-template <int kWidth, int kSpan, bool kHigh>
-EMB_HD typename VecOf<kWidth>::lanes exchange_lanes() {
-  struct Table {
-    int32_t lane[kWidth];
-  };
-  constexpr Table table = [] {
-    Table t{};
-    for (int i = 0; i < kWidth; ++i) {
-      const bool upper = (i & kSpan) != 0;
-      t.lane[i] = kHigh ? (upper ? kWidth + i : i + kSpan) : (upper ? kWidth + i - kSpan : i);
-    }
-    return t;
-  }();
-  typename VecOf<kWidth>::lanes lanes;
-  __builtin_memcpy(&lanes, &table, sizeof(lanes));
-  return lanes;
-}
-
-template <int kWidth, int kSpan>
-EMB_HD void exchange(typename VecOf<kWidth>::type (&rows)[kWidth]) {
-  if constexpr (kSpan > 0) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kWidth; ++i) {
-      if ((i & kSpan) != 0) continue;
-      const auto a = rows[i], b = rows[i + kSpan];
-      rows[i] = __builtin_shuffle(a, b, exchange_lanes<kWidth, kSpan, false>());
-      rows[i + kSpan] = __builtin_shuffle(a, b, exchange_lanes<kWidth, kSpan, true>());
-    }
-    exchange<kWidth, kSpan / 2>(rows);
-  }
-}
-
-// Transpose a kWidth x kWidth block in log2(kWidth) rounds, each of which exchanges lanes between
-// pairs of registers.
-template <int kWidth>
-EMB_HD void transpose_block(const float* from, int64_t from_row, float* to, int64_t to_row) {
-  using V = typename VecOf<kWidth>::type;
-  V rows[kWidth];
-#pragma GCC unroll 16
-  for (int i = 0; i < kWidth; ++i) __builtin_memcpy(&rows[i], from + i * from_row, sizeof(V));
-  exchange<kWidth, kWidth / 2>(rows);
-#pragma GCC unroll 16
-  for (int i = 0; i < kWidth; ++i) __builtin_memcpy(to + i * to_row, &rows[i], sizeof(V));
-}
-
-struct Matrix {
-  const float* data;
-  int64_t rows, columns, row;  // `row` is the stride between rows
-};
-
-template <int kWidth>
-EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_row) {
-  const int64_t rows = from.rows / kWidth * kWidth, columns = from.columns / kWidth * kWidth;
-  for (int64_t i = 0; i < rows; i += kWidth) {
-    for (int64_t j = 0; j < columns; j += kWidth) {
-      transpose_block<kWidth>(from.data + i * from.row + j, from.row, to + j * to_row + i, to_row);
-    }
-  }
-  for (int64_t i = 0; i < from.rows; ++i) {
-    for (int64_t j = i < rows ? columns : 0; j < from.columns; ++j) {
-      to[j * to_row + i] = from.data[i * from.row + j];
-    }
-  }
-}
-
-// to[j, i] = from[i, j].
-inline void transpose(const Matrix& from, float* to, int64_t to_row) {
-  const int64_t smaller = from.rows < from.columns ? from.rows : from.columns;
-  if constexpr (kLanes >= 16) {
-    if (smaller >= 16) return transpose_blocks<16>(from, to, to_row);
-  }
-  if constexpr (kLanes >= 8) {
-    if (smaller >= 8) return transpose_blocks<8>(from, to, to_row);
-  }
-  transpose_blocks<4>(from, to, to_row);
-}
 
 namespace {
 
@@ -253,6 +64,7 @@ class InnerPrefetch {
 // Rows whose operands are prefetched. They are read in the order of the other half, so that the
 // hardware does not foresee them.
 constexpr int64_t kRowsAhead = 6;
+constexpr int64_t kSumsAhead = 2;  // for the same, but from the second-level cache
 
 // Copy the outer rows of the halves [begin, end) one after the other: [n q_outer, inner_rank].
 EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, float* packed) {
@@ -558,11 +370,29 @@ EMB_HD void prefetch_row_of_right(const TtRightGradsArgs& args, int64_t cursor, 
   prefetch_row<false>(args.left.at(args.row_lefts[j] - args.first_left), nbytes * args.rank);
 }
 
+// Add the product of a row's gradient and its left value to the gradient of a right half of four
+// columns.
+template <int kVectors>
+EMB_HD void add_row(const TtRightGradsArgs& args, const float* grad, const float* left,
+                    Vec (&sums)[4][kVectors]) {
+  const int64_t columns = args.left_columns, rank = args.rank;
+  for (int64_t column = 0; column < columns; ++column, grad += 4, left += rank) {
+    Vec b[kVectors];
+#pragma GCC unroll 2
+    for (int k = 0; k < kVectors; ++k) b[k] = load(left + k * kLanes);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+      for (int k = 0; k < kVectors; ++k) sums[i][k] += grad[i] * b[k];
+    }
+  }
+}
+
 // Add columns [n, n + kVectors * kLanes) of the gradient of right half v, of four columns, over its
 // rows of this wave: the sums stay in registers. Return the next entry of `rows`.
 template <int kVectors>
 EMB_HD int32_t right_grad_tile(const TtRightGradsArgs& args, int64_t v, int64_t n, int64_t last) {
-  const int64_t columns = args.left_columns, rank = args.rank;
+  const int64_t rank = args.rank;
   float* out = args.grads + v * 4 * rank + n;
   Vec sums[4][kVectors] = {};
   int32_t cursor = args.cursors[v];
@@ -576,16 +406,7 @@ EMB_HD int32_t right_grad_tile(const TtRightGradsArgs& args, int64_t v, int64_t 
     const int64_t j = args.rows[cursor];
     const float* grad = args.row_grads + j * args.row_stride;
     const float* left = args.left.at(args.row_lefts[j] - args.first_left) + n;
-    for (int64_t column = 0; column < columns; ++column, grad += 4, left += rank) {
-      Vec b[kVectors];
-#pragma GCC unroll 2
-      for (int k = 0; k < kVectors; ++k) b[k] = load(left + k * kLanes);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-#pragma GCC unroll 2
-        for (int k = 0; k < kVectors; ++k) sums[i][k] += grad[i] * b[k];
-      }
-    }
+    add_row<kVectors>(args, grad, left, sums);
   }
   for (int i = 0; i < 4; ++i) {
     for (int k = 0; k < kVectors; ++k) store(out + i * rank + k * kLanes, sums[i][k]);
@@ -593,8 +414,23 @@ EMB_HD int32_t right_grad_tile(const TtRightGradsArgs& args, int64_t v, int64_t 
   return cursor;
 }
 
+// Return the product that adds row j to the gradient of its right half v; the first one sets it.
+EMB_HD Product row_of_right(const TtRightGradsArgs& args, int64_t j, int64_t v, bool is_first) {
+  return {.m = args.right_columns,
+          .n = args.rank,
+          .k = args.left_columns,
+          .a = args.row_grads + j * args.row_stride,
+          .a_row = 1,
+          .a_column = args.right_columns,
+          .b = args.left.at(args.row_lefts[j] - args.first_left),
+          .b_row = args.rank,
+          .c = args.grads + v * args.right_columns * args.rank,
+          .c_row = args.rank,
+          .store = is_first ? Store::kSet : Store::kAdd};
+}
+
 void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
-  const int64_t columns = args.left_columns, right_columns = args.right_columns, rank = args.rank;
+  const int64_t right_columns = args.right_columns, rank = args.rank;
   const bool in_registers = right_columns == 4 && rank % kLanes == 0;
   const int64_t last = args.segments[end];
   for (int64_t v = begin; v < end; ++v) {
@@ -611,20 +447,55 @@ void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
     }
     for (; cursor < args.segments[v + 1] && args.rows[cursor] < args.row_end; ++cursor) {
       prefetch_row_of_right(args, cursor, last);
-      const int64_t j = args.rows[cursor];
-      multiply({.m = right_columns,
-                .n = rank,
-                .k = columns,
-                .a = args.row_grads + j * args.row_stride,
-                .a_row = 1,
-                .a_column = right_columns,
-                .b = args.left.at(args.row_lefts[j] - args.first_left),
-                .b_row = rank,
-                .c = args.grads + v * right_columns * rank,
-                .c_row = rank,
-                .store = cursor == args.segments[v] ? Store::kSet : Store::kAdd});
+      multiply(row_of_right(args, args.rows[cursor], v, cursor == args.segments[v]));
     }
     args.cursors[v] = cursor;
+  }
+}
+
+// Add columns [n, n + kVectors * kLanes) of the product of row j to the gradient of right half v.
+template <int kVectors>
+EMB_HD void row_grad_tile(const TtRightGradsArgs& args, int64_t j, int64_t v, int64_t n,
+                          bool is_first) {
+  const int64_t rank = args.rank;
+  float* out = args.grads + v * 4 * rank + n;
+  Vec sums[4][kVectors] = {};
+  if (!is_first) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+      for (int k = 0; k < kVectors; ++k) sums[i][k] = load(out + i * rank + k * kLanes);
+    }
+  }
+  add_row<kVectors>(args, args.row_grads + j * args.row_stride,
+                    args.left.at(args.row_lefts[j] - args.first_left) + n, sums);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+    for (int k = 0; k < kVectors; ++k) store(out + i * rank + k * kLanes, sums[i][k]);
+  }
+}
+
+// Add rows in their own order: left values and gradients of rows, the larger part, are then read
+// from front to back. The rows of a right half are in this order in `rows` too, and a sum in memory
+// has the bits of one in registers. Only one thread may have rows of a right half.
+void right_grads_by_row(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
+  const int64_t rank = args.rank, nbytes = args.right_columns * rank * int64_t{sizeof(float)};
+  const bool in_registers = args.right_columns == 4 && rank % kLanes == 0;
+  for (int64_t j = begin; j < end; ++j) {
+    const int64_t v = args.row_rights[j] - args.first_right;
+    const bool is_first = args.cursors[v]++ == args.segments[v];
+    if (j + kSumsAhead < end) {
+      const int64_t ahead = args.row_rights[j + kSumsAhead] - args.first_right;
+      prefetch_row<true>(args.grads + ahead * args.right_columns * rank, nbytes);
+    }
+    if (!in_registers) {
+      multiply(row_of_right(args, j, v, is_first));
+      continue;
+    }
+    int64_t n = 0;
+    for (; n + 2 * kLanes <= rank; n += 2 * kLanes) row_grad_tile<2>(args, j, v, n, is_first);
+    if (n < rank) row_grad_tile<1>(args, j, v, n, is_first);
   }
 }
 
@@ -658,6 +529,7 @@ void reverse(const TtReverseArgs& args, int64_t begin, int64_t end) {
 }  // namespace
 
 extern const TtTable kTtTable;
-const TtTable kTtTable = {expand, rows, left_grads, right_grads, contract, sum_outer, reverse};
+const TtTable kTtTable = {expand,   rows,      left_grads, right_grads, right_grads_by_row,
+                          contract, sum_outer, reverse};
 
 }  // namespace emb::EMB_ISA

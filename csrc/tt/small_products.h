@@ -1,0 +1,196 @@
+// Products of small matrices, and their transposition, in registers. Lanes run along the columns of
+// b and c; elements of a are broadcast, so a may have any strides. Columns are covered by vectors
+// of decreasing width, so no size needs padding.
+#pragma once
+
+#include "core/vec.h"
+
+namespace emb::EMB_ISA {
+
+enum class Store { kSet, kAdd };
+
+// c[m, n] (+)= sum over k of a[m, k] * b[k, n]; strides in elements, columns of b and c contiguous.
+struct Product {
+  int64_t m, n, k;
+  const float* a;
+  int64_t a_row, a_column;
+  const float* b;
+  int64_t b_row;
+  float* c;
+  int64_t c_row;
+  Store store;
+};
+
+template <int kWidth>
+struct VecOf {
+  typedef float type __attribute__((vector_size(kWidth * sizeof(float))));
+  typedef int32_t lanes __attribute__((vector_size(kWidth * sizeof(int32_t))));
+};
+template <>
+struct VecOf<1> {
+  typedef float type;
+};
+
+// Compute a tile of kRows x (kVectors * kWidth) of c at (m, n) in registers. The sum runs over k in
+// order, starting from c itself: splitting k over several calls does not change the bits.
+template <int kWidth, int kRows, int kVectors>
+EMB_HD void tile(const Product& p, int64_t m, int64_t n) {
+  using V = typename VecOf<kWidth>::type;
+  V sums[kRows][kVectors];
+  // Copies: as far as the compiler knows, stores to c may change p.
+  const int64_t depth = p.k, a_row = p.a_row, a_column = p.a_column, b_row = p.b_row,
+                c_row = p.c_row;
+  const float* a = p.a + m * a_row;
+  const float* b = p.b + n;
+  float* c = p.c + m * c_row + n;
+  if (p.store == Store::kAdd) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) {
+        __builtin_memcpy(&sums[i][v], c + i * c_row + v * kWidth, sizeof(V));
+      }
+    }
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) sums[i][v] = V{};
+    }
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    V row[kVectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) __builtin_memcpy(&row[v], b + v * kWidth, sizeof(V));
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      const float x = a[i * a_row];
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) sums[i][v] += x * row[v];
+    }
+    a += a_column;
+    b += b_row;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      __builtin_memcpy(c + i * c_row + v * kWidth, &sums[i][v], sizeof(V));
+    }
+  }
+}
+
+// Compute all rows of the columns [n, n + kVectors * kWidth).
+template <int kWidth, int kVectors>
+void columns(const Product& p, int64_t n) {
+  int64_t m = 0;
+  if constexpr (kVectors <= 2 && kLanes == 16) {
+    for (; m + 8 <= p.m; m += 8) tile<kWidth, 8, kVectors>(p, m, n);
+  }
+  if constexpr (kVectors == 2 && kLanes == 8) {  // 12 of 16 registers: 8 sums wait for each other
+    for (; m + 6 <= p.m; m += 6) tile<kWidth, 6, kVectors>(p, m, n);
+  }
+  for (; m + 4 <= p.m; m += 4) tile<kWidth, 4, kVectors>(p, m, n);
+  if (m + 2 <= p.m) {
+    tile<kWidth, 2, kVectors>(p, m, n);
+    m += 2;
+  }
+  if (m < p.m) tile<kWidth, 1, kVectors>(p, m, n);
+}
+
+inline void multiply(const Product& p) {
+  int64_t n = 0;
+  if constexpr (kLanes == 16) {
+    for (; n + 4 * kLanes <= p.n; n += 4 * kLanes) columns<kLanes, 4>(p, n);
+  }
+  for (; n + 2 * kLanes <= p.n; n += 2 * kLanes) columns<kLanes, 2>(p, n);
+  for (; n + kLanes <= p.n; n += kLanes) columns<kLanes, 1>(p, n);
+  if constexpr (kLanes > 8) {
+    for (; n + 8 <= p.n; n += 8) columns<8, 1>(p, n);
+  }
+  if constexpr (kLanes > 4) {
+    for (; n + 4 <= p.n; n += 4) columns<4, 1>(p, n);
+  }
+  for (; n < p.n; ++n) columns<1, 1>(p, n);
+}
+
+// Return the lane numbers of one round of a transposition as constants: every block of `kSpan`
+// lanes that belongs to the other register is taken from there.
+template <int kWidth, int kSpan, bool kHigh>
+EMB_HD typename VecOf<kWidth>::lanes exchange_lanes() {
+  struct Table {
+    int32_t lane[kWidth];
+  };
+  constexpr Table table = [] {
+    Table t{};
+    for (int i = 0; i < kWidth; ++i) {
+      const bool upper = (i & kSpan) != 0;
+      t.lane[i] = kHigh ? (upper ? kWidth + i : i + kSpan) : (upper ? kWidth + i - kSpan : i);
+    }
+    return t;
+  }();
+  typename VecOf<kWidth>::lanes lanes;
+  __builtin_memcpy(&lanes, &table, sizeof(lanes));
+  return lanes;
+}
+
+template <int kWidth, int kSpan>
+EMB_HD void exchange(typename VecOf<kWidth>::type (&rows)[kWidth]) {
+  if constexpr (kSpan > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kWidth; ++i) {
+      if ((i & kSpan) != 0) continue;
+      const auto a = rows[i], b = rows[i + kSpan];
+      rows[i] = __builtin_shuffle(a, b, exchange_lanes<kWidth, kSpan, false>());
+      rows[i + kSpan] = __builtin_shuffle(a, b, exchange_lanes<kWidth, kSpan, true>());
+    }
+    exchange<kWidth, kSpan / 2>(rows);
+  }
+}
+
+// Transpose a kWidth x kWidth block in log2(kWidth) rounds, each of which exchanges lanes between
+// pairs of registers.
+template <int kWidth>
+EMB_HD void transpose_block(const float* from, int64_t from_row, float* to, int64_t to_row) {
+  using V = typename VecOf<kWidth>::type;
+  V rows[kWidth];
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) __builtin_memcpy(&rows[i], from + i * from_row, sizeof(V));
+  exchange<kWidth, kWidth / 2>(rows);
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) __builtin_memcpy(to + i * to_row, &rows[i], sizeof(V));
+}
+
+struct Matrix {
+  const float* data;
+  int64_t rows, columns, row;  // `row` is the stride between rows
+};
+
+template <int kWidth>
+EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_row) {
+  const int64_t rows = from.rows / kWidth * kWidth, columns = from.columns / kWidth * kWidth;
+  for (int64_t i = 0; i < rows; i += kWidth) {
+    for (int64_t j = 0; j < columns; j += kWidth) {
+      transpose_block<kWidth>(from.data + i * from.row + j, from.row, to + j * to_row + i, to_row);
+    }
+  }
+  for (int64_t i = 0; i < from.rows; ++i) {
+    for (int64_t j = i < rows ? columns : 0; j < from.columns; ++j) {
+      to[j * to_row + i] = from.data[i * from.row + j];
+    }
+  }
+}
+
+// to[j, i] = from[i, j].
+inline void transpose(const Matrix& from, float* to, int64_t to_row) {
+  const int64_t smaller = from.rows < from.columns ? from.rows : from.columns;
+  if constexpr (kLanes >= 16) {
+    if (smaller >= 16) return transpose_blocks<16>(from, to, to_row);
+  }
+  if constexpr (kLanes >= 8) {
+    if (smaller >= 8) return transpose_blocks<8>(from, to, to_row);
+  }
+  transpose_blocks<4>(from, to, to_row);
+}
+
+}  // namespace emb::EMB_ISA
