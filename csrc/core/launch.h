@@ -93,8 +93,12 @@ class CudaLauncher {
                                       static_cast<int>(shared_bytes)),
                  "reserving shared memory");
     }
-    kernel<<<grid, block, shared_bytes, stream_>>>(arguments...);
-    check_cuda(cudaGetLastError(), "a kernel launch");
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel launch");
   }
 
   void zero(void* data, size_t bytes) const {
