@@ -32,7 +32,7 @@ STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
 SOURCES := $(shell find csrc -type f) pyproject.toml
 
-.PHONY: help run test quick lint format gpu-test gate micro nightly smoke native clean distclean force
+.PHONY: help run test quick lint format gpu-test pretend-test gate micro nightly smoke native clean distclean force
 
 help: ## list the targets and variables
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -53,6 +53,11 @@ quick: $(STATE)/native ## linters, house rules and tests of what differs from th
 gpu-test: native ## the tests that use a GPU; fails if torch sees none
 	@$(BIN)/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"
 	@$(BIN)/python -m pytest -q -k cuda $(ARGS)
+
+# What the tests cover is in docs/pretend_gpu.md.
+PRETEND_TESTS := tests/tables/test_graph_capture.py tests/ops/test_tbe_places.py
+pretend-test: native ## tests of a GPU on the pretend GPU, no GPU needed (ARGS="-x", FILES=path: other tests)
+	@$(BIN)/python -m pytest -q -p tests.pretend.plugin -k cuda $(or $(FILES),$(PRETEND_TESTS)) $(ARGS)
 
 gate: native ## is the working tree slower than BASE=origin/main? (exit status: scripts/gate.sh)
 	@VENV="$(VENV)" scripts/gate.sh $(BASE) $(ARGS)

@@ -20,7 +20,7 @@ struct BoundsArgs {
   bool fatal;
   int32_t* tile_max;               // one per tile of offsets
   int32_t* repaired;               // [num_bags + 1]
-  unsigned long long* violations;  // [2], zeroed: indices, offsets
+  unsigned long long* violations;  // [2], zeroed: indices, offsets; null to count none
 };
 
 EMB_DEVICE int32_t clamped_offset(const BoundsArgs& args, int64_t i) {
@@ -98,7 +98,7 @@ EMB_DEVICE int32_t max_of_threads_before(int32_t value) {
     simt::trap(
         "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
   }
-  if (threadIdx.x % simt::kWarp == 0) {
+  if (threadIdx.x % simt::kWarp == 0 && args.violations != nullptr) {
     atomicAdd(&args.violations[1], static_cast<unsigned long long>(bad));
   }
 }
@@ -135,10 +135,16 @@ EMB_DEVICE int32_t max_of_threads_before(int32_t value) {
 inline int64_t offset_tiles(int64_t num_bags) { return (num_bags + 1 + kTileSize - 1) / kTileSize; }
 
 template <class Launcher>
-void launch_bounds_check(const Launcher& launcher, const BoundsArgs& args) {
+void launch_repair_offsets(const Launcher& launcher, const BoundsArgs& args) {
   const auto tiles = static_cast<unsigned>(offset_tiles(args.num_bags));
-  launcher(offset_max_kernel, tiles, kTileThreads, args);
+  // A tile reads the maximums of the tiles before it: of a single one there are none.
+  if (tiles > 1) launcher(offset_max_kernel, tiles, kTileThreads, args);
   launcher(repair_offsets_kernel, tiles, kTileThreads, args);
+}
+
+template <class Launcher>
+void launch_bounds_check(const Launcher& launcher, const BoundsArgs& args) {
+  launch_repair_offsets(launcher, args);
   if (args.num_lookups == 0 || args.num_bags == 0) return;
   launcher(check_indices_kernel, blocks_for(args.num_lookups, kTileSize, launcher.blocks(32)),
            kTileThreads, args);

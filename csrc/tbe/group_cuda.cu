@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "group/device_sort.h"
+#include "tbe/bounds.cuh"
 #include "tbe/keys.cuh"
 
 namespace emb::cuda {
@@ -34,7 +35,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   check_same_device(op, "features", features, indices);
   STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
   const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
-  const int64_t n = indices.numel();
+  const int64_t n = indices.numel(), num_bags = offsets.numel() - 1;
   const CudaLauncher launcher(indices);
   const Tensor index_tensor = as_contiguous(indices);
   const Tensor offset_tensor = as_contiguous(offsets);
@@ -44,8 +45,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   Tensor bags = allocate(indices, {n}, ScalarType::Int);
   Tensor count = allocate(indices, {1}, ScalarType::Int);
   Tensor bag_of = allocate(indices, {n}, ScalarType::Int);
+  // The search for bags needs offsets that do not fall; the caller may not have repaired them.
+  Tensor repaired = allocate(indices, {num_bags + 1}, ScalarType::Int);
+  Tensor tile_max = allocate(indices, {offset_tiles(num_bags)}, ScalarType::Int);
+  launch_repair_offsets(launcher, BoundsArgs{index_array(index_tensor), index_array(offset_tensor),
+                                             feature_array(features), n, num_bags, map, false,
+                                             tile_max.mutable_data_ptr<int32_t>(),
+                                             repaired.mutable_data_ptr<int32_t>(), nullptr});
   const LookupKeys in{feature_array(features), index_array(index_tensor),
-                      Bags{index_array(offset_tensor), offsets.numel() - 1, n}, map,
+                      Bags{index_array(repaired), num_bags, n}, map,
                       bag_of.mutable_data_ptr<int32_t>()};
   const GroupOutput out{rows.mutable_data_ptr(),
                         true,
