@@ -62,8 +62,7 @@ void describe(const char* p) {
   describe_place(p, place, sizeof(place));
   const Operation* running = state().running;
   if (on_device() && running != nullptr) {
-    std::snprintf(fault_text, sizeof(fault_text), "illegal memory access by %s, enqueued at %s: %s",
-                  running->name, running->caller, place);
+    std::snprintf(fault_text, sizeof(fault_text), "illegal memory access: %s", place);
   } else {
     std::snprintf(fault_text, sizeof(fault_text),
                   "host code (thread %ld) touches device memory: %s", syscall(SYS_gettid), place);
@@ -105,8 +104,8 @@ void on_fault(int, siginfo_t* info, void* context) {
   if (in_device) describe(p);
   if (!in_device && in_operation) {
     std::snprintf(fault_text, sizeof(fault_text),
-                  "illegal memory access by %s, enqueued at %s: %p is no device memory",
-                  running->name, running->caller, static_cast<void*>(p));
+                  "illegal memory access: %p is no device memory, nor pinned",
+                  static_cast<void*>(p));
   }
   if (in_operation && running->kind == Kind::kKernel) return return_into_leave_kernel(context);
   if (in_operation && way_out != nullptr) siglongjmp(*way_out, 1);

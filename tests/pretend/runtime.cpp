@@ -43,12 +43,6 @@ State* make_state() {
   return made;
 }
 
-cudaError_t fail(cudaError_t error, const std::string& text) {
-  last_error = error;
-  last_text = text;
-  return error;
-}
-
 Stream& stream_of(cudaStream_t handle) {
   return handle == nullptr ? find_stream(current_device(), 0) : *reinterpret_cast<Stream*>(handle);
 }
@@ -131,6 +125,12 @@ void check() {
 void count_entry(const char* name, int calls) {
   const Lock lock(state().mutex);
   state().entries[name] += calls;
+}
+
+cudaError_t fail(cudaError_t error, const std::string& text) {
+  last_error = error;
+  last_text = text;
+  return error;
 }
 
 cudaError_t enqueue(cudaStream_t stream, const char* name, std::function<void()> body) {

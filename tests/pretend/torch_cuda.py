@@ -21,11 +21,11 @@ import torch
 import torch.cuda.graphs
 import torch.cuda.random
 
-from tests.pretend.library import HERE, ROOT, build
+from tests.pretend.library import ROOT, build
 
 NUM_DEVICES = 2
 # Frames that cause nothing themselves: a wait belongs to the code that calls them.
-_TRANSPARENT = (str(Path(torch.__file__).parent), str(HERE))
+_TRANSPARENT = (str(Path(torch.__file__).parent), __file__, "<frozen")
 _INTERNAL = "no Python code (a thread of autograd)"
 
 
@@ -74,7 +74,7 @@ class PretendGpu:
 
     def __init__(self, devices: Path, settings: Settings) -> None:
         self.settings = settings
-        self._library = ctypes.CDLL(str(devices), mode=ctypes.RTLD_GLOBAL)
+        self.library = ctypes.CDLL(str(devices), mode=ctypes.RTLD_GLOBAL)
         self._lines: dict[tuple[str, int], Any] = {}
         self._sync_mode = 0
         self._declare()
@@ -83,13 +83,13 @@ class PretendGpu:
             ctypes.CFUNCTYPE(ctypes.c_void_p)(self._line_address),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)(self._on_wait),
         )
-        self._library.pretend_set_memory(settings.poison, int(settings.align == "end"))
-        self._library.pretend_set_multiprocessors(settings.multiprocessors)
+        self.library.pretend_set_memory(settings.poison, int(settings.align == "end"))
+        self.library.pretend_set_multiprocessors(settings.multiprocessors)
         self.set_schedule(settings.schedule, settings.seed)
         self.catch_faults()
 
     def _declare(self) -> None:
-        library = self._library
+        library = self.library
         for name in ("counts", "entries", "settle", "end_capture"):
             getattr(library, f"pretend_{name}").restype = ctypes.c_char_p
         library.pretend_begin_capture.restype = ctypes.c_void_p
@@ -104,39 +104,39 @@ class PretendGpu:
         """Turn faults into errors; again after someone else took the signal."""
         # A forbidden access of the host prints its stack of Python with this signal.
         faulthandler.register(signal.SIGUSR2, all_threads=False)
-        self._library.pretend_set_callbacks(*self._callbacks)
+        self.library.pretend_set_callbacks(*self._callbacks)
 
     def set_schedule(self, schedule: Schedule, seed: int = 1) -> None:
         """Change when streams run; the operations that are pending stay so."""
-        assert self._library.pretend_set_schedule(schedule.value.encode(), seed)
+        assert self.library.pretend_set_schedule(schedule.value.encode(), seed)
 
     def catches_the_host(self) -> bool:
         """Return whether the processor has protection keys, without which the host may read all."""
-        return bool(self._library.pretend_has_protection_keys())
+        return bool(self.library.pretend_has_protection_keys())
 
     def counts(self) -> dict[str, int]:
         """Return how many there were of each "kernel ...", "operation ..." and "wait ..."."""
-        return _counts(self._library.pretend_counts())
+        return _counts(self.library.pretend_counts())
 
     def reset_counts(self) -> None:
         """Count from zero."""
-        self._library.pretend_reset_counts()
+        self.library.pretend_reset_counts()
 
     def entry_calls(self) -> dict[str, int]:
         """Return how often each CUDA entry of csrc was called."""
-        return _counts(self._library.pretend_entries())
+        return _counts(self.library.pretend_entries())
 
     def num_pending(self) -> int:
         """Return the number of operations that have not run."""
-        return self._library.pretend_num_pending()
+        return self.library.pretend_num_pending()
 
     def settle(self) -> str:
         """Run everything and return the error that no call has raised, "" for none."""
-        return self._library.pretend_settle().decode()
+        return self.library.pretend_settle().decode()
 
     def live_bytes(self, device: Any = None) -> int:
         """Return the bytes of the tensors on a device."""
-        return self._library.pretend_live_bytes(device_index(device))
+        return self.library.pretend_live_bytes(device_index(device))
 
     def set_sync_debug_mode(self, mode: int | str) -> None:
         """Let waits of the host warn or raise, as `torch.cuda.set_sync_debug_mode` does."""
@@ -149,21 +149,21 @@ class PretendGpu:
 
     def begin_capture(self, stream: torch.Stream) -> int:
         """Let the stream record a graph, which is returned."""
-        return self._library.pretend_begin_capture(stream.device_index, stream.stream_id)
+        return self.library.pretend_begin_capture(stream.device_index, stream.stream_id)
 
     def end_capture(self, graph: int) -> None:
         """End the capture; raise RuntimeError if a stream of it was not joined."""
-        error = self._library.pretend_end_capture(graph)
+        error = self.library.pretend_end_capture(graph)
         if error is not None:
             raise RuntimeError(error.decode())
 
     def replay(self, graph: int, stream: torch.Stream) -> None:
         """Append the operations of a graph to a stream."""
-        self._library.pretend_replay(graph, stream.device_index, stream.stream_id)
+        self.library.pretend_replay(graph, stream.device_index, stream.stream_id)
 
     def is_capturing(self, stream: torch.Stream) -> bool:
         """Return whether the stream records a graph."""
-        return bool(self._library.pretend_is_capturing(stream.device_index, stream.stream_id))
+        return bool(self.library.pretend_is_capturing(stream.device_index, stream.stream_id))
 
     def _line(self) -> Any:
         frame = sys._getframe(2)

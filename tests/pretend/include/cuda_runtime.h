@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -76,6 +77,9 @@ namespace pretend {
 // Check a launch as the driver does and append it to its stream.
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
                    std::function<void()> body);
+
+// Return `error` with the text that cudaGetErrorString has for it from now on.
+cudaError_t fail(cudaError_t error, const std::string& text);
 
 // Append the work of a library such as CUB to a stream; `name` is a literal.
 cudaError_t enqueue(cudaStream_t stream, const char* name, std::function<void()> body);

@@ -15,6 +15,13 @@ namespace cub {
 
 inline size_t pretend_scratch(long long n) { return 512 + static_cast<size_t>(n) * 8; }
 
+inline cudaError_t check_scratch(size_t bytes, long long n) {
+  if (bytes >= pretend_scratch(n)) return cudaSuccess;
+  return pretend::fail(cudaErrorInvalidValue,
+                       "CUB got " + std::to_string(bytes) + " bytes of scratch and needs " +
+                           std::to_string(pretend_scratch(n)));
+}
+
 struct DeviceRadixSort {
   template <class Key, class Value, class N>
   static cudaError_t SortPairs(void* scratch, size_t& bytes, const Key* keys, Key* sorted_keys,
@@ -24,10 +31,10 @@ struct DeviceRadixSort {
       bytes = pretend_scratch(n);
       return cudaSuccess;
     }
-    if (bytes < pretend_scratch(n) || begin_bit < 0 ||
-        end_bit > static_cast<int>(sizeof(Key) * 8) || begin_bit > end_bit) {
-      return cudaErrorInvalidValue;
+    if (begin_bit < 0 || end_bit > static_cast<int>(sizeof(Key) * 8) || begin_bit > end_bit) {
+      return pretend::fail(cudaErrorInvalidValue, "CUB cannot sort by these bits");
     }
+    if (const cudaError_t error = check_scratch(bytes, n)) return error;
     const size_t size = bytes;
     return pretend::enqueue(stream, "cub::DeviceRadixSort::SortPairs", [=] {
       const std::vector<Key> k(keys, keys + n);

@@ -14,7 +14,7 @@ struct DeviceSelect {
       bytes = pretend_scratch(n);
       return cudaSuccess;
     }
-    if (bytes < pretend_scratch(n)) return cudaErrorInvalidValue;
+    if (const cudaError_t error = check_scratch(bytes, n)) return error;
     const size_t size = bytes;
     return pretend::enqueue(stream, "cub::DeviceSelect::UniqueByKey", [=] {
       const std::vector<Key> k(keys, keys + n);
