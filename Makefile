@@ -54,10 +54,8 @@ gpu-test: native ## the tests that use a GPU; fails if torch sees none
 	@$(BIN)/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"
 	@$(BIN)/python -m pytest -q -k cuda $(ARGS)
 
-# What the tests cover is in docs/pretend_gpu.md.
-PRETEND_TESTS := tests/tables/test_graph_capture.py tests/ops/test_tbe_places.py
-pretend-test: native ## tests of a GPU on the pretend GPU, no GPU needed (ARGS="-x", FILES=path: other tests)
-	@$(BIN)/python -m pytest -q -p tests.pretend.plugin -k cuda $(or $(FILES),$(PRETEND_TESTS)) $(ARGS)
+pretend-test: native ## tests of a GPU on the pretend GPU, no GPU needed (ARGS=matrix, ARGS="FILES -x")
+	@$(BIN)/python -m tests.pretend.session $(or $(ARGS),short)
 
 gate: native ## is the working tree slower than BASE=origin/main? (exit status: scripts/gate.sh)
 	@VENV="$(VENV)" scripts/gate.sh $(BASE) $(ARGS)
@@ -65,8 +63,9 @@ gate: native ## is the working tree slower than BASE=origin/main? (exit status: 
 micro: native ## time single operations with pytest-benchmark
 	@$(BIN)/python run.py +experiment=micro $(ARGS)
 
-nightly: native ## every experiment, pages of all reports, an hour of fuzzing (ARGS="timing=quick")
+nightly: native ## every experiment, pages of all reports, pretend GPU, an hour of fuzzing (ARGS="timing=quick")
 	@status=0; VENV="$(VENV)" scripts/nightly.sh $(ARGS) || status=$$?; \
+	  $(BIN)/python -m tests.pretend.session matrix || status=$$?; \
 	  EMBLIB_FUZZ_SECONDS=$(FUZZ_SECONDS) EMBLIB_FUZZ_SEED=$$(date +%F) \
 	  $(BIN)/python -m pytest -q tests/fuzz || status=$$?; exit $$status
 

@@ -1,6 +1,9 @@
 """The device fixture: tests of operations run on the CPU, and on CUDA where there is one."""
 
 import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 # Before torch starts its threads: on a busy machine spinning at barriers costs more than the tests.
@@ -16,6 +19,40 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device that is present."""
     return torch.device(request.param)
+
+
+@contextmanager
+def host_waits() -> Iterator[list[str]]:
+    """Return a list of the waits of the host for CUDA devices; it is filled at the end.
+
+    On the pretend GPU (docs/pretend_gpu.md) each names the operation and the line of Python.
+    """
+    waits: list[str] = []
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            yield waits
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits += [str(w.message) for w in seen if "synchronizing CUDA operation" in str(w.message)]
+
+
+@contextmanager
+def _error_on_host_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def no_host_waits() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which RuntimeError is raised where the host waits for a CUDA device."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU or the pretend GPU")
+    return _error_on_host_waits
 
 
 @pytest.fixture
@@ -47,6 +84,8 @@ LONG = {
     "tables/test_disk_training.py": 35,
     "tables/test_compile.py": 35,
     "experiments/bundle/test_verify.py": 35,
+    "pretend/test_mistakes.py": 60,
+    "pretend/test_short_set.py": 60,
     "test_native_library.py": 30,
     "experiments/contenders/test_new_contender.py": 30,
     "experiments/gate/test_revisions.py": 30,

@@ -45,6 +45,13 @@ enum class Reach { kOneDevice, kAllDevices };
 void enqueue_on(int device, int64_t stream, const char* name, std::function<void()> work,
                 Reach reach = Reach::kOneDevice, const void* pinned = nullptr);
 
+// While one lives, waits of this thread are not reported: they belong to one that was.
+class QuietWaits {
+ public:
+  QuietWaits();
+  ~QuietWaits();
+};
+
 // Refuse `what` while a graph is captured.
 void refuse_while_capturing(const char* what);
 bool is_capturing(int device, int64_t stream);

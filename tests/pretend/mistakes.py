@@ -24,7 +24,13 @@ def mistake(program: Callable[[PretendGpu], object]) -> Callable[[PretendGpu], o
 def copy_on_device(to: int, source: int, nbytes: int, stream: int = 0) -> None:
     """Start a kernel's copy between two addresses, whatever is there."""
     copy = gpu_library().pretend_cudaMemcpyAsync
-    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    copy.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
     _check(copy(to, source, nbytes, 3, stream or None))
 
 

@@ -26,5 +26,4 @@ int pretend_sort(int32_t* arrays, int n, void* scratch, size_t* bytes) {
       scratch, *bytes, keys, reinterpret_cast<uint32_t*>(arrays + 2 * n),
       const_cast<const int32_t*>(arrays + n), arrays + 3 * n, n, 0, 32, nullptr);
 }
-
 }

@@ -23,6 +23,7 @@ constexpr size_t kDefaultSharedBytes = 48 * 1024, kMaxSharedBytes = 227 * 1024;
 const char* (*python_line_callback)() = nullptr;
 int (*wait_callback)(const char*) = nullptr;  // returns 1 to forbid it
 
+thread_local int quiet_depth = 0;
 std::unordered_map<const void*, size_t> shared_limits;  // of kernels that asked for more
 cudaError_t last_error = cudaSuccess;
 std::string last_text;
@@ -100,7 +101,11 @@ const char* python_line() {
   return line == nullptr ? "" : line;
 }
 
+QuietWaits::QuietWaits() { ++quiet_depth; }
+QuietWaits::~QuietWaits() { --quiet_depth; }
+
 void report_wait(const char* what) {
+  if (quiet_depth > 0) return;
   {
     const Lock lock(state().mutex);
     ++state().counts[std::string("wait ") + what];

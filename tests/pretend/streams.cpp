@@ -167,7 +167,9 @@ void wait(int device, int64_t id, const std::shared_ptr<Event>& event) {
     return;
   }
   if (graph == nullptr || (stream.capture != nullptr && stream.capture != graph)) {
-    throw capture_error("a captured stream waits for an event of work outside the graph");
+    throw capture_error("stream " + std::to_string(id) +
+                        " of a graph waits for an event of stream " +
+                        std::to_string(event->stream) + ", recorded outside the graph");
   }
   Stream& other = find_stream(event->device, event->stream);
   if (other.capture != graph) {

@@ -166,7 +166,7 @@ class PretendGpu:
         return bool(self.library.pretend_is_capturing(stream.device_index, stream.stream_id))
 
     def _line(self) -> Any:
-        frame = sys._getframe(2)
+        frame: Any = sys._getframe()
         while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
             frame = frame.f_back
         key = (_INTERNAL, 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
@@ -382,6 +382,19 @@ def _replacements() -> dict[str, Any]:
     }
 
 
+def _let_storages_be_on_devices() -> None:
+    """Let `torch.UntypedStorage(n, device="cuda")` work, which a torch without CUDA refuses."""
+    make = torch.UntypedStorage.__new__
+
+    def make_anywhere(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None or torch.device(device).type != "cuda":
+            return make(cls, *args, **kwargs, **({} if device is None else {"device": device}))
+        size = args[0] if args else 0
+        return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+
+    torch.UntypedStorage.__new__ = make_anywhere
+
+
 def install(settings: Settings) -> PretendGpu:
     """Build and load the pretend GPUs, and emblib with its CUDA entries for them."""
     global gpu
@@ -400,6 +413,8 @@ def install(settings: Settings) -> PretendGpu:
             if module is cuda or hasattr(module, name):
                 setattr(module, name, value)
     torch.backends.cuda.is_built = lambda: True
+    if torch.version.cuda is None:
+        _let_storages_be_on_devices()
     # Imported by torch's compiler wherever torch.cuda says that it is compiled.
     torch._C._cuda_getCurrentRawStream = lambda device: current_stream(device).cuda_stream
     torch.ops.load_library(str(libraries.entries))

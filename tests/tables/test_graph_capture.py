@@ -1,8 +1,11 @@
 """Training steps in CUDA graphs, and what makes that possible: no step waits for the device.
 
-Without a GPU the second is all that can be seen: which operations of torch a step runs.
+On a GPU and on the pretend GPU the waits of a step are counted. On the CPU all that can be seen is
+which operations of torch a step runs.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -15,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from emblib import BoundsCheck, Placement, TableBatchedEmbeddingBags, TableSpec, optim
 from emblib.ops import autograd
 from emblib.tables.optimizer_hooks import is_periodic
+from tests.conftest import host_waits
 from tests.optimizer_cases import CASES as OPTIMIZERS
 from tests.tbe_cases import CASES, Case
 
+CPU = torch.device("cpu")
 PLAIN = replace(CASES["plain"], batch=4, lengths=(2,) * 8)
 # Those with a part that runs every so many steps, counted in Python.
 PERIODIC = [name for name, optimizer in OPTIMIZERS.items() if is_periodic(optimizer)]
@@ -40,7 +45,7 @@ WAITS = {
 }
 
 
-class Waits(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     """Collects the operations that would wait for a GPU, or copy from the host."""
 
     def __init__(self) -> None:
@@ -61,59 +66,104 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def waits(case: Case, optimizer: optim.Optimizer, **options: Any) -> Waits:
-    """What forward and backward of one step run."""
-    module = case.module(optimizer)
-    indices, offsets, weights = case.batch_of()
+def step_of(
+    case: Case, optimizer: optim.Optimizer, device: torch.device, **options: Any
+) -> Callable[[], None]:
+    """Return forward and backward of one step."""
+    module = case.module(optimizer, device.type)
+    indices, offsets, weights = case.batch_of(device.type)
     if weights is not None:
         weights.requires_grad_()
     grad = torch.ones_like(module(indices, offsets, weights, **options))
+    return lambda: module(indices, offsets, weights, **options).backward(grad)
+
+
+def operations(step: Callable[[], object]) -> Operations:
+    """Return what a step runs."""
     # What asks for a value only where the value is at hand is not asked on a GPU.
-    with mock.patch.object(autograd, "_may_move", return_value=True), Waits() as seen:
-        module(indices, offsets, weights, **options).backward(grad)
+    with mock.patch.object(autograd, "_may_move", return_value=True), Operations() as seen:
+        step()
     return seen
 
 
+def waits(step: Callable[[], object], device: torch.device) -> list[str]:
+    """Return what a step waits for."""
+    if device.type == "cpu":
+        return operations(step).found
+    with host_waits() as found:
+        step()
+    return found
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_no_step_waits_for_the_device(optimizer: str) -> None:
-    case = replace(PLAIN, weighted=True)
-    seen = waits(case, OPTIMIZERS[optimizer])
+def test_no_step_waits_for_the_device(optimizer: str, device: torch.device) -> None:
+    step = step_of(replace(PLAIN, weighted=True), OPTIMIZERS[optimizer], device)
+    seen = operations(step)
     assert {"bounds_check", "tbe_lookup", "tbe_group", "tbe_update_"} <= set(seen.all)
     assert "tbe_sample_weight_grad" in seen.all
-    assert not seen.found
+    assert not waits(step, device)
 
 
 @pytest.mark.parametrize("case", ["plain", "none", "mean", "mixed_dims", "fp16", "invalid"])
-def test_no_kind_of_lookup_waits_for_the_device(case: str) -> None:
-    assert not waits(CASES[case], optim.Adam(0.1, max_gradient=1.0)).found
+def test_no_kind_of_lookup_waits_for_the_device(case: str, device: torch.device) -> None:
+    assert not waits(step_of(CASES[case], optim.Adam(0.1, max_gradient=1.0), device), device)
 
 
-def test_options_that_do_not_wait_for_the_device() -> None:
+def test_options_that_do_not_wait_for_the_device(device: torch.device) -> None:
     case = replace(PLAIN, weighted=True)
-    wanted = torch.tensor([1, 0])
-    assert not waits(case, optim.SGD(0.1), feature_requires_grad=wanted).found
+    wanted = torch.tensor([1, 0], device=device)
+    assert not waits(step_of(case, optim.SGD(0.1), device, feature_requires_grad=wanted), device)
 
 
-def test_new_numbers_do_not_wait_for_the_device() -> None:
-    module = PLAIN.module(optim.Adam(0.1))
-    with Waits() as seen:
+def test_new_numbers_do_not_wait_for_the_device(device: torch.device) -> None:
+    module = PLAIN.module(optim.Adam(0.1), device.type)
+
+    def set_numbers() -> None:
         module.set_learning_rate(0.5)
         module.set_step(3)
-    assert "fill_" in seen.all
-    assert not seen.found
+
+    assert "fill_" in operations(set_numbers).all
+    assert not waits(set_numbers, device)
 
 
 @pytest.mark.parametrize("gradient", optim.Gradient)
 def test_only_a_sparse_gradient_waits_for_the_device(gradient: optim.Gradient) -> None:
-    external = optim.External(gradient=gradient)
-    seen = waits(PLAIN, external).found
+    seen = operations(step_of(PLAIN, optim.External(gradient=gradient), CPU)).found
     assert bool(seen) == (gradient is optim.Gradient.SPARSE)
     assert not [name for name in seen if "_local_scalar_dense" not in name]
 
 
+def test_a_dense_gradient_does_not_wait(
+    device: torch.device, no_host_waits: Callable[[], AbstractContextManager[None]]
+) -> None:
+    external = optim.External(gradient=optim.Gradient.DENSE)
+    step = step_of(PLAIN, external, device)
+    with no_host_waits():
+        step()
+
+
+@pytest.mark.cuda
+def test_waits_are_seen_on_a_gpu(
+    no_host_waits: Callable[[], AbstractContextManager[None]],
+) -> None:
+    values = torch.arange(4, device="cuda")
+
+    waiting: list[Callable[[], object]] = [
+        lambda: int(values[0]),
+        lambda: values[values > 1],
+        values.nonzero,
+        values.cpu,
+    ]
+    for operation in waiting:
+        assert waits(operation, values.device)
+    assert not waits(lambda: values + 1, values.device)
+    with no_host_waits(), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        int(values[0])
+
+
 def test_the_guard_sees_what_waits() -> None:
     values = torch.arange(4)
-    with Waits() as seen:
+    with Operations() as seen:
         int(values[0])
         values[values > 1]
         values.nonzero()
@@ -151,6 +201,8 @@ class Captured:
             out = module(*self.batch)
             self.grad = torch.zeros_like(out)
             out.backward(self.grad)
+        # Nodes of autograd that it keeps alive would run on `side`, which the graph does not know.
+        del out
         torch.cuda.current_stream().wait_stream(side)
         module.load_state_dict(state)
         self.graph = torch.cuda.CUDAGraph()
@@ -186,12 +238,14 @@ NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 
 @NEEDS_A_GPU
+@pytest.mark.cuda
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name not in PERIODIC])
 def test_a_captured_step_trains_as_eager_code_does(optimizer: str) -> None:
     check_replays([PLAIN.module(OPTIMIZERS[optimizer], "cuda") for _ in range(2)], PLAIN)
 
 
 @NEEDS_A_GPU
+@pytest.mark.cuda
 def test_an_optimizer_that_counts_forwards_is_not_captured() -> None:
     module = PLAIN.module(OPTIMIZERS[PERIODIC[0]], "cuda")
     with pytest.raises(RuntimeError, match="counts forwards in Python"):
@@ -199,6 +253,7 @@ def test_an_optimizer_that_counts_forwards_is_not_captured() -> None:
 
 
 @NEEDS_A_GPU
+@pytest.mark.cuda
 @pytest.mark.parametrize("mode", [BoundsCheck.WARNING, BoundsCheck.FATAL, BoundsCheck.NONE])
 def test_a_captured_step_checks_bounds(mode: BoundsCheck) -> None:
     modules = [PLAIN.module(optim.SGD(0.1), "cuda") for _ in range(2)]
@@ -208,6 +263,7 @@ def test_a_captured_step_checks_bounds(mode: BoundsCheck) -> None:
 
 
 @NEEDS_A_GPU
+@pytest.mark.cuda
 @pytest.mark.parametrize("placement", [Placement.MANAGED, Placement.MANAGED_CACHING])
 def test_a_captured_step_reads_other_tiers(placement: Placement) -> None:
     torch.manual_seed(0)

@@ -17,9 +17,9 @@ inline size_t pretend_scratch(long long n) { return 512 + static_cast<size_t>(n)
 
 inline cudaError_t check_scratch(size_t bytes, long long n) {
   if (bytes >= pretend_scratch(n)) return cudaSuccess;
-  return pretend::fail(cudaErrorInvalidValue,
-                       "CUB got " + std::to_string(bytes) + " bytes of scratch and needs " +
-                           std::to_string(pretend_scratch(n)));
+  return pretend::fail(cudaErrorInvalidValue, "CUB got " + std::to_string(bytes) +
+                                                  " bytes of scratch and needs " +
+                                                  std::to_string(pretend_scratch(n)));
 }
 
 struct DeviceRadixSort {

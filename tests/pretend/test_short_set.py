@@ -1,0 +1,40 @@
+"""The short set of the pretend GPU passes: the part of it that every run of the tests includes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.pretend.library import ROOT
+from tests.pretend.session import MATRIX, SCHEDULES
+from tests.pretend.torch_cuda import Settings
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the plugin is off where a GPU is")
+def test_short_set_passes() -> None:
+    command = [sys.executable, "-m", "tests.pretend.session", "short"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+
+
+def test_the_matrix_names_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for environment in MATRIX:
+        with monkeypatch.context() as context:
+            for name, value in environment.items():
+                context.setenv(name, value)
+            found.append(Settings.from_environment())
+    # The order of threads is a setting of the emulation.
+    assert len(set(found)) == len(MATRIX) - 1
+    assert {f"{s.schedule}:{s.seed}" for s in found} >= {s for s in SCHEDULES if ":" in s}
+
+
+def test_unknown_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBLIB_PRETEND_ALIGN", "middle")
+    with pytest.raises(ValueError, match="'end' or 'start', got 'middle'"):
+        Settings.from_environment()
+    monkeypatch.setenv("EMBLIB_PRETEND_ALIGN", "start")
+    monkeypatch.setenv("EMBLIB_PRETEND_SCHEDULE", "soon")
+    with pytest.raises(ValueError, match="soon"):
+        Settings.from_environment()
