@@ -32,7 +32,7 @@ from emblib.specs import (
     TTSpec,
     brief,
 )
-from emblib.tables import TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags
+from emblib.tables import TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags, parameters
 from emblib.tables.base import (
     append_last_offset,
     bags_of_equal_length,
@@ -166,17 +166,30 @@ class CachedTTEmbeddingBags(nn.Module):
         cache = CacheConfig(policy=CachePolicy.LFU, sets=sets)
         return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
 
-    def _register_buffers(self, device: torch.device | str | None) -> None:
+    def _by_feature(self) -> dict[str, list[int]]:
+        """Return the buffers with a number per feature."""
         features = self.trains.feature_tables
-        by_feature = {
+        return {
             "key_bases": [self._first_key[t] for t in features],
             "row_bases": [self._first_row[t] for t in features],
             "ends": [self.tables[t].rows for t in features],
             "tables_of_features": list(features),
         }
-        locations = self.trains.features[len(features) :]  # below those of the keys of cores
-        self.register_buffer("features", locations.clone(), persistent=False)
-        for name, values in by_feature.items():
+
+    def _locations(self) -> Tensor:
+        """Return the features of the trains, which are below those of the keys of cores."""
+        return self.trains.features[len(self.trains.feature_tables) :]
+
+    def _fill_layout(self) -> None:
+        """Write what no state dict has into buffers that lost their values."""
+        self.features.copy_(self._locations())
+        self.bounds_violations.zero_()
+        for name, values in self._by_feature().items():
+            getattr(self, name).copy_(torch.tensor(values))
+
+    def _register_buffers(self, device: torch.device | str | None) -> None:
+        self.register_buffer("features", self._locations().clone(), persistent=False)
+        for name, values in self._by_feature().items():
             numbers = torch.tensor(values, dtype=torch.int64, device=device)
             self.register_buffer(name, numbers, persistent=False)
         slots = torch.full((self.index.capacity(),), -1, device=device)
@@ -570,7 +583,10 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
-        return super()._apply(ops.keep_dtype(fn), recurse)
+        super()._apply(ops.keep_dtype(fn), recurse)
+        if parameters.loses_values(fn) and not self.features.is_meta:
+            self._fill_layout()
+        return self
 
     def _restart(self) -> None:
         """Follow what was loaded: a lookup before it must not update rows by its backward."""

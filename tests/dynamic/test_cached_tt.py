@@ -473,3 +473,20 @@ def test_compiled_models_train_as_others(eviction: RowEviction) -> None:
         found.square().sum().backward()
         expected.square().sum().backward()
     assert other.cache_stats() == eager.cache_stats()
+
+
+def test_a_module_without_values_takes_those_of_a_state_dict() -> None:
+    """What `to_empty` leaves in memory decides nothing."""
+    torch.manual_seed(1)
+    tables = [
+        emblib.TTSpec(48, 4, (2,), (6, 8), (2, 2)),
+        emblib.TTSpec(30, 4, (2,), (5, 6), (2, 2)),
+    ]
+    made = [emblib.CachedTTEmbeddingBags(tables, emblib.TTCache(8)) for _ in range(2)]
+    ids, offsets = torch.arange(60) % 30, torch.arange(61)
+    made[0](ids, offsets)
+    made[0].populate()
+    made[1]._apply(lambda tensor: torch.full_like(tensor, 7))
+    made[1].load_state_dict(made[0].state_dict())
+    assert torch.equal(made[1](ids, offsets), made[0](ids, offsets))
+    assert torch.equal(made[1].ends, made[0].ends)

@@ -1,8 +1,8 @@
 """Runs tests on the pretend GPU: `python -m tests.pretend.session short|matrix|FILES [ARGS]`.
 
 `short` is what each change runs, under one set of settings. `matrix` runs the same tests under each
-of `MATRIX` and all of `WHOLE` once; its exit status is the worst one. Anything else is passed on to
-pytest, with the settings of the environment (`torch_cuda.Settings`).
+of `MATRIX`; its exit status is the worst one. Anything else is passed on to pytest, with the
+settings of the environment (`torch_cuda.Settings`).
 """
 
 import os
@@ -41,7 +41,6 @@ SHORT = (
     "tests/dynamic/test_expiry.py",
     "tests/dynamic/test_arena.py",
 )
-WHOLE = ("tests/ops", "tests/tables", "tests/dynamic", "tests/storage", "tests/pretend")
 # The test that needs the others before it.
 LAST = "tests/pretend/test_entries.py"
 
@@ -81,7 +80,6 @@ def main() -> int:
     for settings in MATRIX:
         print(f"pretend GPU: {dict(settings)}", flush=True)
         statuses.append(run_short(arguments, settings))
-    statuses.append(run(WHOLE, arguments, {}))
     return max(statuses)
 
 
