@@ -185,9 +185,10 @@ __global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, 
   }
 }
 
-// The update. A group of 4 to 32 lanes takes a unique row: it prefetches the row and its state,
-// meanwhile sums the gradients of the row's lookups (four in flight), updates in registers and
-// writes the row once. No atomics on data.
+// The update. A group of 4 to 32 lanes takes a unique row: it asks for the row and its state, then
+// sums the gradients of the row's lookups (four in flight), updates in registers and writes the row
+// once. A kernel of one optimizer asks by loading them into registers; the kernel of all optimizers
+// has none left, and prefetches them. No atomics on data.
 
 inline constexpr int kUpdateThreads = 128;
 
@@ -313,7 +314,9 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Selection>)
     const TierRows& tier = step.tiers[segment.tier];
     if constexpr (Selection::kHasOptimizer) {
       if (lane.rank * kColumns < segment.dim) {
-        prefetch_columns<Selection>(optimizer, tier, segment.element + lane.rank * kColumns);
+        if constexpr (!kReadsAhead) {
+          prefetch_columns<Selection>(optimizer, tier, segment.element + lane.rank * kColumns);
+        }
         if (lane.rank < Selection::row_states(optimizer))
           simt::prefetch(tier.row_states[lane.rank] + segment.row);
       }
