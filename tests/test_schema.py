@@ -55,6 +55,8 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "advise_huge_pages_": "changes no value",
     "tbe_lookup_checked": "calls bounds_check and tbe_lookup, whose references it has",
     "tbe_backward_": "calls tbe_group and tbe_update_, whose references it has",
+    "tt_lookup": "calls tt_keys, tbe_group, tt_plan, tt_rows and tbe_lookup: see their references",
+    "tt_backward_": "calls tbe_row_grads and tt_update_, whose references it has",
     "fill_uniform_": random.uniform,
 }
 
@@ -63,6 +65,8 @@ CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
     "tbe_lookup_checked": "a GPU cannot say whether a batch is valid without a wait",
     "tbe_backward_": "on a GPU modules call its parts",
+    "tt_lookup": "on a GPU modules call its parts",
+    "tt_backward_": "on a GPU modules call its parts",
 }
 
 

@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "core/parallel.h"
+#include "group/entries.h"
 #include "group/group_items.h"
 
 namespace emb {
@@ -41,6 +42,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
 }
 
 constexpr int64_t kGrain = 1 << 14;
+
+}  // namespace
 
 Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count) {
   const char* op = "group_inverse";
@@ -78,7 +81,6 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
   return inverse;
 }
 
-}  // namespace
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {

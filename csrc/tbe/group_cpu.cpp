@@ -10,7 +10,7 @@
 #include "core/feature_bags.h"
 #include "group/group_items.h"
 #include "tbe/check.h"
-#include "tbe/group.h"
+#include "tbe/entries.h"
 
 namespace emb {
 namespace {

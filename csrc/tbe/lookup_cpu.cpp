@@ -11,6 +11,7 @@
 #include "core/isa.h"
 #include "tbe/args.h"
 #include "tbe/check.h"
+#include "tbe/entries.h"
 
 namespace emb {
 
@@ -98,6 +99,8 @@ Tensor look_up(const LookupInputs& in, const std::optional<Tensor>& scales, int6
   return out;
 }
 
+}  // namespace
+
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
@@ -114,6 +117,8 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
   if (scales) scales = as_contiguous(*scales);
   return look_up(in, scales, columns, output_dtype);
 }
+
+namespace {
 
 // Return whether neither indices nor offsets of a fixed batch need a repair or a report.
 bool is_valid(const LookupInputs& in) {

@@ -12,7 +12,7 @@
 #include "core/parallel.h"
 #include "optim/check.h"
 #include "tbe/args.h"
-#include "tbe/group.h"
+#include "tbe/entries.h"
 
 namespace emb {
 
@@ -21,17 +21,12 @@ EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
 namespace {
 
 constexpr int64_t kGrain = 512;
-constexpr int64_t kGroupsAhead = 8;  // groups of `tbe_row_grads` whose gradients are prefetched
+constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
 
 // Scratch aligned to cache lines: vectors of that size never touch two lines.
 constexpr int64_t kLineFloats = 16;
 struct alignas(64) CacheLine {
   float values[kLineFloats];
-};
-
-// The result of `tbe_group`.
-struct Grouping {
-  const Tensor &rows, &segments, &lookups, &bags, &count;
 };
 
 // Gradients up to this size are in the caches without a prefetch, most of them in the core's own: a
@@ -253,13 +248,14 @@ EMB_HD void prefetch_first(const GradArgs& args, int64_t group, int64_t dim) {
   for (int64_t i = 0; i < dim * args.element_size; i += 64) __builtin_prefetch(row + i);
 }
 
-Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
-                     const Tensor& segments, const Tensor& lookups, const Tensor& bags,
-                     const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
-                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t dim) {
-  const char* op = "tbe_row_grads";
-  Gradient gradient(op, grad, features, {rows, segments, lookups, bags, count}, offsets,
-                    bag_layout);
+}  // namespace
+
+void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
+                   const Grouping& groups, const Tensor& offsets,
+                   const std::optional<Tensor>& bag_layout,
+                   const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
+                   float* out) {
+  Gradient gradient(op, grad, features, groups, offsets, bag_layout);
   gradient.set_pooling(op, pooling, sample_weights, bag_layout);
   check_layout(op, features, kUnlimited, gradient.feature_columns(), kUnlimited, gradient.pooling);
   const Feature* feature = feature_array(features);
@@ -267,8 +263,6 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
     STD_TORCH_CHECK(feature[f].dim <= dim, op, ": features must have a dim of at most ", dim,
                     ", feature ", f, " has ", feature[f].dim);
   }
-  Tensor out = allocate(grad, {gradient.num_lookups, dim}, ScalarType::Float);
-  float* result = out.mutable_data_ptr<float>();
   UpdateArgs args(gradient.args());
   gradient.check_groups(op, args.grads, nullptr);
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
@@ -282,9 +276,20 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
       if (ahead && group + kGroupsAhead < end) {
         prefetch_first(args.grads, group + kGroupsAhead, columns);
       }
-      update_table().segment_sum(args, sum, group, columns, result + group * dim);
+      update_table().segment_sum(args, sum, group, columns, out + group * dim);
     }
   });
+}
+
+namespace {
+
+Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
+                     const Tensor& segments, const Tensor& lookups, const Tensor& bags,
+                     const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
+                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t dim) {
+  Tensor out = allocate(grad, {lookups.numel(), dim}, ScalarType::Float);
+  sum_row_grads("tbe_row_grads", grad, features, {rows, segments, lookups, bags, count}, offsets,
+                bag_layout, sample_weights, pooling, dim, out.mutable_data_ptr<float>());
   return out;
 }
 

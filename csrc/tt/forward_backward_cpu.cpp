@@ -11,10 +11,12 @@
 
 #include "core/isa.h"
 #include "core/parallel.h"
+#include "core/scratch.h"
 #include "optim/args.h"
 #include "optim/check.h"
 #include "tt/args.h"
 #include "tt/check.h"
+#include "tt/entries.h"
 #include "tt/pair_rows.h"
 
 namespace emb {
@@ -28,10 +30,6 @@ inline constexpr int64_t kUpdateGrain = 1 << 15;  // elements
 // Work on whole tables, in multiplications: what a thread should have, and what a row costs
 // besides.
 inline constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
-
-using Floats = std::unique_ptr<float[]>;
-
-inline Floats new_floats(int64_t n) { return Floats(new float[n > 0 ? n : 1]); }
 
 // Reverse the axes of every row of a core, in parallel.
 inline void tt_reverse(const TtReverseArgs& args, int64_t rows) {
@@ -259,6 +257,16 @@ void for_tables(const std::vector<TtBatch>& tables, const Body& body) {
       });
 }
 
+}  // namespace
+
+void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& prefixes, float* rows) {
+  const TtRowsOutput out{rows, prefixes.mutable_data_ptr<float>(), tables.dim, prefixes.size(0),
+                         tables.value_size};
+  for_tables(used_tables(tables, plan), [&](const TtBatch& batch, bool) { make_rows(batch, out); });
+}
+
+namespace {
+
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
@@ -269,10 +277,8 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   check_plan_contents(op, plan, tables);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   Tensor rows = allocate(cores[0], {plan.capacity, tables.dim}, ScalarType::Float);
-  Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
-  const TtRowsOutput out{rows.mutable_data_ptr<float>(), prefixes.mutable_data_ptr<float>(),
-                         tables.dim, num_saved, tables.value_size};
-  for_tables(used_tables(tables, plan), [&](const TtBatch& batch, bool) { make_rows(batch, out); });
+  const Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
+  tt_make_rows(tables, plan, prefixes, rows.mutable_data_ptr<float>());
   return {rows, prefixes};
 }
 
@@ -614,6 +620,8 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   return grads;
 }
 
+}  // namespace
+
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
                 int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,
@@ -645,7 +653,6 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
   });
 }
 
-}  // namespace
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {

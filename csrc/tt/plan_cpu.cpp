@@ -10,11 +10,14 @@
 #include "core/parallel.h"
 #include "group/group_items.h"
 #include "tt/check.h"
+#include "tt/entries.h"
 
 namespace emb {
 namespace {
 
 constexpr int64_t kGrain = 1 << 14;
+
+}  // namespace
 
 Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
                const Tensor& feature_tables) {
@@ -48,6 +51,8 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   });
   return keys;
 }
+
+namespace {
 
 struct PlanTensors {
   std::vector<Tensor> tensors;
@@ -138,6 +143,8 @@ void find_rights(const Keys& keys, int64_t right_ids, const PlanTensors& plan) {
   right_starts[keys.num_tables] = count;
 }
 
+}  // namespace
+
 std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tensor& tables,
                             int64_t left_ids, int64_t right_ids) {
   const char* op = "tt_plan";
@@ -184,7 +191,6 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
   return plan.tensors;
 }
 
-}  // namespace
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {

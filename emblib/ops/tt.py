@@ -39,7 +39,6 @@ row as in EL-Rec (Wang et al., SC 2022); grouping by the middle core is emblib's
 is `emblib.reference.tt`.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -50,6 +49,7 @@ from torch.autograd.function import once_differentiable
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
+from emblib.ops.tt_fakes import left_value_size
 from emblib.ops.tt_layout import Chunk, chunks_of, is_chunked
 from emblib.ops.tt_layout import TTLayout as TTLayout
 from emblib.ops.tt_layout import TTLookup as TTLookup
@@ -57,6 +57,8 @@ from emblib.ops.tt_layout import layout_of as layout_of
 from emblib.specs import Pooling
 
 _ops = torch.ops.emblib
+tt_lookup = _ops.tt_lookup.default  # on the CPU only
+tt_backward_ = _ops.tt_backward_.default  # on the CPU only
 
 # Left-half values kept for backward on the CPU, where making them again costs about as much as
 # reading them back from memory; it bounds scratch memory whatever the batch.
@@ -94,13 +96,16 @@ class ShareGradients(Protocol):
 
 
 class Made(NamedTuple):
-    """The results of a forward pass: groups, rows, and the row of each lookup."""
+    """The results of a forward pass that its backward needs.
+
+    `rows` and `inverse`, the row of each lookup, are for the gradient of sample weights alone.
+    """
 
     groups: tbe.Groups
     plan: TTPlan
-    rows: Tensor
     prefixes: Tensor
-    inverse: Tensor
+    rows: Tensor | None = None
+    inverse: Tensor | None = None
 
 
 def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
@@ -119,7 +124,45 @@ def make_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Made:
     groups, plan = _group(batch)
     rows, prefixes = _ops.tt_rows(cores, plan, *batch.layout[:3], num_saved)
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
-    return Made(groups, plan, rows, prefixes, inverse)
+    return Made(groups, plan, prefixes, rows, inverse)
+
+
+def look_up(
+    cores: Sequence[Tensor],
+    batch: TTLookup,
+    sample_weights: Tensor | None,
+    num_saved: int = 0,
+    *,
+    keeps_rows: bool = False,
+) -> tuple[Tensor, Made]:
+    """Pool each bag, and return what backward needs: on the CPU in one call."""
+    if keeps_rows or not _has_whole_passes(batch):
+        made = make_rows(cores, batch, num_saved)
+        return pool(made, batch, sample_weights), made
+    layout = batch.layout
+    out, groups, plan, prefixes = tt_lookup(
+        cores,
+        batch.tables,
+        batch.feature_tables,
+        batch.features,
+        batch.indices,
+        batch.offsets,
+        batch.bag_layout,
+        sample_weights,
+        codes.POOLING[batch.pooling.value],
+        batch.output_dim,
+        batch.output_dtype,
+        layout.row_factors,
+        layout.dim_factors,
+        layout.num_cores,
+        num_saved,
+    )
+    return out, Made(tbe.Groups(*groups), TTPlan(*plan), prefixes)
+
+
+def _has_whole_passes(batch: TTLookup) -> bool:
+    """Return whether a pass is one call, which compiled graphs do not take apart."""
+    return batch.indices.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def pool(made: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
@@ -145,7 +188,7 @@ def lookup(
     """Pool each bag; no gradients."""
     if is_chunked(batch, sample_weights):
         return lookup_chunks(cores, batch, sample_weights)
-    return pool(make_rows(cores, batch, 0), batch, sample_weights)
+    return look_up(cores, batch, sample_weights)[0]
 
 
 def lookup_chunks(
@@ -172,7 +215,7 @@ def _pool_chunk(
 ) -> None:
     """Write, or add if a bag is divided, the output of a chunk."""
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
-    pooled = pool(make_rows(cores[chunk.cores], chunk.batch, 0), chunk.batch, weights)
+    pooled, _ = look_up(cores[chunk.cores], chunk.batch, weights)
     at = chunk.elements(out, batch)
     if chunk.share < 1.0 and batch.pooling is not Pooling.NONE:
         out[at] += pooled * (chunk.share if batch.pooling is Pooling.MEAN else 1.0)
@@ -214,11 +257,11 @@ def _add_chunk(
     if sample_grad is not None:
         made = make_rows(own, part, 0)
         sample_grad[chunk.lookups] = _sample_weight_grad(part_grad, made, part)
-        made = made._replace(rows=made.rows[:0].clone(), inverse=made.inverse[:0].clone())
+        made = made._replace(rows=None, inverse=None)
     else:
-        size = _left_value_size(own, *part.layout[1:3])
+        size = left_value_size(own, *part.layout[1:3])
         empty = own[0].new_empty(0, size, dtype=torch.float32)
-        made = Made(*_group(part), empty, empty, empty)
+        made = Made(*_group(part), empty)
     row_grads = _row_grads(part_grad, made, part, weights)
     found = _core_grads(row_grads, made, part, own)
     for total, core_grad in zip(core_grads[chunk.cores], found, strict=True):
@@ -233,7 +276,7 @@ def kept_prefixes(batch: TTLookup, cores: Sequence[Tensor]) -> int:
     most = min(batch.indices.numel(), layout.left_ids)
     if cores[0].device.type != "cpu":
         return most
-    return min(most, _KEPT_BYTES_CPU // (4 * _left_value_size(cores, *layout[1:3])))
+    return min(most, _KEPT_BYTES_CPU // (4 * left_value_size(cores, *layout[1:3])))
 
 
 class DenseTTLookup(torch.autograd.Function):
@@ -254,9 +297,11 @@ class DenseTTLookup(torch.autograd.Function):
         if ctx.chunked:
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, *cores)
             return lookup_chunks(cores, batch, sample_weights)
-        made = make_rows(cores, batch, kept_prefixes(batch, cores))
+        weighted = sample_weights is not None and sample_weights.requires_grad
+        num_saved = kept_prefixes(batch, cores)
+        out, made = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
         _save(ctx, made, sample_weights, cores)
-        return pool(made, batch, sample_weights)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -324,9 +369,11 @@ class FusedTTLookup(torch.autograd.Function):
         if ctx.chunked:
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights)
             return lookup_chunks(cores, batch, sample_weights)
-        made = make_rows(cores, batch, 0 if compiling else kept_prefixes(batch, cores))
+        weighted = sample_weights is not None and sample_weights.requires_grad
+        num_saved = 0 if compiling else kept_prefixes(batch, cores)
+        out, made = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
         _save(ctx, made, sample_weights, ())
-        return pool(made, batch, sample_weights)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -353,10 +400,10 @@ class FusedTTLookup(torch.autograd.Function):
             _, prefixes = _ops.tt_rows(cores, made.plan, *batch.layout[:3], made.prefixes.size(0))
             made = made._replace(prefixes=prefixes)
         grad = autograd.clip_gradient(grad, ctx.rule)
-        row_grads = _row_grads(grad, made, batch, sample_weights)
         if scale is None and not ctx.shares and not ctx.frozen_cores:
-            _update(cores, ctx.states, ctx.hyperparams, ctx.rule, made, batch, row_grads)
+            _update(cores, ctx.states, ctx.hyperparams, ctx.rule, made, batch, grad, sample_weights)
             return overflow, None, None, None, None, None, sample_grad, None, None
+        row_grads = _row_grads(grad, made, batch, sample_weights)
         core_grads = _core_grads(row_grads, made, batch, cores)
         _apply_core_grads(ctx, core_grads, skips_overflow=scale is not None)
         return overflow, None, None, None, None, None, sample_grad, None, None
@@ -421,17 +468,39 @@ def _update(
     rule: autograd.UpdateRule,
     made: Made,
     batch: TTLookup,
-    row_grads: Tensor,
+    grad: Tensor,
+    sample_weights: Tensor | None,
 ) -> None:
     """Apply one step of the optimizer to the core rows that the batch uses."""
-    hyper[Hyper.STEP].add_(counted_step(hyper, row_grads))
     all_states = [state for of_core in states for state in of_core]
+    optimizer = codes.OPTIMIZER[rule.name]
+    if _has_whole_passes(batch):
+        tt_backward_(
+            cores,
+            all_states,
+            hyper,
+            optimizer,
+            grad,
+            batch.features,
+            made.groups,
+            batch.offsets,
+            batch.bag_layout,
+            sample_weights,
+            codes.POOLING[batch.pooling.value],
+            made.plan,
+            made.prefixes,
+            *batch.layout[:3],
+        )
+        torch.autograd.graph.increment_version(cores)
+        return
+    row_grads = _row_grads(grad, made, batch, sample_weights)
+    hyper[Hyper.STEP].add_(counted_step(hyper, row_grads))
     try:
         _ops.tt_update_(
             cores,
             all_states,
             hyper,
-            codes.OPTIMIZER[rule.name],
+            optimizer,
             made.plan,
             made.prefixes,
             row_grads,
@@ -526,22 +595,16 @@ def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:
 def _save(ctx: Any, made: Made, sample_weights: Tensor | None, cores: Sequence[Tensor]) -> None:
     """Save what backward reads; rows and inverse only if sample weights need a gradient."""
     if sample_weights is None or not sample_weights.requires_grad:
-        made = made._replace(rows=made.rows[:0], inverse=made.inverse[:0])
-    ctx.save_for_backward(
-        *made.groups, *made.plan, made.rows, made.prefixes, made.inverse, sample_weights, *cores
-    )
+        made = made._replace(rows=None, inverse=None)
+    ctx.save_for_backward(*made.groups, *made.plan, *made[2:], sample_weights, *cores)
 
 
 def _saved(ctx: Any) -> tuple[Made, Tensor | None, Sequence[Tensor]]:
     groups, plan = len(tbe.Groups._fields), len(TTPlan._fields)
     tensors = ctx.saved_tensors
-    rows, prefixes, inverse, sample_weights = tensors[groups + plan : groups + plan + 4]
+    *made_of_rows, sample_weights = tensors[groups + plan : groups + plan + 4]
     made = Made(
-        tbe.Groups(*tensors[:groups]),
-        TTPlan(*tensors[groups : groups + plan]),
-        rows,
-        prefixes,
-        inverse,
+        tbe.Groups(*tensors[:groups]), TTPlan(*tensors[groups : groups + plan]), *made_of_rows
     )
     return made, sample_weights, tensors[groups + plan + 4 :]
 
@@ -554,74 +617,11 @@ def _row_memory(made: Made, batch: TTLookup) -> tuple[list[Tensor], Tensor, Tens
     features = batch.features.clone()  # without a host-to-device copy
     features[:, FeatureColumn.ROW_BASE] = 0
     features[:, FeatureColumn.ROWS] = batch.indices.numel()
+    assert made.rows is not None
+    assert made.inverse is not None
     rows = made.rows.view(-1)
     if batch.layout.has_one_dim:
         return [rows], features, None
     features[:, FeatureColumn.CACHE_STRIDE] = batch.layout.dim
     nothing = rows[:0]
     return [rows, nothing, nothing, rows], features, made.inverse
-
-
-def _left_value_size(
-    cores: Sequence[Tensor], dim_factors: Sequence[int], num_cores: Sequence[int]
-) -> int:
-    """Return the floats per left half, its columns times the rank at its end: the largest."""
-    sizes, first = [], 0
-    for count in num_cores:
-        size = cores[first].size(1)
-        if count > 2:
-            rank = size // dim_factors[first]
-            size = dim_factors[first] * (cores[first + 1].size(1) // rank)
-        sizes.append(size)
-        first += count
-    return max(sizes)
-
-
-@torch.library.register_fake("emblib::tt_keys")
-def _(
-    indices: Tensor, offsets: Tensor, bag_layout: Tensor | None, feature_tables: Tensor
-) -> Tensor:
-    return indices.new_empty(indices.numel(), dtype=torch.int64)
-
-
-@torch.library.register_fake("emblib::tt_plan")
-def _(keys: Tensor, count: Tensor, tables: Tensor, left_ids: int, right_ids: int) -> list[Tensor]:
-    n, starts = keys.numel(), 3 * (tables.size(0) + 1)
-    return [
-        keys.new_empty(size, dtype=torch.int32) for size in (n, n + 1, n, n, n + 1, n, n, starts)
-    ]
-
-
-def _widest(dim_factors: Sequence[int], num_cores: Sequence[int]) -> int:
-    factors = iter(dim_factors)
-    return max(math.prod(next(factors) for _ in range(count)) for count in num_cores)
-
-
-@torch.library.register_fake("emblib::tt_rows")
-def _(
-    cores: Sequence[Tensor],
-    plan: Sequence[Tensor],
-    row_factors: Sequence[int],
-    dim_factors: Sequence[int],
-    num_cores: Sequence[int],
-    num_saved: int,
-) -> tuple[Tensor, Tensor]:
-    like = cores[0].new_empty(0, dtype=torch.float32)
-    rows = like.new_empty(plan[2].numel(), _widest(dim_factors, num_cores))
-    size = _left_value_size(cores, dim_factors, num_cores)
-    return rows, like.new_empty(num_saved, size)
-
-
-@torch.library.register_fake("emblib::tt_core_grads")
-def _(cores: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(core, dtype=torch.float32) for core in cores]
-
-
-@torch.library.register_fake("emblib::tt_update_")
-def _(*arguments: Any) -> None:
-    return None
-
-
-@torch.library.register_fake("emblib::update_rows_")
-def _(*arguments: Any) -> None:
-    return None

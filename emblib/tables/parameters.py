@@ -467,6 +467,13 @@ def is_replaced(parameter: Any) -> bool:
     return not torch.compiler.is_compiling() and not isinstance(parameter, TableParameter)
 
 
+def first_replaced(parameters: Iterable[Any]) -> Any:
+    """Return the first parameter that has been replaced by one that is not a table's, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    return next((p for p in parameters if not isinstance(p, TableParameter)), None)
+
+
 def caller_level() -> int:
     """Return the `stacklevel` at which a warning names the code that called the module."""
     frame: FrameType | None = sys._getframe(1)

@@ -158,6 +158,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 state_dtype = torch.float32 if state.per_row else self.precision.states
                 values = torch.zeros(size, dtype=state_dtype, device=device)
                 self.register_buffer(f"state_{state.name}_{k}", values)
+        self._state_names = [
+            [f"state_{state.name}_{k}" for state in self.optimizer.states]
+            for k in range(len(shapes))
+        ]
         self._mark_parameters()
         keys, rows = self._key_feature, self._row_feature
         self._layout = [*self._feature_rows(keys), *self._feature_rows(rows)]
@@ -292,17 +296,19 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         batch = self._batch(indices, offsets, batch_sizes)
         weighted = per_sample_weights is not None and per_sample_weights.requires_grad
         cores = self._all_cores()
-        if not torch.is_grad_enabled() or (self._frozen and not weighted):
+        if not torch.is_grad_enabled():
+            return tt.lookup(cores, batch, per_sample_weights)
+        if self._frozen and not weighted:
             return tt.lookup([core.detach() for core in cores], batch, per_sample_weights)
         rule = autograd.UpdateRule.of(self.optimizer)
         if not autograd.updates_in_backward(self.optimizer):
             return tt.DenseTTLookup.apply(
                 batch, per_sample_weights, rule, self.shared_gradients, *cores
             )
-        self._check_in_place(next(filter(parameters.is_replaced, cores), cores[0]))
+        self._check_in_place(parameters.first_replaced(cores) or cores[0])
         return tt.FusedTTLookup.apply(
             self.grad_anchor.detach() if self._frozen else self.grad_anchor,
-            [core.detach() for core in cores],
+            cores,
             self._core_states(),
             self.hyperparams,
             rule,
@@ -352,9 +358,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return self.cores.as_list()
 
     def _core_states(self) -> list[list[Tensor]]:
-        names = [f"state_{state.name}_" for state in self.optimizer.states]
         buffers: Any = self._buffers
-        return [[buffers[f"{name}{k}"] for name in names] for k in range(len(self.cores))]
+        return [[buffers[name] for name in names] for names in self._state_names]
 
     def table_cores(self, table: int) -> list[nn.Parameter]:
         """Return the cores of a table."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from emblib import optim
 from emblib.ops import tbe, tt
-from emblib.ops.codes import OPTIMIZER
+from emblib.ops.codes import OPTIMIZER, POOLING
 from emblib.reference import tt as reference
 from emblib.specs import Pooling, TTSpec
 from emblib.tt.shapes import inverse
@@ -92,14 +92,18 @@ class Run(NamedTuple):
     ids: Tensor
 
 
-def make(cores: list[Tensor], case: Case, ids: Tensor, num_saved: int) -> Run:
+def batch_of(case: Case, ids: Tensor) -> tt.TTLookup:
+    """Return a batch of one table, each id in a bag of its own."""
     total, dim, layout = math.prod(case.p), math.prod(case.q), case.layout
     features = torch.tensor([[0, 0, total, dim, 0, 0, 0, 0]])
     tables = torch.tensor(layout.tables)
     offsets = torch.arange(ids.numel() + 1)
     lookups = (features, ids, offsets, None, Pooling.NONE, dim, torch.float32)
-    batch = tt.TTLookup(layout, tables, tables, *lookups)
-    made = tt.make_rows(cores, batch, num_saved)
+    return tt.TTLookup(layout, tables, tables, *lookups)
+
+
+def make(cores: list[Tensor], case: Case, ids: Tensor, num_saved: int) -> Run:
+    made = tt.make_rows(cores, batch_of(case, ids), num_saved)
     count = int(made.groups.count)
     return Run(made, count, reference.ids_of_keys(made.groups.rows[:count], case.p))
 
@@ -261,7 +265,15 @@ def sample_calls() -> dict[str, tuple]:
     core, states = cores[0].clone(), [torch.zeros_like(cores[0]) for _ in range(2)]
     moments = [torch.zeros_like(c) for c in cores for _ in range(2)]
     groups = ops.group(ids, 210)
+    batch = batch_of(case, ids)
+    lookups = (batch.features, ids, batch.offsets, None, None, POOLING["none"], 16, torch.float32)
     return {
+        "tt_lookup": (cores, tables, tables, *lookups, p, q, [3], 8),
+        "tt_backward_": (
+            *([core.clone() for core in cores], moments, hyper, OPTIMIZER["adam"], grads),
+            *(batch.features, list(made.groups), batch.offsets, None, None, POOLING["none"]),
+            *(list(made.plan), made.prefixes, p, q, [3]),
+        ),
         "tt_keys": (ids, torch.tensor([0, 20, 40]), None, tables.expand(2, -1).contiguous()),
         "tt_plan": (made.groups.rows, made.groups.count, tables, *case.layout[5:7]),
         "tt_rows": (cores, list(made.plan), p, q, [3], 8),
@@ -278,6 +290,8 @@ def sample_calls() -> dict[str, tuple]:
 @pytest.mark.parametrize(
     "name",
     [
+        "tt_lookup",
+        "tt_backward_",
         "tt_keys",
         "tt_plan",
         "tt_rows",
@@ -355,6 +369,40 @@ def test_an_update_has_the_same_bits_for_any_threads_and_any_kept(case: Case) ->
             assert torch.equal(first, second)
 
 
+@every_case()
+@pytest.mark.parametrize("weighted", [False, True])
+def test_whole_passes_have_the_bits_of_their_parts(case: Case, weighted: bool) -> None:
+    generator = seeded(7)
+    cores, ids = case.cores(generator), case.ids(generator)
+    batch = batch_of(case, ids)._replace(pooling=Pooling.SUM)
+    weights = torch.rand(ids.numel(), generator=generator) if weighted else None
+    num_saved = 0 if len(case.p) == 2 else 9
+    made = tt.make_rows(cores, batch, num_saved)
+    count = int(made.groups.count)
+    tt.look_up([torch.full_like(core, torch.nan) for core in cores], batch, weights)  # in scratch
+    out, whole = tt.look_up(cores, batch, weights, num_saved)
+    assert torch.equal(out, tt.pool(made, batch, weights))
+    lefts = int(made.plan.starts.view(3, 2)[1, 1])
+    assert torch.equal(whole.prefixes[:lefts], made.prefixes[:lefts])
+    assert torch.equal(whole.plan.lefts, made.plan.lefts)
+    assert torch.equal(whole.groups.rows[:count], made.groups.rows[:count])
+
+    grad = torch.randn(out.shape, generator=generator)
+    parts, fused = [c.clone() for c in cores], [c.clone() for c in cores]
+    hyper, steps = (optim.SGD(0.1).hyperparams() for _ in range(2))
+    bags = (batch.offsets, None, weights, POOLING["sum"])
+    row_grads = ops.tbe_row_grads(grad, batch.features, *made.groups, *bags, out.size(-1))
+    rest = (made.plan, made.prefixes)
+    sgd, shape = OPTIMIZER["sgd"], case.layout[:3]
+    ops.tt_update_(parts, [], hyper, sgd, *rest, row_grads, *shape)
+    groups = list(whole.groups)
+    ops.tt_backward_(
+        fused, [], steps, sgd, grad, batch.features, groups, *bags, *whole[1:3], *shape
+    )
+    assert all(torch.equal(a, b) for a, b in zip(parts, fused, strict=True))
+    assert steps[1] == hyper[1] + 1
+
+
 @pytest.mark.parametrize("num_keys", [5, 1000])
 def test_group_inverse(num_keys: int) -> None:
     generator = seeded(6)
@@ -391,6 +439,29 @@ def _gradients(small: "Small") -> tuple[object, ...]:
     return small.plan, small.prefixes, torch.zeros(9, 8), [3, 4, 5], [2, 2, 2], [3]
 
 
+def _look_up(small: "Small", p: list[int], num_saved: int = 0) -> object:
+    """`tt_lookup` of tables (3, 4, 5) with cores of other row factors."""
+    batch = batch_of(Case((3, 4, 5), (2, 2, 2), (2, 2), 0), torch.arange(3))
+    cores = [torch.zeros(p[k], core.size(1)) for k, core in enumerate(small.cores)]
+    lookups = (batch.features, batch.indices, batch.offsets, None, None, POOLING["none"], 8)
+    shape = (torch.float32, p, [2, 2, 2], [3], num_saved)
+    return ops.tt_lookup(cores, batch.tables, batch.tables, *lookups, *shape)
+
+
+def _backward(
+    small: "Small", groups: list[Tensor] | None = None, hyper: Tensor | None = None
+) -> object:
+    batch = batch_of(Case((3, 4, 5), (2, 2, 2), (2, 2), 0), torch.arange(9))
+    hyper = torch.zeros(2, dtype=torch.float64) if hyper is None else hyper
+    bags = (batch.offsets, None, None, POOLING["none"])
+    found = [torch.zeros(9).int()] * 5 if groups is None else groups
+    rest = (small.plan, small.prefixes, [3, 4, 5], [2, 2, 2], [3])
+    grad = torch.zeros(9, 8)
+    return ops.tt_backward_(
+        small.cores, [], hyper, OPTIMIZER["sgd"], grad, batch.features, found, *bags, *rest
+    )
+
+
 WRONG = {
     "num_cores must be 2 to 4": lambda c: ops.tt_rows(
         c.cores, c.plan, [3, 4, 5], [2, 2, 2], [2], 0
@@ -425,6 +496,10 @@ WRONG = {
     "the same number of tensors for each": lambda c: ops.tt_update_(
         c.cores, c.cores[:2], torch.zeros(6).double(), OPTIMIZER["adagrad"], *_gradients(c)
     ),
+    "tables must be those of row_factors": lambda c: _look_up(c, [4, 3, 5]),
+    "num_saved must be >= 0": lambda c: _look_up(c, [3, 4, 5], num_saved=-1),
+    "hyper must be contiguous": lambda c: _backward(c, hyper=torch.zeros(1).double()),
+    "the 5 tensors that tt_lookup returns": lambda c: _backward(c, groups=[]),
     "grads must be": lambda c: ops.update_rows_(
         c.cores[0], [], torch.zeros(2, dtype=torch.float64), OPTIMIZER["sgd"], torch.zeros(1, 1)
     ),

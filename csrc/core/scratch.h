@@ -1,0 +1,95 @@
+// Scratch memory of the CPU ops. A thread keeps freed blocks for its next call: glibc returns
+// blocks of a megabyte to the system, which clears every page again when it is first written. That
+// took a seventh of a training step of seven tensor trains (reports/LOG.md).
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+namespace emb {
+
+// Bytes that a thread keeps at most. Larger blocks go back to the system at once.
+#if defined(__SANITIZE_ADDRESS__)
+inline constexpr int64_t kKeptScratchBytes = 0;  // so that accesses to freed blocks are found
+#else
+inline constexpr int64_t kKeptScratchBytes = int64_t{16} << 20;
+#endif
+
+// The freed blocks of a thread, oldest first.
+class ScratchBlocks {
+ public:
+  ScratchBlocks() = default;
+  ScratchBlocks(const ScratchBlocks&) = delete;
+  ScratchBlocks& operator=(const ScratchBlocks&) = delete;
+  ~ScratchBlocks() {
+    for (const Block& block : blocks_) std::free(block.data);
+  }
+
+  static ScratchBlocks& of_this_thread() {
+    thread_local ScratchBlocks blocks;
+    return blocks;
+  }
+
+  // Return the smallest kept block of at least `bytes`, and set `bytes` to its size; null if there
+  // is none, or only one that is several times as large.
+  void* take(int64_t* bytes) {
+    size_t best = blocks_.size();
+    for (size_t i = 0; i < blocks_.size(); ++i) {
+      const int64_t size = blocks_[i].bytes;
+      const bool fits = size >= *bytes && size / 4 <= *bytes;
+      if (fits && (best == blocks_.size() || size < blocks_[best].bytes)) best = i;
+    }
+    if (best == blocks_.size()) return nullptr;
+    void* data = blocks_[best].data;
+    *bytes = blocks_[best].bytes;
+    remove(best);
+    return data;
+  }
+
+  void give(void* data, int64_t bytes) {
+    if (bytes > kKeptScratchBytes) return std::free(data);
+    while (bytes_ + bytes > kKeptScratchBytes) {
+      std::free(blocks_.front().data);
+      remove(0);
+    }
+    blocks_.push_back({data, bytes});
+    bytes_ += bytes;
+  }
+
+ private:
+  struct Block {
+    void* data;
+    int64_t bytes;
+  };
+
+  void remove(size_t i) {
+    bytes_ -= blocks_[i].bytes;
+    blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+
+  std::vector<Block> blocks_;
+  int64_t bytes_ = 0;
+};
+
+struct ReturnScratch {
+  int64_t bytes = 0;
+  void operator()(void* data) const { ScratchBlocks::of_this_thread().give(data, bytes); }
+};
+
+using Floats = std::unique_ptr<float[], ReturnScratch>;
+
+// Return uninitialized memory for n floats, aligned to cache lines.
+inline Floats new_floats(int64_t n) {
+  constexpr int64_t kLine = 64;
+  int64_t bytes = n * int64_t{sizeof(float)};
+  bytes = bytes < kLine ? kLine : (bytes + kLine - 1) / kLine * kLine;
+  void* data = ScratchBlocks::of_this_thread().take(&bytes);
+  if (data == nullptr) data = std::aligned_alloc(kLine, static_cast<size_t>(bytes));
+  if (data == nullptr) throw std::bad_alloc();
+  return Floats(static_cast<float*>(data), ReturnScratch{bytes});
+}
+
+}  // namespace emb

@@ -1,0 +1,110 @@
+"""Shapes and dtypes of what the tensor-train ops return, for tracing and compiled graphs."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.ops import tbe
+
+_ops = torch.ops.emblib
+
+
+def left_value_size(
+    cores: Sequence[Tensor], dim_factors: Sequence[int], num_cores: Sequence[int]
+) -> int:
+    """Return the floats per left half, its columns times the rank at its end: the largest."""
+    sizes, first = [], 0
+    for count in num_cores:
+        size = cores[first].size(1)
+        if count > 2:
+            rank = size // dim_factors[first]
+            size = dim_factors[first] * (cores[first + 1].size(1) // rank)
+        sizes.append(size)
+        first += count
+    return max(sizes)
+
+
+@torch.library.register_fake("emblib::tt_keys")
+def _(
+    indices: Tensor, offsets: Tensor, bag_layout: Tensor | None, feature_tables: Tensor
+) -> Tensor:
+    return indices.new_empty(indices.numel(), dtype=torch.int64)
+
+
+@torch.library.register_fake("emblib::tt_plan")
+def _(keys: Tensor, count: Tensor, tables: Tensor, left_ids: int, right_ids: int) -> list[Tensor]:
+    n, starts = keys.numel(), 3 * (tables.size(0) + 1)
+    return [
+        keys.new_empty(size, dtype=torch.int32) for size in (n, n + 1, n, n, n + 1, n, n, starts)
+    ]
+
+
+def _widest(dim_factors: Sequence[int], num_cores: Sequence[int]) -> int:
+    factors = iter(dim_factors)
+    return max(math.prod(next(factors) for _ in range(count)) for count in num_cores)
+
+
+@torch.library.register_fake("emblib::tt_rows")
+def _(
+    cores: Sequence[Tensor],
+    plan: Sequence[Tensor],
+    row_factors: Sequence[int],
+    dim_factors: Sequence[int],
+    num_cores: Sequence[int],
+    num_saved: int,
+) -> tuple[Tensor, Tensor]:
+    like = cores[0].new_empty(0, dtype=torch.float32)
+    rows = like.new_empty(plan[2].numel(), _widest(dim_factors, num_cores))
+    size = left_value_size(cores, dim_factors, num_cores)
+    return rows, like.new_empty(num_saved, size)
+
+
+@torch.library.register_fake("emblib::tt_core_grads")
+def _(cores: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(core, dtype=torch.float32) for core in cores]
+
+
+@torch.library.register_fake("emblib::tt_update_")
+def _(*arguments: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("emblib::tt_lookup")
+def _(
+    cores: Sequence[Tensor],
+    tables: Tensor,
+    feature_tables: Tensor,
+    features: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bag_layout: Tensor | None,
+    sample_weights: Tensor | None,
+    pooling: int,
+    output_dim: int,
+    output_dtype: torch.dtype,
+    row_factors: Sequence[int],
+    dim_factors: Sequence[int],
+    num_cores: Sequence[int],
+    num_saved: int,
+) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+    variable = bag_layout is not None
+    shape = tbe.output_shape(features, indices, offsets, pooling, output_dim, variable=variable)
+    keys = _ops.tt_keys(indices, offsets, bag_layout, feature_tables)
+    groups = tbe.tbe_group(features, keys, offsets, bag_layout, 0)
+    plan = _ops.tt_plan(keys, groups[4], tables, 0, 0)
+    size = left_value_size(cores, dim_factors, num_cores)
+    prefixes = cores[0].new_empty((num_saved, size), dtype=torch.float32)
+    return indices.new_empty(shape, dtype=output_dtype), list(groups), plan, prefixes
+
+
+@torch.library.register_fake("emblib::tt_backward_")
+def _(*arguments: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("emblib::update_rows_")
+def _(*arguments: Any) -> None:
+    return None
