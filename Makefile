@@ -32,7 +32,7 @@ STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
 SOURCES := $(shell find csrc -type f) pyproject.toml
 
-.PHONY: help run test quick lint format gpu-test pretend-test gate micro nightly smoke native clean distclean force
+.PHONY: help run test quick lint format gpu-test pretend-test gpu-day gate micro nightly smoke native clean distclean force
 
 help: ## list the targets and variables
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -56,6 +56,9 @@ gpu-test: native ## the tests that use a GPU; fails if torch sees none
 
 pretend-test: native ## tests of a GPU on the pretend GPU, no GPU needed (ARGS=matrix, ARGS="FILES -x")
 	@$(BIN)/python -m tests.pretend.session $(or $(ARGS),short)
+
+gpu-day: native ## the first hour with a GPU: tests, sanitizers, kernels, experiments, bundle (ARGS="timing=quick")
+	@VENV="$(VENV)" EMBLIB_PYTHON="$(BIN)/python" scripts/gpu_day.sh $(ARGS)
 
 gate: native ## is the working tree slower than BASE=origin/main? (exit status: scripts/gate.sh)
 	@VENV="$(VENV)" scripts/gate.sh $(BASE) $(ARGS)

@@ -357,3 +357,62 @@ def test_the_noise_floor_comes_first_and_has_its_folder(night: Machine) -> None:
     done = night.run("nightly.sh", EXPERIMENTS="selftest_aa", EMBLIB_NOISE="/kept")
     assert done.returncode == 0
     assert "gate.noise='/kept'" in night.lines("calls")[0]
+
+
+GPU_DAY = """\
+#!/usr/bin/env bash
+# python: tests that end as TESTS says, experiments that leave a run, everything else succeeds.
+echo "$*" >> "$CALLS"
+case "$*" in
+  "-m pytest"*) echo "2 failed"; exit "${TESTS:-0}" ;;
+  -) cat > /dev/null ;;
+  *+experiment=*)
+    folder=$(tr " " "\\n" <<< "$*" | sed -n "s/^report.folder='\\(.*\\)'/\\1/p")
+    mkdir -p "$folder/tbe" && echo {} > "$folder/tbe/run.json" ;;
+esac
+"""
+
+
+@pytest.fixture
+def gpu_day(tmp_path: Path) -> Machine:
+    machine = Machine(tmp_path)
+    machine.install("compute-sanitizer", '#!/usr/bin/env bash\necho "sanitizer $2" >> "$CALLS"\n')
+    machine.variables = {
+        "EMBLIB_PYTHON": str(machine.install("python", GPU_DAY)),
+        "EMBLIB_LOCK": str(tmp_path / "lock"),
+        "PERF_FOLDER": str(tmp_path / "day"),
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
+        "CALLS": str(tmp_path / "calls"),
+        "EXPERIMENTS": "tbe",
+    }
+    return machine
+
+
+def test_a_day_with_a_gpu_tests_before_it_times_and_bundles_the_runs(gpu_day: Machine) -> None:
+    done = gpu_day.run("gpu_day.sh", "timing=quick")
+    assert done.returncode == 0, done.stderr
+    calls, folder = gpu_day.lines("calls"), gpu_day.folder / "day"
+    wanted = [
+        "run.py doctor",
+        "-m pytest -q -k cuda",
+        "sanitizer memcheck",
+        "sanitizer racecheck",
+        f"-m experiments.kernel_times --out {folder}/kernels.md",
+        f"run.py +experiment=tbe report.folder='{folder}/runs' device=cuda timing=quick",
+        f"run.py bundle pack {folder}/runs/tbe --out {folder}/bundle.zip",
+    ]
+    order = [calls.index(call) for call in wanted]
+    assert order == sorted(order)
+    page = gpu_day.lines("summary")
+    assert any(line.startswith("| ncu | skipped: ncu, of the CUDA toolkit") for line in page)
+
+
+def test_wrong_kernels_are_not_timed(gpu_day: Machine) -> None:
+    done = gpu_day.run("gpu_day.sh", TESTS="1")
+    assert done.returncode == 1
+    assert "tests ended with exit status 1:\n2 failed" in done.stderr
+    assert not any("kernel_times" in c or "+experiment" in c for c in gpu_day.lines("calls"))
+    assert "| tests | 1 |" in "\n".join(gpu_day.lines("summary"))
+    forced = gpu_day.run("gpu_day.sh", TESTS="1", FORCE="1")
+    assert forced.returncode == 1
+    assert any("kernel_times" in call for call in gpu_day.lines("calls"))

@@ -16,6 +16,7 @@ from tests.pretend.library import ROOT
 SHORT = (
     "tests/pretend/test_training.py",
     "tests/pretend/test_host_waits.py",
+    "tests/pretend/test_kernel_times.py",
     "tests/tables/test_graph_capture.py::test_a_captured_step_trains_as_eager_code_does[adam]",
     "tests/tables/test_graph_capture.py::test_a_captured_step_trains_as_eager_code_does[lamb]",
     "tests/tables/test_graph_capture.py::test_a_captured_step_checks_bounds",

@@ -215,6 +215,10 @@ class Event(torch.Event):
     def wait(self, stream: torch.Stream | None = None) -> None:
         super().wait(stream or current_stream())
 
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        """Return 0 ms: the pretend GPU has no clock."""
+        return 0.0
+
 
 class Stream(torch.Stream):
     """torch.cuda.Stream."""

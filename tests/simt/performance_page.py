@@ -6,13 +6,12 @@ import re
 import subprocess
 from pathlib import Path
 
+from experiments.kernel_times import GATHER, SHAPES, Shape, model_us
 from tests.simt.compiled import ARCHITECTURES, NVCC, Compiled, compiled_kernels, cuobjdump
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_performance.md"
 COMMAND = "python -m tests.simt.performance_page"
-_GATHER = 2.77  # TB/s of a gather on an H100, published: pytorch/FBGEMM PR 3993
 _REGISTERS, _LANES, _MOST_WARPS = 65_536, 32, 64  # of a multiprocessor
-_FLOAT, _ID, _OFFSET = 4, 8, 8
 
 _HEAD = f"""# CUDA kernels: what is known without a GPU
 
@@ -25,9 +24,9 @@ first table is a *model*; the second is read from the compiled code and is exact
 A training step at least reads each lookup's row and id and writes the output; then it reads the
 gradients of the bags, and reads and writes each distinct row with its state. Here all rows of a
 batch are distinct, rows are float32, ids int64, and the optimizer is row-wise Adagrad. Time is
-bytes at {_GATHER} TB/s, the rate of a gather on an H100 (published: [pytorch/FBGEMM
+bytes at {GATHER} TB/s, the rate of a gather on an H100 (published: [pytorch/FBGEMM
 PR 3993](https://github.com/pytorch/FBGEMM/pull/3993)); launches, the sort of the ids and latencies
-come on top.
+come on top. `python -m experiments.kernel_times` compares measured times with this model.
 
 | batch | forward | backward and update | model: forward | model: update |
 | --- | ---: | ---: | ---: | ---: |
@@ -51,10 +50,7 @@ _NUMBERS = ("registers", "warps", "instructions", "16 B")
 
 def page() -> str:
     """Compile the kernels, and return the page."""
-    models = [
-        _model("26 tables, D 64, B 65,536, L 1", 26, 64, 65_536, 1),
-        _model("10 tables, D 128, B 4,096, L 20", 10, 128, 4096, 20),
-    ]
+    models = [_model(shape) for shape in SHAPES]
     heads = [f"{name} {architecture}" for architecture in ARCHITECTURES for name in _NUMBERS]
     rows = [f"| kernel | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
     rows += [f"| `{name}` | {' | '.join(numbers)} |" for name, numbers in cells().items()]
@@ -62,12 +58,11 @@ def page() -> str:
     return _HEAD + "\n".join(models) + "\n" + table + "\n".join(rows) + "\n"
 
 
-def _model(title: str, tables: int, dim: int, batch: int, length: int) -> str:
-    lookups, bags = tables * batch * length, tables * batch
-    forward = lookups * (dim * _FLOAT + _ID) + bags * (dim * _FLOAT + _OFFSET)
-    update = bags * dim * _FLOAT + lookups * 2 * (dim + 1) * _FLOAT
-    times = [f"{size / _GATHER / 1e6:,.0f} us" for size in (forward, update)]
-    return f"| {title} | {forward / 1e6:,.0f} MB | {update / 1e6:,.0f} MB | {' | '.join(times)} |"
+def _model(shape: Shape) -> str:
+    sizes = shape.forward_bytes(), shape.update_bytes()
+    times = [f"{model_us(size):,.0f} us" for size in sizes]
+    megabytes = [f"{size / 1e6:,.0f} MB" for size in sizes]
+    return f"| {shape.title} | {' | '.join(megabytes)} | {' | '.join(times)} |"
 
 
 def cells() -> dict[str, list[str]]:

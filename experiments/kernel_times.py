@@ -1,0 +1,180 @@
+"""Compare times of CUDA kernels with a model: `python -m experiments.kernel_times --out FILE.md`.
+
+The model counts bytes, and divides them by the rate of a gather that others published; a page says
+how far measured kernels are from it. `docs/cuda_performance.md` has the model alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import emblib
+
+GATHER = 2.77  # TB/s of a gather on an H100, published: pytorch/FBGEMM PR 3993
+_FLOAT, _ID, _OFFSET = 4, 8, 8
+_POOL = 8  # distinct batches
+_FORWARD = ("pool_kernel",)
+_UPDATE = ("update_kernel", "chunk_kernel")
+
+
+class Shape(NamedTuple):
+    """A batch of `tables` of float32 rows, each with `batch` bags of `length` distinct rows."""
+
+    tables: int
+    dim: int
+    batch: int
+    length: int
+
+    @property
+    def title(self) -> str:
+        """Describe the batch."""
+        return f"{self.tables} tables, D {self.dim}, B {self.batch:,}, L {self.length}"
+
+    def forward_bytes(self) -> int:
+        """Return the bytes of a lookup: rows and ids read, outputs and offsets."""
+        lookups, bags = self.tables * self.batch * self.length, self.tables * self.batch
+        row = self.dim * _FLOAT
+        return lookups * (row + _ID) + bags * (row + _OFFSET)
+
+    def update_bytes(self) -> int:
+        """Return the bytes of an update: gradients read, rows and row-wise states both ways."""
+        lookups, bags = self.tables * self.batch * self.length, self.tables * self.batch
+        return bags * self.dim * _FLOAT + lookups * 2 * (self.dim + 1) * _FLOAT
+
+
+SHAPES = (Shape(26, 64, 65_536, 1), Shape(10, 128, 4096, 20))
+
+
+def model_us(nbytes: int) -> float:
+    """Return the microseconds that the model allows for moving `nbytes`."""
+    return nbytes / GATHER / 1e6
+
+
+class Kernels(NamedTuple):
+    """Kernels of a step: launches and microseconds by name, and the step by CUDA events."""
+
+    launches: dict[str, float]
+    microseconds: dict[str, float]
+    step_us: float
+
+
+def measure(shape: Shape, rows: int, steps: int) -> Kernels:
+    """Train tables of `rows` rows, `steps` steps by events and as many under the profiler."""
+    device = torch.device("cuda")
+    specs = [emblib.TableSpec(rows, shape.dim)] * shape.tables
+    bags = emblib.TableBatchedEmbeddingBags(specs, emblib.optim.RowwiseAdagrad(0.01), device=device)
+    batches = [_batch(shape, rows, seed, device) for seed in range(_POOL)]
+    grad = torch.full((shape.batch, shape.tables * shape.dim), 1e-3, device=device)
+
+    def step(number: int) -> None:
+        bags(*batches[number % _POOL]).backward(grad)
+
+    for number in range(_POOL):
+        step(number)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    for number, event in enumerate(events):
+        event.record()
+        if number < steps:
+            step(number)
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
+    launches: Counter[str] = Counter()
+    microseconds: Counter[str] = Counter()
+    for event in _kernels_of(step, steps):
+        name = short_name(event.name)
+        launches[name] += 1
+        microseconds[name] += event.device_time_total
+    return Kernels(
+        {name: count / steps for name, count in launches.items()},
+        {name: total / steps for name, total in microseconds.items()},
+        statistics.median(times),
+    )
+
+
+def _kernels_of(step: Callable[[int], None], steps: int) -> list[Any]:
+    """Return the profiler's events on the GPU; none from a torch that cannot profile GPUs."""
+    activity = torch.profiler.ProfilerActivity.CUDA
+    if activity not in torch.profiler.supported_activities():
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, activity]) as got:
+        for number in range(steps):
+            step(number)
+        torch.cuda.synchronize()
+    return [e for e in got.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def _batch(shape: Shape, rows: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Draw ids that are distinct within each table as far as there are rows."""
+    generator = torch.Generator().manual_seed(seed)
+    wanted = shape.batch * shape.length
+    drawn = [torch.randperm(rows, generator=generator)[:wanted] for _ in range(shape.tables)]
+    ids = torch.cat([d.repeat(-(-wanted // d.numel()))[:wanted] for d in drawn])
+    offsets = torch.arange(0, ids.numel() + 1, shape.length)
+    return ids.to(device), offsets.to(device)
+
+
+def short_name(kernel: str) -> str:
+    """Return the name of a kernel without namespaces, arguments and return type."""
+    plain = re.sub(r"\(anonymous namespace\)::|\w+::", "", kernel.split("(emb::")[0])
+    return plain.removeprefix("void ").split("(")[0]
+
+
+def section(shape: Shape, found: Kernels) -> str:
+    """Return the part of the page about one shape."""
+    lines = [
+        f"## {shape.title}",
+        "",
+        f"A step takes {found.step_us:,.0f} us (median, CUDA events).",
+        "",
+        "| part | model | measured | model ÷ measured |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    parts = (
+        ("forward", _FORWARD, shape.forward_bytes()),
+        ("update", _UPDATE, shape.update_bytes()),
+    )
+    for part, kernels, nbytes in parts:
+        us = sum(t for name, t in found.microseconds.items() if name.startswith(kernels))
+        model = model_us(nbytes)
+        measured = f"{us:,.0f} us | {model / us:.0%}" if us else "not reported | –"
+        lines.append(f"| {part}: {', '.join(kernels)} | {model:,.0f} us | {measured} |")
+    lines += ["", "| kernel | launches per step | us per step |", "| --- | ---: | ---: |"]
+    order = sorted(found.microseconds, key=lambda name: -found.microseconds[name])
+    lines += [
+        f"| `{name}` | {found.launches[name]:.3g} | {found.microseconds[name]:,.1f} |"
+        for name in order
+    ]
+    if not order:
+        lines.append("| the profiler reported no kernel | – | – |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Write the page; needs a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.kernel_times", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the page, Markdown")
+    parser.add_argument("--rows", type=int, default=2_000_000, help="of each table")
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU")
+    name = torch.cuda.get_device_name()
+    head = f"# Kernels on {name}\n\nModel: bytes at {GATHER} TB/s, see docs/cuda_performance.md."
+    sections = [section(s, measure(s, arguments.rows, arguments.steps)) for s in SHAPES]
+    arguments.out.write_text("\n\n".join([head, *sections]) + "\n")
+    print(arguments.out.read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
