@@ -1,5 +1,6 @@
 """The device fixture: tests of operations run on the CPU, and on CUDA where there is one."""
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -90,6 +91,21 @@ LONG = {
     "experiments/contenders/test_new_contender.py": 30,
     "experiments/gate/test_revisions.py": 30,
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude the modules and tests of a session from garbage collection.
+
+    They exist until its end. With the whole suite a full collection that looks through them takes
+    half a second, and tests of leaks need several hundred collections.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
