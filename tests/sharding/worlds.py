@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -205,6 +206,7 @@ def main(folder: str) -> None:
     for name in ("torch._dynamo", "pytest", "emblib.sharding", "emblib.collections"):
         importlib.import_module(name)
     torch.set_num_threads(1)
+    gc.freeze()  # a collection of a rank would look through all that torch has loaded, and copy it
     with connection.Client(f"{folder}/pool", "AF_UNIX") as orders:
         while True:
             try:
