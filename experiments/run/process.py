@@ -178,7 +178,7 @@ def note(text: str) -> None:
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # Not emblib, of which each child may import another, but the slowest part of what it imports.
-    context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "hydra"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "hydra", "pandas"])
     return context
 
 
