@@ -363,12 +363,10 @@ def _hashed(table: _Table) -> Iterator[_Option]:
 
 def _quotient_remainder(table: _Table) -> Iterator[_Option]:
     for share in SHARES:
-        # The larger m for which ceil(rows / m) + m is about `share * rows`.
-        half = share * table.rows / 2
-        if half**2 < table.rows:
-            return
-        divisor = max(1, int(half + math.sqrt(half**2 - table.rows)))
-        storage = QuotientRemainder(divisor)
+        try:
+            storage = QuotientRemainder.for_share(table.rows, share)
+        except ValueError:
+            return  # neither can it be done in fewer rows
         loss = _at(table.curves["quotient_remainder"], share)
         yield _Option(replace(table.config, storage=storage), loss)
 

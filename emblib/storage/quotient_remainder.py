@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -37,6 +37,40 @@ class QuotientRemainder(ComposedStorage):
     def __post_init__(self) -> None:
         object.__setattr__(self, "divisor", check_count("divisor", self.divisor))
         object.__setattr__(self, "combine", Combine(self.combine))
+
+    @classmethod
+    def for_share(
+        cls, num_embeddings: int, share: float, combine: Combine = Combine.MULTIPLY
+    ) -> Self:
+        """Return the storage whose two parts have about `share * num_embeddings` rows in all.
+
+        Of the two divisors that do, the larger: fewer ids share a row of the remainders.
+
+        Args:
+            num_embeddings: the ids of the table.
+            share: of the rows of a table with one row per id, in (0, 1].
+            combine: see `QuotientRemainder`.
+
+        Raises:
+            ValueError: `share` is not in (0, 1], or two parts need more rows, at least
+                `2 * sqrt(num_embeddings)`.
+
+        Example:
+            >>> storage.QuotientRemainder.for_share(10_000, 0.25).divisor
+            2495
+        """
+        num_embeddings = check_count("num_embeddings", num_embeddings)
+        if not 0.0 < share <= 1.0:
+            raise ValueError(f"share must be in (0, 1], got {share}")
+        # The larger m for which ceil(n / m) + m is about `share * n`.
+        half = share * num_embeddings / 2
+        if half**2 < num_embeddings:
+            raise ValueError(
+                f"{num_embeddings:,} ids need {2 * math.isqrt(num_embeddings):,} rows in two "
+                f"parts, which is more than {share:g} of them: raise share, or use another storage"
+            )
+        divisor = max(1, int(half + math.sqrt(half**2 - num_embeddings)))
+        return cls(divisor, combine)
 
     def check_table(self, table: TableDescription) -> None:
         """Raise ValueError for a divisor above the number of ids, odd halves, or an `init_fn`."""

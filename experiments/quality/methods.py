@@ -182,16 +182,11 @@ def hashed(task: Task, table: int, **choices: Any) -> EmbeddingBagConfig:
 
 def quotient_remainder(task: Task, table: int, combine: storage.Combine) -> EmbeddingBagConfig:
     """Make a row of one by the quotient and one by the remainder of its id."""
-    divisor = _divisor(task.rows[table], task.share)
-    return plain(task, table, storage=storage.QuotientRemainder(divisor, combine))
-
-
-def _divisor(rows: int, share: float) -> int:
-    """Return the larger m for which ceil(rows / m) + m is about `share * rows`."""
-    half = share * rows / 2
-    if half**2 < rows:
-        raise Unsupported(f"{rows:,} ids need {2 * math.isqrt(rows):,} rows in two parts")
-    return max(1, int(half + math.sqrt(half**2 - rows)))
+    try:
+        kind = storage.QuotientRemainder.for_share(task.rows[table], task.share, combine)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    return plain(task, table, storage=kind)
 
 
 def train_spec(task: Task, table: int, ids: Any) -> emblib.TTSpec:

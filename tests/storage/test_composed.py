@@ -344,6 +344,18 @@ def test_quantizing_a_collection_leaves_shared_rows_as_they_are(kind: str) -> No
     assert torch.equal(output(model.quantized(), batch(0)), output(model, batch(0)))
 
 
+@pytest.mark.parametrize("combine", Combine)
+@pytest.mark.parametrize(("ids", "share"), [(4, 1.0), (100, 0.2), (9066, 0.25), (10**7, 1 / 64)])
+def test_a_share_of_the_rows_is_what_two_parts_have(
+    ids: int, share: float, combine: Combine
+) -> None:
+    kind = QuotientRemainder.for_share(ids, share, combine)
+    rows = [component.rows for component in kind.components(ids)]
+    assert sum(rows) == pytest.approx(share * ids, abs=1)
+    assert rows[1] >= rows[0]
+    assert kind.combine is combine
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -354,6 +366,9 @@ def test_quantizing_a_collection_leaves_shared_rows_as_they_are(kind: str) -> No
         (lambda: Hashed(5, functions=65), "at most 64"),
         (lambda: Hashed(5, seed=2**57), "at most"),
         (lambda: QuotientRemainder(0), "divisor must be"),
+        (lambda: QuotientRemainder.for_share(100, 0.19), "100 ids need 20 rows in two parts"),
+        (lambda: QuotientRemainder.for_share(100, 1.5), r"share must be in \(0, 1\]"),
+        (lambda: QuotientRemainder.for_share(0, 0.5), "num_embeddings must be"),
         (lambda: EmbeddingBagConfig(4, 8, "t", storage=Narrow(8)), "fewer than the 8 of 't'"),
         (lambda: EmbeddingBagConfig(4, 8, "t", storage=QuotientRemainder(5)), "at most the 4 ids"),
         (
