@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate
@@ -13,19 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.dynamic.hash_table import HashTable
+from emblib.dynamic import tt_projection
+from emblib.dynamic.hash_table import HashTable, TableRows
 from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 from emblib.ops.autograd import updates_in_backward
-from emblib.ops.cache import COUNTERS, WAYS
+from emblib.ops.cache import COUNTERS
 from emblib.optim import Optimizer
-from emblib.reference import tt as reference
 from emblib.specs import (
     BoundsCheck,
-    CacheConfig,
-    CachePolicy,
-    DynamicSpec,
-    Eviction,
-    Placement,
     Pooling,
     Precision,
     TableSpec,
@@ -41,12 +36,6 @@ from emblib.tables.base import (
     warn_of_dtype,
 )
 from emblib.tables.graph_break import graph_break
-
-_COUNTED = 4  # ids counted per row of the cache, by default
-_PROJECTIONS = 8  # gradient steps by which the changes of evicted rows go into the cores
-_INDEX_LOAD = 0.5  # at which every id finds a slot
-_CHUNK = 1 << 14  # rows made at a time
-_MOST_ROWS_IN_INT64 = 1 << 31  # whose product with a multiplier fits
 
 
 class _Lookups(NamedTuple):
@@ -137,33 +126,38 @@ class CachedTTEmbeddingBags(nn.Module):
             "bounds_check": BoundsCheck.NONE,  # this module checks, once for both
             "device": device,
         }
-        self.trains = TableBatchedTTEmbeddingBags(tables, optimizer, init=init, **options)
+        self.trains = self._make_trains(optimizer, init, options)
         self.optimizer, self.pooling = self.trains.optimizer, self.trains.pooling
         self.cache_rows = cache.rows_of(self.tables)
         self.stored_rows = cache.stored_rows_of(self.tables)
         self._spills = cache.eviction is RowEviction.SPILL
         self.rows = self._make_rows(optimizer, options)
-        total = sum(self.stored_rows)
-        self.index = _hash_table(math.ceil(total / _INDEX_LOAD), Eviction.NONE, device)
-        self.counts = _hash_table(cache.counted or _COUNTED * total, Eviction.LFU, device)
+        # Only the keys of these tables are used, not their values.
+        self.index, self.counts = (
+            HashTable(spec, device=device, seed=0) for spec in cache.index_specs(self.tables)
+        )
         self._first_key = [0, *accumulate(spec.rows for spec in self.tables)]
         self._first_row = [0, *accumulate(self.stored_rows)]
         self._register_buffers(device)
-        self._since = 0  # training lookups since the rows were chosen
+        self._since = [0] * len(self.tables)  # training lookups since the rows were chosen
         self._choice = 0  # number of that choice
         self.register_load_state_dict_post_hook(_rebuild_index)
+
+    def _make_trains(
+        self, optimizer: Optimizer | None, init: str, options: dict[str, Any]
+    ) -> TableBatchedTTEmbeddingBags:
+        """Make the tensor trains."""
+        return TableBatchedTTEmbeddingBags(self.tables, optimizer, init=init, **options)
 
     def _make_rows(
         self, optimizer: Optimizer | None, options: dict[str, Any]
     ) -> TableBatchedEmbeddingBags:
         """Make the tables of stored rows."""
-        placement = Placement.MANAGED_CACHING if self._spills else Placement.DEVICE
-        sets = math.ceil(sum(self.cache_rows) / WAYS)
         specs = [
-            TableSpec(rows, spec.dim, spec.name, placement=placement)
+            TableSpec(rows, spec.dim, spec.name, placement=self.cache.placement)
             for rows, spec in zip(self.stored_rows, self.tables, strict=True)
         ]
-        cache = CacheConfig(policy=CachePolicy.LFU, sets=sets)
+        cache = self.cache.row_cache(self.tables)
         return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
 
     def _by_feature(self) -> dict[str, list[int]]:
@@ -203,7 +197,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self.register_buffer("counters", counters)
         changes = torch.zeros((len(self.tables), 2), dtype=torch.float64, device=device)
         self.register_buffer("changes", changes)
-        since = torch.zeros((), dtype=torch.int64, device=device)
+        since = torch.zeros(len(self.tables), dtype=torch.int64, device=device)
         self.register_buffer("since", since)
 
     @graph_break  # choosing rows and the hash table run uncompiled
@@ -241,8 +235,8 @@ class CachedTTEmbeddingBags(nn.Module):
             offsets = append_last_offset(indices, offsets)
         offsets = self._checked_offsets(indices, offsets, batch_sizes)
         counted = self.training and torch.is_grad_enabled()
-        if counted and self._since >= (self.cache.every or math.inf):
-            self.populate()
+        if counted:
+            self._populate_in_time()
         batch = self._find(indices, offsets, batch_sizes)
         stored = batch.rows >= 0
         cold = torch.where(stored, -1, batch.ids).to(indices.dtype)
@@ -323,7 +317,7 @@ class CachedTTEmbeddingBags(nn.Module):
             self.counters[:, column].index_add_(0, self.tables_of_features, by_feature)
         if missed is not None:
             self.counters[:, _COUNTERS.index("spill_hits")] += missed
-        self._since += 1
+        self._since = [since + 1 for since in self._since]
 
     @property
     def _missed(self) -> Tensor | None:
@@ -333,17 +327,32 @@ class CachedTTEmbeddingBags(nn.Module):
             return None
         return cache.counters[:-1, COUNTERS.index("lookup_misses")]
 
+    def populate(self, table: int | None = None) -> None:
+        """Store the most used rows from now on; rows that are stored already stay as they are.
+
+        Args:
+            table: whose rows are chosen; None for all tables.
+        """
+        self._populate(range(len(self.tables)) if table is None else [table])
+
+    def _populate_in_time(self) -> None:
+        """Choose rows where it is time; what frozen tables look up stays as it is."""
+        every = self.cache.every or math.inf
+        frozen = self.trains.untrained
+        due = [t for t, since in enumerate(self._since) if since >= every and t not in frozen]
+        if due:
+            self._populate(due)
+
     @torch.no_grad()
-    def populate(self) -> None:
-        """Store the most used rows from now on; rows that are stored already stay as they are."""
+    def _populate(self, tables: Iterable[int]) -> None:
         exported = list(self.counts.export())
         keys = torch.cat([part.keys for part in exported]) if exported else self.key_of_row[:0]
         uses = torch.cat([part.scores for part in exported]) if exported else keys
-        for table in range(len(self.tables)):
+        for table in tables:
             first, last = self._first_key[table : table + 2]
             own = (keys >= first) & (keys < last)
             self._populate_table(table, keys[own], uses[own])
-        self._since = 0
+            self._since[table] = 0
 
     def _populate_table(self, table: int, keys: Tensor, uses: Tensor) -> None:
         keys, order = keys.sort()  # equal uses: the smaller id first
@@ -408,62 +417,16 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _made(self, table: int, ids: Tensor) -> Tensor:
         """Return what the cores make of ids, as float32."""
-        cores = [core.detach().float() for core in self.trains.table_cores(table)]
-        made = [
-            self._rows_of(table, cores, self._places_of(table, some)) for some in ids.split(_CHUNK)
-        ]
-        return torch.cat(made)
+        return tt_projection.rows(self.tables[table], self._float_cores(table), ids)
 
-    def _places_of(self, table: int, ids: Tensor) -> Tensor:
-        """Return the rows of the train that ids stand for."""
-        spec = self.tables[table]
-        multiplier, offset = spec.permutation
-        if spec.rows > _MOST_ROWS_IN_INT64:
-            return reference.permuted(ids, spec.rows, spec.permutation)
-        return (ids * multiplier + offset) % spec.rows
-
-    def _rows_of(self, table: int, cores: Sequence[Tensor], places: Tensor) -> Tensor:
-        spec = self.tables[table]
-        return reference.rows(cores, places, spec.row_factors, spec.dim_factors)
+    def _float_cores(self, table: int) -> list[Tensor]:
+        return [core.detach().float() for core in self.trains.table_cores(table)]
 
     def _project(self, table: int, ids: Tensor, values: Tensor) -> None:
-        """Step the cores towards making `values` of ids.
-
-        Each step is along the gradient of the squared error, as long as is best where rows are
-        linear in the cores, and half that until the error falls.
-        """
-        places = self._places_of(table, ids)
-        cores = [core.detach().float().clone() for core in self.trains.table_cores(table)]
-        error = float((self._rows_of(table, cores, places) - values).square().sum())
-        for _ in range(_PROJECTIONS):
-            left = values - self._rows_of(table, cores, places)
-            spec = self.tables[table]
-            grads = reference.core_grads(cores, places, left, spec.row_factors, spec.dim_factors)
-            moved = self._moved(table, cores, grads, places)
-            size = float(moved.square().sum())
-            step = float((moved * left).sum()) / size if size else 0.0
-            while step > 1e-8:
-                tried = [c + step * g for c, g in zip(cores, grads, strict=True)]
-                now = float((self._rows_of(table, tried, places) - values).square().sum())
-                if now < error:
-                    break
-                step /= 2
-            else:
-                break
-            cores, error = tried, now
-        for core, value in zip(self.trains.table_cores(table), cores, strict=True):
+        """Step the cores towards making `values` of ids."""
+        moved = tt_projection.project(self.tables[table], self._float_cores(table), ids, values)
+        for core, value in zip(self.trains.table_cores(table), moved, strict=True):
             core.copy_(value)
-
-    def _moved(
-        self, table: int, cores: Sequence[Tensor], grads: Sequence[Tensor], places: Tensor
-    ) -> Tensor:
-        """Return the derivative of rows as the cores move along their gradients."""
-
-        def rows(*moving: Tensor) -> Tensor:
-            return self._rows_of(table, moving, places)
-
-        found: Tensor = torch.func.jvp(rows, tuple(cores), tuple(grads))[1]
-        return found
 
     @torch.no_grad()
     def to_dense(self, table: int) -> Tensor:
@@ -505,22 +468,40 @@ class CachedTTEmbeddingBags(nn.Module):
         whole = {name: sum(row[name] for row in rows) for name in names}
         return TTCacheStats(**whole, tables=dict(zip(self.rows.table_names, tables, strict=True)))
 
-    def reset_cache_stats(self) -> None:
-        """Set the counts of `cache_stats` to zero; `spilled` is no count, and stays."""
-        self.counters.zero_()
-        self.changes.zero_()
+    def reset_cache_stats(self, table: int | None = None) -> None:
+        """Set the counts of `cache_stats` to zero, of one table or (None) of all.
+
+        `spilled` is no count, and stays.
+        """
+        own = slice(None) if table is None else table
+        self.counters[own] = 0
+        self.changes[own] = 0.0
 
     @torch.no_grad()
-    def empty_cache(self) -> None:
-        """Remove all stored rows, and forget all counts.
+    def empty_cache(self, table: int | None = None) -> None:
+        """Remove all stored rows and forget all counts, of one table or (None) of all.
 
         With `DROP` their values are lost; otherwise, spilled ones included, they go into the cores.
         """
-        for table in range(len(self.tables)):
-            rows = (self._keys(table) >= 0).nonzero().squeeze(1)
+        for t in range(len(self.tables)) if table is None else (table,):
+            rows = (self._keys(t) >= 0).nonzero().squeeze(1)
             if len(rows):
-                self._evict(table, rows)
-        self.counts.clear()
+                self._evict(t, rows)
+            self._forget_counts(t)
+        if table is None:
+            self.counts.clear()  # of ids that no table has, too
+
+    def _forget_counts(self, table: int) -> None:
+        """Remove the counted ids of a table."""
+        self.counts.erase(self._counted(table).keys)
+
+    def _counted(self, table: int) -> TableRows:
+        """Return the counted ids of a table, as keys, with their uses as scores."""
+        every = self.counts.index.export(0)
+        own = (every.keys >= self._first_key[table]) & (every.keys < self._first_key[table + 1])
+        keys, stamps, uses = every.keys[own], every.stamps[own], every.scores
+        assert uses is not None
+        return TableRows(keys, torch.zeros(len(keys), 1, device=keys.device), stamps, uses[own])
 
     def _rebuild_index(self) -> None:
         """Enter the stored keys into an empty index."""
@@ -531,7 +512,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self.row_of_slot[slots] = rows
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.since.fill_(self._since)
+        self.since.copy_(torch.tensor(self._since))
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -542,7 +523,10 @@ class CachedTTEmbeddingBags(nn.Module):
         Raises:
             RuntimeError: more stored rows of a table than this module has; nothing was written.
         """
-        self.since.fill_(self._since)
+        self.since.copy_(torch.tensor(self._since))
+        since = state_dict.get(f"{prefix}since")
+        if since is not None:  # a number of all tables, in earlier versions
+            state_dict[f"{prefix}since"] = since.expand(len(self.tables)).clone()
         saved = state_dict.get(f"{prefix}key_of_row")
         if saved is not None:
             state_dict.update(self._resized(state_dict, prefix, saved))
@@ -590,7 +574,7 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _restart(self) -> None:
         """Follow what was loaded: a lookup before it must not update rows by its backward."""
-        self._since, self._choice = int(self.since), self._choice + 1
+        self._since, self._choice = self.since.tolist(), self._choice + 1
         self._rebuild_index()
 
     def reset_parameters(self) -> None:
@@ -601,7 +585,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self._rebuild_index()
         self.counts.clear()
         self.reset_cache_stats()
-        self._since, self._choice = 0, self._choice + 1
+        self._since, self._choice = [0] * len(self.tables), self._choice + 1
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of cores and stored rows, from the next backward on."""
@@ -668,8 +652,3 @@ def _least_used(present: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Te
 
 def _rebuild_index(module: Any, incompatible: Any) -> None:
     module._restart()
-
-
-def _hash_table(capacity: int, eviction: Eviction, device: torch.device | str | None) -> HashTable:
-    """Return a table of keys; its values are not used."""
-    return HashTable(DynamicSpec(capacity, 1, eviction=eviction), device=device, seed=0)

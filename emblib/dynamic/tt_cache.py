@@ -7,9 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from emblib.specs import Choice, TTSpec, check_count
+from emblib.ops.cache import WAYS
+from emblib.specs import (
+    CacheConfig,
+    CachePolicy,
+    Choice,
+    DynamicSpec,
+    Eviction,
+    Placement,
+    TTSpec,
+    check_count,
+)
 
 _SPILLED = 8  # rows in host memory per row of the cache, by default
+_COUNTED = 4  # ids counted per row of the cache, by default
+_INDEX_LOAD = 0.5  # at which every id finds a slot
 
 
 class RowEviction(Choice):
@@ -88,6 +100,31 @@ class TTCache:
             spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
         parts = zip(cached, spilled, tables, strict=True)
         return [min(rows + more, spec.rows) for rows, more, spec in parts]
+
+    @property
+    def placement(self) -> Placement:
+        """Return where stored rows are."""
+        spills = self.eviction is RowEviction.SPILL
+        return Placement.MANAGED_CACHING if spills else Placement.DEVICE
+
+    def row_cache(self, tables: Sequence[TTSpec]) -> CacheConfig | None:
+        """Return the cache of stored rows that are in host memory; None where they are not."""
+        if not self.placement.cached:
+            return None
+        sets = math.ceil(sum(self.rows_of(tables)) / WAYS)
+        return CacheConfig(policy=CachePolicy.LFU, sets=sets)
+
+    def counted_of(self, tables: Sequence[TTSpec]) -> int:
+        """Return the ids of all tables whose uses are counted."""
+        return self.counted or _COUNTED * sum(self.stored_rows_of(tables))
+
+    def index_specs(self, tables: Sequence[TTSpec]) -> tuple[DynamicSpec, DynamicSpec]:
+        """Return the hash tables of ids that are stored, and of those that are counted."""
+        stored = math.ceil(sum(self.stored_rows_of(tables)) / _INDEX_LOAD)
+        return (
+            DynamicSpec(stored, 1, eviction=Eviction.NONE),
+            DynamicSpec(self.counted_of(tables), 1, eviction=Eviction.LFU),
+        )
 
 
 def _numbers(given: Any) -> Sequence[Any]:

@@ -279,11 +279,6 @@ class DenseKernel(TableBatchedEmbeddingBags):
         """Return the kernel of the dense tables, this one; see `ComposedKernel`."""
         return self
 
-    @property
-    def untrained(self) -> frozenset[int]:
-        """Return the tables that are frozen."""
-        return self._untrained
-
     def tables_of(self, index: int) -> dict[str, int]:
         """Return the parameters of a table of a collection, with their numbers here."""
         return {"weight": index}

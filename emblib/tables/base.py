@@ -357,6 +357,11 @@ class FusedTables(nn.Module):
         self._untrained = others if trained else others | {table}
         self._frozen = len(self._untrained) == len(self.tables)
 
+    @property
+    def untrained(self) -> frozenset[int]:
+        """Return the tables that are frozen."""
+        return self._untrained
+
     def _reset_common(self) -> None:
         self.hyperparams.copy_(self._initial_hyperparams())
         self._restore()
