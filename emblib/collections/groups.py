@@ -165,7 +165,7 @@ class TableGroups(nn.Module):
         ]
         self.active = [info for info in self.groups if info.units]
         self.is_one = len(self.active) == 1
-        self._views = parameters.registered([h for h in self.handles if h.checks_parameters])
+        self._views = parameters.registered(m for h in self.handles for m in h.checked_modules())
         # Not `self._only = ...`, which would make it a child of this module.
         object.__setattr__(self, "_only", self.active[0].module if self.is_one else None)
 
@@ -258,7 +258,8 @@ class TableGroups(nn.Module):
         """Return weight and optimizer states of a slice, as views: writes reach the table.
 
         These are `weight` `[rows, dim]` and the states by name, `[rows, dim]` or `[rows]`; of a
-        tensor train `cores.0`, `cores.1`, ... and `<state>.0`, ...; of a hash table rows by slot;
+        tensor train `cores.0`, `cores.1`, ... and `<state>.0`, ..., and with a cache of rows
+        `cache.weight` and `cache.<state>`; of a hash table rows by slot;
         of a quantised table `values` and `scales`. A cache is flushed and emptied first. The views
         are invalid after the module moved.
         """

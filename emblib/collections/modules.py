@@ -51,7 +51,8 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
         if parameters:
             named = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
             optimizer = handle.kernel.optimizer
-            found.append(FusedTableEntry(optimizer, tuple(named), [handle.kernel], named))
+            kernels = handle.fused_kernels()
+            found.append(FusedTableEntry(optimizer, tuple(named), kernels, named))
     return found
 
 
@@ -100,8 +101,9 @@ def load_optimizer_state(
             newest[id(kernel)] = kernel, given[HYPER]
     handle_of = {id(handle.kernel): handle for handle in handles.values()}
     for kernel, numbers in newest.values():
-        kernel.hyperparams.copy_(numbers)
-        kernel.set_step(int(numbers[1]))
+        for updating in handle_of[id(kernel)].fused_kernels():
+            updating.hyperparams.copy_(numbers)
+            updating.set_step(int(numbers[1]))
         handle_of[id(kernel)].commit()
 
 
@@ -315,19 +317,24 @@ class TableCollection(nn.Module):
 
         Raises:
             KeyError: there is no such table.
+            ValueError: an optimizer that a table cannot have; nothing is changed then.
         """
         names = {config.name for config in self.configs}
         unknown = sorted(optimizers.keys() - names)
         if unknown:
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
-        before = self.groups
+        before, configs = self.groups, self.configs
         self.configs = tuple(
             replace(config, optimizer=optimizers[config.name])
             if config.name in optimizers
             else config
-            for config in self.configs
+            for config in configs
         )
-        groups = self._make_groups(before.device, before.seeds)
+        try:
+            groups = self._make_groups(before.device, before.seeds)
+        except Exception:
+            self.configs = configs
+            raise
         groups.set_output_dtype(before.output_dtype)
         groups.adopt(before)
         groups.train(self.training)
@@ -398,8 +405,9 @@ class EmbeddingBagCollection(TableCollection):
     learning rates and states).
 
     State dicts have `embedding_bags.<table>.weight` for a dense table, `.cores.<k>` for a tensor
-    train, and `.keys`, `.weight` and other entries by key for a hash table. The states of fused
-    optimizers are saved with `FusedOptimizer`, those of hash tables with the keys.
+    train, with a cache of rows `.cache.<name>` and `.counts.<name>` too, and `.keys`, `.weight` and
+    other entries by key for a hash table. The states of fused optimizers are saved with
+    `FusedOptimizer`, those of hash tables and of stored rows of a cache with the keys.
 
     Args:
         tables: their configurations; the columns of the output follow their order.

@@ -82,8 +82,13 @@ class CollectionLayout(NamedTuple):
 
 
 def shape_of(config: Config, storage: Storage | None = None) -> TableShape:
-    """Return rows and columns of a table, and where it can be cut."""
+    """Return rows and columns of a table, and where it can be cut.
+
+    Raises:
+        ValueError: its storage cannot be sharded.
+    """
     config = with_storage(config, storage)
+    config.storage.check_sharded(config)
     units = config.storage.cut_units(config)
     return TableShape(config.num_embeddings, config.embedding_dim, units.rows, units.columns)
 

@@ -322,6 +322,9 @@ class Storage:
 
     # Sharding
 
+    def check_sharded(self, table: TableDescription) -> None:
+        """Raise ValueError for a table that no sharded collection can have."""
+
     def cut_units(self, table: TableDescription) -> CutUnits:
         """Return where a table may be cut."""
         return CutUnits()

@@ -105,6 +105,14 @@ class TableHandle(nn.Module):
         """Return the parameters by name if a fused optimizer updates them, else nothing."""
         return dict(self.named_parameters()) if autograd.is_fused(self.kernel.optimizer) else {}
 
+    def fused_kernels(self) -> list[Any]:
+        """Return the modules that update the parameters, each with the numbers of the optimizer."""
+        return [self.kernel]
+
+    def checked_modules(self) -> list[nn.Module]:
+        """Return the modules with parameters whose replacement lookups would ignore."""
+        return [self] if self.checks_parameters else []
+
     def optimizer_states(self, parameter: str, views: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the optimizer states of a parameter, out of `views`."""
         names = self._storage.state_views(parameter, self.kernel.optimizer)

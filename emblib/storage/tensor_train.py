@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from emblib.ops import autograd
+from emblib.dynamic import TTCache
 from emblib.optim import Optimizer
 from emblib.specs import IdOrder, Pooling, TTSpec, check_count
+from emblib.storage import cached_train
 from emblib.storage.base import (
     CutUnits,
     MemoryBytes,
@@ -34,13 +34,10 @@ from emblib.storage.base import (
     state_bytes,
     stored_as,
 )
-from emblib.storage.handles import TableHandle, mark
-from emblib.storage.initial_values import seeded
-from emblib.tables import TableBatchedTTEmbeddingBags
-from emblib.tables.tt import Cores
+from emblib.storage.handles import TableHandle
+from emblib.storage.tt_kernel import TTHandle, TTKernel, core_views
 from emblib.tt import layout_entry
-from emblib.tt.initializers import CoreLayout, find_initializer
-from emblib.tt.shapes import check_ranks
+from emblib.tt.initializers import find_initializer
 
 _FLOAT = torch.float32.itemsize
 
@@ -57,6 +54,13 @@ class TensorTrain(Storage):
         init: distribution of the initial values, as in `TTEmbeddingBag`.
         ids: which row an id has, see `TTSpec`. A table of permuted ids is not cut by rows.
         seed: of the permutation.
+        cache: of the most used rows, which are stored as they are, see `TTCache`; its `rows` and
+            `spill_rows` are one number. None stores no rows. Tables whose caches agree in
+            `eviction` and `every` share a kernel and the memory of their counts. Such a table is
+            not sharded.
+
+    Example:
+        >>> storage.TensorTrain((32, 32), cache=emblib.TTCache(10_000, every=1000))
     """
 
     ranks: tuple[int, ...]
@@ -65,6 +69,7 @@ class TensorTrain(Storage):
     init: str = "gaussian"
     ids: IdOrder = IdOrder.AS_GIVEN
     seed: int = 0
+    cache: TTCache | None = None
 
     plan_name: ClassVar[str] = "TensorTrain"
     is_alternative: ClassVar[bool] = True
@@ -81,6 +86,8 @@ class TensorTrain(Storage):
                 )
         find_initializer(self.init)
         object.__setattr__(self, "ids", IdOrder(self.ids))
+        if self.cache is not None:
+            cached_train.check_cache(self.cache)
 
     @classmethod
     def projected(cls, columns: int, init: str = "first_core") -> TensorTrain:
@@ -122,12 +129,23 @@ class TensorTrain(Storage):
         """
         if part.is_whole:
             return
+        if self.cache is not None:
+            self.check_sharded(part.config)
         if self._is_rounded_at_random(part.config):
             raise ValueError(
                 f"{part.config.name!r} is a tensor train whose updates are rounded at random, so "
                 "that it cannot be cut: place it whole, or leave rounding out"
             )
         self.core_range(part)
+
+    def check_sharded(self, table: TableDescription) -> None:
+        """Raise ValueError for a table with a cache, whose rows belong to one process."""
+        if self.cache is not None:
+            raise ValueError(
+                f"{table.name!r} is a tensor train with a cache of rows, which is of one process: "
+                "use storage.TensorTrain(...) without cache in a sharded collection, or leave "
+                "the collection of this table out of the plan"
+            )
 
     @staticmethod
     def _is_rounded_at_random(table: TableDescription) -> bool:
@@ -153,9 +171,10 @@ class TensorTrain(Storage):
     def cut_units(self, table: TableDescription) -> CutUnits:
         """Return the rows and columns of one slice of core 0.
 
-        All rows if ids are permuted; the whole table if updates are rounded at random.
+        All rows if ids are permuted; the whole table if it has a cache, or updates are rounded at
+        random.
         """
-        if self._is_rounded_at_random(table):
+        if self.cache is not None or self._is_rounded_at_random(table):
             return CutUnits(table.num_embeddings, table.embedding_dim)
         spec = table.spec()
         rows = math.prod(spec.row_factors[1:])
@@ -212,7 +231,9 @@ class TensorTrain(Storage):
         if not part.is_whole:
             return ("tensor_train", number)
         dim = part.dim if pooling is Pooling.NONE else 0
-        return ("tensor_train", stored_as(part), optimizer, dim)
+        cache = self.cache
+        times = None if cache is None else (cache.eviction, cache.every)
+        return ("tensor_train", stored_as(part), optimizer, dim, times)
 
     def make_kernel(
         self,
@@ -223,21 +244,41 @@ class TensorTrain(Storage):
         seeds: Sequence[int],
         device: torch.device,
     ) -> nn.Module:
-        """Return the module of the slices, which the features of `reads` read."""
-        return TTKernel(parts, reads, optimizer, pooling, seeds, device)
+        """Return the module of the slices, which the features of `reads` read.
+
+        Raises:
+            ValueError: an optimizer that rows of a cache cannot have.
+        """
+        if self.cache is None:
+            return TTKernel(parts, reads, optimizer, pooling, seeds, device)
+        cached_train.check_optimizer(parts, self.cache, optimizer)
+        on_meta = device.type == "meta"
+        make = cached_train.CachedTTPlaceholder if on_meta else cached_train.CachedTTKernel
+        return make(parts, reads, optimizer, pooling, seeds, device)
+
+    def is_placeholder(self, kernel: nn.Module) -> bool:
+        """Return whether `kernel` only stands for cached trains, which cannot be on meta."""
+        return not cached_train.is_made(kernel)
 
     def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameters `cores.0`, `cores.1`, ..."""
-        return TTHandle(self, kernel, index)
+        if self.cache is None:
+            return TTHandle(self, kernel, index)
+        return cached_train.CachedTTHandle(self, kernel, index)
 
     def views(self, kernel: Any) -> list[dict[str, Tensor]]:
-        """Return `cores.0`, `cores.1`, ... and the states `<state>.0`, `<state>.1`, ..."""
-        return [_views(kernel, t) for t in range(len(kernel.tables))]
+        """Return `cores.0`, `cores.1`, ... and the states `<state>.0`, `<state>.1`, ...
+
+        Stored rows are `cache.weight`, and their states `cache.<state>`.
+        """
+        if self.cache is not None:
+            return cached_train.views(kernel)
+        return [core_views(kernel, t) for t in range(len(kernel.tables))]
 
     def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
-        """Draw the cores again."""
-        kernel.seeds = tuple(seeds)
-        kernel.reset_parameters()
+        """Draw the cores again; all rows leave the cache."""
+        if not self.is_placeholder(kernel):
+            kernel.redraw(seeds)
 
     # Sharding and checkpoints
 
@@ -274,7 +315,9 @@ class TensorTrain(Storage):
         }
 
     def state_views(self, parameter: str, optimizer: Optimizer) -> dict[str, str]:
-        """Return `<state>.<k>` for each state of `cores.<k>`."""
+        """Return `<state>.<k>` for each state of `cores.<k>`; stored rows have theirs with them."""
+        if parameter == "cache.weight":
+            return {}
         number = parameter.rpartition(".")[2]
         return {state.name: f"{state.name}.{number}" for state in optimizer.states}
 
@@ -293,14 +336,17 @@ class TensorTrain(Storage):
     # Planner
 
     def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-        """Return the bytes of the cores and their optimizer states."""
+        """Return the bytes of the cores, of the cache, and of the optimizer states of both."""
         spec, total = part.spec, 0
         ranks, itemsize = spec.full_ranks, part.config.data_type.itemsize
         for k, (p, q) in enumerate(zip(spec.row_factors, spec.dim_factors, strict=True)):
             width = ranks[k] * q * ranks[k + 1]
             total += p * width * itemsize
             total += state_bytes(optimizer, p, width, itemsize)
-        return MemoryBytes(total)
+        if self.cache is None:
+            return MemoryBytes(total)
+        sizes = cached_train.nbytes(part, optimizer, device)
+        return sizes._replace(device=sizes.device + total)
 
     def lookup_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
@@ -342,131 +388,3 @@ def multiply_adds(spec: TTSpec) -> float:
 def _distinct(ids: float, rows: int) -> float:
     """Return the expected number of distinct rows among uniform ids."""
     return rows * -math.expm1(-ids / rows)
-
-
-def _views(kernel: Any, table: int) -> dict[str, Tensor]:
-    views = {f"cores.{k}": core.detach() for k, core in enumerate(kernel.table_cores(table))}
-    for k, states in enumerate(kernel.core_optimizer_states(table)):
-        views.update({f"{name}.{k}": state for name, state in states.items()})
-    return views
-
-
-class TTKernel(TableBatchedTTEmbeddingBags):
-    """Slices of tensor-train tables, each with the initial values that its whole table has."""
-
-    def __init__(
-        self,
-        parts: Sequence[TableSlice],
-        reads: Sequence[int],
-        optimizer: Optimizer,
-        pooling: Pooling,
-        seeds: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        self._parts, self.seeds = tuple(parts), tuple(seeds)
-        self._handled: dict[int, Cores] = {}
-        super().__init__(
-            [part.spec for part in parts],
-            optimizer,
-            pooling=pooling,
-            feature_tables=reads,
-            precision=stored_as(parts[0]),
-            device=device,
-        )
-
-    def set_cores(self, table: int, cores: Cores) -> None:
-        """Read the cores of a table from the list of its handle.
-
-        That is where functions of torch replace parameters.
-        """
-        self._handled[table] = cores
-
-    def _all_cores(self) -> list[nn.Parameter]:
-        if len(self._handled) < len(self.tables):
-            return super()._all_cores()
-        return [core for t in range(len(self.tables)) for core in self._handled[t].as_list()]
-
-    def _check_ranks(self) -> None:
-        # Which ranks are of use depends on the whole table, not on how it is cut.
-        for part in self._parts:
-            whole = part.config.spec()
-            check_ranks(whole.ranks, whole.row_factors, whole.dim_factors)
-
-    def _draw(self, table: int) -> Sequence[Tensor]:
-        """Draw the initial values of the whole table, and return those of the slice."""
-        part, device = self._parts[table], self.features.device
-        if device.type == "meta":
-            return self.table_cores(table)
-        storage: Any = part.storage
-        whole, cpu = part.config.spec(), torch.device("cpu")
-        layout = CoreLayout(whole.row_factors, whole.dim_factors, whole.full_ranks, cpu)
-        with seeded(cpu, self.seeds[table]):
-            values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * whole.rows))
-        drawn: list[Tensor] = storage.cores_of(part, values)
-        return drawn
-
-
-class TTHandle(TableHandle):
-    """A tensor-train table: `cores.0`, `cores.1`, ...; its state dict has its layout as well."""
-
-    checks_parameters = False  # the cores are the memory, not views of it
-
-    def attach(self, kernel: nn.Module, index: int) -> None:
-        """Become the handle of table `index` of `kernel`, and have its cores."""
-        super().attach(kernel, index)
-        assert isinstance(kernel, TTKernel)
-        self.cores = Cores(kernel.table_cores(index))
-        kernel.set_cores(index, self.cores)
-
-    @property
-    def spec(self) -> TTSpec:
-        """Return rows, dim, ranks and factors of the table."""
-        spec: TTSpec = self.kernel.tables[self.index]
-        return spec
-
-    def bind(self) -> None:
-        """Mark the cores as those of this table."""
-        kernel: TTKernel = self.kernel
-        frozen = kernel._frozen_cores
-        for k, core in zip(kernel._cores_of(self.index), self.cores, strict=True):
-            if autograd.updates_in_backward(kernel.optimizer):
-                marked: Any = core
-                marked.flag_tells = True
-                core.requires_grad_(k not in frozen)
-            mark(core, self, kernel.optimizer)
-        kernel._mark_parameters()
-
-    def dense_rows(self) -> Tensor:
-        """Return the rows that the cores make, `[rows, dim]`."""
-        rows: Tensor = self.kernel.to_dense(self.index)
-        return rows
-
-    def adopt(self, other: TTHandle) -> None:
-        """Take the cores."""
-        self.cores = other.cores
-        self.kernel.set_cores(self.index, other.cores)
-        for k, core in zip(self.kernel._cores_of(self.index), other.cores, strict=True):
-            self.kernel.cores[k] = core
-            core.grad = None
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}{layout_entry.NAME}"] = layout_entry.entry(self.spec)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        unexpected, errors = arguments[-2:]
-        self._is_on_meta(state_dict, prefix, errors)
-        layout_entry.may_load(state_dict, prefix, [self.spec], self.cores, errors)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-        if f"{prefix}{layout_entry.NAME}" in unexpected:
-            unexpected.remove(f"{prefix}{layout_entry.NAME}")
-
-    @property
-    def _names_in_checkpoints(self) -> SimpleNamespace:
-        return SimpleNamespace(**{layout_entry.NAME: layout_entry.entry(self.spec)})
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
-        return {layout_entry.NAME: "_names_in_checkpoints"}

@@ -29,7 +29,7 @@ from emblib import (
     optim,
 )
 from emblib.sharding import RankGroup, shard, table_wise
-from emblib.storage import Dense, Storage
+from emblib.storage import Dense, Storage, TensorTrain
 
 ROWS, DIM = 48, 4  # more rows than the cache has slots, 32
 IDS = torch.arange(ROWS)
@@ -75,6 +75,16 @@ def _collection(
     return EmbeddingBagCollection([config], optimizer=optimizer)
 
 
+def _cached_trains(optimizer: optim.Optimizer) -> nn.Module:
+    """Return a collection with a train of which half of the rows are stored."""
+    storage = TensorTrain((2,), (6, 8), (2, 2), cache=TTCache(ROWS // 2))
+    module = _collection(optimizer, storage)
+    module(KeyedJaggedTensor(["f"], IDS, lengths=torch.ones_like(IDS)))  # the ids are counted
+    train: Any = module.handles()["t"]
+    train.populate()
+    return module
+
+
 def _sharded(optimizer: optim.Optimizer) -> nn.Module:
     return shard(_collection(optimizer), {"": {"t": table_wise(0)}}, RankGroup.single())
 
@@ -91,6 +101,7 @@ KINDS: dict[str, Kind] = {
     "cached collection": Kind(
         lambda o: _collection(o, Dense(Placement.MANAGED_CACHING, _CACHE)), is_collection=True
     ),
+    "collection of cached trains": Kind(_cached_trains, is_collection=True, shares_parameters=True),
     "sharded": Kind(_sharded, is_collection=True),
 }
 

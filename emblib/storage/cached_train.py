@@ -1,0 +1,592 @@
+"""Tensor trains with a cache of rows in a collection: their kernel, and the handles of its tables.
+
+The kernel is a `CachedTTEmbeddingBags` whose trains and stored rows are kernels of a collection. A
+table has the handle of a tensor train, with two parts besides the cores: `cache`, its stored rows,
+and `counts`, how often its ids were looked up. All of it is in state dicts, by table, so that it
+does not depend on which tables share a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib.dynamic import CachedTTEmbeddingBags, RowEviction, TTCache, TTCacheStats
+from emblib.dynamic.hash_table import TableRows
+from emblib.ops import autograd
+from emblib.optim import Optimizer
+from emblib.specs import (
+    BoundsCheck,
+    DynamicSpec,
+    Pooling,
+    brief,
+)
+from emblib.storage.base import MemoryBytes, TableSlice, distinct_names, stored_as
+from emblib.storage.dense import Dense, DenseHandle, DenseKernel
+from emblib.storage.tt_kernel import TTHandle, TTKernel, core_views
+
+_WORD = 8  # bytes of a key, a stamp, a count or the number of a row
+_NUMBERS = ("counters", "changes", "since")  # entries of `cache` that are not by row
+
+
+def check_cache(cache: Any) -> None:
+    """Raise TypeError or ValueError for what is no cache of one table."""
+    if not isinstance(cache, TTCache):
+        raise TypeError(f"cache must be None or a TTCache, e.g. TTCache(10_000), got {cache!r}")
+    for name in ("rows", "spill_rows"):
+        given = getattr(cache, name)
+        if given is not None and not isinstance(given, int):
+            raise ValueError(
+                f"{name} of the cache of a table must be one number, got {given!r}: give each "
+                "table a TTCache of its own; tables that agree in the rest share a kernel anyway"
+            )
+
+
+def check_optimizer(parts: Sequence[TableSlice], cache: TTCache, optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer whose updates could miss the rows of a cache."""
+    names = ", ".join(repr(part.config.name) for part in parts)
+    if optimizer.deferred:
+        raise ValueError(
+            f"{brief(optimizer)} applies gradients when the cache of {names} may have replaced "
+            "rows since the lookup: leave deferred out, or the cache of storage.TensorTrain"
+        )
+    if cache.eviction is RowEviction.SPILL and not autograd.updates_in_backward(optimizer):
+        raise ValueError(
+            f"{brief(optimizer)} leaves gradients, and rows that {names} spill to host memory have "
+            "none: give the collection or these tables one of emblib.optim, e.g. "
+            "optimizer=optim.SGD(lr=0.1), or the cache another eviction"
+        )
+
+
+def joint_cache(parts: Sequence[TableSlice]) -> TTCache:
+    """Return the cache of the tables of one kernel."""
+    caches = [_cache_of(part) for part in parts]
+    first = caches[0]
+    counted = None
+    if any(cache.counted for cache in caches):
+        pairs = zip(caches, parts, strict=True)
+        counted = sum(cache.counted_of([part.spec]) for cache, part in pairs)
+    spilled = None
+    if first.eviction is RowEviction.SPILL:
+        pairs = zip(caches, parts, strict=True)
+        spilled = [_spilled_rows(cache, part) for cache, part in pairs]
+    rows = [rows for cache in caches if isinstance(rows := cache.rows, int)]
+    return TTCache(rows, first.eviction, counted, first.every, spilled)
+
+
+def _cache_of(part: TableSlice) -> TTCache:
+    storage: Any = part.storage
+    cache: TTCache = storage.cache
+    return cache
+
+
+def _spilled_rows(cache: TTCache, part: TableSlice) -> int:
+    """Return the rows of a table that are stored besides those in the cache."""
+    (stored,), (cached,) = cache.stored_rows_of([part.spec]), cache.rows_of([part.spec])
+    return stored - cached
+
+
+def stored_rows(part: TableSlice, rows: int, storage: Dense) -> TableSlice:
+    """Return the stored rows of a table as a dense table, which begins with zeros."""
+    config: Any = part.config
+    stored = replace(
+        config, num_embeddings=rows, storage=storage, weight_init_min=0.0, weight_init_max=0.0
+    )
+    return TableSlice.whole(stored)
+
+
+def nbytes(part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    """Return the bytes of a table's stored rows, their states and their index, without cores.
+
+    With `SPILL` rows in host memory count there if `device` is "cuda", and otherwise with the rest.
+    """
+    cache, spec = _cache_of(part), part.spec
+    (rows,) = cache.stored_rows_of([spec])
+    storage = Dense(cache.placement, cache.row_cache([spec]))
+    sizes = storage.nbytes(stored_rows(part, rows, storage), optimizer, device)
+    index, counts = cache.index_specs([spec])
+    words = _WORD * (rows + index.rows)  # the key of each row, and the row of each slot
+    return sizes._replace(device=sizes.device + words + _index_bytes(index, counts))
+
+
+def _index_bytes(index: DynamicSpec, counts: DynamicSpec) -> int:
+    """Return the bytes of a tag, a key and a stamp per slot, and of a count of counted ids."""
+    return index.rows * (1 + 2 * _WORD) + counts.rows * (1 + 3 * _WORD)
+
+
+class CachedTTKernel(CachedTTEmbeddingBags):
+    """Cached tensor trains, each with the initial values that it has without a cache."""
+
+    def __init__(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._parts, self._reads, self._seeds = tuple(parts), tuple(reads), tuple(seeds)
+        names = distinct_names([part.config.name for part in parts])
+        super().__init__(
+            [part.named(name) for part, name in zip(parts, names, strict=True)],
+            joint_cache(parts),
+            optimizer,
+            pooling=pooling,
+            feature_tables=reads,
+            precision=stored_as(parts[0]),
+            device=device,
+        )
+
+    def _make_trains(
+        self, optimizer: Optimizer | None, init: str, options: dict[str, Any]
+    ) -> TTKernel:
+        return make_trains(
+            self._parts, self._reads, optimizer, options["pooling"], self._seeds, options["device"]
+        )
+
+    def _make_rows(self, optimizer: Optimizer | None, options: dict[str, Any]) -> DenseKernel:
+        return make_rows(
+            self._parts, self._reads, optimizer, options["pooling"], self.cache, options["device"]
+        )
+
+    @property
+    def hyperparams(self) -> Tensor:
+        """Return the numbers of the optimizer of the cores; those of the rows are equal."""
+        return self.trains.hyperparams
+
+    def redraw(self, seeds: Sequence[int]) -> None:
+        """Draw the cores again, one seed per table; all rows leave the cache."""
+        trains: Any = self.trains
+        trains.seeds = tuple(seeds)  # with which `reset_parameters` draws
+        self.reset_parameters()
+
+    # One table, in the words of its handle
+
+    def stored_ids(self, table: int) -> Tensor:
+        """Return the id of each stored row, int64 `[rows]`; -1 for rows that are free."""
+        keys = self._keys(table)
+        return torch.where(keys < 0, keys, keys - self._first_key[table])
+
+    @torch.no_grad()
+    def set_stored_ids(self, table: int, ids: Tensor) -> None:
+        """Say which ids the stored rows of a table are of; pending gradients are refused."""
+        own = self._keys(table)
+        before = own[own >= 0]
+        self.row_of_slot[self.index.slots(before)] = -1
+        self.index.erase(before)
+        ids = ids.to(own.device)
+        own.copy_(torch.where(ids < 0, -1, ids + self._first_key[table]))
+        rows = (own >= 0).nonzero().squeeze(1)
+        slots = self.index.find_or_insert_slots(own[rows]).slots
+        self.row_of_slot[slots] = self._first_row[table] + rows
+        self._choice += 1
+
+    def counted(self, table: int) -> dict[str, Tensor]:
+        """Return `keys`, ids whose uses are counted, and their `stamps` and `scores`, the uses."""
+        rows = self._counted(table)
+        ids = rows.keys - self._first_key[table]
+        order = ids.argsort()
+        return {"keys": ids[order], "stamps": rows.stamps[order], "scores": rows.scores[order]}
+
+    @torch.no_grad()
+    def set_counted(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
+        """Replace the counts of a table by those that `counted` returned, made until `tick`."""
+        tick = max(self.counts.index.tick, tick)  # loading is no batch of lookups
+        self._forget_counts(table)
+        device = self.key_of_row.device
+        keys, stamps, uses = (counts[name].to(device) for name in ("keys", "stamps", "scores"))
+        values = torch.zeros(len(keys), 1, device=device)
+        self.counts.load(TableRows(keys + self._first_key[table], values, stamps, uses))
+        self.counts.index.set_tick(tick)
+
+    def numbers(self, table: int) -> dict[str, Tensor]:
+        """Return counters, squared changes and lookups since the last choice of a table."""
+        since = torch.tensor(self._since[table])
+        numbers = (self.counters[table], self.changes[table], since)
+        return dict(zip(_NUMBERS, numbers, strict=True))
+
+    def set_numbers(self, table: int, numbers: Mapping[str, Tensor]) -> None:
+        """Set some of the `numbers` of a table."""
+        for name in ("counters", "changes"):
+            if name in numbers:
+                getattr(self, name)[table] = numbers[name].to(self.counters.device)
+        if "since" in numbers:
+            self._since[table] = int(numbers["since"])
+
+    def _fill_layout(self) -> None:
+        super()._fill_layout()
+        # The values of the rows are lost, and so are the tables of keys.
+        self.key_of_row.fill_(-1)
+        self._rebuild_index()
+        self.counts.clear()
+        self.reset_cache_stats()
+        self._since, self._choice = [0] * len(self.tables), self._choice + 1
+
+
+def make_trains(
+    parts: Sequence[TableSlice],
+    reads: Sequence[int],
+    optimizer: Any,
+    pooling: Pooling,
+    seeds: Sequence[int],
+    device: torch.device,
+) -> TTKernel:
+    """Return the cores of cached trains; the module around them checks bounds."""
+    trains = TTKernel(parts, reads, optimizer, pooling, seeds, device)
+    trains.bounds_check = BoundsCheck.NONE
+    return trains
+
+
+def make_rows(
+    parts: Sequence[TableSlice],
+    reads: Sequence[int],
+    optimizer: Any,
+    pooling: Pooling,
+    cache: TTCache,
+    device: torch.device,
+) -> DenseKernel:
+    """Return the stored rows of cached trains; the module around them checks bounds."""
+    specs = [part.spec for part in parts]
+    config = cache.row_cache(specs)
+    pieces = [
+        stored_rows(part, rows, Dense(cache.placement, config))
+        for part, rows in zip(parts, cache.stored_rows_of(specs), strict=True)
+    ]
+    rows = DenseKernel(pieces, reads, optimizer, pooling, [0] * len(pieces), config, device)
+    rows.bounds_check = BoundsCheck.NONE
+    return rows
+
+
+class CachedTTPlaceholder(nn.Module):
+    """Stands for a `CachedTTKernel`, whose hash tables cannot be on meta, until it leaves it."""
+
+    def __init__(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.optimizer, self.output_dtype = optimizer, torch.float32
+        self.trains = make_trains(parts, reads, optimizer, pooling, seeds, device)
+        self.rows = make_rows(parts, reads, optimizer, pooling, joint_cache(parts), device)
+
+    @property
+    def hyperparams(self) -> Tensor:
+        """Return the numbers of the optimizer, on meta."""
+        return self.trains.hyperparams
+
+    def nbytes(self) -> dict[str, int]:
+        """Return nothing: there is no memory."""
+        return {}
+
+
+def views(kernel: Any) -> list[dict[str, Tensor]]:
+    """Return per table its cores, its stored rows `cache.weight`, and the states of both."""
+    kernel.rows.settle()
+    stored = kernel.rows.table_views()
+    return [
+        {**core_views(kernel.trains, t), **{f"cache.{name}": view for name, view in own.items()}}
+        for t, own in enumerate(stored)
+    ]
+
+
+class CachedTTHandle(TTHandle):
+    """A tensor train with a cache of rows: `cores.0`, ..., and `cache.weight`, its stored rows.
+
+    Its state dict has `cache.keys` as well, the id of each stored row or -1, the optimizer states
+    `cache.<state>` of these rows, which mean nothing without the ids, and `counts`, which ids were
+    looked up how often. It loads into a table with another number of stored rows, if those of the
+    state dict fit. Without `cache.keys` the table has no stored rows.
+
+    Example:
+        >>> train = collection.handles()["query"]
+        >>> train.populate()  # store the rows that were used most
+        >>> train.cache_stats().hit_rate
+        nan
+    """
+
+    cache: StoredRowsHandle
+    counts: CountsHandle
+
+    def attach(self, kernel: Any, index: int) -> None:
+        """Become the handle of table `index` of `kernel`, and have its cores and stored rows."""
+        self._cached = (kernel,)  # a tuple, so that the kernel is no child of this module
+        super().attach(kernel.trains, index)
+        if "cache" in self._modules:
+            self.cache.attach(kernel, index)
+            self.counts.attach(kernel, index)
+        else:
+            self.cache = StoredRowsHandle(self._storage, kernel, index)
+            self.counts = CountsHandle(kernel, index)
+
+    @property
+    def bags(self) -> CachedTTKernel:
+        """Return the module of the table and of others.
+
+        Raises:
+            RuntimeError: the table is on meta, where it has no cache.
+        """
+        return made_kernel(self._cached[0])
+
+    def set_owner(self, owner: nn.Module, name: str) -> None:
+        """Become the handle of the table `name` of a collection."""
+        super().set_owner(owner, name)
+        self.cache.set_owner(owner, name)
+
+    def bind(self) -> None:
+        """Mark the cores as those of this table, and make the stored rows a parameter."""
+        super().bind()
+        self.cache.bind()
+
+    def checked_modules(self) -> list[nn.Module]:
+        """Return the module whose parameter is a view of memory."""
+        return [self.cache]
+
+    def fused_kernels(self) -> list[Any]:
+        """Return the module of the cores and that of the stored rows."""
+        return [self.kernel, self._cached[0].rows]
+
+    def views(self) -> dict[str, Tensor]:
+        """Return cores, stored rows and optimizer states, as views."""
+        return views(self._cached[0])[self.index]
+
+    def dense_rows(self) -> Tensor:
+        """Return all rows `[rows, dim]`: the stored ones, and what the cores make of others."""
+        return self.bags.to_dense(self.index)
+
+    # The cache
+
+    def populate(self) -> None:
+        """Store the most used rows of this table from now on, see `CachedTTEmbeddingBags`."""
+        self.bags.populate(self.index)
+
+    def empty_cache(self) -> None:
+        """Remove all stored rows of this table as `eviction` says, and forget its counts."""
+        self.bags.empty_cache(self.index)
+
+    def cached_ids(self) -> Tensor:
+        """Return the ids whose rows are stored, int64 `[n]`."""
+        return self.bags.cached_ids(self.index)
+
+    def spilled_ids(self) -> Tensor:
+        """Return the ids whose rows are stored outside the cache, int64 `[n]`."""
+        return self.bags.spilled_ids(self.index)
+
+    def cache_stats(self) -> TTCacheStats:
+        """Return the lookups, hits and losses of this table (reads the device)."""
+        return self.bags.cache_stats().tables[self.bags.rows.table_names[self.index]]
+
+    def reset_cache_stats(self) -> None:
+        """Set the counts of `cache_stats` to zero."""
+        self.bags.reset_cache_stats(self.index)
+
+    # Copies and state dicts
+
+    def adopt(self, other: TTHandle) -> None:
+        """Take cores and stored rows as parameters, and copy what they are the rows of."""
+        super().adopt(other)
+        assert isinstance(other, CachedTTHandle)
+        self.cache.adopt(other.cache)
+        if is_made(self._cached[0]) and is_made(other._cached[0]):
+            own, theirs, index = self.bags, other.bags, other.index
+            own.set_stored_ids(self.index, theirs.stored_ids(index))
+            own.set_counted(self.index, theirs.counted(index), theirs.counts.index.tick)
+            own.set_numbers(self.index, theirs.numbers(index))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        errors: list[str] = arguments[-1]
+        before, own = len(errors), f"{prefix}cache."
+        problem = self.cache.problem_of(state_dict, own)
+        if problem:
+            errors.append(f"{own}keys: {problem}")
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if len(errors) > before:
+            # The modules below load whatever their parent says, so they get what they have.
+            state_dict.update(self.state_dict(prefix=prefix))
+        elif f"{prefix}cores.0" in state_dict and f"{own}keys" not in state_dict:
+            self.cache.clear()
+
+
+def is_made(kernel: Any) -> bool:
+    """Return whether a kernel is no placeholder."""
+    return not isinstance(kernel, CachedTTPlaceholder)
+
+
+def made_kernel(kernel: Any) -> CachedTTKernel:
+    """Return a kernel that is no placeholder; raise RuntimeError for one that is."""
+    if not is_made(kernel):
+        raise RuntimeError(
+            "a tensor train has no cache of rows on meta: move the collection with "
+            "to_empty(device=...) first"
+        )
+    made: CachedTTKernel = kernel
+    return made
+
+
+class StoredRowsHandle(DenseHandle):
+    """The stored rows of a cached train: `weight` `[stored rows, dim]`, in the order of `keys`."""
+
+    def attach(self, kernel: Any, index: int) -> None:
+        """Become the handle of the stored rows of table `index` of a kernel."""
+        self._cached = (kernel,)
+        super().attach(kernel.rows, index)
+
+    def adopt(self, other: DenseHandle) -> None:
+        """Copy the rows, and take the parameter; on meta there are none to copy."""
+        if self.weight.is_meta:
+            self._parameters["weight"] = other.get_parameter("weight")
+        else:
+            super().adopt(other)
+
+    def clear(self) -> None:
+        """Remove all stored rows; what they learned is lost."""
+        if is_made(self._cached[0]):
+            bags = self._cached[0]
+            bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
+
+    def problem_of(self, state_dict: Mapping[str, Any], prefix: str) -> str:
+        """Return why the stored rows in a state dict are not of this table; "" if they may be."""
+        keys = state_dict.get(f"{prefix}keys")
+        if keys is None or not is_made(self._cached[0]):
+            return ""
+        own, used = self._tensors(), keys[keys >= 0]
+        rows = self._cached[0].tables[self.index].rows
+        if keys.dim() != 1 or (keys < -1).any() or (used >= rows).any():
+            return f"must be ids of a table of {rows} rows, or -1, got {keys}"
+        if used.unique().numel() < used.numel():
+            return f"each id must be there once, got {used}"
+        for name, view in own.items():
+            values = state_dict.get(prefix + name)
+            if values is None and name == "weight":
+                return "there is no weight of these ids"
+            wanted = (len(keys), *view.shape[1:])
+            if values is not None and tuple(values.shape) != wanted:
+                return f"{name} of these ids must be {wanted}, got {tuple(values.shape)}"
+        if len(used) > len(own["weight"]):
+            return (
+                f"the state dict has {len(used)} stored rows of table {self.name!r}, here it has "
+                f"{len(own['weight'])}: give storage.TensorTrain a larger TTCache, or call "
+                "empty_cache() of the table before saving"
+            )
+        return ""
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return `weight` and the optimizer states, as views that may be older than the cache."""
+        kernel: DenseKernel = self.kernel
+        return kernel.view_of(self.index)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not is_made(self._cached[0]):
+            return
+        bags: CachedTTKernel = self._cached[0]
+        destination[f"{prefix}keys"] = bags.stored_ids(self.index)
+        for name, view in self._tensors().items():
+            if name != "weight":
+                destination[prefix + name] = view
+        for name, numbers in bags.numbers(self.index).items():
+            destination[prefix + name] = numbers
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Load stored rows into the first ones here, or in their places where there are as many."""
+        _, _, missing, unexpected, errors = arguments
+        if self._is_on_meta(state_dict, prefix, errors) or not is_made(self._cached[0]):
+            missing.append(f"{prefix}keys")
+            return
+        names = self._names()
+        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        missing.extend(prefix + name for name in names if name not in given)
+        unexpected.extend(prefix + name for name in sorted(given.keys() - set(names)))
+        if "keys" in given and not self.problem_of(state_dict, prefix):
+            self._write(given)
+
+    @torch.no_grad()
+    def _write(self, given: Mapping[str, Tensor]) -> None:
+        bags: CachedTTKernel = self._cached[0]
+        ids = given["keys"]
+        bags.rows.settle()
+        with bags.rows.overwriting():
+            own = self._tensors()
+            capacity = len(own["weight"])
+            used = (ids >= 0).nonzero().squeeze(1)
+            if len(ids) != capacity:
+                ids = torch.cat([ids[used], ids.new_full((capacity - len(used),), -1)])
+            for name, view in own.items():
+                values = given.get(name)
+                if values is None:
+                    view.zero_()
+                elif len(values) == capacity:
+                    view.copy_(values)
+                else:
+                    view.zero_()
+                    view[: len(used)] = values[used.to(values.device)].to(view)
+        bags.set_stored_ids(self.index, ids)
+        bags.set_numbers(self.index, given)
+
+    def _names(self) -> list[str]:
+        return ["keys", *self._tensors(), *_NUMBERS]
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        return SimpleNamespace(**dict.fromkeys(self._names(), 0))
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
+        names = [name for name in self._names() if name != "weight"]
+        return dict.fromkeys(names, "_names_in_checkpoints")
+
+
+class CountsHandle(nn.Module):
+    """How often the ids of a cached train were looked up; its state dict has them by `keys`."""
+
+    def __init__(self, kernel: Any, index: int) -> None:
+        super().__init__()
+        self.attach(kernel, index)
+
+    def attach(self, kernel: Any, index: int) -> None:
+        """Become the counts of table `index` of a kernel."""
+        self._of = (kernel, index)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        kernel, index = self._of
+        if is_made(kernel):
+            for name, values in kernel.counted(index).items():
+                destination[prefix + name] = values
+            destination[f"{prefix}tick"] = kernel.counts.index.clock.clone()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Replace the counts of the table."""
+        _, _, missing, unexpected, _ = arguments
+        kernel, index = self._of
+        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        absent = [name for name in _COUNTS if name not in given]
+        missing.extend(prefix + name for name in absent)
+        unexpected.extend(prefix + name for name in sorted(given.keys() - set(_COUNTS)))
+        if is_made(kernel) and not absent:
+            kernel.set_counted(index, given, int(given["tick"]))
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        return SimpleNamespace(**dict.fromkeys(_COUNTS, 0))
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
+        return dict.fromkeys(_COUNTS, "_names_in_checkpoints")
+
+
+_COUNTS = ("keys", "stamps", "scores", "tick")
+"""The entries of `counts` in a state dict."""

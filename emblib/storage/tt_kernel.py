@@ -1,0 +1,157 @@
+"""The kernel of tensor trains in a collection, and the handles of its tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib.ops import autograd
+from emblib.optim import Optimizer
+from emblib.specs import Pooling, TTSpec
+from emblib.storage.base import TableSlice, stored_as
+from emblib.storage.handles import TableHandle, mark
+from emblib.storage.initial_values import seeded
+from emblib.tables import TableBatchedTTEmbeddingBags
+from emblib.tables.tt import Cores
+from emblib.tt import layout_entry
+from emblib.tt.initializers import CoreLayout, find_initializer
+from emblib.tt.shapes import check_ranks
+
+
+def core_views(kernel: Any, table: int) -> dict[str, Tensor]:
+    """Return the cores of a table, `cores.0`, ..., and their states, `<state>.0`, ..., as views."""
+    views = {f"cores.{k}": core.detach() for k, core in enumerate(kernel.table_cores(table))}
+    for k, states in enumerate(kernel.core_optimizer_states(table)):
+        views.update({f"{name}.{k}": state for name, state in states.items()})
+    return views
+
+
+class TTKernel(TableBatchedTTEmbeddingBags):
+    """Slices of tensor-train tables, each with the initial values that its whole table has."""
+
+    def __init__(
+        self,
+        parts: Sequence[TableSlice],
+        reads: Sequence[int],
+        optimizer: Optimizer,
+        pooling: Pooling,
+        seeds: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._parts, self.seeds = tuple(parts), tuple(seeds)
+        self._handled: dict[int, Cores] = {}
+        super().__init__(
+            [part.spec for part in parts],
+            optimizer,
+            pooling=pooling,
+            feature_tables=reads,
+            precision=stored_as(parts[0]),
+            device=device,
+        )
+
+    def redraw(self, seeds: Sequence[int]) -> None:
+        """Draw the initial values again, one seed per table."""
+        self.seeds = tuple(seeds)
+        self.reset_parameters()
+
+    def set_cores(self, table: int, cores: Cores) -> None:
+        """Read the cores of a table from the list of its handle.
+
+        That is where functions of torch replace parameters.
+        """
+        self._handled[table] = cores
+
+    def _all_cores(self) -> list[nn.Parameter]:
+        if len(self._handled) < len(self.tables):
+            return super()._all_cores()
+        return [core for t in range(len(self.tables)) for core in self._handled[t].as_list()]
+
+    def _check_ranks(self) -> None:
+        # Which ranks are of use depends on the whole table, not on how it is cut.
+        for part in self._parts:
+            whole = part.config.spec()
+            check_ranks(whole.ranks, whole.row_factors, whole.dim_factors)
+
+    def _draw(self, table: int) -> Sequence[Tensor]:
+        """Draw the initial values of the whole table, and return those of the slice."""
+        part, device = self._parts[table], self.features.device
+        if device.type == "meta":
+            return self.table_cores(table)
+        storage: Any = part.storage
+        whole, cpu = part.config.spec(), torch.device("cpu")
+        layout = CoreLayout(whole.row_factors, whole.dim_factors, whole.full_ranks, cpu)
+        with seeded(cpu, self.seeds[table]):
+            values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * whole.rows))
+        drawn: list[Tensor] = storage.cores_of(part, values)
+        return drawn
+
+
+class TTHandle(TableHandle):
+    """A tensor-train table: `cores.0`, `cores.1`, ...; its state dict has its layout as well."""
+
+    checks_parameters = False  # the cores are the memory, not views of it
+
+    def attach(self, kernel: nn.Module, index: int) -> None:
+        """Become the handle of table `index` of `kernel`, and have its cores."""
+        super().attach(kernel, index)
+        assert isinstance(kernel, TTKernel)
+        self.cores = Cores(kernel.table_cores(index))
+        kernel.set_cores(index, self.cores)
+
+    @property
+    def spec(self) -> TTSpec:
+        """Return rows, dim, ranks and factors of the table."""
+        spec: TTSpec = self.kernel.tables[self.index]
+        return spec
+
+    def bind(self) -> None:
+        """Mark the cores as those of this table."""
+        kernel: TTKernel = self.kernel
+        frozen = kernel._frozen_cores
+        for k, core in zip(kernel._cores_of(self.index), self.cores, strict=True):
+            if autograd.updates_in_backward(kernel.optimizer):
+                marked: Any = core
+                marked.flag_tells = True
+                core.requires_grad_(k not in frozen)
+            mark(core, self, kernel.optimizer)
+        kernel._mark_parameters()
+
+    def dense_rows(self) -> Tensor:
+        """Return the rows that the cores make, `[rows, dim]`."""
+        rows: Tensor = self.kernel.to_dense(self.index)
+        return rows
+
+    def adopt(self, other: TTHandle) -> None:
+        """Take the cores."""
+        self.cores = other.cores
+        self.kernel.set_cores(self.index, other.cores)
+        for k, core in zip(self.kernel._cores_of(self.index), other.cores, strict=True):
+            self.kernel.cores[k] = core
+            core.grad = None
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}{layout_entry.NAME}"] = layout_entry.entry(self.spec)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        unexpected, errors = arguments[-2:]
+        self._is_on_meta(state_dict, prefix, errors)
+        layout_entry.may_load(state_dict, prefix, [self.spec], self.cores, errors)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if f"{prefix}{layout_entry.NAME}" in unexpected:
+            unexpected.remove(f"{prefix}{layout_entry.NAME}")
+
+    @property
+    def _names_in_checkpoints(self) -> SimpleNamespace:
+        return SimpleNamespace(**{layout_entry.NAME: layout_entry.entry(self.spec)})
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
+        return {layout_entry.NAME: "_names_in_checkpoints"}
