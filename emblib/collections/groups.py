@@ -353,6 +353,7 @@ class TableGroups(nn.Module):
                 self._kernels[g].train(self.training)
             else:
                 kernel._apply(fn, recurse)
+        self.set_output_dtype(self.output_dtype)  # kernels may be new
         self.device = device
         self._bind()
         return self

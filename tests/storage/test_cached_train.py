@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 import re
 from dataclasses import replace
@@ -510,7 +509,7 @@ def test_names_in_state_dicts() -> None:
     assert set(fused["embedding_bags.a.cache.weight"]) == {"hyper"}
 
 
-def test_another_number_of_stored_rows() -> None:
+def test_another_number_of_stored_rows(tmp_path: Path) -> None:
     model = collection(caches("spill", (40, 30)), optim.Adagrad(0.1))
     train(model, range(3))
     populate(model)
@@ -524,6 +523,10 @@ def test_another_number_of_stored_rows() -> None:
         train(other, range(5, 8))
         for first, second in zip(dense(one), dense(other), strict=True):
             assert torch.equal(first, second)
+    checkpoints.save({"model": model}, tmp_path / "step")
+    more = collection(caches("spill", (200, 60)), optim.Adagrad(0.1))
+    checkpoints.load({"model": more}, tmp_path / "step")
+    assert all(torch.equal(one, two) for one, two in zip(dense(more), dense(model), strict=True))
     less = collection(caches("drop", rows=(11, 6)), optim.Adagrad(0.1))
     train(less, range(3))
     populate(less)
@@ -589,11 +592,13 @@ def test_a_collection_that_is_made_on_meta() -> None:
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in trained.named_parameters()]
     with pytest.raises(RuntimeError, match="no cache of rows on meta"):
         handle(model, "a").populate()
+    model.groups.set_output_dtype(torch.bfloat16)
     train(trained, range(3))
     populate(trained)
     with pytest.raises(RuntimeError, match=r"to_empty\(device"):
         model.load_state_dict(trained.state_dict())
     model.to_empty(device="cpu")
+    assert model(batch(0)).values().dtype is torch.bfloat16
     train(model, range(2))
     model.load_state_dict(trained.state_dict())
     expect_equal(model, trained)
@@ -681,7 +686,6 @@ def test_modules_go_through_files() -> None:
     torch.save(model, file)
     file.seek(0)
     expect_equal(model, torch.load(file, weights_only=False))
-    assert list(itertools.islice(model.handles(), 2)) == ["a", "b"]
 
 
 def test_the_examples_of_the_documentation() -> None:
