@@ -559,6 +559,43 @@ def test_what_is_not_measured_is_said() -> None:
     assert not any("larger tables" in line or "16-bit" in line for line in near.assumptions)
 
 
+@pytest.mark.parametrize(
+    ("method", "share", "said"),
+    [
+        ("tensor_train", 1 / 40, False),
+        ("tensor_train", 1 / 1000, True),
+        ("narrow", 1 / 4, False),
+        ("narrow", 1 / 8, False),
+        ("quotient_remainder", 1 / 2, False),
+        ("quotient_remainder", 1 / 50, True),
+    ],
+)
+def test_losses_that_no_measured_ones_enclose_are_said(
+    method: str, share: float, said: bool
+) -> None:
+    configs = tables(50_000)
+    budget = int(share * 50_000 * 68)
+    plan = plan_memory(configs, budget, optimizer=ADAGRAD, methods=[method])
+    assert plan.choices[0].method == method
+    assert any("Losses of t0 are extrapolated" in line for line in plan.assumptions) == said
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 5, 7, 11, 13, 17, 25, 30, 60, 127])
+def test_ranks_of_a_plan_are_near_the_largest_that_fit(rank: int) -> None:
+    """Within a quarter, or 1 of few."""
+    (config,) = tables(10**7)
+    with_rank = replace(config, storage=storage.TensorTrain((rank, rank)))
+    whole = storage.TableSlice.whole(with_rank)
+    budget = int(with_rank.storage.nbytes(whole, ADAGRAD, "cpu").device)
+    falling = {"tensor_train": [(float(r), 1.0 / r) for r in (1, 16, 128)]}
+    (choice,) = plan_memory(
+        [config], budget, optimizer=ADAGRAD, methods=["tensor_train"], losses=falling
+    ).choices
+    found = choice.config.storage.ranks[0]
+    assert found <= rank
+    assert rank <= max(found + 1, found * 5 / 4)
+
+
 def test_evicting_tables_start_within_the_same_bounds() -> None:
     (config,) = tables(10_000)
     (choice,) = plan_memory([config], 60_000, optimizer=ADAGRAD, methods=["evicting"]).choices

@@ -55,6 +55,7 @@ from emblib.storage import (
     Narrow,
     Quantized,
     QuotientRemainder,
+    Storage,
     TableSlice,
     TensorTrain,
 )
@@ -83,7 +84,11 @@ METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
 """What `plan_memory` chooses from by default, besides tables as they are."""
 
 _MEASURED_ROWS = 9065  # of the largest table of MEASURED
-_RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
+# The bytes of a train grow with the square of its ranks, so steps are at most 5/4; large ranks are
+# multiples of 4, so that rows of cores fill vector registers.
+_RANKS = (*range(1, 9), *range(10, 20, 2), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+# For methods whose losses are cheap to know; above 1/2 no smaller loss was measured than there.
+_FINE_SHARES = tuple(sorted({*SHARES, *(0.75 * share for share in SHARES)}, reverse=True))
 _NO_STATE = SGD(lr=0.0)  # of tables that are served
 
 
@@ -340,18 +345,16 @@ def _half(table: _Table) -> Iterator[_Option]:
 
 def _narrow(table: _Table) -> Iterator[_Option]:
     dim = table.config.embedding_dim
-    for columns in sorted({int(share * dim) for share in SHARES} - {0}):
-        loss = _at(table.curves["narrow"], columns / dim)
-        yield _Option(replace(table.config, storage=Narrow(columns)), loss)
+    for columns in sorted({int(share * dim) for share in _FINE_SHARES} - {0}):
+        yield _measured(table, "narrow", Narrow(columns))
 
 
 def _tensor_train(table: _Table) -> Iterator[_Option]:
-    for rank in _RANKS:
-        with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
-        most = shapes.most_ranks(with_ranks.row_factors, with_ranks.dim_factors)
-        ranks = tuple(min(rank, top) for top in most)
-        loss = _at(table.curves["tensor_train"], math.prod(ranks) ** (1 / len(ranks)))
-        yield _Option(replace(table.config, storage=TensorTrain(ranks)), loss)
+    with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
+    most = shapes.most_ranks(with_ranks.row_factors, with_ranks.dim_factors)
+    # Small tables clip large ranks to equal ones.
+    for ranks in dict.fromkeys(tuple(min(rank, top) for top in most) for rank in _RANKS):
+        yield _measured(table, "tensor_train", TensorTrain(ranks))
 
 
 def _hashed(table: _Table) -> Iterator[_Option]:
@@ -362,13 +365,12 @@ def _hashed(table: _Table) -> Iterator[_Option]:
 
 
 def _quotient_remainder(table: _Table) -> Iterator[_Option]:
-    for share in SHARES:
+    for share in _FINE_SHARES:
         try:
             storage = QuotientRemainder.for_share(table.rows, share)
         except ValueError:
             return  # neither can it be done in fewer rows
-        loss = _at(table.curves["quotient_remainder"], share)
-        yield _Option(replace(table.config, storage=storage), loss)
+        yield _measured(table, "quotient_remainder", storage)
 
 
 def _evicting(table: _Table) -> Iterator[_Option]:
@@ -411,6 +413,32 @@ _MAKERS: dict[str, Method] = {
     "evicting": _evicting,
     "cached": _cached,
 }
+
+
+def _measured(table: _Table, method: str, storage: Storage) -> _Option:
+    """Return a storage with the loss that the curve of its method has."""
+    config = replace(table.config, storage=storage)
+    return _Option(config, _at(table.curves[method], _on_curve(config)))
+
+
+def _on_curve(config: TableConfig) -> float:
+    """Return the place of a table on the curve of its method: its rank, or its share of bytes."""
+    storage, rows = config.storage, config.num_embeddings
+    if isinstance(storage, TensorTrain):
+        return math.prod(storage.ranks) ** (1 / len(storage.ranks))
+    if isinstance(storage, Narrow):
+        return storage.columns / config.embedding_dim
+    assert isinstance(storage, QuotientRemainder)
+    return sum(component.rows for component in storage.components(rows)) / rows
+
+
+def _is_extrapolated(table: _Table, choice: MemoryChoice) -> bool:
+    """Return whether a loss is of a rank or share that is smaller or larger than the measured."""
+    if choice.method not in ("tensor_train", "narrow", "quotient_remainder"):
+        return False
+    points, row = [x for x, _ in table.curves[choice.method]], 1.0 / table.rows
+    # Quotients and remainders have a row more or less than their share.
+    return not min(points) - row <= _on_curve(choice.config) <= max(points) + row
 
 
 def _at(curve: Curve, x: float) -> float:
@@ -527,6 +555,16 @@ def _assumptions(
                 f"Tensor trains of larger tables ({_some(large)}) are taken to lose what trains of "
                 "their ranks lose there; so small a share of the bytes was not measured."
             )
+    outside = [
+        table.name
+        for table, choice in zip(tables, choices, strict=True)
+        if _is_extrapolated(table, choice)
+    ]
+    if outside:
+        yield (
+            f"Losses of {_some(outside)} are extrapolated: no rank or share of the bytes as small, "
+            "or as large, was measured."
+        )
     by_others = [table.name for table in tables if not is_fused(table.optimizer)]
     if by_others and serving is None:
         yield (
