@@ -15,6 +15,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <set>
 
 #include "torch_device.h"
@@ -65,6 +66,39 @@ struct View {
   Tensor on_cpu() const {
     return at::from_blob(data, sizes, strides, at::TensorOptions().dtype(type).device(at::kCPU));
   }
+
+  // Tell the race detector of all its elements, dense parts as a whole.
+  void note(bool is_write) const {
+    if (data == nullptr) return;
+    std::vector<std::pair<int64_t, int64_t>> outer;  // size and stride
+    auto bytes = static_cast<int64_t>(c10::elementSize(type));
+    const int64_t element = bytes;
+    std::vector<size_t> order;
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      if (sizes[d] > 1 && strides[d] > 0) order.push_back(d);
+    }
+    std::sort(order.begin(), order.end(),
+              [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+    for (const size_t d : order) {
+      if (outer.empty() && strides[d] * element == bytes) {
+        bytes *= sizes[d];
+      } else {
+        outer.emplace_back(sizes[d], strides[d] * element);
+      }
+    }
+    note_each(static_cast<const char*>(data), outer, outer.size(), bytes, is_write);
+  }
+
+ private:
+  static void note_each(const char* p, const std::vector<std::pair<int64_t, int64_t>>& outer,
+                        size_t depth, int64_t bytes, bool is_write) {
+    if (depth == 0) {
+      is_write ? pretend::note_write(p, bytes) : pretend::note_read(p, bytes);
+      return;
+    }
+    const auto [size, stride] = outer[depth - 1];
+    for (int64_t i = 0; i < size; ++i) note_each(p + i * stride, outer, depth - 1, bytes, is_write);
+  }
 };
 
 // Run with one thread, the one that may touch the device: others of a pool have no key to it.
@@ -83,15 +117,23 @@ void run_alone(const Work& work) {
 }
 
 std::function<void()> copy_of(const View& to, const View& from) {
-  return [to, from] { run_alone([&] { to.on_cpu().copy_(from.on_cpu()); }); };
+  return [to, from] {
+    from.note(false);
+    to.note(true);
+    run_alone([&] { to.on_cpu().copy_(from.on_cpu()); });
+  };
 }
 
 void copy_between_devices(const Tensor& to, const Tensor& from) {
   const int device = to.get_device(), source = from.get_device();
   const bool same = device == source;
-  if (!same) pretend::drain_stream(source, stream_now(source));
+  const auto order = [](int before, int after) {
+    pretend::wait(after, stream_now(after), pretend::record(before, stream_now(before)));
+  };
+  if (!same) order(source, device);
   pretend::enqueue_on(device, stream_now(device), "copy", copy_of(View(to), View(from)),
                       same ? pretend::Reach::kOneDevice : pretend::Reach::kAllDevices);
+  if (!same) order(device, source);
 }
 
 void copy_to_device(const Tensor& to, const Tensor& from, bool non_blocking) {
@@ -140,11 +182,12 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
 }
 
 at::Scalar local_scalar_dense(const Tensor& self) {
-  pretend::finish_stream("item", self.get_device(), stream_now(self.get_device()));
+  const int device = self.get_device();
   const Tensor value = at::empty(self.sizes(), self.options().device(at::kCPU));
-  const View to(value), from(self);
-  const pretend::Access access;
-  to.on_cpu().copy_(from.on_cpu());
+  pretend::refuse_while_capturing("item");
+  pretend::enqueue_on(device, stream_now(device), "item",
+                      [value, copy = copy_of(View(value), View(self))] { copy(); });
+  pretend::finish_stream("item", device, stream_now(device));
   return value.item();
 }
 
@@ -232,10 +275,12 @@ struct Argument {
   enum Kind { kValue, kTensor, kList, kOptionalList } kind = kValue;
   c10::IValue value;
   std::vector<std::optional<View>> views;
+  bool is_written = false;
   std::vector<Tensor> of_host;  // copies: a GPU reads what is on the host at the launch
   c10::IValue meta;
 
-  explicit Argument(const c10::IValue& given) {
+  Argument(const c10::IValue& given, const c10::AliasInfo* alias)
+      : is_written(alias != nullptr && alias->isWrite()) {
     if (given.isTensor() && given.toTensor().defined()) {
       const Tensor& t = given.toTensor();
       kind = kTensor;
@@ -265,6 +310,12 @@ struct Argument {
     } else {
       value = given.isDevice() ? c10::IValue(Device(at::kCPU)) : given;
       meta = given.isDevice() ? c10::IValue(Device(at::kMeta)) : given;
+    }
+  }
+
+  void note() const {
+    for (const auto& view : views) {
+      if (view) view->note(is_written);
     }
   }
 
@@ -349,10 +400,17 @@ std::optional<Results> make_results(const c10::OperatorHandle& op,
 // Append an operation to the stream of its device; false if its results are not known before.
 bool enqueue(const c10::OperatorHandle& op, Stack* stack, c10::ArrayRef<c10::IValue> given,
              int device) {
-  const std::vector<Argument> arguments(given.begin(), given.end());
+  std::vector<Argument> arguments;
+  for (size_t i = 0; i < given.size(); ++i) {
+    arguments.emplace_back(given[i], op.schema().arguments()[i].alias_info());
+  }
   auto results = make_results(op, arguments, given, device);
   if (!results) return false;
   const auto work = [op, arguments, fresh = results->fresh] {
+    for (const Argument& argument : arguments) argument.note();
+    for (const auto& view : fresh) {
+      if (view) view->note(true);
+    }
     run_alone([&] {
       Stack cpu;
       for (const Argument& argument : arguments) cpu.push_back(argument.on_cpu());

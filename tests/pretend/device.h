@@ -65,6 +65,11 @@ int device_of(const void* address);                // -1 for host memory
 void* allocate_pinned(size_t bytes);
 void release_pinned(void* address);
 bool is_pinned(const void* address);
+bool share_pinned(const void* address);  // with kernels, from now on
+
+// Tell the race detector what the running operation accesses.
+void note_read(const void* p, size_t bytes);
+void note_write(const void* p, size_t bytes);
 
 // While one lives, the thread may touch the memory of `device`, or of all devices if it is -1.
 class Access {

@@ -34,9 +34,14 @@ void allow(unsigned devices) {
     const int key = state().protection_keys[device];
     if (key >= 0) pkey_set(key, (devices >> device & 1u) != 0 ? 0 : PKEY_DISABLE_ACCESS);
   }
+  const int pinned = state().pinned_key;
+  if (pinned >= 0) pkey_set(pinned, devices != 0 ? 0 : PKEY_DISABLE_ACCESS);
 }
 
+}  // namespace
+
 void describe_place(const char* p, char* out, size_t room) {
+  if (describe_pinned(p, out, room)) return;
   auto& blocks = state().blocks;
   const auto after = blocks.upper_bound(const_cast<char*>(p));
   const Block* next = after == blocks.end() ? nullptr : after->second;
@@ -44,7 +49,7 @@ void describe_place(const char* p, char* out, size_t room) {
   const auto name = [&](const Block& b, const char* where, long bytes) {
     std::snprintf(out, room, "%s %ld of allocation #%lu (%zu bytes on cuda:%d, stream %ld, %s, %s)",
                   where, bytes, b.number, b.size, b.device, b.stream,
-                  b.is_freed ? "FREED" : "in use", b.owner);
+                  b.is_freed || b.released != 0 ? "FREED" : "in use", b.owner);
   };
   if (block != nullptr && p < block->data + block->size) {
     name(*block, "byte", p - block->data);
@@ -56,6 +61,8 @@ void describe_place(const char* p, char* out, size_t room) {
     std::snprintf(out, room, "%p, which is near no allocation", static_cast<const void*>(p));
   }
 }
+
+namespace {
 
 void describe(const char* p) {
   char place[500];
@@ -101,6 +108,7 @@ void on_fault(int, siginfo_t* info, void* context) {
   const bool in_device = device_of(p) >= 0;
   const Operation* running = state().running;
   const bool in_operation = on_device() && running != nullptr;
+  if (!on_device() && on_host_fault(p, context)) return;
   if (in_device) describe(p);
   if (!in_device && in_operation) {
     std::snprintf(fault_text, sizeof(fault_text),

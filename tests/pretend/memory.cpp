@@ -13,16 +13,9 @@ namespace {
 
 constexpr size_t kGranule = 16;  // kernels load up to 16 bytes, so allocations begin at multiples
 
-size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+constexpr size_t kMaxReused = 64;  // blocks that stay mapped for the race detector
 
-// The block that contains `address`, or null.
-Block* find_block(const void* address) {
-  auto* p = const_cast<char*>(static_cast<const char*>(address));
-  const auto after = state().blocks.upper_bound(p);
-  if (after == state().blocks.begin()) return nullptr;
-  Block* block = std::prev(after)->second;
-  return p < block->data + round_up(block->size, kGranule) ? block : nullptr;
-}
+size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 // The bytes of its pages that do not belong to a block still have the poison of its allocation.
 void check_margins(const Block& block) {
@@ -46,6 +39,7 @@ void check_margins(const Block& block) {
 // Give the pages of a freed block back; its addresses stay reserved.
 void unmap(Block* block) {
   check_margins(*block);
+  races::on_unmap(block->begin, block->pages);
   block->is_freed = true;
   // A new mapping merges with its neighbours. Mappings with changed protection do not, and a
   // process can have 65,530 of them.
@@ -78,16 +72,53 @@ Block* map_block(int device, size_t bytes) {
   return block;
 }
 
+// A GPU may use memory again that the stream has freed, as soon as the stream is here.
+void reuse_freed(Stream& stream) {
+  for (const Freed& freed : std::exchange(stream.freed, {})) {
+    Block* block = freed.block;
+    races::Timeline after = stream.timeline;  // record_stream delays the reuse, not the stream
+    for (const auto& use : freed.uses) {
+      push(stream, {"wait before a reuse", block->released_at, nullptr, use});
+      races::join(after, use->past);
+    }
+    Operation operation{"reuse of freed memory", block->released_at, nullptr, nullptr};
+    operation.stamp = races::next(after);
+    stream.timeline.tick = after.tick;
+    operation.work = [block] {
+      races::on_reuse(*block, *state().running);
+      state().reused.push_back(block);
+      if (state().reused.size() <= kMaxReused) return;
+      Block* oldest = state().reused.front();
+      state().reused.pop_front();
+      unmap(oldest);
+    };
+    push(stream, std::move(operation));
+  }
+}
+
 }  // namespace
+
+Block* find_block(const void* address) {
+  auto* p = const_cast<char*>(static_cast<const char*>(address));
+  const auto after = state().blocks.upper_bound(p);
+  if (after == state().blocks.begin()) return nullptr;
+  Block* block = std::prev(after)->second;
+  return p < block->data + round_up(block->size, kGranule) ? block : nullptr;
+}
 
 Block* allocate(int device, int64_t stream, size_t bytes) {
   const char* owner = python_line();
   State& s = state();
   const Lock lock(s.mutex);
+  Stream& on = find_stream(device, stream);
   Block* block = map_block(device, bytes);
   block->stream = stream;
   block->owner = owner;
-  block->in_graph_pool = find_stream(device, stream).capture != nullptr;
+  block->in_graph_pool = on.capture != nullptr;
+  if (!block->in_graph_pool) {
+    reuse_freed(on);
+    races::on_allocate(*block, on.timeline);
+  }
   {
     const Access access;
     std::memset(block->begin, s.poison, block->pages);
@@ -106,6 +137,7 @@ void use_on(const void* address, int64_t stream) {
 
 void release(Block* block) {
   State& s = state();
+  const char* caller = races::enabled() ? python_line() : "";
   const Lock lock(s.mutex);
   s.live_bytes[block->device] -= block->size;
   Stream& own = find_stream(block->device, block->stream);
@@ -114,18 +146,50 @@ void release(Block* block) {
     if (own.capture != nullptr) {
       const int poison = s.poison;
       push(own, {"reuse of a graph's memory", block->owner,
-                 [block, poison] { std::memset(block->data, poison, block->size); }, nullptr});
+                 [block, poison] {
+                   note_write(block->data, block->size);
+                   std::memset(block->data, poison, block->size);
+                 },
+                 nullptr});
     }
     return;
   }
   if (own.capture != nullptr) return;  // freed when the process ends: the graph may have read it
+  std::vector<std::shared_ptr<Event>> uses;
   for (const int64_t id : block->used_on) {
-    if (id == block->stream) continue;
-    const Stream& stream = find_stream(block->device, id);
-    const Event event{block->device, id, stream.enqueued};
-    push(own, {"wait before a free", block->owner, nullptr, std::make_shared<Event>(event)});
+    if (id != block->stream) uses.push_back(record(block->device, id));
   }
+  if (races::enabled()) {
+    races::on_release(*block, caller);
+    own.freed.push_back({block, std::move(uses)});
+    return;
+  }
+  for (auto& use : uses) push(own, {"wait before a free", block->owner, nullptr, use});
   push(own, {"free", block->owner, [block] { unmap(block); }, nullptr});
+}
+
+void free_reused() {
+  if (!races::enabled()) return;
+  State& s = state();
+  std::vector<Block*> blocks(s.reused.begin(), s.reused.end());
+  s.reused.clear();
+  for (auto& streams : s.streams) {
+    for (auto& [id, stream] : streams) {
+      for (const Freed& freed : std::exchange(stream->freed, {})) blocks.push_back(freed.block);
+      stream->timeline.past.clear();
+      stream->timeline.shared.reset();
+    }
+  }
+  const Access access;
+  try {
+    for (Block* block : blocks) unmap(block);
+  } catch (const std::exception& e) {
+    set_error(e.what());
+  }
+  races::forget();
+  for (char* pinned : std::exchange(s.freed_pinned, {})) unmap_pinned(pinned);
+  for (auto& [p, pinned] : s.pinned) pinned.uses.clear();
+  open_pinned();
 }
 
 int device_of(const void* address) {
@@ -135,37 +199,6 @@ int device_of(const void* address) {
     if (p >= arena && p < arena + kArenaBytes) return device;
   }
   return -1;
-}
-
-void* allocate_pinned(size_t bytes) {
-  const Lock lock(state().mutex);
-  const size_t pages = round_up(bytes, kPage);
-  void* p = mmap(nullptr, pages, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (p == MAP_FAILED) throw std::runtime_error("CUDA error: no pinned memory left");
-  std::memset(p, state().poison, pages);
-  state().pinned[static_cast<char*>(p)] = pages;
-  return p;
-}
-
-// torch's allocator keeps pinned memory until the copies of `non_blocking` that it started are
-// over, so the copies run first. It does not know of kernels that read the memory in place: the
-// pages disappear, and such a kernel faults.
-void release_pinned(void* address) {
-  const Lock lock(state().mutex);
-  const auto found = state().pinned.find(static_cast<char*>(address));
-  if (found == state().pinned.end()) return;
-  run_copies_of(found->first, found->second);
-  munmap(found->first, found->second);
-  state().pinned.erase(found);
-}
-
-bool is_pinned(const void* address) {
-  const Lock lock(state().mutex);
-  auto* p = const_cast<char*>(static_cast<const char*>(address));
-  const auto after = state().pinned.upper_bound(p);
-  if (after == state().pinned.begin()) return false;
-  const auto& [begin, bytes] = *std::prev(after);
-  return p < begin + bytes;
 }
 
 }  // namespace pretend

@@ -24,21 +24,24 @@ const char* (*python_line_callback)() = nullptr;
 int (*wait_callback)(const char*) = nullptr;  // returns 1 to forbid it
 
 thread_local int quiet_depth = 0;
+thread_local const char* entry_now = nullptr;           // the last that this thread called
 std::unordered_map<const void*, size_t> shared_limits;  // of kernels that asked for more
 cudaError_t last_error = cudaSuccess;
 std::string last_text;
 
 State* make_state() {
   auto* made = new State;
+  void* arenas = mmap(nullptr, (kDevices + 1) * kArenaBytes, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (arenas == MAP_FAILED) throw std::runtime_error("pretend: no address range for devices");
+  made->pinned_arena = static_cast<char*>(arenas) + kDevices * kArenaBytes;
   for (int device = 0; device < kDevices; ++device) {
-    void* p =
-        mmap(nullptr, kArenaBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) throw std::runtime_error("pretend: no address range for a device");
-    made->arenas[device] = static_cast<char*>(p);
+    made->arenas[device] = static_cast<char*>(arenas) + device * kArenaBytes;
     made->protection_keys[device] = pkey_alloc(0, PKEY_DISABLE_ACCESS);
     auto stream = std::make_unique<Stream>();
     stream->device = device;
     stream->id = 0;
+    races::start(stream->timeline);
     made->streams[device][0] = std::move(stream);
   }
   return made;
@@ -62,13 +65,16 @@ cudaError_t append(cudaStream_t handle, const char* name, std::function<void()> 
   return cudaSuccess;
 }
 
-// The name of a kernel without its parameters.
+// The name of a kernel without its parameters; that of its entry if the kernel is local to a file.
 const char* kernel_name(const void* kernel) {
   static std::unordered_map<const void*, const char*> names;
   const char*& name = names[kernel];
   if (name != nullptr) return name;
   Dl_info info{};
-  if (dladdr(kernel, &info) == 0 || info.dli_sname == nullptr) return name = "a kernel";
+  if (dladdr(kernel, &info) == 0 || info.dli_sname == nullptr || info.dli_saddr != kernel) {
+    if (entry_now == nullptr) return "a kernel";
+    return interned(std::string("a kernel of ") + entry_now);
+  }
   int status = 0;
   char* plain = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
   std::string text = status == 0 ? plain : info.dli_sname;
@@ -104,6 +110,8 @@ const char* python_line() {
 QuietWaits::QuietWaits() { ++quiet_depth; }
 QuietWaits::~QuietWaits() { --quiet_depth; }
 
+bool waits_are_quiet() { return quiet_depth > 0; }
+
 void report_wait(const char* what) {
   if (quiet_depth > 0) return;
   {
@@ -128,6 +136,7 @@ void check() {
 }
 
 void count_entry(const char* name, int calls) {
+  if (calls > 0) entry_now = name;
   const Lock lock(state().mutex);
   state().entries[name] += calls;
 }
@@ -185,7 +194,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* p) 
   *out = {cudaMemoryTypeUnregistered, -1, nullptr, nullptr};
   if (const int device = pretend::device_of(p); device >= 0) {
     *out = {cudaMemoryTypeDevice, device, address, nullptr};
-  } else if (pretend::is_pinned(p)) {
+  } else if (pretend::share_pinned(p)) {
     *out = {cudaMemoryTypeHost, pretend::current_device(), address, address};
   }
   return cudaSuccess;
@@ -206,12 +215,21 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int valu
 }
 
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream) {
-  return pretend::enqueue(stream, "cudaMemsetAsync", [=] { std::memset(p, value, bytes); });
+  return pretend::enqueue(stream, "cudaMemsetAsync", [=] {
+    pretend::note_write(p, bytes);
+    std::memset(p, value, bytes);
+  });
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t stream) {
-  return pretend::enqueue(stream, "cudaMemcpyAsync", [=] { std::memcpy(to, from, bytes); });
+  pretend::share_pinned(to);
+  pretend::share_pinned(from);
+  return pretend::enqueue(stream, "cudaMemcpyAsync", [=] {
+    pretend::note_read(from, bytes);
+    pretend::note_write(to, bytes);
+    std::memcpy(to, from, bytes);
+  });
 }
 
 // For Python.
@@ -241,6 +259,17 @@ int pretend_set_schedule(const char* name, int seed) {
 void pretend_set_memory(int poison, int aligned_to_end) {
   state().poison = poison;
   state().aligned_to_end = aligned_to_end != 0;
+}
+
+// From now on, accesses that nothing orders are errors.
+void pretend_detect_races() {
+  const pretend::Lock lock(state().mutex);
+  if (pretend::races::enabled()) return;
+  pretend::races::prepare_accesses(state().arenas[0],
+                                   (pretend::kDevices + 1) * pretend::kArenaBytes);
+  pretend::races::enable();
+  state().pinned_key = pkey_alloc(0, PKEY_DISABLE_ACCESS);
+  pretend::install_step_handler();
 }
 
 void pretend_set_multiprocessors(int n) { state().multiprocessors = n; }
@@ -288,6 +317,7 @@ const char* pretend_settle() {
     for (auto& [id, stream] : state().streams[device]) pretend::drain_stream(device, id);
   }
   const pretend::Lock lock(state().mutex);
+  pretend::free_reused();
   text = std::exchange(state().error, "");
   return text.c_str();
 }

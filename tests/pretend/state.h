@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "device.h"
+#include "races.h"
 
 namespace pretend {
 
@@ -25,6 +26,7 @@ struct Event {
   int64_t stream;
   uint64_t position;  // operations of the stream, or of its part of the graph, before the event
   Graph* graph = nullptr;
+  races::Past past;  // what has happened when it has
 };
 
 enum class Kind { kKernel, kOther };
@@ -37,6 +39,7 @@ struct Operation {
   Reach reach = Reach::kOneDevice;
   Kind kind = Kind::kOther;
   const void* pinned = nullptr;  // host memory of a copy that torch knows of
+  races::Stamp stamp;
 };
 
 struct Stream;
@@ -44,6 +47,13 @@ struct Stream;
 struct Graph {
   std::vector<Operation> operations;
   Stream* origin = nullptr;
+  races::Branches branches;
+};
+
+// A block that torch has freed and its next allocation on the stream may use again.
+struct Freed {
+  Block* block;
+  std::vector<std::shared_ptr<Event>> uses;  // of other streams, by record_stream
 };
 
 struct Stream {
@@ -54,6 +64,8 @@ struct Stream {
   Graph* capture = nullptr;
   uint64_t captured = 0, joined = 0;  // operations in the graph, and those that others waited for
   bool held_back = false;             // by the random schedule
+  races::Timeline timeline, branch;   // of the stream, and of its part of a graph
+  std::vector<Freed> freed;           // if races are detected
 };
 
 struct Block {
@@ -68,6 +80,16 @@ struct Block {
   std::set<int64_t> used_on;
   bool in_graph_pool = false;
   bool is_freed = false;
+  uint64_t released = 0;  // when the host freed it, if races are detected
+  const char* released_at = "";
+};
+
+struct Pinned {
+  size_t pages;
+  const char* owner;
+  bool in_place = false;   // kernels have got its address
+  bool is_closed = false;  // to the host, whose accesses are checked
+  races::Clock uses;       // by operations, until the host has waited for them
 };
 
 enum class Schedule { kEager, kLazy, kSidesLate, kSidesEarly, kRandom };
@@ -76,11 +98,16 @@ struct State {
   std::recursive_mutex mutex;
   // Memory
   char* arenas[kDevices];
+  char* pinned_arena;
+  size_t pinned_used = 0;
   size_t arena_used[kDevices] = {};
   size_t live_bytes[kDevices] = {};
   int protection_keys[kDevices] = {-1, -1};
   std::map<char*, Block*> blocks;  // by first byte, freed ones too: a fault names them
-  std::map<char*, size_t> pinned;
+  std::map<char*, Pinned> pinned;
+  std::vector<char*> freed_pinned;  // by the host while operations may use it
+  int pinned_key = -1;
+  std::deque<Block*> reused;  // still mapped, so that late accesses are races and no faults
   uint64_t num_allocations = 0;
   bool aligned_to_end = true;
   int poison = 0xff;
@@ -110,12 +137,32 @@ Stream& find_stream(int device, int64_t id);
 // Run the streams with copies of this pinned memory, up to the last such copy. The lock is held.
 void run_copies_of(const char* begin, size_t bytes);
 
+// The block that contains `address`, also a freed one, or null.
+Block* find_block(const void* address);
+// Free what is kept for the race detector. Everything has run.
+void free_reused();
+
+// Pinned memory and the race detector (pinned.cpp). The lock is held, except for `on_host_fault`,
+// which handles an access of the host to a closed allocation; false if `p` is no such access.
+void note_pinned_use(const Operation& operation);
+void unmap_pinned(char* begin);
+void open_pinned();  // what the host has waited for
+bool on_host_fault(char* p, void* context);
+void install_step_handler();
+bool describe_pinned(const char* p, char* out, size_t room);
+
 // Return the line of Python that runs in this thread, "" for none. Takes Python's lock, so the
 // caller must not hold the runtime's.
 const char* python_line();
 
+// Whether waits of this thread belong to one that was reported.
+bool waits_are_quiet();
+
 // Tell Python of a wait of the host; throw if a test forbids waits. The lock is not held.
 void report_wait(const char* what);
+
+// Say where an address is.
+void describe_place(const char* p, char* out, size_t room);
 
 // Keep the first error until someone asks for it.
 void set_error(const std::string& text);

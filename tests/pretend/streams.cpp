@@ -21,7 +21,9 @@ void run(const Operation& operation, int device) {
   const int device_before = device_now;
   try {
     const Access access(operation.reach == Reach::kAllDevices ? -1 : device);
+    races::Recording recording(operation);
     run_guarded(operation);
+    recording.check();
   } catch (const std::exception& e) {
     set_error(std::string(operation.name) + ", enqueued at " + operation.caller + ": " + e.what());
   }
@@ -79,6 +81,14 @@ std::runtime_error capture_error(const std::string& what) {
                             what);
 }
 
+// The host has waited. A wait inside an operation that only the pretend GPU runs at once orders
+// nothing.
+void join_host(const races::Past& past) {
+  if (past == nullptr || waits_are_quiet()) return;
+  races::host_joins(past);
+  open_pinned();
+}
+
 }  // namespace
 
 int current_device() { return device_now; }
@@ -92,6 +102,7 @@ int64_t new_stream(int device) {
   auto stream = std::make_unique<Stream>();
   stream->device = device;
   stream->id = state().next_stream++;
+  races::start(stream->timeline);
   const int64_t id = stream->id;
   state().streams[device][id] = std::move(stream);
   return id;
@@ -117,10 +128,15 @@ Stream& find_stream(int device, int64_t id) {
 
 void push(Stream& stream, Operation operation) {
   if (stream.capture != nullptr) {
+    operation.stamp = races::next_of_branch(stream.branch);
     stream.capture->operations.push_back(std::move(operation));
     ++stream.captured;
     return;
   }
+  if (operation.work && operation.stamp.actor == races::kHost) {
+    operation.stamp = races::next(stream.timeline);
+  }
+  if (races::enabled()) note_pinned_use(operation);
   stream.operations.push_back(std::move(operation));
   ++stream.enqueued;
   if (stream.operations.size() > kMaxPending) drain(stream, stream.enqueued - kMaxPending / 2);
@@ -152,9 +168,11 @@ void run_copies_of(const char* begin, size_t bytes) {
 
 std::shared_ptr<Event> record(int device, int64_t id) {
   const Lock lock(state().mutex);
-  const Stream& stream = find_stream(device, id);
+  Stream& stream = find_stream(device, id);
   const uint64_t position = stream.capture != nullptr ? stream.captured : stream.enqueued;
-  return std::make_shared<Event>(Event{device, id, position, stream.capture});
+  const races::Past past = stream.capture != nullptr ? races::snapshot_of_branch(stream.branch)
+                                                     : races::snapshot(stream.timeline);
+  return std::make_shared<Event>(Event{device, id, position, stream.capture, past});
 }
 
 void wait(int device, int64_t id, const std::shared_ptr<Event>& event) {
@@ -164,6 +182,7 @@ void wait(int device, int64_t id, const std::shared_ptr<Event>& event) {
   Graph* graph = event->graph;
   if (graph == nullptr && stream.capture == nullptr) {
     push(stream, {"wait", caller, nullptr, event});
+    races::join(stream.timeline, event->past);
     return;
   }
   if (graph == nullptr || (stream.capture != nullptr && stream.capture != graph)) {
@@ -176,20 +195,27 @@ void wait(int device, int64_t id, const std::shared_ptr<Event>& event) {
     throw capture_error("the event was recorded in a graph whose capture has ended");
   }
   // A graph runs in the order of its capture, which keeps to its events.
+  if (stream.capture == nullptr) races::start_branch(stream.branch, *graph);
   stream.capture = graph;
+  races::join(stream.branch, event->past);
   if (other.joined < event->position) other.joined = event->position;
 }
 
 bool is_done(const std::shared_ptr<Event>& event) {
   refuse_while_capturing("cudaEventQuery");
   const Lock lock(state().mutex);
-  return find_stream(event->device, event->stream).executed >= event->position;
+  const bool done = find_stream(event->device, event->stream).executed >= event->position;
+  if (done) join_host(event->past);
+  return done;
 }
 
 bool is_idle(int device, int64_t id) {
   refuse_while_capturing("cudaStreamQuery");
   const Lock lock(state().mutex);
-  return find_stream(device, id).operations.empty();
+  Stream& stream = find_stream(device, id);
+  const bool idle = stream.operations.empty();
+  if (idle) join_host(races::snapshot(stream.timeline));
+  return idle;
 }
 
 void finish_event(const char* what, const std::shared_ptr<Event>& event) {
@@ -197,13 +223,17 @@ void finish_event(const char* what, const std::shared_ptr<Event>& event) {
   report_wait(what);
   const Lock lock(state().mutex);
   drain(find_stream(event->device, event->stream), event->position);
+  join_host(event->past);
   check();
 }
 
 void finish_stream(const char* what, int device, int64_t id) {
   refuse_while_capturing(what);
   report_wait(what);
-  drain_stream(device, id);
+  const Lock lock(state().mutex);
+  Stream& stream = find_stream(device, id);
+  drain(stream, stream.enqueued);
+  join_host(races::snapshot(stream.timeline));
   check();
 }
 
@@ -211,7 +241,10 @@ void finish_device(const char* what, int device) {
   refuse_while_capturing(what);
   report_wait(what);
   const Lock lock(state().mutex);
-  for (auto& [id, stream] : state().streams[device]) drain(*stream, stream->enqueued);
+  for (auto& [id, stream] : state().streams[device]) {
+    drain(*stream, stream->enqueued);
+    join_host(races::snapshot(stream->timeline));
+  }
   check();
 }
 
@@ -245,6 +278,7 @@ void* pretend_begin_capture(int device, int64_t id) {
   state().graphs.push_back(std::make_unique<pretend::Graph>());
   stream.capture = state().graphs.back().get();
   stream.capture->origin = &stream;
+  pretend::races::start_branch(stream.branch, *stream.capture);
   ++state().num_captures;
   return stream.capture;
 }
@@ -260,6 +294,7 @@ const char* pretend_end_capture(void* graph) {
       if (!is_origin && stream->joined < stream->captured) {
         error = "CUDA error: capture sequence contains operations not joined to original stream";
       }
+      pretend::races::end_branch(stream->branch, *stream->capture);
       stream->capture = nullptr;
       stream->captured = stream->joined = 0;
     }
@@ -270,9 +305,10 @@ const char* pretend_end_capture(void* graph) {
 void pretend_replay(void* graph, int device, int64_t id) {
   const pretend::Lock lock(state().mutex);
   auto& stream = pretend::find_stream(device, id);
-  for (const auto& operation : static_cast<pretend::Graph*>(graph)->operations) {
-    pretend::push(stream, operation);
-  }
+  auto& captured = *static_cast<pretend::Graph*>(graph);
+  auto operations = captured.operations;
+  pretend::races::stamp_replay(captured, stream.timeline, operations);
+  for (auto& operation : operations) pretend::push(stream, std::move(operation));
 }
 
 int pretend_is_capturing(int device, int64_t id) { return pretend::is_capturing(device, id); }

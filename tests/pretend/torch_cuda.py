@@ -5,6 +5,7 @@ replaces the functions of `torch.cuda`, and loads emblib with its CUDA entries. 
 stays replaced until the process ends.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import os
@@ -26,6 +27,9 @@ from tests.pretend.library import ROOT, build
 NUM_DEVICES = 2
 # Frames that cause nothing themselves: a wait belongs to the code that calls them.
 _TRANSPARENT = (str(Path(torch.__file__).parent), __file__, "<frozen")
+# Frames of whoever runs a test, which say nothing.
+_RUNNERS = tuple(f"{Path(torch.__file__).parents[1]}/{name}" for name in ("_pytest", "pluggy"))
+_STACK_DEPTH = 12  # frames of a race's stacks
 _INTERNAL = "no Python code (a thread of autograd)"
 
 
@@ -44,7 +48,8 @@ class Settings:
     """What one session pretends.
 
     `seed` is of the random schedule. New memory is filled with the byte `poison`. `align` is the
-    side of a page that allocations touch, "end" or "start": accesses beyond it fault at once.
+    side of a page that allocations touch, "end" or "start": accesses beyond it fault at once. With
+    `detects_races`, accesses that nothing orders are errors.
     """
 
     schedule: Schedule = Schedule.EAGER
@@ -52,10 +57,11 @@ class Settings:
     poison: int = 0xFF
     align: str = "end"
     multiprocessors: int = 4
+    detects_races: bool = False
 
     @classmethod
     def from_environment(cls) -> "Settings":
-        """Read EMBLIB_PRETEND_SCHEDULE=random:7, _POISON=00, _ALIGN=start and _SMS=132."""
+        """Read EMBLIB_PRETEND_SCHEDULE=random:7, _POISON=00, _ALIGN=start, _SMS=132, _RACES=1."""
         schedule, _, seed = os.environ.get("EMBLIB_PRETEND_SCHEDULE", "eager").partition(":")
         align = os.environ.get("EMBLIB_PRETEND_ALIGN", "end")
         if align not in {"end", "start"}:
@@ -66,6 +72,7 @@ class Settings:
             poison=int(os.environ.get("EMBLIB_PRETEND_POISON", "ff"), 16),
             align=align,
             multiprocessors=int(os.environ.get("EMBLIB_PRETEND_SMS", "4")),
+            detects_races=os.environ.get("EMBLIB_PRETEND_RACES", "0") == "1",
         )
 
 
@@ -75,7 +82,8 @@ class PretendGpu:
     def __init__(self, devices: Path, settings: Settings) -> None:
         self.settings = settings
         self.library = ctypes.CDLL(str(devices), mode=ctypes.RTLD_GLOBAL)
-        self._lines: dict[tuple[str, int], Any] = {}
+        self._lines: dict[tuple[tuple[str, int], ...], Any] = {}
+        self._detects_races = False
         self._sync_mode = 0
         self._declare()
         # Kept alive as long as the library may call them.
@@ -87,6 +95,8 @@ class PretendGpu:
         self.library.pretend_set_multiprocessors(settings.multiprocessors)
         self.set_schedule(settings.schedule, settings.seed)
         self.catch_faults()
+        if settings.detects_races:
+            self.detect_races()
 
     def _declare(self) -> None:
         library = self.library
@@ -105,6 +115,14 @@ class PretendGpu:
         # A forbidden access of the host prints its stack of Python with this signal.
         faulthandler.register(signal.SIGUSR2, all_threads=False)
         self.library.pretend_set_callbacks(*self._callbacks)
+
+    def detect_races(self) -> None:
+        """Make accesses that nothing orders errors, from now on; errors show stacks of Python."""
+        self._detects_races = True
+        self.library.pretend_detect_races()
+        # Memory that is freed after the interpreter has ended asks for no line.
+        no_callbacks = (type(self._callbacks[0])(0), type(self._callbacks[1])(0))
+        atexit.register(self.library.pretend_set_callbacks, *no_callbacks)
 
     def set_schedule(self, schedule: Schedule, seed: int = 1) -> None:
         """Change when streams run; the operations that are pending stay so."""
@@ -167,12 +185,20 @@ class PretendGpu:
 
     def _line(self) -> Any:
         frame: Any = sys._getframe()
-        while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
+        depth = _STACK_DEPTH if self._detects_races else 1
+        frames: list[tuple[str, int]] = []
+        while frame is not None and len(frames) < depth:
+            name = frame.f_code.co_filename
+            if name.startswith(_RUNNERS):
+                break
+            if not name.startswith(_TRANSPARENT):
+                frames.append((name, frame.f_lineno))
             frame = frame.f_back
-        key = (_INTERNAL, 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        key = tuple(frames)
         buffer = self._lines.get(key)
         if buffer is None:
-            text = f"{key[0].removeprefix(f'{ROOT}/')}:{key[1]}" if key[1] else key[0]
+            lines = [f"{name.removeprefix(f'{ROOT}/')}:{line}" for name, line in key]
+            text = " < ".join(lines) or _INTERNAL
             buffer = self._lines[key] = ctypes.create_string_buffer(text.encode())
         return buffer
 

@@ -105,8 +105,11 @@ struct DeviceMemory final : c10::Allocator {
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     const int device = pretend::current_device();
-    pretend::enqueue_on(device, pretend::current_stream(device), "copy of a storage",
-                        [=] { std::memcpy(to, from, bytes); });
+    pretend::enqueue_on(device, pretend::current_stream(device), "copy of a storage", [=] {
+      pretend::note_read(from, bytes);
+      pretend::note_write(to, bytes);
+      std::memcpy(to, from, bytes);
+    });
   }
 };
 

@@ -84,6 +84,11 @@ cudaError_t fail(cudaError_t error, const std::string& text);
 // Append the work of a library such as CUB to a stream; `name` is a literal.
 cudaError_t enqueue(cudaStream_t stream, const char* name, std::function<void()> body);
 
+// Tell the race detector what the running operation accesses in functions that are not
+// instrumented, such as memcpy.
+void note_read(const void* p, size_t bytes);
+void note_write(const void* p, size_t bytes);
+
 // The search for torch's own CUDA library must fail, so that launch.h asks the pretend GPU for the
 // current stream.
 inline void* find_no_library(const char*, int) { return nullptr; }

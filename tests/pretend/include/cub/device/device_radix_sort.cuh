@@ -37,6 +37,9 @@ struct DeviceRadixSort {
     if (const cudaError_t error = check_scratch(bytes, n)) return error;
     const size_t size = bytes;
     return pretend::enqueue(stream, "cub::DeviceRadixSort::SortPairs", [=] {
+      pretend::note_read(keys, n * sizeof(Key));
+      pretend::note_read(values, n * sizeof(Value));
+      pretend::note_write(scratch, size);
       const std::vector<Key> k(keys, keys + n);
       const std::vector<Value> v(values, values + n);
       std::memset(scratch, 0xc5, size);  // needs `size` bytes that may be written

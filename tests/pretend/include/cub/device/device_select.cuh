@@ -17,6 +17,8 @@ struct DeviceSelect {
     if (const cudaError_t error = check_scratch(bytes, n)) return error;
     const size_t size = bytes;
     return pretend::enqueue(stream, "cub::DeviceSelect::UniqueByKey", [=] {
+      pretend::note_read(keys, n * sizeof(Key));
+      pretend::note_write(scratch, size);
       const std::vector<Key> k(keys, keys + n);
       std::memset(scratch, 0xc5, size);
       Count found = 0;
