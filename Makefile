@@ -7,7 +7,7 @@
 #                  a CPU build on a machine without an NVIDIA GPU)
 #   EXTRAS=a,b     extras of pyproject.toml to install (default harness,launchers,test,lint)
 #   EMBLIB_CUDA=AUTO|ON|OFF    build the CUDA library (default AUTO: if nvcc, a CUDA build of torch
-#                  and a GPU are found); TORCH_CUDA_ARCH_LIST="8.0;9.0+PTX", JOBS=n
+#                  and a GPU are found); TORCH_CUDA_ARCH_LIST="9.0+PTX", JOBS=n
 #   ARGS="..."     arguments for run, test, gpu-test and the others that show ARGS below
 #   FUZZ_SECONDS=n      seconds that nightly calls the native ops with wrong arguments (default 3600)
 #   WORKERS=n      pytest-xdist processes for the tests (default 3: many tests wait; 0: no xdist)

@@ -111,8 +111,15 @@ def _fatbin_architectures(library: bytes) -> set[str]:
     return found
 
 
+def _nvcc_knows_blackwell() -> bool:
+    compiler = os.environ.get("CUDACXX") or "nvcc"
+    done = subprocess.run([compiler, "--list-gpu-arch"], capture_output=True, text=True)
+    return "compute_120" in done.stdout
+
+
 def test_cuda_library_is_built_for_what_was_asked() -> None:
-    asked = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX"
+    default = ("8.0;9.0+PTX", "8.0;9.0;10.0+PTX;12.0")[_nvcc_knows_blackwell()]
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST") or default
     want = set()
     for number, ptx in re.findall(r"(\d+\.\d+)a?(\+PTX)?", asked):
         want.add("sm_" + number.replace(".", ""))
