@@ -55,8 +55,15 @@ class BoundsCheck(Choice):
     In every mode the kernels repair invalid input as they read it (index -1 is skipped, any other
     invalid index reads row 0, or zeros from a table without rows, offsets are clamped), so nothing
     is ever read outside a table. FATAL raises before anything is written, WARNING warns, IGNORE
-    repairs silently. Inside `torch.compile` and on CUDA, WARNING counts in the module's
-    `bounds_violations` instead. Offsets that do not begin with 0, or that lack the last entry,
+    repairs silently. Inside `torch.compile`, WARNING counts in the module's `bounds_violations`
+    instead.
+
+    On CUDA no mode makes the host wait. WARNING counts on the device; one of the next 16 or so
+    lookups warns of what was counted, and so does the module's `report_bounds_violations()`. FATAL
+    runs the same kernels and ends them as a failed device assert does: nothing after them runs, the
+    next call that waits for the device raises, and the process cannot use CUDA any more.
+
+    Offsets that do not begin with 0, or that lack the last entry,
     would skip ids or a bag: on the CPU, compiled or not, WARNING raises RuntimeError for them; on
     CUDA it counts them too. NONE checks nothing: it equals IGNORE for offsets that never decrease,
     and is memory-safe but otherwise unspecified for others.

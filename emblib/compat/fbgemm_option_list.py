@@ -136,7 +136,7 @@ LOOKUPS = (
         "FATAL, WARNING, IGNORE, NONE; V2_* mean the same. No mode reads outside a table, "
         "index -1 is skipped, and the caller's tensors are not changed (FBGEMM rewrites them). "
         "On the CPU, compiled or not, WARNING also raises for offsets that omit ids or bags",
-        cuda="yes; WARNING counts in `bounds_violations`",
+        cuda="yes; WARNING warns some batches later, without a wait",
     ),
     Option(
         "embedding_table_index_type",

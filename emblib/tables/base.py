@@ -32,6 +32,7 @@ from emblib.optim import (
 )
 from emblib.specs import BoundsCheck, Pooling, Precision, brief, check_count
 from emblib.tables import parameters
+from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
 
@@ -237,6 +238,7 @@ class FusedTables(nn.Module):
     @property
     def step(self) -> int:
         """Return the number of updates so far (reads the device)."""
+        report_of(self).poll()
         return int(self.hyperparams[Hyper.STEP])
 
     @atomic
@@ -244,6 +246,14 @@ class FusedTables(nn.Module):
         """Continue counting from `step` (>= 0), which bias corrections and row counters use."""
         step = check_count("step", step, minimum=0)
         self.hyperparams[Hyper.STEP].fill_(step)
+
+    def report_bounds_violations(self) -> None:
+        """Warn of violations on a GPU that no warning has reported yet (reads the device).
+
+        With `BoundsCheck.WARNING` a lookup on a GPU does not wait for its bounds check: one of the
+        next warns. Call this where the host waits anyway, for example once per epoch.
+        """
+        report_of(self).wait(self.bounds_violations)
 
     @property
     def learning_rate(self) -> float:
@@ -492,13 +502,6 @@ def bags_of_equal_length(
     return indices.reshape(-1), made, weights
 
 
-BOUNDS_MESSAGE = (
-    "emblib: {indices} indices and {offsets} offsets out of bounds; "
-    "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
-    "and in this order? bounds_check=BoundsCheck.FATAL raises instead)"
-)
-
-
 def check_bounds(
     module: ChecksBounds,
     indices: Tensor,
@@ -507,7 +510,7 @@ def check_bounds(
     bag_layout: Tensor | None = None,
     message: str = BOUNDS_MESSAGE,
 ) -> Tensor:
-    """Return offsets repaired according to `bounds_check`; on CUDA WARNING only counts.
+    """Return offsets repaired according to `bounds_check`; on CUDA WARNING counts and warns later.
 
     `message` is the text of the warning, a format of the numbers of bad `indices` and `offsets`.
 
@@ -533,6 +536,8 @@ def check_bounds(
         return repaired
     if violations.is_cuda or torch.compiler.is_compiling():
         module.bounds_violations.add_(violations)
+        if not torch.compiler.is_compiling():
+            report_of(module).add_check(module.bounds_violations, message)
         return repaired
     bad_indices, bad_offsets = violations.tolist()
     if bad_indices or bad_offsets:

@@ -25,6 +25,7 @@ SHORT = (
     "tests/tables/test_graph_capture.py::test_a_dense_gradient_does_not_wait",
     "tests/tables/test_graph_capture.py::test_no_kind_of_lookup_waits_for_the_device",
     "tests/tables/test_graph_capture.py::test_waits_are_seen_on_a_gpu",
+    "tests/tables/test_bounds_report.py",
     "tests/tables/test_tbe.py::test_dense_gradient_equals_embedding_bag",
     "tests/tables/test_tbe.py::test_state_dict_round_trip_resumes_exactly",
     "tests/ops/test_tbe_places.py::test_grouping_of_a_variable_batch",

@@ -1,0 +1,89 @@
+"""Report what a bounds check on a GPU repaired, without a wait of the host."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.tables.parameters import caller_level
+
+CHECKS_PER_COPY = 16
+BOUNDS_MESSAGE = (
+    "emblib: {indices} indices and {offsets} offsets out of bounds; "
+    "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
+    "and in this order? bounds_check=BoundsCheck.FATAL raises instead)"
+)
+
+
+class BoundsReport:
+    """Warns of violations that a CUDA device has counted since the last warning.
+
+    The counts of a module are copied into pinned memory at its first check and then at every
+    `CHECKS_PER_COPY`-th, behind the kernels of the current stream. A later check or `poll` that
+    finds a copy complete warns of what was counted until then; `wait` reads the counts themselves.
+    While a CUDA graph is captured nothing is copied: its replays count, and `wait` or the next
+    checks outside report.
+    """
+
+    def __init__(self) -> None:
+        self._reported = (0, 0)
+        self._checks = 0
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+        self._message = BOUNDS_MESSAGE
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a new report: events belong to a process."""
+        return BoundsReport, ()
+
+    def add_check(self, counts: Tensor, message: str) -> None:
+        """Note that a check has added to `counts`, int64 `[2]` indices and offsets on the device.
+
+        `message` is a format of the numbers of bad `indices` and `offsets`.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._message = message
+        self.poll()
+        if self._copy is None and self._checks % CHECKS_PER_COPY == 0:
+            self._start(counts)
+        self._checks += 1
+
+    def poll(self) -> None:
+        """Warn of what the last copy found, if it is complete."""
+        copy = self._copy  # another thread may finish it
+        if copy is not None and copy[1].query():
+            self._finish(copy[0])
+
+    def wait(self, counts: Tensor) -> None:
+        """Warn of everything in `counts`; the host waits for the current stream of their device."""
+        if counts.is_cuda:
+            self._finish(counts)
+
+    def _start(self, counts: Tensor) -> None:
+        with torch.cuda.device(counts.device):
+            pinned = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            pinned.copy_(counts, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._copy = pinned, event
+
+    def _finish(self, copied: Tensor) -> None:
+        counts: Sequence[int] = copied.tolist()
+        self._copy = None
+        before = self._reported
+        if any(now < then for now, then in zip(counts, before, strict=True)):
+            before = (0, 0)  # the module was reset or moved
+        indices, offsets = (now - then for now, then in zip(counts, before, strict=True))
+        self._reported = counts[0], counts[1]
+        if indices or offsets:
+            text = self._message.format(indices=indices, offsets=offsets)
+            text += "; counted on the GPU in earlier batches"
+            warnings.warn(text, stacklevel=caller_level())
+
+
+def report_of(module: object) -> BoundsReport:
+    """Return the report of a module, made at its first use."""
+    report: BoundsReport = vars(module).setdefault("_bounds_report", BoundsReport())
+    return report
