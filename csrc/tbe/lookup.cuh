@@ -396,9 +396,10 @@ inline bool has_long_bags(const LookupArgs& args, int lanes) {
   return args.bags.num_lookups >= kLong * args.bags.count && args.bags.count * lanes < kEnoughLanes;
 }
 
-// Lookup and gradient of the sample weights if the cache has another dtype than the tables. A warp
-// takes a bag, row by row, and determines the dtype of each row as it reads it: correct for every
-// pair of dtypes, but without several rows in flight.
+// Lookup and gradient of the sample weights if the cache has another dtype than the tables, for
+// every pair of dtypes. In a lookup a group of lanes takes a bag, as in pool_kernel: each lane
+// locates one row, and four rows are in flight in their storage formats. In the gradient of the
+// sample weights a warp takes a bag, row by row.
 
 struct SampleWeightArgs {
   LookupArgs lookup;  // its output is not used
@@ -417,16 +418,17 @@ inline constexpr int kMixedColumns = 4;  // per lane
 struct MixedRow {
   const void* data = nullptr;
   Dtype type = Dtype::kFloat;
+  bool is_cached = false;
   int64_t element = 0;
 
   EMB_DEVICE MixedRow(const LookupArgs& args, const Feature& feature, int64_t i) {
     const int64_t row = repair_index(args.indices[i], feature.rows);
     if (row < 0 || row >= feature.rows) return;
     const RowLocation place = locate_row(feature, row, valid_slot(args, feature, args.slots[i]));
-    const bool cached = place.tier == kCacheTier;
-    data = cached ? args.cache : args.weights;
-    type = cached ? args.cache_type : args.weight_type;
-    element = cached ? place.element : args.distance[place.tier] + place.element;
+    is_cached = place.tier == kCacheTier;
+    data = is_cached ? args.cache : args.weights;
+    type = is_cached ? args.cache_type : args.weight_type;
+    element = is_cached ? place.element : args.distance[place.tier] + place.element;
   }
 
   EMB_DEVICE void read(int column, int valid, float (&values)[kMixedColumns]) const {
@@ -434,8 +436,97 @@ struct MixedRow {
   }
 };
 
+// Columns of a row of either dtype, as they are stored.
+struct MixedSlice {
+  uint32_t word[kMixedColumns] = {};
+  Dtype type = Dtype::kFloat;
+
+  template <class T, bool kVector>
+  EMB_DEVICE void load_as(const void* row, int column, int valid) {
+    RowSlice<T, kMixedColumns> slice;
+    slice.template load<kVector>(static_cast<const T*>(row) + column, valid);
+#pragma unroll
+    for (int i = 0; i < slice.kWords; ++i) word[i] = slice.word[i];
+  }
+
+  template <bool kVector>
+  EMB_DEVICE void load(const void* row, int column, int valid) {
+    if (type == Dtype::kFloat) {
+      load_as<float, kVector>(row, column, valid);
+    } else {
+      load_as<half16, kVector>(row, column, valid);  // the bits of either 16-bit dtype
+    }
+  }
+
+  EMB_DEVICE float operator[](int k) const {
+    if (type == Dtype::kFloat) return bits_float(word[k]);
+    const auto bits = static_cast<uint16_t>(word[k / 2] >> (k % 2 * 16));
+    return type == Dtype::kHalf ? to_float(half16{bits}) : to_float(bfloat16{bits});
+  }
+};
+
+// The address of a row in one word, which lanes can pass on: bit 0 says that the cache has it,
+// since addresses of rows are even; 0 is a lookup to skip.
+EMB_DEVICE int64_t mixed_address(const LookupArgs& args, const Feature& feature, int64_t i) {
+  const MixedRow row(args, feature, i);
+  if (row.data == nullptr) return 0;
+  const auto address = reinterpret_cast<int64_t>(row.data) + row.element * size_of(row.type);
+  return address | (row.is_cached ? 1 : 0);
+}
+
+// Add `weight` times the row at `address` for the first `steps` lanes of a group, each of which
+// holds the address and the weight of one row. All lanes of the warp call it with equal `steps`.
+template <bool kVector>
+EMB_DEVICE void add_mixed_rows(const LookupArgs& args, int64_t address, float weight, int column,
+                               int valid, int lanes, int steps, float (&sum)[kMixedColumns]) {
+  for (int k = 0; k < steps; k += kRowsInFlight) {
+    MixedSlice slice[kRowsInFlight];
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const int64_t row = __shfl_sync(simt::kFullMask, address, k + u, lanes);
+      slice[u].type = (row & 1) != 0 ? args.cache_type : args.weight_type;
+      if (row != 0 && valid > 0) {
+        const int64_t data = row & ~int64_t{1};
+        slice[u].template load<kVector>(reinterpret_cast<const void*>(data), column, valid);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const float scale = __shfl_sync(simt::kFullMask, weight, k + u, lanes);
+#pragma unroll
+      for (int e = 0; e < kMixedColumns; ++e) sum[e] += scale * slice[u][e];
+    }
+  }
+}
+
+// Add columns [column, column + 4) of a bag over all of its lookups; `longest` is the maximum
+// length in the warp.
+EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
+                              int column, int longest, float (&sum)[kMixedColumns]) {
+  const int valid = task.dim - column;
+  for (int tile = 0; tile < longest; tile += lane.lanes) {
+    int64_t address = 0;
+    float weight = 0.0f;
+    if (tile + lane.rank < task.length) {
+      const int64_t i = static_cast<int64_t>(task.begin) + tile + lane.rank;
+      address = mixed_address(args, *task.feature, i);
+      weight = args.sample_weights != nullptr ? args.sample_weights[i] : 1.0f;
+    }
+    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
+    const int64_t size = size_of((address & 1) != 0 ? args.cache_type : args.weight_type);
+    const int64_t odd = (kMixedColumns * size - 1) & ~int64_t{1};
+    const bool whole = task.dim % kMixedColumns == 0 && (address & odd) == 0;
+    if (__all_sync(simt::kFullMask, address == 0 || whole)) {
+      add_mixed_rows<true>(args, address, weight, column, valid, lane.lanes, steps, sum);
+    } else {
+      add_mixed_rows<false>(args, address, weight, column, valid, lane.lanes, steps, sum);
+    }
+  }
+}
+
 // Without pooling every lookup is a bag.
-EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag) {
+EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag, int64_t bags) {
+  if (bag >= bags) return BagTask(args, static_cast<uint32_t>(args.bags.count));
   if (args.pooling != Pooling::kNone) return BagTask(args, static_cast<uint32_t>(bag));
   BagTask task(args, static_cast<uint32_t>(args.bags.count));
   task.begin = static_cast<int>(bag);
@@ -448,29 +539,28 @@ EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag) {
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
-    mixed_lookup_kernel(LookupArgs args, int64_t bags) {
-  constexpr int N = kMixedColumns, kStripe = N * static_cast<int>(simt::kWarp);
+    mixed_lookup_kernel(LookupArgs args, int64_t bags, int lanes) {
+  constexpr int N = kMixedColumns;
+  const LaneGroup lane(lanes);
   const bool none = args.pooling == Pooling::kNone;
-  for (int64_t bag = simt::global_warp(); bag < bags; bag += simt::warps_in_grid()) {
-    const BagTask task = mixed_task(args, bag);
-    const int first = static_cast<int>(threadIdx.x % simt::kWarp) * N;
-    const int64_t place = none ? bag * args.columns
-                               : args.map.element(static_cast<uint32_t>(bag), task.feature->column);
+  const int64_t stride = simt::warps_in_grid() * lane.groups_in_warp();
+  for (int64_t first = simt::global_warp() * lane.groups_in_warp(); first < bags; first += stride) {
+    const int64_t bag = first + lane.group;
+    const BagTask task = mixed_task(args, bag, bags);
+    const int longest = __reduce_max_sync(simt::kFullMask, task.length);
+    const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
     const bool mean = args.pooling == Pooling::kMean && task.length > 0;
     const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
-    for (int column = first; column < task.dim; column += kStripe) {
+    for (int base = 0; base < widest; base += lanes * N) {
+      const int column = base + lane.rank * N;
       float sum[N] = {};
-      for (int64_t i = task.begin; i < task.begin + task.length; ++i) {
-        const MixedRow row(args, *task.feature, i);
-        if (row.data == nullptr) continue;
-        float values[N];
-        row.read(column, task.dim - column, values);
-        const float weight = args.sample_weights != nullptr ? args.sample_weights[i] : 1.0f;
-#pragma unroll
-        for (int e = 0; e < N; ++e) sum[e] += weight * values[e];
-      }
+      add_mixed_bag(args, task, lane, column, longest, sum);
+      if (column >= task.dim) continue;
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[e] *= scale;
+      const int64_t place =
+          none ? bag * args.columns
+               : args.map.element(static_cast<uint32_t>(bag), task.feature->column);
       write_columns(args.output, args.output_type, place + column, task.dim - column, sum);
     }
   }
@@ -505,9 +595,9 @@ EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag) {
 template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const LookupArgs& args) {
   const int64_t bags = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.count;
-  const int64_t warps = kLookupThreads / simt::kWarp;
-  launcher(mixed_lookup_kernel, blocks_for(bags, warps, launcher.blocks(256)), kLookupThreads, args,
-           bags);
+  const int lanes = lanes_for(mean_width(args), kMixedColumns);
+  launcher(mixed_lookup_kernel, blocks_for(bags, kLookupThreads / lanes, launcher.blocks(256)),
+           kLookupThreads, args, bags, lanes);
 }
 
 template <class Launcher>
