@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -209,8 +210,9 @@ class Machine {
     wait();
   }
 
-  WarpValues meet_warp(const char* name, unsigned mask, uint64_t value,
-                       std::source_location where) {
+  // The values are valid until this thread meets others again.
+  const WarpValues& meet_warp(const char* name, unsigned mask, uint64_t value,
+                              std::source_location where) {
     Thread& self = threads_[current_];
     const unsigned warp = current_ / 32, bit = 1u << lane();
     if ((mask & bit) == 0)
@@ -231,7 +233,9 @@ class Machine {
     } else {
       wait();
     }
-    return self.values;
+    Exchange& exchange = exchanges_[warp][self.exchange];
+    exchange.readers &= ~bit;
+    return exchange.values;
   }
 
   [[noreturn]] void fail_at(std::source_location where, const std::string& message) {
@@ -258,17 +262,27 @@ class Machine {
     std::source_location where;
     unsigned mask = 0;
     uint64_t value = 0;
-    WarpValues values;
+    unsigned exchange = 0;  // of its warp: the last that it took part in
   };
 
-  Machine() : threads_(kMaxThreads), fibers_(kMaxThreads) {
+  // The values of a collective, as long as lanes have not read them.
+  struct Exchange {
+    WarpValues values;
+    unsigned readers = 0;
+  };
+  // Each lane leaves at most one unread, so that one of these is free.
+  using Exchanges = std::array<Exchange, 33>;
+
+  Machine() : threads_(kMaxThreads), fibers_(kMaxThreads), exchanges_(kMaxThreads / 32) {
     const char* order = std::getenv("EMBLIB_SIMT_ORDER");
     reverse_ = order != nullptr && std::string(order) == "reverse";
   }
 
   static bool same(const std::source_location& a, const std::source_location& b) {
-    return a.line() == b.line() && std::strcmp(a.file_name(), b.file_name()) == 0;
+    return a.line() == b.line() && same(a.file_name(), b.file_name());
   }
+
+  static bool same(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
 
   static std::string show(const std::source_location& where) {
     const std::string file = where.file_name();
@@ -289,6 +303,7 @@ class Machine {
     for (unsigned w = 0; w < warps(); ++w) {
       runnable_[w] = all_lanes(w);
       waiting_[w] = done_[w] = 0;
+      for (Exchange& exchange : exchanges_[w]) exchange.readers = 0;
     }
     for (unsigned t = 0; t < live_; ++t) {
       if (fibers_[t] == nullptr) {
@@ -361,21 +376,22 @@ class Machine {
   // Complete a collective: the last lane has arrived, so every lane gets all values and may
   // continue.
   void complete(unsigned warp, unsigned mask) {
-    WarpValues values{};
+    unsigned free = 0;
+    while (exchanges_[warp][free].readers != 0) ++free;
+    Exchange& exchange = exchanges_[warp][free];
     const Thread& self = threads_[current_];
     for (unsigned i = 0; i < 32; ++i) {
       if ((mask >> i & 1u) == 0) continue;
-      const Thread& other = threads_[warp * 32 + i];
-      if (other.mask != mask || std::strcmp(other.waits_for, self.waits_for) != 0 ||
+      Thread& other = threads_[warp * 32 + i];
+      if (other.mask != mask || !same(other.waits_for, self.waits_for) ||
           !same(other.where, self.where)) {
         fail_at(self.where, std::string(self.waits_for) + " meets lane " + std::to_string(i) +
                                 " in another collective:" + waiting_report());
       }
-      values.word[i] = other.value;
+      exchange.values.word[i] = other.value;
+      other.exchange = free;
     }
-    for (unsigned i = 0; i < 32; ++i) {
-      if (mask >> i & 1u) threads_[warp * 32 + i].values = values;
-    }
+    exchange.readers = mask;
     waiting_[warp] &= ~mask;
     runnable_[warp] |= mask;
   }
@@ -408,6 +424,7 @@ class Machine {
   Dim3 block_, block_index_;
   std::vector<Thread> threads_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<Exchanges> exchanges_;  // by warp
   std::vector<Chunk> shared_;
   Fiber main_;
   std::string failure_;
@@ -439,7 +456,11 @@ namespace emb::simt {
 using Where = std::source_location;
 
 inline void Machine::set_thread(unsigned thread) {
-  threadIdx = {thread % block_.x, thread / block_.x % block_.y, thread / block_.x / block_.y};
+  if (thread < block_.x) {
+    threadIdx = {thread, 0, 0};
+  } else {
+    threadIdx = {thread % block_.x, thread / block_.x % block_.y, thread / block_.x / block_.y};
+  }
 }
 
 inline void Machine::set_block(Dim3 grid, Dim3 block, Dim3 index) {
@@ -468,7 +489,7 @@ T from_word(uint64_t word) {
 template <class Pick>
 auto collective(const char* name, unsigned mask, uint64_t value, Where where, const Pick& pick) {
   Machine& machine = Machine::get();
-  const WarpValues values = machine.meet_warp(name, mask, value, where);
+  const WarpValues& values = machine.meet_warp(name, mask, value, where);
   return pick(machine.lane(), values);
 }
 
