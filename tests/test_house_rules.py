@@ -86,6 +86,7 @@ DISTRIBUTED_ALLOWED_IN = (
     "tests/dynamic/dynamic_ranks.py",
     "tests/dynamic/test_state_dict_parts.py",
     "tests/dynamic/test_wrong_use.py",
+    "tests/pretend/nccl.py",
     "tests/sharding/",
     "tests/tables/test_distributed_checkpoint.py",
 )

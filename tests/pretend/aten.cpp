@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
+#include <ATen/ops/_embedding_bag_backward_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
@@ -413,8 +414,15 @@ bool enqueue(const c10::OperatorHandle& op, Stack* stack, c10::ArrayRef<c10::IVa
     }
     run_alone([&] {
       Stack cpu;
-      for (const Argument& argument : arguments) cpu.push_back(argument.on_cpu());
+      std::vector<std::pair<Tensor, Tensor>> outputs;  // of out=, and what the kernel may resize
+      for (size_t i = 0; i < arguments.size(); ++i) {
+        cpu.push_back(arguments[i].on_cpu());
+        if (!op.schema().arguments()[i].is_out() || !cpu[i].isTensor()) continue;
+        outputs.emplace_back(cpu[i].toTensor(), at::empty_like(cpu[i].toTensor()));
+        cpu[i] = outputs.back().second;
+      }
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &cpu);
+      for (auto& [to, from] : outputs) to.copy_(from);
       for (size_t r = 0; r < fresh.size(); ++r) {
         // Meta kernels promise second outputs that kernels of the CPU sometimes leave out.
         const bool has = fresh[r] && cpu[r].toTensor().sizes() == fresh[r]->sizes;
@@ -428,12 +436,26 @@ bool enqueue(const c10::OperatorHandle& op, Stack* stack, c10::ArrayRef<c10::IVa
   return true;
 }
 
+// Give a random operation a generator of the CPU.
+void replace_generator(const c10::OperatorHandle& op, Stack* stack, int device) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() != "generator") continue;
+    c10::IValue& value =
+        stack->end()[static_cast<int64_t>(i) - static_cast<int64_t>(arguments.size())];
+    const at::Generator given = value.isNone() ? at::Generator() : value.toGenerator();
+    value = pretend::generator_for_operation(given, device);
+  }
+}
+
 void run_operation(const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
-  const Stack given(stack->end() - static_cast<int64_t>(count), stack->end());
-  const Device on = device_of_call(given);
+  const auto arguments = stack->end() - static_cast<int64_t>(count);
+  const Device on = device_of_call(Stack(arguments, stack->end()));
   const c10::DeviceGuard guard(on);
   const int device = on.index();
+  replace_generator(op, stack, device);
+  const Stack given(arguments, stack->end());
   const bool waits = waits_for_values(op, given);
   const char* name = pretend::interned(full_name(op));
   const bool has_shapes = kOtherShapes.count(name) == 0;
@@ -468,6 +490,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
+  m.impl("_embedding_bag_backward", at::native::_embedding_bag_backward_symint);
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) {
@@ -491,7 +514,8 @@ const int replaced = [] {
                                              "aten::copy_",
                                              "aten::_copy_from_and_resize",
                                              "aten::_local_scalar_dense",
-                                             "aten::record_stream"};
+                                             "aten::record_stream",
+                                             "aten::_embedding_bag_backward"};
   const auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& op : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
     const std::string name = op.overload_name.empty() ? op.name : op.name + "." + op.overload_name;

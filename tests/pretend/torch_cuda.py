@@ -22,6 +22,7 @@ import torch
 import torch.cuda.graphs
 import torch.cuda.random
 
+from tests.pretend import nccl
 from tests.pretend.library import ROOT, build
 
 NUM_DEVICES = 2
@@ -381,7 +382,7 @@ def _replacements() -> dict[str, Any]:
         "is_initialized": lambda: True,
         "_lazy_init": _no_op(),
         "init": _no_op(),
-        "_lazy_call": _no_op(),
+        "_lazy_call": lambda function, **_: function(),
         "device_count": lambda: NUM_DEVICES,
         "current_device": lambda: torch.accelerator.current_device_index(),
         "set_device": lambda device: torch.accelerator.set_device_index(device_index(device)),
@@ -402,19 +403,17 @@ def _replacements() -> dict[str, Any]:
         "get_device_properties": lambda device=None: Properties(),
         "get_device_name": lambda device=None: Properties.name,
         "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
-        "manual_seed": _no_op(),
-        "manual_seed_all": _no_op(),
         "empty_cache": _no_op(),
         "memory_allocated": lambda device=None: gpu.live_bytes(device),
         "max_memory_allocated": lambda device=None: gpu.live_bytes(device),
         "reset_peak_memory_stats": _no_op(),
-        "default_generators": (torch.default_generator,) * NUM_DEVICES,
+        "default_generators": tuple(torch.Generator(f"cuda:{i}") for i in range(NUM_DEVICES)),
     }
 
 
 def _let_storages_be_on_devices() -> None:
-    """Let `torch.UntypedStorage(n, device="cuda")` work, which a torch without CUDA refuses."""
-    make = torch.UntypedStorage.__new__
+    """Let storages be made on a device and resized, which a torch without CUDA refuses."""
+    make, resize = torch.UntypedStorage.__new__, torch.UntypedStorage.resize_
 
     def make_anywhere(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if device is None or torch.device(device).type != "cuda":
@@ -422,7 +421,15 @@ def _let_storages_be_on_devices() -> None:
         size = args[0] if args else 0
         return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
 
+    def resize_anywhere(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if self.device.type != "cuda":
+            return resize(self, size)
+        on_it = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+        torch.ops.pretend.resize_storage(on_it.detach(), size)
+        return self
+
     torch.UntypedStorage.__new__ = make_anywhere
+    torch.UntypedStorage.resize_ = resize_anywhere
 
 
 def install(settings: Settings) -> PretendGpu:
@@ -447,5 +454,6 @@ def install(settings: Settings) -> PretendGpu:
         _let_storages_be_on_devices()
     # Imported by torch's compiler wherever torch.cuda says that it is compiled.
     torch._C._cuda_getCurrentRawStream = lambda device: current_stream(device).cuda_stream
+    nccl.install()
     torch.ops.load_library(str(libraries.entries))
     return gpu

@@ -9,8 +9,11 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace {
 
@@ -142,11 +145,67 @@ const int snapshot_registered = [] {
   return 0;
 }();
 
+// Change the size of the storage of `t` as `torch.UntypedStorage.resize_` does, which a torch
+// without CUDA refuses.
+void resize_storage(const at::Tensor& t, int64_t bytes) {
+  const c10::DeviceGuard guard(t.device());
+  c10::StorageImpl* storage = t.storage().unsafeGetStorageImpl();
+  c10::DataPtr memory = pretend::device_memory()->allocate(static_cast<size_t>(bytes));
+  const size_t kept = std::min(static_cast<size_t>(bytes), storage->nbytes());
+  if (kept > 0) pretend::device_memory()->copy_data(memory.get(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(memory));
+  storage->set_nbytes(static_cast<size_t>(bytes));
+}
+
+// A generator of a device. Each operation that takes numbers gets a generator of its own, seeded
+// with the next number of `seeds` when it is enqueued: later changes of the state do not matter.
+struct DeviceGenerator final : c10::GeneratorImpl {
+  at::Generator seeds;
+
+  DeviceGenerator(int device, at::Generator of_cpu)
+      : GeneratorImpl(cuda_device(device), c10::DispatchKeySet(c10::DispatchKey::CUDA)),
+        seeds(std::move(of_cpu)) {}
+  uint64_t next_seed() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return at::check_generator<at::CPUGeneratorImpl>(seeds)->random64();
+  }
+  void set_current_seed(uint64_t seed) override { seeds.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { seeds.set_offset(offset); }
+  uint64_t get_offset() const override { return seeds.get_offset(); }
+  uint64_t current_seed() const override { return seeds.current_seed(); }
+  uint64_t seed() override { return const_cast<at::Generator&>(seeds).seed(); }
+  void set_state(const c10::TensorImpl& state) override {
+    seeds.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return seeds.unsafeGetGeneratorImpl()->get_state();
+  }
+  DeviceGenerator* clone_impl() const override {
+    return new DeviceGenerator(device().index(), seeds.clone());
+  }
+};
+
+at::Generator new_generator(int device) {
+  return at::make_generator<DeviceGenerator>(device, at::detail::createCPUGenerator());
+}
+
+const at::Generator& default_generator(int device) {
+  static const at::Generator generators[pretend::kDevices] = {new_generator(0), new_generator(1)};
+  return generators[device];
+}
+
 }  // namespace
 
 c10::Allocator* pretend::device_memory() {
   static auto* memory = new DeviceMemory;
   return memory;
+}
+
+at::Generator pretend::generator_for_operation(at::Generator generator, int device) {
+  if (!generator.defined()) generator = default_generator(device);
+  if (!generator.device().is_cuda()) return generator;
+  auto* of_device = static_cast<DeviceGenerator*>(generator.unsafeGetGeneratorImpl());
+  return at::detail::createCPUGenerator(of_device->next_seed());
 }
 
 namespace at {
@@ -182,16 +241,26 @@ struct PretendHooks final : CUDAHooksInterface {
     TORCH_CHECK(device >= 0, "not a device pointer");
     return cuda_device(device);
   }
-  const Generator& getDefaultGenerator(DeviceIndex) const override {
-    return at::detail::getDefaultCPUGenerator();
+  const Generator& getDefaultGenerator(DeviceIndex d) const override {
+    return default_generator(d < 0 ? pretend::current_device() : d);
   }
-  Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  // The first of a device is its default one, for which torch_cuda.py makes an object of Python.
+  Generator getNewGenerator(DeviceIndex d) const override {
+    static bool is_made[pretend::kDevices] = {};
+    const int device = d < 0 ? pretend::current_device() : d;
+    return std::exchange(is_made[device], true) ? new_generator(device) : default_generator(device);
+  }
   void deviceSynchronize(DeviceIndex d) const override { pretend::finish_device("device", d); }
 };
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED,
                                  PretendHooks)
 
 }  // namespace at
+
+TORCH_LIBRARY(pretend, m) {
+  m.def("resize_storage(Tensor(a!) t, int bytes) -> ()");
+  m.impl("resize_storage", c10::DispatchKey::CUDA, resize_storage);
+}
 
 // Hooks that torch has made already, for a torch with CUDA or because someone asked for CUDA before
 // this library was loaded, behave like these from now on.
