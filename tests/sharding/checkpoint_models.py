@@ -98,7 +98,7 @@ def make(ranks: RankGroup, plan: Plan, seed: int = 0) -> ShardedEmbeddingBagColl
     rules: dict[str, Rule] = {
         name: RULES[rule](argument, ranks.size) for name, (rule, argument) in plan.items()
     }
-    whole = source(plan, seed)
+    whole = source(plan, seed).to(ranks.device)
     sharding = construct_module_plan(whole, rules, world)
     return ShardedEmbeddingBagCollection(whole, sharding, ranks, gradients=GradientReduction.SUM)
 
@@ -120,13 +120,15 @@ def batch(ranks: RankGroup, plan: Plan, step: int) -> KeyedJaggedTensor:
             lengths.append(counts[start:end])
             ids.append(values[int(counts[:start].sum()) : int(counts[:end].sum())])
     features = [CONFIGS[name].feature_names[0] for name in plan]
-    return KeyedJaggedTensor(features, torch.cat(ids), lengths=torch.cat(lengths))
+    made = KeyedJaggedTensor(features, torch.cat(ids), lengths=torch.cat(lengths))
+    return made.to(ranks.device)
 
 
 def train(model: Any, plan: Plan, steps: Sequence[int], ranks: RankGroup) -> None:
     for step in steps:
         out = model(batch(ranks, plan, step)).values()
-        (out * torch.linspace(0.5, 1.5, out.shape[1])).pow(2).sum().backward()
+        weights = torch.linspace(0.5, 1.5, out.shape[1], device=out.device)
+        (out * weights).pow(2).sum().backward()
 
 
 def state_of(model: ShardedEmbeddingBagCollection) -> dict[str, Any]:
@@ -207,6 +209,7 @@ def sequences(ranks: RankGroup | None, rule: str) -> Any:
     collection = EmbeddingCollection(configs)
     if ranks is None:
         return collection
+    collection = collection.to(ranks.device)
     rules = {name: RULES[rule](None, ranks.size) for name in ("wide", "narrow")}
     plan = construct_module_plan(collection, rules, World(ranks.size, ranks.size))
     return ShardedEmbeddingCollection(collection, plan, ranks)

@@ -63,6 +63,12 @@ def batches_of(rank: int, counts: Sequence[int]) -> list[Batch]:
     return [make_batch(100 * rank + i, 1 + (i + rank) % 3) for i in range(counts[rank])]
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to the device of a model."""
+    clicks = {key: value.to(device) for key, value in batch.more.items()}
+    return Batch(batch.dense.to(device), batch.bags.to(device), clicks, batch.labels.to(device))
+
+
 class Net(nn.Module):
     """Pooled tables, a sequence, and dense layers around them; gives (loss, output)."""
 
@@ -96,7 +102,8 @@ class Net(nn.Module):
         """The sum of the clicks, and of the first ones."""
         rows = self.clicks(clicks)["s"]
         lengths = rows.lengths()
-        examples = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+        numbers = torch.arange(lengths.numel(), device=lengths.device)
+        examples = torch.repeat_interleave(numbers, lengths)
         sums = rows.values().new_zeros(lengths.numel(), DIM)
         return sums.index_add(0, examples, rows.values())
 
@@ -192,7 +199,8 @@ class Case:
     def model(self, ranks: RankGroup) -> DistributedModelParallel:
         """The model, the same on all ranks."""
         torch.manual_seed(5)
-        plan, net = PLANS[self.plan](ranks.size), NETS[self.net](cached=self.cached)
+        plan = PLANS[self.plan](ranks.size)
+        net = NETS[self.net](cached=self.cached).to(ranks.device)
         if self.net == "weighted":
             plan["bags.embedding_bag_collection"] = plan.pop("bags")
         return DistributedModelParallel(net, ranks, plan=plan, wrap=self.wrap)
@@ -208,9 +216,10 @@ def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def plain_loop(model: nn.Module, batches: Sequence[Batch], steps: int) -> Iterator[Tensor]:
     """Losses of `steps` steps; empty batches where there are no more."""
     optimizer = dense_optimizer(model)
+    device = next(model.parameters()).device
     first = batches[0] if batches else make_batch(0, 1)
     for i in range(steps):
-        batch = batches[i] if i < len(batches) else empty_batch(first)
+        batch = to_device(batches[i] if i < len(batches) else empty_batch(first), device)
         optimizer.zero_grad()
         loss, _ = model(batch)
         loss.backward()

@@ -139,8 +139,8 @@ def expanded(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         batch.keys(),
         torch.cat([none, *values]),
-        torch.cat([torch.zeros(0), *weights]) if batch.weights_or_none() is not None else None,
-        torch.tensor(lengths, dtype=batch.lengths().dtype),
+        None if batch.weights_or_none() is None else torch.cat([batch.weights()[:0], *weights]),
+        batch.lengths().new_tensor(lengths),
     )
 
 
@@ -205,11 +205,14 @@ def train(ranks: RankGroup, case: Case) -> str:
     """Several steps, compared with one process after each; returns what was compared."""
     # Batches are small here, and it shall not matter.
     input_dist._LEAST_SAVED = case.least_saved
-    oracle = make_source(case)
+    device = ranks.device
+    oracle = make_source(case).to(device)
     sharded = make_sharded(case, ranks, copy.deepcopy(oracle))
     compare_tables(sharded, oracle, 0.0)
     for step in range(STEPS):
-        batches = [batch(case, 10 * step + r, case.batches[r]) for r in range(ranks.size)]
+        batches = [
+            batch(case, 10 * step + r, case.batches[r]).to(device) for r in range(ranks.size)
+        ]
         outputs = [oracle(one) for one in batches]
         keys = list(outputs[ranks.rank].keys())
         outputs = [flat(one) for one in outputs]
@@ -218,7 +221,7 @@ def train(ranks: RankGroup, case: Case) -> str:
         got = flat(mine)
         _close(got, outputs[ranks.rank].detach(), 0.0 if case.exact_output else case.tolerance)
         grads = [
-            torch.randn(one.shape, generator=torch.Generator().manual_seed(r + step))
+            torch.randn(one.shape, generator=torch.Generator().manual_seed(r + step)).to(device)
             for r, one in enumerate(outputs)
         ]
         got.backward(grads[ranks.rank])

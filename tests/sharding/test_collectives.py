@@ -161,7 +161,7 @@ def _all_inputs(case: Case, batch: Sequence[int], dtype: Any, kind: str) -> list
 
 def _weighted(outs: Sequence[Tensor], rank: int, kind: str) -> tuple[Tensor, list[Tensor]]:
     """A loss whose gradient at `outs` is other numbers on every rank."""
-    weights = [_numbers(out.shape, 9000 + rank, out.dtype, kind) for out in outs]
+    weights = [_numbers(out.shape, 9000 + rank, out.dtype, kind).to(out.device) for out in outs]
     pairs = zip(outs, weights, strict=True)
     return sum((out * w).sum() for out, w in pairs) + torch.zeros(()), weights
 
@@ -176,12 +176,16 @@ def _run(
     gradients, dtype, kind = options
     case, rank = CASES[name], ranks.rank
     every = _all_inputs(case, batch, dtype, kind)
-    mine = [t.detach().clone().requires_grad_() for t in every[rank]]
+    mine = [t.detach().to(ranks.device, copy=True).requires_grad_() for t in every[rank]]
     how = {"comm_precision": comm_precision, "gradients": gradients} | case.more(dtype)
     outs = _as_list(case.act(mine, batch, ranks, **how).wait())
     wants = [case.want(every, batch, r) for r in range(ranks.size)]
     sent = [t for e in every for t in e]
-    _compare(outs, wants[rank], _most(comm_precision.forward, sent, ranks.size, kind))
+    _compare(
+        [out.cpu() for out in outs],
+        wants[rank],
+        _most(comm_precision.forward, sent, ranks.size, kind),
+    )
     _weighted(outs, rank, kind)[0].backward()
     total, grads = torch.zeros(()), []
     for r, want in enumerate(wants):
@@ -192,7 +196,7 @@ def _run(
     most = _most(comm_precision.backward, grads, ranks.size, kind)
     for got, want in zip(mine, every[rank], strict=True):
         assert got.grad is not None
-        _compare([got.grad], [want.grad / divisor], most / divisor)
+        _compare([got.grad.cpu()], [want.grad / divisor], most / divisor)
 
 
 def _most(codec: Codec, values: Sequence[Tensor], ranks: int, kind: str) -> float:

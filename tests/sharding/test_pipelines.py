@@ -18,6 +18,7 @@ from tests.sharding.pipeline_cases import (
     dense_optimizer,
     make_batch,
     plain_loop,
+    to_device,
     values_of,
 )
 
@@ -133,7 +134,7 @@ def _interleaved(ranks: RankGroup, case: Case, name: str) -> Trained:
     for loss in pipeline.run(batches_of(ranks.rank, case.counts)):
         losses.append(loss)
         with torch.no_grad():
-            model(make_batch(7, 2))
+            model(to_device(make_batch(7, 2), ranks.device))
     return losses, values_of(model)
 
 

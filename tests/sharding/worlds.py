@@ -6,6 +6,10 @@ it; arguments and results are pickled, and the seed is the same on all ranks. An
 raised with its traceback. The processes have imported torch and emblib once and were forked after
 that, so that another world costs a tenth of a second; one is made whenever a test has left the last
 one unfit.
+
+With EMBLIB_TEST_RANKS=cuda the device of a rank is a GPU, which the functions find in
+`ranks.device`: one of its own, or one of the two pretend GPUs (docs/pretend_gpu.md), over NCCL or
+what is in its place.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ PATIENCE_SECONDS = 120.0  # for a whole call; the machine of a test may be busy
 COLLECTIVE_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # for the others to fail too, once a rank has
 START_SECONDS = 120.0
+ON_GPUS = os.environ.get("EMBLIB_TEST_RANKS") == "cuda"
 
 
 class RankError(AssertionError):
@@ -171,8 +176,8 @@ def run(
     """What `function(ranks, *args)` returned on each of `size` ranks (1 to 4), by rank.
 
     `function` is a function of a module, or its name as "module:function". Tensors in the results
-    are copies. Fails with `RankError` if a rank raises, dies, or takes more than `patience` s; once
-    one has, the others are given `grace` s.
+    are copies on the CPU. Fails with `RankError` if a rank raises, dies, or takes more than
+    `patience` s; once one has, the others are given `grace` s.
     """
     global _pool
     if not 1 <= size <= RANKS:
@@ -202,6 +207,8 @@ def main(folder: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     import torch
 
+    if ON_GPUS:
+        importlib.import_module("tests.pretend.plugin")  # before emblib is imported
     # Optimizers and DDP import dynamo when they are first used: once here, or in each rank.
     for name in ("torch._dynamo", "pytest", "emblib.sharding", "emblib.collections"):
         importlib.import_module(name)
@@ -244,13 +251,17 @@ def _be_rank(folder: str, number: int, rank: int) -> None:
 
 def _meet(meeting: str, rank: int) -> Sequence[Any]:
     """The first `size` ranks as `RankGroup`, for each size that this one is of."""
+    import torch
     import torch.distributed as dist
 
     from emblib.sharding.ranks import RankGroup
 
     patience = timedelta(seconds=COLLECTIVE_SECONDS)
+    if ON_GPUS:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    backend = "cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
     dist.init_process_group(
-        "gloo", f"file://{meeting}", rank=rank, world_size=RANKS, timeout=patience
+        backend, f"file://{meeting}", rank=rank, world_size=RANKS, timeout=patience
     )
     groups = [dist.new_group(list(range(size)), patience) for size in range(1, RANKS + 1)]
     return [RankGroup(group) if rank < size else None for size, group in enumerate(groups, 1)]
@@ -258,6 +269,7 @@ def _meet(meeting: str, rank: int) -> Sequence[Any]:
 
 def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:
     import torch
+    from torch.utils._pytree import tree_map_only
 
     while True:
         try:
@@ -269,6 +281,9 @@ def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:
             module, function = name.split(":")
             torch.manual_seed(0)
             value = getattr(importlib.import_module(module), function)(worlds[size - 1], *args)
+            if ON_GPUS:
+                torch.cuda.synchronize()  # raises what no call has raised
+                value = tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
             answer = pickle.dumps((False, value))
         except BaseException as error:
             answer = pickle.dumps((True, "".join(traceback.format_exception(error))))
