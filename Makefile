@@ -54,7 +54,7 @@ gpu-test: native ## the tests that use a GPU; fails if torch sees none
 	@$(BIN)/python -c "import torch, sys; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"
 	@$(BIN)/python -m pytest -q -k cuda $(ARGS)
 
-pretend-test: native ## tests of a GPU on the pretend GPU, no GPU needed (ARGS=matrix, ARGS="FILES -x")
+pretend-test: native ## tests of a GPU on the pretend GPU, no GPU needed (ARGS=matrix, wide or "FILES -x")
 	@$(BIN)/python -m tests.pretend.session $(or $(ARGS),short)
 
 gpu-day: native ## the first hour with a GPU: tests, sanitizers, kernels, experiments, bundle (ARGS="timing=quick")
@@ -70,6 +70,7 @@ nightly: native ## every experiment, pages of all reports, pretend GPU, an hour 
 	@status=0; VENV="$(VENV)" scripts/nightly.sh $(ARGS) || status=$$?; \
 	  EMBLIB_NIGHTLY=1 $(BIN)/python -m pytest -q tests/simt/test_variants.py || status=$$?; \
 	  $(BIN)/python -m tests.pretend.session matrix || status=$$?; \
+	  $(BIN)/python -m tests.pretend.session wide || status=$$?; \
 	  EMBLIB_FUZZ_SECONDS=$(FUZZ_SECONDS) EMBLIB_FUZZ_SEED=$$(date +%F) \
 	  $(BIN)/python -m pytest -q tests/fuzz || status=$$?; exit $$status
 

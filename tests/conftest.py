@@ -13,10 +13,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+# With "cuda:1" the current device is another: code without a device guard fails.
+CUDA = os.environ.get("EMBLIB_TEST_CUDA", "cuda")
+DEVICES = ["cpu", *([CUDA] if torch.cuda.is_available() else [])]
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=DEVICES, ids=lambda name: name.partition(":")[0])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device that is present."""
     return torch.device(request.param)

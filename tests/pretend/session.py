@@ -1,22 +1,27 @@
-"""Runs tests on the pretend GPU: `python -m tests.pretend.session short|matrix|FILES [ARGS]`.
+"""Runs tests on the pretend GPU: `python -m tests.pretend.session short|matrix|wide|FILES [ARGS]`.
 
 `short` is what each change runs, under one set of settings. `matrix` runs the same tests under each
-of `MATRIX`; its exit status is the worst one. Anything else is passed on to pytest, with the
-settings of the environment (`torch_cuda.Settings`).
+of `MATRIX`, `wide` every test that takes a device or ranks, and counts what became of them; their
+exit status is the worst one. Anything else is passed on to pytest, with the settings of the
+environment (`torch_cuda.Settings`).
 """
 
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from xml.etree import ElementTree
 
-from tests.pretend.library import ROOT
+from tests.pretend.library import FOLDER, ROOT
 
 # Which entries these call, test_entries.py counts.
 SHORT = (
     "tests/pretend/test_training.py",
     "tests/pretend/test_host_waits.py",
     "tests/pretend/test_kernel_times.py",
+    "tests/pretend/test_torch_side.py",
     "tests/tables/test_graph_capture.py::test_a_captured_step_trains_as_eager_code_does[adam]",
     "tests/tables/test_graph_capture.py::test_a_captured_step_trains_as_eager_code_does[lamb]",
     "tests/tables/test_graph_capture.py::test_a_captured_step_checks_bounds",
@@ -27,6 +32,7 @@ SHORT = (
     "tests/tables/test_graph_capture.py::test_waits_are_seen_on_a_gpu",
     "tests/tables/test_bounds_report.py",
     "tests/tables/test_tbe.py::test_dense_gradient_equals_embedding_bag",
+    "tests/tables/test_tbe.py::test_known_number_of_rows",
     "tests/tables/test_tbe.py::test_state_dict_round_trip_resumes_exactly",
     "tests/ops/test_tbe_places.py::test_grouping_of_a_variable_batch",
     "tests/ops/test_tbe_places.py::test_bounds_of_a_variable_batch",
@@ -43,6 +49,13 @@ SHORT = (
     "tests/dynamic/test_expiry.py",
     "tests/dynamic/test_arena.py",
 )
+# What their ranks do includes collectives of every kind of sharding, DDP and fully_shard.
+SHORT_RANKS = (
+    "tests/sharding/test_worlds.py::test_results_by_rank",
+    "tests/sharding/test_sharded.py::test_every_plan[sum-mixed-2]",
+    "tests/sharding/test_pipelines.py::test_results_of_the_plain_loop[copies]",
+    "tests/sharding/test_pipelines.py::test_results_of_the_plain_loop[fully sharded]",
+)
 # The test that needs the others before it.
 LAST = "tests/pretend/test_entries.py"
 
@@ -57,20 +70,101 @@ MATRIX: tuple[Mapping[str, str], ...] = (
     {"EMBLIB_SIMT_ORDER": "reverse"},
     {"EMBLIB_PRETEND_RACES": "1"},
     {"EMBLIB_PRETEND_RACES": "1", "EMBLIB_PRETEND_SCHEDULE": "random:4"},
+    {"EMBLIB_TEST_CUDA": "cuda:1"},
 )
 
+ON_PRETEND_GPUS = ("-p", "tests.pretend.plugin", "-k", "cuda")
+# Their ranks have the devices, each in a process of its own.
+RANKS_ON_PRETEND_GPUS = {"EMBLIB_TEST_RANKS": "cuda"}
 
-def run(tests: Sequence[str], arguments: Sequence[str], settings: Mapping[str, str]) -> int:
+
+class Room(NamedTuple):
+    """Tests of the wide set that run in one process."""
+
+    tests: tuple[str, ...]
+    options: tuple[str, ...] = ON_PRETEND_GPUS
+    settings: Mapping[str, str] = {}
+
+
+# What takes a device, and what takes ranks, whose device is a GPU.
+WIDE: dict[str, Room] = {
+    "ops": Room(("tests/ops",)),
+    "tables": Room(("tests/tables",)),
+    "tt": Room(("tests/tt",)),
+    "dynamic": Room(("tests/dynamic",)),
+    "sharding": Room(
+        (
+            "tests/sharding/test_sharded.py",
+            "tests/sharding/test_pipelines.py",
+            "tests/sharding/test_sharded_checkpoints.py",
+            "tests/sharding/test_collectives.py",
+        ),
+        (),
+        RANKS_ON_PRETEND_GPUS,
+    ),
+}
+# On the current device, and on another one.
+WIDE_SETTINGS: tuple[Mapping[str, str], ...] = ({}, {"EMBLIB_TEST_CUDA": "cuda:1"})
+
+
+def run(
+    tests: Sequence[str],
+    arguments: Sequence[str],
+    settings: Mapping[str, str],
+    options: Sequence[str] = ON_PRETEND_GPUS,
+) -> int:
     """Run tests in a process of their own and return the exit status of pytest."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.pretend.plugin", "-k", "cuda"]
-    done = subprocess.run([*command, *tests, *arguments], cwd=ROOT, env={**os.environ, **settings})
-    return done.returncode
+    command = [sys.executable, "-m", "pytest", "-q", *options, *tests, *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}).returncode
 
 
 def run_short(arguments: Sequence[str], settings: Mapping[str, str]) -> int:
-    """Run the short set, and at its end the count of entries where no argument selects tests."""
+    """Run the short set; where no argument selects tests, count entries and run ranks too."""
     whole = {"EMBLIB_PRETEND_COUNT": "1"} if not arguments else {}
-    return run([*SHORT, LAST], arguments, {**settings, **whole})
+    status = run([*SHORT, LAST], arguments, {**settings, **whole})
+    if arguments:
+        return status
+    return max(status, run(SHORT_RANKS, (), {**settings, **RANKS_ON_PRETEND_GPUS}, ()))
+
+
+def run_matrix(arguments: Sequence[str]) -> int:
+    """Run the short set under each setting of the matrix and return the worst exit status."""
+    statuses = []
+    for settings in MATRIX:
+        print(f"pretend GPU: {dict(settings)}", flush=True)
+        statuses.append(run_short(arguments, settings))
+    return max(statuses)
+
+
+def run_wide(names: Sequence[str]) -> int:
+    """Run rooms of the wide set, all by default, write counts and return the worst exit status."""
+    statuses, lines = [], []
+    for name in names or WIDE:
+        tests, options, settings = WIDE[name]
+        on_one = "EMBLIB_TEST_RANKS" in settings  # its ranks are on both devices anyway
+        for number, devices in enumerate(WIDE_SETTINGS[:1] if on_one else WIDE_SETTINGS):
+            report = FOLDER / f"wide-{name}-{number}.xml"
+            arguments = [f"--junitxml={report}"]
+            statuses.append(run(tests, arguments, {**settings, **devices}, options))
+            title = " ".join([name, *devices.values()])
+            lines += [f"{title}: {outcome}" for outcome in count_outcomes(report.read_text())]
+    print("\n".join(lines), flush=True)
+    return max(statuses)
+
+
+def count_outcomes(report: str) -> list[str]:
+    """Summarize a JUnit report: a line of counts, then one for each test that was left out."""
+    cases = list(ElementTree.fromstring(report).iter("testcase"))
+    counts, left_out = Counter[str](), []
+    for case in cases:
+        found = [child for child in case if child.tag in {"failure", "error", "skipped"}]
+        outcome = found[0].tag if found else "passed"
+        counts[outcome] += 1
+        if outcome == "skipped":
+            left_out.append(f"skipped {case.get('name')}: {found[0].get('message')}")
+    seconds = sum(float(case.get("time", "0")) for case in cases)
+    numbers = ", ".join(f"{counts[name]} {name}" for name in ("passed", "failure", "error"))
+    return [f"{numbers}, {counts['skipped']} skipped in {seconds:.0f} s", *left_out]
 
 
 def main() -> int:
@@ -78,13 +172,11 @@ def main() -> int:
     what, arguments = sys.argv[1:2], sys.argv[2:]
     if what == ["short"]:
         return run_short(arguments, {})
-    if what != ["matrix"]:
-        return run([*what, *arguments], [], {})
-    statuses = []
-    for settings in MATRIX:
-        print(f"pretend GPU: {dict(settings)}", flush=True)
-        statuses.append(run_short(arguments, settings))
-    return max(statuses)
+    if what == ["matrix"]:
+        return run_matrix(arguments)
+    if what == ["wide"]:
+        return run_wide(arguments)
+    return run([*what, *arguments], [], {})
 
 
 if __name__ == "__main__":

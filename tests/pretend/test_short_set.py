@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.pretend.library import ROOT
-from tests.pretend.session import MATRIX, SCHEDULES
+from tests.pretend.session import MATRIX, SCHEDULES, WIDE, count_outcomes
 from tests.pretend.torch_cuda import Settings
 
 
@@ -25,8 +25,8 @@ def test_the_matrix_names_settings(monkeypatch: pytest.MonkeyPatch) -> None:
             for name, value in environment.items():
                 context.setenv(name, value)
             found.append(Settings.from_environment())
-    # The order of threads is a setting of the emulation.
-    assert len(set(found)) == len(MATRIX) - 1
+    # The order of threads is a setting of the emulation, the device one of the tests.
+    assert len(set(found)) == len(MATRIX) - 2
     assert {f"{s.schedule}:{s.seed}" for s in found} >= {s for s in SCHEDULES if ":" in s}
 
 
@@ -38,3 +38,20 @@ def test_unknown_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBLIB_PRETEND_SCHEDULE", "soon")
     with pytest.raises(ValueError, match="soon"):
         Settings.from_environment()
+
+
+def test_outcomes_of_the_wide_set_are_counted() -> None:
+    report = """<testsuites><testsuite>
+      <testcase name="a" time="1.5"/><testcase name="b" time="2"/>
+      <testcase name="c[cuda]" time="0"><skipped message="has no pages">E</skipped></testcase>
+      <testcase name="d" time="1"><failure message="wrong">E</failure></testcase>
+    </testsuite></testsuites>"""
+    assert count_outcomes(report) == [
+        "2 passed, 1 failure, 0 error, 1 skipped in 4 s",
+        "skipped c[cuda]: has no pages",
+    ]
+
+
+def test_rooms_of_the_wide_set_exist() -> None:
+    for room in WIDE.values():
+        assert all((ROOT / test).exists() for test in room.tests)
