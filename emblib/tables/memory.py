@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -311,7 +311,17 @@ class Memory:
                 "a module with DISK tables cannot be pickled: its files are its saved form; save "
                 "its state_dict instead, or open the directory in the other process"
             )
-        return self.__dict__
+        pinned = self._host is not None and self._host[0].is_pinned()
+        if pinned:
+            torch.cuda.synchronize()  # kernels may still write what is pickled here
+        return {**self.__dict__, "pinned": pinned}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A pickled tensor is not pinned, and kernels could not read it.
+        pinned = state.pop("pinned", False)
+        self.__dict__.update(state)
+        if pinned and self._host is not None and torch.cuda.is_available():
+            self._host = [t.pin_memory() for t in self._host]
 
 
 _HUGE_PAGE = 2 << 20

@@ -33,6 +33,7 @@ SHORT = (
     "tests/tables/test_bounds_report.py",
     "tests/tables/test_tbe.py::test_dense_gradient_equals_embedding_bag",
     "tests/tables/test_tbe.py::test_known_number_of_rows",
+    "tests/tables/test_checkpoint.py::test_moving_between_devices",
     "tests/tables/test_tbe.py::test_state_dict_round_trip_resumes_exactly",
     "tests/ops/test_tbe_places.py::test_grouping_of_a_variable_batch",
     "tests/ops/test_tbe_places.py::test_bounds_of_a_variable_batch",

@@ -259,6 +259,7 @@ def test_a_module_that_has_moved_is_copied_like_any_other() -> None:
     assert_goes_on(copy.deepcopy(module), twin)
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("placements", PLACEMENTS)
 def test_moving_between_devices(placements: str) -> None:
