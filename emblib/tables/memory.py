@@ -135,7 +135,13 @@ _NOT_ON_CUDA = {
 
 
 class Memory:
-    """Weights and optimizer states of the tables; `layout` has the location of each table."""
+    """Weights and optimizer states of the tables; `layout` has the location of each table.
+
+    Kernels of a GPU read and write the pinned host tier where it is, of which torch's allocator of
+    pinned memory does not know: copies and the end of this object wait for them.
+    """
+
+    _gpu: torch.device | None = None  # whose kernels use the host tier
 
     def __init__(
         self,
@@ -156,7 +162,8 @@ class Memory:
         self._disk: DiskStore | None = None
         self._opened: list[float] | None = None
         if self.layout.rows[Tier.HOST]:
-            pinned = device.type == "cuda"
+            self._gpu = device if device.type == "cuda" else None
+            pinned = self._gpu is not None
             self._host = self._allocate(Tier.HOST, torch.device("cpu"), pinned=pinned)
         if self.layout.rows[Tier.DISK]:
             if cache.directory is None:
@@ -206,11 +213,16 @@ class Memory:
         """Make the host tier readable from `device`: pinned for a GPU."""
         if self._host is not None and device.type == "cuda":
             self._host = [t if t.is_pinned() else t.pin_memory() for t in self._host]
+            self._gpu = device
 
     def wait_for_kernels(self, device: torch.device) -> None:
         """Wait for the kernels of a GPU before the host accesses the host tier."""
         if self._host is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
+
+    def __del__(self) -> None:
+        if self._gpu is not None and not sys.is_finalizing():
+            torch.cuda.synchronize(self._gpu)
 
     def all_tiers(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return weights and states of all tiers but the cache, given those of the device tier.
@@ -299,10 +311,10 @@ class Memory:
         other = object.__new__(Memory)
         other.__dict__ = dict(self.__dict__)
         if self._host is not None:
-            pinned = self._host[0].is_pinned()
-            if pinned:
-                torch.cuda.synchronize()  # kernels may still write what is copied here
-            other._host = [t.clone().pin_memory() if pinned else t.clone() for t in self._host]
+            if self._gpu is not None:
+                torch.cuda.synchronize(self._gpu)  # kernels may still write what is copied here
+            copies = [tensor.clone() for tensor in self._host]
+            other._host = copies if self._gpu is None else [t.pin_memory() for t in copies]
         return other
 
     def __getstate__(self) -> dict[str, object]:
@@ -311,17 +323,18 @@ class Memory:
                 "a module with DISK tables cannot be pickled: its files are its saved form; save "
                 "its state_dict instead, or open the directory in the other process"
             )
-        pinned = self._host is not None and self._host[0].is_pinned()
-        if pinned:
-            torch.cuda.synchronize()  # kernels may still write what is pickled here
-        return {**self.__dict__, "pinned": pinned}
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)  # kernels may still write what is pickled here
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickled tensor is not pinned, and kernels could not read it.
-        pinned = state.pop("pinned", False)
         self.__dict__.update(state)
-        if pinned and self._host is not None and torch.cuda.is_available():
+        if self._gpu is None or self._host is None:
+            return
+        if torch.cuda.is_available():  # a pickled tensor is not pinned: kernels could not read it
             self._host = [t.pin_memory() for t in self._host]
+        else:
+            self._gpu = None
 
 
 _HUGE_PAGE = 2 << 20

@@ -345,6 +345,13 @@ def a_prefetched_batch() -> None:
 
 
 @legal
+def a_module_with_pinned_tables_dropped_while_it_trains() -> None:
+    module, (ids, offsets) = cached_table(), batch()
+    update(module, ids, offsets)
+    del module  # which waits: the allocator does not know what kernels read in place
+
+
+@legal
 def write_of_another_row() -> None:
     module, (ids, offsets) = table(), batch()
     side = side_stream()
