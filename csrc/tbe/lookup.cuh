@@ -510,7 +510,7 @@ EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const
     if (tile + lane.rank < task.length) {
       const int64_t i = static_cast<int64_t>(task.begin) + tile + lane.rank;
       address = mixed_address(args, *task.feature, i);
-      weight = args.sample_weights != nullptr ? args.sample_weights[i] : 1.0f;
+      if (address != 0) weight = args.sample_weights ? args.sample_weights[i] : 1.0f;
     }
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
     const int64_t size = size_of((address & 1) != 0 ? args.cache_type : args.weight_type);

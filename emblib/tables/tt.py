@@ -305,7 +305,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             return tt.DenseTTLookup.apply(
                 batch, per_sample_weights, rule, self.shared_gradients, *cores
             )
-        self._check_in_place(parameters.first_replaced(cores) or cores[0])
+        replaced = parameters.first_replaced(cores)
+        self._check_in_place(cores[0] if replaced is None else replaced)
         return tt.FusedTTLookup.apply(
             self.grad_anchor.detach() if self._frozen else self.grad_anchor,
             cores,

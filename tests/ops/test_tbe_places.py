@@ -173,6 +173,22 @@ def test_cache_of_another_dtype(case: Case, cache_dtype: torch.dtype, device: to
         close(sample_weight_grad(data, *on_device), want)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.float16], ids=str)
+def test_weights_of_skipped_lookups_do_not_matter(
+    cache_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    data = Data(Case("skipped", dims=(8, 20, 64), batch=40, weighted=True))
+    data.indices[::3] = -1
+    there = spread(data.weights, data.features, data.batch, 0, cache_dtype)
+    skipped, found = data.indices == -1, []
+    for weight in (1.0, torch.inf, torch.nan):
+        assert data.sample_weights is not None
+        data.sample_weights[skipped] = weight
+        found.append(look_up(data, *placed(there, device)))
+    assert found[0].isfinite().all()
+    assert all(torch.equal(found[0], other) for other in found)
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_case(data: st.DataObject) -> None:
