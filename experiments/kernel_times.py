@@ -23,7 +23,7 @@ import emblib
 GATHER = 2.77  # TB/s of a gather on an H100, published: pytorch/FBGEMM PR 3993
 _FLOAT, _ID, _OFFSET = 4, 8, 8
 _POOL = 8  # distinct batches
-_FORWARD = ("pool_kernel",)
+_FORWARD = ("pool_kernel", "short_bags_kernel", "long_bags_kernel")
 _UPDATE = ("update_kernel", "chunk_kernel")
 
 

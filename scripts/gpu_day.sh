@@ -61,7 +61,7 @@ fi
 if ((passed)) || [ -n "${FORCE:-}" ]; then
   step kernels "$python" -m experiments.kernel_times --out "$perf/kernels.md" || true
   if command -v ncu > /dev/null; then
-    step ncu ncu --target-processes all --kernel-name-base demangled -k 'regex:(pool|update)_kernel' \
+    step ncu ncu --target-processes all --kernel-name-base demangled -k 'regex:(pool|short_bags|long_bags|update)_kernel' \
       --launch-count 16 --section SpeedOfLight --section Occupancy --csv \
       "$python" -m experiments.kernel_times --steps 2 --out "$perf/under_ncu.md" || true
   else

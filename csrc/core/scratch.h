@@ -1,6 +1,6 @@
 // Scratch memory of the CPU ops. A thread keeps freed blocks for its next call: glibc returns
-// blocks of a megabyte to the system, which clears every page again when it is first written. That
-// took a seventh of a training step of seven tensor trains (reports/LOG.md).
+// blocks of a megabyte to the system, which clears every page again when it is first written. A
+// fifth of the samples of a training step of seven tensor trains were there (reports/LOG.md).
 #pragma once
 
 #include <cstdint>

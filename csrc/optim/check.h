@@ -30,6 +30,26 @@ inline OptimizerShape optimizer_shape(const char* op, int64_t optimizer) {
   return shape;
 }
 
+// Check the hyper vector of an op that counts the step itself, on the CPU.
+inline void check_has_step(const char* op, const Tensor& hyper) {
+  check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
+  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() > kStep, op,
+                  ": hyper must be contiguous and have the step");
+}
+
+// Count a step and call `update`; one that throws counts as no step.
+template <class Update>
+void count_step(const Tensor& hyper, const Update& update) {
+  auto* numbers = static_cast<double*>(hyper.mutable_data_ptr());
+  numbers[kStep] += 1.0;
+  try {
+    update();
+  } catch (...) {
+    numbers[kStep] -= 1.0;
+    throw;
+  }
+}
+
 inline void check_hyper(const char* op, const OptimizerShape& shape, const Tensor& hyper) {
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
   STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() == shape.hyper, op, ": ", shape.name,

@@ -385,20 +385,13 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows) {
-  check_dtype("tbe_backward_", "hyper", hyper, ScalarType::Double, "float64");
-  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() > kStep,
-                  "tbe_backward_: hyper must be contiguous and have the step");
-  const auto [rows, segments, lookups, bags, count] =
-      tbe_group(features, indices, offsets, std::nullopt, total_rows);
-  double* numbers = static_cast<double*>(hyper.mutable_data_ptr());
-  numbers[kStep] += 1.0;
-  try {
+  check_has_step("tbe_backward_", hyper);
+  const auto groups = tbe_group(features, indices, offsets, std::nullopt, total_rows);
+  count_step(hyper, [&] {
+    const auto& [rows, segments, lookups, bags, count] = groups;
     tbe_update_(weights, states, hyper, optimizer, grad, features, rows, segments, lookups, bags,
                 count, offsets, std::nullopt, std::nullopt, sample_weights, pooling);
-  } catch (...) {
-    numbers[kStep] -= 1.0;  // an update that raises counts as no step
-    throw;
-  }
+  });
 }
 
 }  // namespace

@@ -102,24 +102,16 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
                   std::vector<int64_t> row_factors, std::vector<int64_t> dim_factors,
                   std::vector<int64_t> num_cores) {
   const char* op = "tt_backward_";
-  check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
-  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() > kStep, op,
-                  ": hyper must be contiguous and have the step");
+  check_has_step(op, hyper);
   STD_TORCH_CHECK(groups.size() == 5, op,
                   ": groups must be the 5 tensors that tt_lookup returns, got ", groups.size());
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
   const ScratchRows row_grads(grad, groups[2].numel(), shapes.dim);
   sum_row_grads(op, grad, features, {groups[0], groups[1], groups[2], groups[3], groups[4]},
                 offsets, bag_layout, sample_weights, pooling, shapes.dim, row_grads.memory.get());
-  auto* numbers = static_cast<double*>(hyper.mutable_data_ptr());
-  numbers[kStep] += 1.0;
-  try {
-    tt_update_(cores, states, hyper, optimizer, plan, prefixes, row_grads.tensor, row_factors,
-               dim_factors, num_cores);
-  } catch (...) {
-    numbers[kStep] -= 1.0;  // an update that raises counts as no step
-    throw;
-  }
+  count_step(hyper, [&] {
+    tt_update_rows(op, shapes, cores, states, hyper, optimizer, plan, prefixes, row_grads.tensor);
+  });
 }
 
 }  // namespace

@@ -22,9 +22,10 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
 // halves; `plan` has been checked.
 void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& prefixes, float* rows);
 
-void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
-                int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
-                const Tensor& row_grads, std::vector<int64_t> row_factors,
-                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores);
+// Apply the optimizer to the core rows that the batch uses; checks the plan and all else.
+void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
+                    const std::vector<Tensor>& states, const Tensor& hyper, int64_t optimizer,
+                    const std::vector<Tensor>& plan_tensors, const Tensor& prefixes,
+                    const Tensor& row_grads);
 
 }  // namespace emb

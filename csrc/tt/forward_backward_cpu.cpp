@@ -559,15 +559,13 @@ class Backward {
 
 // The arguments of an op that computes the gradients of cores.
 struct GradInputs {
-  TtTables tables;
+  const TtTables& tables;
   TtPlan plan;
   const Tensor &prefixes, gradient;
 
-  GradInputs(const char* op, const std::vector<Tensor>& cores,
-             const std::vector<Tensor>& plan_tensors, const Tensor& prefixes_in,
-             const Tensor& row_grads, const std::vector<int64_t>& row_factors,
-             const std::vector<int64_t>& dim_factors, const std::vector<int64_t>& num_cores)
-      : tables(op, cores, row_factors, dim_factors, num_cores),
+  GradInputs(const char* op, const TtTables& all, const std::vector<Tensor>& plan_tensors,
+             const Tensor& prefixes_in, const Tensor& row_grads)
+      : tables(all),
         plan(tt_plan_of(op, plan_tensors, tables.size())),
         prefixes(prefixes_in),
         gradient(torch::stable::contiguous(row_grads)) {
@@ -600,8 +598,9 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
                                   std::vector<int64_t> row_factors,
                                   std::vector<int64_t> dim_factors,
                                   std::vector<int64_t> num_cores) {
-  const GradInputs inputs("tt_core_grads", cores, plan_tensors, prefixes, row_grads, row_factors,
-                          dim_factors, num_cores);
+  const char* op = "tt_core_grads";
+  const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
+  const GradInputs inputs(op, tables, plan_tensors, prefixes, row_grads);
   std::vector<Tensor> grads;
   for (const Tensor& core : cores) {
     grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}, ScalarType::Float));
@@ -622,13 +621,11 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
 
 }  // namespace
 
-void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
-                int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
-                const Tensor& row_grads, std::vector<int64_t> row_factors,
-                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores) {
-  const char* op = "tt_update_";
-  const GradInputs inputs(op, cores, plan_tensors, prefixes, row_grads, row_factors, dim_factors,
-                          num_cores);
+void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
+                    const std::vector<Tensor>& states, const Tensor& hyper, int64_t optimizer,
+                    const std::vector<Tensor>& plan_tensors, const Tensor& prefixes,
+                    const Tensor& row_grads) {
+  const GradInputs inputs(op, tables, plan_tensors, prefixes, row_grads);
   const std::vector<TierRows> tiers = check_core_states(op, optimizer, cores, states, hyper);
   const UpdateRowsFn update = tt_update_table().find(static_cast<int>(optimizer));
   std::vector<int64_t> first_rows = {0};  // of each core, among the rows of all cores
@@ -653,6 +650,18 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
   });
 }
 
+namespace {
+
+void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
+                int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
+                const Tensor& row_grads, std::vector<int64_t> row_factors,
+                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores) {
+  const char* op = "tt_update_";
+  const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
+  tt_update_rows(op, tables, cores, states, hyper, optimizer, plan_tensors, prefixes, row_grads);
+}
+
+}  // namespace
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {

@@ -206,7 +206,7 @@ class DynamicEmbeddingBags(FusedTables):
             ValueError: `batch_sizes` that do not fit; counts below 0; weights without pooling.
         """
         if autograd.updates_in_backward(self.optimizer):
-            self._check_in_place(self.weights)
+            self._check_in_place([self.weights])
         ids = as_keys(indices)
         training.check_batch(ids, per_sample_weights, counts, self.pooling)
         keys, batch = self._make_batch(ids, offsets, batch_sizes)

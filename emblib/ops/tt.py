@@ -135,10 +135,11 @@ def look_up(
     *,
     keeps_rows: bool = False,
 ) -> tuple[Tensor, Made]:
-    """Pool each bag, and return what backward needs: on the CPU in one call."""
+    """Pool each bag, and return what backward needs, the rows only if `keeps_rows`."""
     if keeps_rows or not _has_whole_passes(batch):
         made = make_rows(cores, batch, num_saved)
-        return pool(made, batch, sample_weights), made
+        out = pool(made, batch, sample_weights)
+        return out, made if keeps_rows else made._replace(rows=None, inverse=None)
     layout = batch.layout
     out, groups, plan, prefixes = tt_lookup(
         cores,
@@ -161,7 +162,7 @@ def look_up(
 
 
 def _has_whole_passes(batch: TTLookup) -> bool:
-    """Return whether a pass is one call, which compiled graphs do not take apart."""
+    """Return whether the ops of whole passes serve a batch: on the CPU, outside compiled graphs."""
     return batch.indices.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -298,8 +299,8 @@ class DenseTTLookup(torch.autograd.Function):
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, *cores)
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
-        num_saved = kept_prefixes(batch, cores)
-        out, made = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        kept = kept_prefixes(batch, cores)
+        out, made = look_up(cores, batch, sample_weights, kept, keeps_rows=weighted)
         _save(ctx, made, sample_weights, cores)
         return out
 
@@ -370,8 +371,8 @@ class FusedTTLookup(torch.autograd.Function):
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights)
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
-        num_saved = 0 if compiling else kept_prefixes(batch, cores)
-        out, made = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        kept = 0 if compiling else kept_prefixes(batch, cores)
+        out, made = look_up(cores, batch, sample_weights, kept, keeps_rows=weighted)
         _save(ctx, made, sample_weights, ())
         return out
 
@@ -593,9 +594,7 @@ def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:
 
 
 def _save(ctx: Any, made: Made, sample_weights: Tensor | None, cores: Sequence[Tensor]) -> None:
-    """Save what backward reads; rows and inverse only if sample weights need a gradient."""
-    if sample_weights is None or not sample_weights.requires_grad:
-        made = made._replace(rows=None, inverse=None)
+    """Save what backward reads."""
     ctx.save_for_backward(*made.groups, *made.plan, *made[2:], sample_weights, *cores)
 
 

@@ -10,7 +10,7 @@ State dicts have entries per table, so that they fit any placement, device and g
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -204,10 +204,10 @@ class FusedTables(nn.Module):
                 marked.__class__ = parameters.DeferredParameter
             marked._in_backward_optimizers = [self.optimizer]  # no other optimizer may step it
 
-    def _check_in_place(self, parameter: Any) -> None:
+    def _check_in_place(self, weights: Iterable[Any]) -> None:
         """Raise RuntimeError where a wrapper has replaced or replicated the memory of tables."""
         parameters.check_not_replicated(self.features)
-        if parameters.is_replaced(parameter):
+        if parameters.are_replaced(weights):
             raise RuntimeError(
                 "the weights of a table with a fused optimizer were replaced, as fully_shard does: "
                 "updates would go to a copy. Use emblib.sharding.DistributedModelParallel, with "

@@ -221,7 +221,9 @@ class Memory:
             torch.cuda.synchronize(device)
 
     def __del__(self) -> None:
-        if self._gpu is not None and not sys.is_finalizing():
+        if self._gpu is None or sys.is_finalizing():
+            return
+        if not torch.cuda.is_current_stream_capturing():  # a wait would end the capture
             torch.cuda.synchronize(self._gpu)
 
     def all_tiers(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

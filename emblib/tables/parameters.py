@@ -462,16 +462,11 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     return int(result) != int(known)
 
 
-def is_replaced(parameter: Any) -> bool:
-    """Return whether a parameter has been replaced by one that is not a table's."""
-    return not torch.compiler.is_compiling() and not isinstance(parameter, TableParameter)
-
-
-def first_replaced(parameters: Iterable[Any]) -> Any:
-    """Return the first parameter that has been replaced by one that is not a table's, or None."""
+def are_replaced(parameters: Iterable[Any]) -> bool:
+    """Return whether one of these parameters has been replaced by one that is not a table's."""
     if torch.compiler.is_compiling():
-        return None
-    return next((p for p in parameters if not isinstance(p, TableParameter)), None)
+        return False
+    return any(not isinstance(parameter, TableParameter) for parameter in parameters)
 
 
 def caller_level() -> int:

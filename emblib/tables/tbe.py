@@ -248,7 +248,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Raise RuntimeError for weights that a wrapper has replaced or replicated."""
         weights = self._parameters.get("weights")  # none in a collection
         if weights is not None:
-            self._check_in_place(weights)
+            self._check_in_place([weights])
         elif "weights" not in self._buffers:  # computed by a parametrization
             if self.parameter_class is IncompleteParameter:
                 parameters.refuse_incomplete()

@@ -15,7 +15,7 @@ from emblib.columns import TTTableColumn
 from emblib.ops import autograd, tt
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec, brief, check_float_dtype
-from emblib.tables import optimizer_hooks, parameters
+from emblib.tables import optimizer_hooks
 from emblib.tables.base import (
     FusedTables,
     SpecKind,
@@ -305,8 +305,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             return tt.DenseTTLookup.apply(
                 batch, per_sample_weights, rule, self.shared_gradients, *cores
             )
-        replaced = parameters.first_replaced(cores)
-        self._check_in_place(cores[0] if replaced is None else replaced)
+        self._check_in_place(cores)
         return tt.FusedTTLookup.apply(
             self.grad_anchor.detach() if self._frozen else self.grad_anchor,
             cores,

@@ -15,12 +15,19 @@ def test_the_model_counts_rows_ids_outputs_and_states() -> None:
 def test_a_section_has_the_model_beside_the_measured_kernels() -> None:
     shape = SHAPES[0]
     forward, update = model_us(shape.forward_bytes()), model_us(shape.update_bytes())
-    times = {"pool_kernel<float>": 2 * forward, "update_kernel<a>": update, "chunk_kernel": update}
+    times = {
+        "short_bags_kernel<float>": 2 * forward,
+        "update_kernel<a>": update,
+        "chunk_kernel": update,
+    }
     text = section(shape, Kernels(dict.fromkeys(times, 1.0), times, 1234.0))
     assert "A step takes 1,234 us" in text
-    assert "| forward: pool_kernel | 325 us | 650 us | 50% |" in text
+    assert (
+        "| forward: pool_kernel, short_bags_kernel, long_bags_kernel | 325 us | 650 us | 50% |"
+        in text
+    )
     assert "| update: update_kernel, chunk_kernel | 477 us | 955 us | 50% |" in text
-    assert text.index("`pool_kernel<float>`") < text.index("`update_kernel<a>`")  # by time
+    assert text.index("`short_bags_kernel<float>`") < text.index("`update_kernel<a>`")  # by time
 
 
 def test_a_profiler_that_may_not_profile_is_named() -> None:

@@ -26,4 +26,4 @@ def test_the_page_has_a_section_per_shape(
     page = out.read_text()
     assert page in capsys.readouterr().out
     assert all(f"## {shape.title}" in page for shape in shapes)
-    assert page.count("| forward: pool_kernel |") == 2
+    assert page.count("| forward: pool_kernel, short_bags_kernel, long_bags_kernel |") == 2
