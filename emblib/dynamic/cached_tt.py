@@ -336,7 +336,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self._populate(range(len(self.tables)) if table is None else [table])
 
     def _populate_in_time(self) -> None:
-        """Choose rows where it is time; what frozen tables look up stays as it is."""
+        """Choose the rows of tables whose `every` lookups have passed, except frozen tables."""
         every = self.cache.every or math.inf
         frozen = self.trains.untrained
         due = [t for t, since in enumerate(self._since) if since >= every and t not in frozen]

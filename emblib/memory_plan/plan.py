@@ -369,7 +369,7 @@ def _quotient_remainder(table: _Table) -> Iterator[_Option]:
         try:
             storage = QuotientRemainder.for_share(table.rows, share)
         except ValueError:
-            return  # neither can it be done in fewer rows
+            return  # smaller shares raise too
         yield _measured(table, "quotient_remainder", storage)
 
 
@@ -416,13 +416,13 @@ _MAKERS: dict[str, Method] = {
 
 
 def _measured(table: _Table, method: str, storage: Storage) -> _Option:
-    """Return a storage with the loss that the curve of its method has."""
+    """Return an option whose loss is read from the curve of its method."""
     config = replace(table.config, storage=storage)
     return _Option(config, _at(table.curves[method], _on_curve(config)))
 
 
 def _on_curve(config: TableConfig) -> float:
-    """Return the place of a table on the curve of its method: its rank, or its share of bytes."""
+    """Return the x of a table on the curve of its method: its rank, or its share of bytes."""
     storage, rows = config.storage, config.num_embeddings
     if isinstance(storage, TensorTrain):
         return math.prod(storage.ranks) ** (1 / len(storage.ranks))
@@ -433,7 +433,7 @@ def _on_curve(config: TableConfig) -> float:
 
 
 def _is_extrapolated(table: _Table, choice: MemoryChoice) -> bool:
-    """Return whether a loss is of a rank or share that is smaller or larger than the measured."""
+    """Return whether the rank or share of a choice lies outside those with measured losses."""
     if choice.method not in ("tensor_train", "narrow", "quotient_remainder"):
         return False
     points, row = [x for x, _ in table.curves[choice.method]], 1.0 / table.rows

@@ -35,7 +35,7 @@ _NUMBERS = ("counters", "changes", "since")  # entries of `cache` that are not b
 
 
 def check_cache(cache: Any) -> None:
-    """Raise TypeError or ValueError for what is no cache of one table."""
+    """Raise TypeError or ValueError unless `cache` is a valid cache of one table."""
     if not isinstance(cache, TTCache):
         raise TypeError(f"cache must be None or a TTCache, e.g. TTCache(10_000), got {cache!r}")
     for name in ("rows", "spill_rows"):
@@ -175,7 +175,7 @@ class CachedTTKernel(CachedTTEmbeddingBags):
 
     @torch.no_grad()
     def set_stored_ids(self, table: int, ids: Tensor) -> None:
-        """Say which ids the stored rows of a table are of; pending gradients are refused."""
+        """Set the id of each stored row, -1 for free ones; gradients of earlier lookups raise."""
         own = self._keys(table)
         before = own[own >= 0]
         self.row_of_slot[self.index.slots(before)] = -1
@@ -393,7 +393,7 @@ class CachedTTHandle(TTHandle):
     # Copies and state dicts
 
     def adopt(self, other: TTHandle) -> None:
-        """Take cores and stored rows as parameters, and copy what they are the rows of."""
+        """Make cores and stored rows parameters of this handle, and copy ids and counts."""
         super().adopt(other)
         assert isinstance(other, CachedTTHandle)
         self.cache.adopt(other.cache)
@@ -442,7 +442,7 @@ class StoredRowsHandle(DenseHandle):
         super().attach(kernel.rows, index)
 
     def adopt(self, other: DenseHandle) -> None:
-        """Copy the rows, and take the parameter; on meta there are none to copy."""
+        """Make the stored rows a parameter, with a copy of their values unless on meta."""
         if self.weight.is_meta:
             self._parameters["weight"] = other.get_parameter("weight")
         else:
