@@ -312,13 +312,27 @@ dies: {class: "harmful:Dies", label: dies}
 
 
 class ScriptedChild:
-    """A child that answers or dies after some seconds."""
+    """A child that answers or dies after some seconds, counted from the end of child `after`."""
 
-    def __init__(self, note: str, seconds: float, end: Died | list[Any]) -> None:
-        self.note, self.seconds, self.end = note, seconds, end
-        self.killed = threading.Event()
+    def __init__(
+        self,
+        note: str,
+        seconds: float,
+        end: Died | list[Any],
+        after: "ScriptedChild | None" = None,
+    ) -> None:
+        self.note, self.seconds, self.end, self.after = note, seconds, end, after
+        self.killed, self.ended = threading.Event(), threading.Event()
 
     def receive(self, watch: Callable[[str], object] | None) -> list[Any]:
+        try:
+            return self._receive()
+        finally:
+            self.ended.set()
+
+    def _receive(self) -> list[Any]:
+        if self.after is not None:
+            self.after.ended.wait()
         if self.killed.wait(self.seconds):
             raise Died("error", "the process crashed (SIGKILL)")
         if isinstance(self.end, Died):
@@ -355,10 +369,11 @@ def test_a_death_is_that_of_the_arm_the_dead_rank_was_at(first: float) -> None:
 def test_the_rank_that_failed_first_is_named_and_the_others_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(ranks_module, "GRACE_SECONDS", 1.0)
     waiting = ScriptedChild("waits", 600.0, [])
     failed = Died("error", "ValueError: a bad batch", answered=True)
-    found = receive(ScriptedChild("tbe", 0.05, LOST), ScriptedChild("fails", 0.0, failed), waiting)
+    fails = ScriptedChild("fails", 0.0, failed)
+    found = receive(ScriptedChild("tbe", 0.3, LOST, after=fails), fails, waiting)
     assert found == (("error", "rank 1: ValueError: a bad batch"), "fails")
     assert waiting.killed.is_set()
 
