@@ -113,10 +113,6 @@ def pytest_collection() -> Iterator[None]:
 # Files that take minutes and would take CI over its limit; `make nightly` sets EMBLIB_NIGHTLY.
 NIGHTLY = (
     "experiments/test_launch.py",
-    "pretend/test_mistakes.py",
-    "pretend/test_races.py",
-    "pretend/test_short_set.py",
-    "sanitize/test_hash.py",
     "sharding/test_restarts.py",
 )
 

@@ -179,12 +179,12 @@ def test_weights_of_skipped_lookups_do_not_matter(
 ) -> None:
     data = Data(Case("skipped", dims=(8, 20, 64), batch=40, weighted=True))
     data.indices[::3] = -1
-    there = spread(data.weights, data.features, data.batch, 0, cache_dtype)
+    there = placed(spread(data.weights, data.features, data.batch, 0, cache_dtype), device)
     skipped, found = data.indices == -1, []
     for weight in (1.0, torch.inf, torch.nan):
         assert data.sample_weights is not None
         data.sample_weights[skipped] = weight
-        found.append(look_up(data, *placed(there, device)))
+        found.append(look_up(data, *there))
     assert found[0].isfinite().all()
     assert all(torch.equal(found[0], other) for other in found)
 

@@ -319,7 +319,7 @@ class ScriptedChild:
         note: str,
         seconds: float,
         end: Died | list[Any],
-        after: "ScriptedChild | None" = None,
+        after: ScriptedChild | None = None,
     ) -> None:
         self.note, self.seconds, self.end, self.after = note, seconds, end, after
         self.killed, self.ended = threading.Event(), threading.Event()
