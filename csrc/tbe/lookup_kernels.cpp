@@ -309,6 +309,11 @@ void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t
 
 template <bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
+#if defined(__x86_64__) && !defined(__AVX2__)
+  // Nearly every x86 processor runs the code for AVX2; this one keeps the general loop, which gives
+  // the same bits and compiles in a part of the time.
+  return pool_valid<0, false, O, W>(args, ids, first_bag, last_bag);
+#else
   switch (args.rows.dim % kLanes == 0 ? args.rows.dim / kLanes : 0) {
     case 1:
       return pool_valid<1, kStream, O, W>(args, ids, first_bag, last_bag);
@@ -327,6 +332,7 @@ void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t
     default:
       return pool_valid<0, false, O, W>(args, ids, first_bag, last_bag);
   }
+#endif
 }
 
 // Return whether indices [begin, end) are all rows of a table.
