@@ -66,6 +66,7 @@ from emblib.tables import (
     TableBatchedEmbeddingBags,
     TableBatchedTTEmbeddingBags,
     TTEmbeddingBag,
+    report_bounds_violations,
 )
 from emblib.trace import LookupTrace, TracedFeature, TraceRecorder
 
@@ -130,6 +131,7 @@ __all__ = [
     "optim",
     "plan_memory",
     "reference",
+    "report_bounds_violations",
     "sharding",
     "storage",
     "trace",

@@ -59,7 +59,7 @@ class BoundsCheck(Choice):
     instead.
 
     On CUDA no mode makes the host wait. WARNING counts on the device; one of the next 16 or so
-    lookups warns of what was counted, and so does the module's `report_bounds_violations()`. FATAL
+    lookups warns of what was counted, and so does `emblib.report_bounds_violations(model)`. FATAL
     runs the same kernels and ends them as a failed device assert does: nothing after them runs, the
     next call that waits for the device raises, and the process cannot use CUDA any more.
 

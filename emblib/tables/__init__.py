@@ -1,5 +1,6 @@
 """Tables as `torch.nn.Module`s."""
 
+from emblib.tables.bounds_report import report_bounds_violations
 from emblib.tables.quantized import QuantizedEmbeddingBags
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags, TTEmbeddingBag
@@ -9,4 +10,5 @@ __all__ = [
     "TTEmbeddingBag",
     "TableBatchedEmbeddingBags",
     "TableBatchedTTEmbeddingBags",
+    "report_bounds_violations",
 ]

@@ -247,14 +247,6 @@ class FusedTables(nn.Module):
         step = check_count("step", step, minimum=0)
         self.hyperparams[Hyper.STEP].fill_(step)
 
-    def report_bounds_violations(self) -> None:
-        """Warn of violations on a GPU that no warning has reported yet (reads the device).
-
-        With `BoundsCheck.WARNING` a lookup on a GPU does not wait for its bounds check: one of the
-        next warns. Call this where the host waits anyway, for example once per epoch.
-        """
-        report_of(self).wait(self.bounds_violations)
-
     @property
     def learning_rate(self) -> float:
         """Return the learning rate of the fused optimizer (reads the device)."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from emblib.tables.parameters import caller_level
 
@@ -87,3 +87,21 @@ def report_of(module: object) -> BoundsReport:
     """Return the report of a module, made at its first use."""
     report: BoundsReport = vars(module).setdefault("_bounds_report", BoundsReport())
     return report
+
+
+def report_bounds_violations(model: nn.Module) -> None:
+    """Warn of violations on a GPU that no warning has reported yet (reads the device).
+
+    With `BoundsCheck.WARNING` a lookup on a GPU does not wait for its bounds check: one of the next
+    warns. Call this where the host waits anyway, for example once per epoch.
+
+    Args:
+        model: whose tables, at any depth, are reported, one warning per module with violations.
+
+    Example:
+        >>> emblib.report_bounds_violations(model)
+    """
+    for module in model.modules():
+        counts = getattr(module, "bounds_violations", None)
+        if counts is not None:
+            report_of(module).wait(counts)

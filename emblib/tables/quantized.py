@@ -13,7 +13,6 @@ from emblib.ops import codes, quant
 from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import base
 from emblib.tables.base import check_features, variable_batch, warn_of_dtype
-from emblib.tables.bounds_report import report_of
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
@@ -147,10 +146,6 @@ class QuantizedEmbeddingBags(nn.Module):
         return torch.tensor(self._layout, dtype=torch.int64, device=device).view(
             -1, len(FeatureColumn)
         )
-
-    def report_bounds_violations(self) -> None:
-        """Warn of violations on a GPU that no warning has reported yet (reads the device)."""
-        report_of(self).wait(self.bounds_violations)
 
     def reset_parameters(self) -> None:
         """Zero all rows; also initialises a module that `to_empty` moved from meta."""

@@ -8,7 +8,21 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from emblib import BoundsCheck, QuantizedEmbeddingBags, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib import (
+    BoundsCheck,
+    CachedTTEmbeddingBags,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    QuantizedEmbeddingBags,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    TTCache,
+    TTSpec,
+    optim,
+    report_bounds_violations,
+    storage,
+)
 from emblib.tables.bounds_report import CHECKS_PER_COPY
 
 pytestmark = [
@@ -71,9 +85,31 @@ def test_what_is_left_is_reported_on_request(quantized: bool) -> None:
     tables = QuantizedEmbeddingBags.from_float(module) if quantized else module
     bad = batch(BAD)
     assert not messages(lambda: tables(*bad))
-    (text,) = messages(tables.report_bounds_violations)
+    (text,) = messages(lambda: report_bounds_violations(tables))
     assert "2 indices and 1 offsets" in text
-    assert not messages(tables.report_bounds_violations)
+    assert not messages(lambda: report_bounds_violations(tables))
+
+
+def test_cached_tensor_trains_are_reported() -> None:
+    trains = CachedTTEmbeddingBags([TTSpec(10, 4, (2, 2))], TTCache(5), device="cuda")
+    bad = batch(([10, 9, 7], [0, 2, 3]))
+    assert not messages(lambda: trains(*bad))
+    (text,) = messages(lambda: report_bounds_violations(trains))
+    assert "1 indices and 0 offsets" in text
+
+
+def test_tables_of_a_model_are_reported() -> None:
+    tables = [
+        EmbeddingBagConfig(10, 4, "plain"),
+        EmbeddingBagConfig(10, 4, "hashed", storage=storage.Hashed(4)),
+    ]
+    collection = EmbeddingBagCollection(tables, optimizer=optim.SGD(0.1), device="cuda")
+    model = torch.nn.Sequential(collection)
+    ids, lengths = torch.tensor([1, 10, 11, 12]), torch.tensor([2, 2])
+    features = KeyedJaggedTensor(["plain", "hashed"], ids, lengths=lengths).to("cuda")
+    assert not messages(lambda: model(features))
+    texts = messages(lambda: report_bounds_violations(model))
+    assert sorted(text.split()[1] for text in texts) == ["1", "2"]
 
 
 def test_reading_the_step_reports() -> None:
@@ -88,8 +124,8 @@ def test_a_copy_counts_for_itself() -> None:
     assert not messages(lambda: module(*bad))
     other = copy.deepcopy(module)
     module.bounds_violations.zero_()
-    assert not messages(module.report_bounds_violations)
-    (text,) = messages(other.report_bounds_violations)
+    assert not messages(lambda: report_bounds_violations(module))
+    (text,) = messages(lambda: report_bounds_violations(other))
     assert "2 indices" in text
 
 
@@ -107,11 +143,11 @@ def test_replays_of_a_graph_are_reported() -> None:
     indices.fill_(10)
     graph.replay()
     graph.replay()
-    (text,) = messages(module.report_bounds_violations)
+    (text,) = messages(lambda: report_bounds_violations(module))
     assert "6 indices and 0 offsets" in text
 
 
 def test_other_modes_report_nothing() -> None:
     module, bad = make(BoundsCheck.IGNORE), batch(BAD)
     assert not messages(lambda: module(*bad), 2)
-    assert not messages(module.report_bounds_violations)
+    assert not messages(lambda: report_bounds_violations(module))
