@@ -258,6 +258,19 @@ inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+// Return the tensor itself where the columns of its rows are adjacent, else a contiguous copy. The
+// gradient of one part of a concatenation is such a view: its rows are a whole row of the
+// concatenation apart.
+inline Tensor with_adjacent_columns(const Tensor& rows) {
+  const bool adjacent = rows.dim() == 2 && rows.stride(1) == 1 && rows.stride(0) >= 0;
+  return adjacent ? rows : as_contiguous(rows);
+}
+
+// Return the elements between two rows of what `with_adjacent_columns` returns.
+inline int64_t row_stride(const Tensor& rows) {
+  return rows.dim() == 2 ? rows.stride(0) : rows.numel();
+}
+
 inline IndexArray index_array(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.scalar_type() == ScalarType::Long};
 }

@@ -94,12 +94,13 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               int64_t pooling) {
   const char* op = "tbe_sample_weight_grad";
   const int64_t columns = check_pooled_grad(op, grad, bag_layout.has_value());
-  const Lookup lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
+  Lookup lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
   STD_TORCH_CHECK(lookup.args.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
   STD_TORCH_CHECK(bag_layout || grad.size(0) == lookup.batch(), op,
                   ": grad must have B = ", lookup.batch(), " rows, got ", grad.size(0));
   check_same_device(op, "grad", grad, indices);
-  const Tensor grad_tensor = as_contiguous(grad);
+  const Tensor grad_tensor = with_adjacent_columns(grad);
+  lookup.args.map.columns = row_stride(grad_tensor);
   Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
   const SampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
                               float_dtype(op, "grad", grad.scalar_type()),

@@ -31,12 +31,13 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   const LookupInputs in(op, weights, features, indices, offsets, slots, bag_layout, pooling,
                         columns);
   STD_TORCH_CHECK(in.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
-  const BagMap& map = in.feature_bags.map;
+  BagMap map = in.feature_bags.map;
   const int64_t num_features = in.feature_bags.num_features();
   const int64_t batch = num_features > 0 ? in.bags.count / num_features : 0;
   STD_TORCH_CHECK(map.layout || grad.size(0) == batch, op, ": grad must have B = ", batch,
                   " rows, got ", grad.size(0));
-  const Tensor grad_tensor = as_contiguous(grad);
+  const Tensor grad_tensor = with_adjacent_columns(grad);
+  map.columns = row_stride(grad_tensor);
   Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
   const Feature* feature = feature_array(features);
   const auto* gradient = static_cast<const char*>(grad_tensor.const_data_ptr());
@@ -47,7 +48,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
         map.layout ? 0 : map.element(static_cast<uint32_t>(begin), feature[f].column);
     SampleWeightArgs args{
         rows,    in.bags, in.pooling, map.layout, gradient + first * grad.element_size(),
-        columns, begin,   result};
+        map.columns, begin,   result};
     const bool mixed = rows.caching == Caching::kMixed;
     const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
     args.scratch = scratch.get();

@@ -34,7 +34,7 @@ struct alignas(64) CacheLine {
 // at 1.3 MB with 20 lookups per bag).
 constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
-// The tensors of a grouping and of the gradient, contiguous for the duration of a call.
+// The tensors of a grouping and of the gradient, in the form that kernels read, during a call.
 struct Gradient {
   Tensor grad, features, segments, lookups, bags, offsets;
   std::optional<Tensor> sample_weights;
@@ -46,7 +46,7 @@ struct Gradient {
 
   Gradient(const char* op, const Tensor& grad_in, const Tensor& features_in, const Grouping& groups,
            const Tensor& offsets_in, const std::optional<Tensor>& bag_layout)
-      : grad(as_contiguous(grad_in)),
+      : grad(with_adjacent_columns(grad_in)),
         features(features_in),
         segments(groups.segments),
         lookups(groups.lookups),
@@ -133,7 +133,7 @@ struct Gradient {
 
   GradArgs args() const {
     return {grad.const_data_ptr(),
-            columns,
+            row_stride(grad),
             static_cast<int64_t>(grad.element_size()),
             feature_array(features),
             layout,

@@ -24,7 +24,7 @@ class Backward {
   Backward(const char* op, const Tensor& grad, const Tensor& features, const Grouping& groups,
            const Tensor& offsets, const std::optional<Tensor>& bag_layout,
            const std::optional<Tensor>& sample_weights, int64_t pooling)
-      : grad_(as_contiguous(grad)), offsets_(as_contiguous(offsets)) {
+      : grad_(with_adjacent_columns(grad)), offsets_(as_contiguous(offsets)) {
     args_.grad_type = float_dtype(op, "grad", grad.scalar_type());
     args_.pooling = parse_pooling(op, pooling);
     check_features(op, features);
@@ -35,7 +35,7 @@ class Backward {
     check_sample_weights(op, sample_weights, groups.lookups);
     const int64_t num_lookups = groups.lookups.numel();
     const int64_t columns = check_grad(op, grad, num_lookups, bag_layout.has_value());
-    args_.map = bag_map(op, features.size(0), offsets_, bag_layout, columns);
+    args_.map = bag_map(op, features.size(0), offsets_, bag_layout, row_stride(grad_));
     const int64_t num_bags = std::max<int64_t>(offsets.numel() - 1, 0);
     if (args_.pooling != Pooling::kNone && !bag_layout) {
       const int64_t batch = batch_size(op, features.size(0), offsets);
@@ -44,7 +44,7 @@ class Backward {
     }
     set_widths(features.size(0), num_bags, columns, bag_layout.has_value());
     args_.grad = grad_.const_data_ptr();
-    args_.stride = columns;
+    args_.stride = row_stride(grad_);
     args_.features = feature_array(features);
     args_.bags_in = Bags{index_array(offsets_), num_bags, num_lookups};
     args_.num_lookups = num_lookups;

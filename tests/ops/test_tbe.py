@@ -79,6 +79,26 @@ def test_training_matches_reference(name: str, optimizer: str, device: torch.dev
     train(CASES[name], OPTIMIZERS[optimizer], device)
 
 
+@pytest.mark.parametrize("first", [0, 3, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_that_is_a_view_of_columns(name: str, first: int, device: torch.device) -> None:
+    """The gradient of a part of `torch.cat(..., dim=1)` gives the bits of its copy."""
+    case = CASES[name]
+    results = []
+    for contiguous in (True, False):
+        module = case.module(optim.RowwiseAdagrad(0.1), device)
+        indices, offsets, scales = case.batch_of(device)
+        if scales is not None:
+            scales.requires_grad_()
+        out = module(indices, offsets, scales)
+        wide = torch.randn(len(out), first + out.size(1) + 5, generator=torch.Generator())
+        grad = wide.to(out)[:, first : first + out.size(1)]
+        out.backward(grad.contiguous() if contiguous else grad)
+        results.append([module.weights.detach(), *([] if scales is None else [scales.grad])])
+    for copied, viewed in zip(*results, strict=True):
+        assert torch.equal(copied, viewed)
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_case_matches_reference(data: st.DataObject) -> None:

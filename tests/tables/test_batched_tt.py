@@ -80,6 +80,22 @@ def assert_same_tables(batched: TableBatchedTTEmbeddingBags, alone: list[TTEmbed
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.parametrize("optimizer", [optim.SGD(0.1), None], ids=["fused", "dense"])
+def test_a_gradient_that_is_a_view_of_columns(optimizer: optim.Optimizer | None) -> None:
+    """The gradient of a part of `torch.cat(..., dim=1)` gives the bits of its copy."""
+    features, rule = Features(SPECS, [4] * len(SPECS), torch.int64), optimizer or optim.External()
+    viewed, copied = (TableBatchedTTEmbeddingBags(SPECS, rule) for _ in range(2))
+    copied.load_state_dict(viewed.state_dict())
+    width = sum(spec.dim for spec in SPECS)
+    grad = torch.randn(4, width + 8)[:, 3:-5]
+    viewed(*features.joined()).backward(grad)
+    copied(*features.joined()).backward(grad.contiguous())
+    for mine, theirs in zip(viewed.cores, copied.cores, strict=True):
+        assert torch.equal(mine, theirs)
+        assert optimizer is not None or torch.equal(mine.grad, theirs.grad)
+
+
+
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, optim.External()], ids=lambda o: o.name)
 @pytest.mark.parametrize("pooling", [Pooling.SUM, Pooling.MEAN])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
