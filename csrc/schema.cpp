@@ -33,7 +33,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " int pooling, SymInt total_rows) -> ()");
   m.def(
       "tbe_group(Tensor features, Tensor indices, Tensor offsets, Tensor? bag_layout,"
-      " SymInt total_rows)"
+      " SymInt total_rows, bool repaired=False)"
       " -> (Tensor rows, Tensor segments, Tensor lookups, Tensor bags, Tensor count)");
   m.def(
       "tbe_row_grads(Tensor grad, Tensor features, Tensor rows, Tensor segments, Tensor lookups,"

@@ -3,6 +3,8 @@
 // stays in storage format until it is used, so that several rows in flight need few registers.
 #pragma once
 
+#include <type_traits>
+
 #include "core/dtype.h"
 #include "core/half.h"
 #include "core/simt.cuh"
@@ -109,6 +111,37 @@ EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
   }
 }
 
+// As write_columns, for outputs: they stream past the L2 cache, which keeps the rows of hot ids.
+template <class T, int N>
+EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) {
+  constexpr int kBytes = N * static_cast<int>(sizeof(T));
+  using Pack = std::conditional_t<kBytes < 16, simt::Pack8, simt::Pack16>;
+  constexpr int kPacks = kBytes / static_cast<int>(sizeof(Pack));
+  constexpr int kEach = N / kPacks, kWords = static_cast<int>(sizeof(Pack)) / 4;
+  if (valid < N || !is_aligned(address, alignof(Pack))) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      if (k < valid) address[k] = from_float<T>(values[k]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    Pack pack;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (sizeof(T) == 4) {
+        pack.word[w] = float_bits(values[p * kEach + w]);
+      } else {
+        const float *pair = values + p * kEach + 2 * w;
+        pack.word[w] = from_float<T>(pair[0]).bits |
+                       static_cast<uint32_t>(from_float<T>(pair[1]).bits) << 16;
+      }
+    }
+    simt::store_streaming(reinterpret_cast<Pack*>(address) + p, pack);
+  }
+}
+
 // The same for a dtype that is known at run time only: one uniform branch per row costs nothing.
 template <int N>
 EMB_DEVICE void read_columns(const void* data, Dtype type, int64_t element, int valid,
@@ -131,6 +164,18 @@ EMB_DEVICE void write_columns(void* data, Dtype type, int64_t element, int valid
     write_columns(static_cast<half16*>(data) + element, valid, values);
   } else {
     write_columns(static_cast<bfloat16*>(data) + element, valid, values);
+  }
+}
+
+template <int N>
+EMB_DEVICE void stream_columns(void* data, Dtype type, int64_t element, int valid,
+                               const float (&values)[N]) {
+  if (type == Dtype::kFloat) {
+    stream_columns(static_cast<float*>(data) + element, valid, values);
+  } else if (type == Dtype::kHalf) {
+    stream_columns(static_cast<half16*>(data) + element, valid, values);
+  } else {
+    stream_columns(static_cast<bfloat16*>(data) + element, valid, values);
   }
 }
 

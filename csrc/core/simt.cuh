@@ -56,6 +56,15 @@ EMB_DEVICE Pack8 load(const Pack8* address) {
   return {{v.x, v.y}};
 }
 
+// Store what no kernel reads soon: it leaves the L2 cache before other lines, such as rows of hot ids.
+EMB_DEVICE void store_streaming(Pack16* address, const Pack16& value) {
+  __stcs(reinterpret_cast<uint4*>(address),
+         make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]));
+}
+EMB_DEVICE void store_streaming(Pack8* address, const Pack8& value) {
+  __stcs(reinterpret_cast<uint2*>(address), make_uint2(value.word[0], value.word[1]));
+}
+
 // Prefetch the line of `address`, without waiting for it or spending a register on it.
 EMB_DEVICE void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
@@ -78,6 +87,11 @@ Pack load(const Pack* address) {
     fail("a vector load of " + std::to_string(sizeof(Pack)) + " bytes is misaligned");
   }
   return *address;
+}
+
+template <class Pack>
+void store_streaming(Pack* address, const Pack& value) {
+  *address = value;
 }
 
 inline void prefetch(const void*) {}

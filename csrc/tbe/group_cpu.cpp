@@ -119,11 +119,10 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
-                                                             const Tensor& indices,
-                                                             const Tensor& offsets,
-                                                             std::optional<Tensor> bag_layout,
-                                                             int64_t total_rows) {
+// A copy of the offsets is needed whether they were repaired or not.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
+    const Tensor& features, const Tensor& indices, const Tensor& offsets,
+    std::optional<Tensor> bag_layout, int64_t total_rows, bool /*repaired*/) {
   const char* op = "tbe_group";
   check_features(op, features);
   check_lookups(op, indices, offsets);

@@ -24,11 +24,23 @@ void group_lookups(const CudaLauncher& launcher, const Tensor& like, const Looku
   launch_groups(launcher, sort.buffers(), out);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
-                                                             const Tensor& indices,
-                                                             const Tensor& offsets,
-                                                             std::optional<Tensor> bag_layout,
-                                                             int64_t total_rows) {
+// Return offsets that do not fall, which the search for bags needs: in two launches.
+Tensor repair_offsets(const CudaLauncher& launcher, const Tensor& features, const Tensor& indices,
+                      const Tensor& offsets, const BagMap& map) {
+  const int64_t num_bags = offsets.numel() - 1;
+  Tensor repaired = allocate(indices, {num_bags + 1}, ScalarType::Int);
+  Tensor tile_max = allocate(indices, {offset_tiles(num_bags)}, ScalarType::Int);
+  launch_repair_offsets(launcher,
+                        BoundsArgs{index_array(indices), index_array(offsets),
+                                   feature_array(features), indices.numel(), num_bags, map, false,
+                                   tile_max.mutable_data_ptr<int32_t>(),
+                                   repaired.mutable_data_ptr<int32_t>(), nullptr});
+  return repaired;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
+    const Tensor& features, const Tensor& indices, const Tensor& offsets,
+    std::optional<Tensor> bag_layout, int64_t total_rows, bool repaired) {
   const char* op = "tbe_group";
   check_features(op, features);
   check_lookups(op, indices, offsets);
@@ -38,22 +50,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   const int64_t n = indices.numel(), num_bags = offsets.numel() - 1;
   const CudaLauncher launcher(indices);
   const Tensor index_tensor = as_contiguous(indices);
-  const Tensor offset_tensor = as_contiguous(offsets);
+  Tensor offset_tensor = as_contiguous(offsets);
   Tensor rows = allocate(indices, {n}, ScalarType::Long);
   Tensor segments = allocate(indices, {n + 1}, ScalarType::Int);
   Tensor lookups = allocate(indices, {n}, ScalarType::Int);
   Tensor bags = allocate(indices, {n}, ScalarType::Int);
   Tensor count = allocate(indices, {1}, ScalarType::Int);
   Tensor bag_of = allocate(indices, {n}, ScalarType::Int);
-  // The search for bags needs offsets that do not fall; the caller may not have repaired them.
-  Tensor repaired = allocate(indices, {num_bags + 1}, ScalarType::Int);
-  Tensor tile_max = allocate(indices, {offset_tiles(num_bags)}, ScalarType::Int);
-  launch_repair_offsets(launcher, BoundsArgs{index_array(index_tensor), index_array(offset_tensor),
-                                             feature_array(features), n, num_bags, map, false,
-                                             tile_max.mutable_data_ptr<int32_t>(),
-                                             repaired.mutable_data_ptr<int32_t>(), nullptr});
+  if (!repaired) {
+    offset_tensor = repair_offsets(launcher, features, index_tensor, offset_tensor, map);
+  }
   const LookupKeys in{feature_array(features), index_array(index_tensor),
-                      Bags{index_array(repaired), num_bags, n}, map,
+                      Bags{index_array(offset_tensor), num_bags, n}, map,
                       bag_of.mutable_data_ptr<int32_t>()};
   const GroupOutput out{rows.mutable_data_ptr(),
                         true,

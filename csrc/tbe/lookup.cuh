@@ -147,7 +147,7 @@ EMB_DEVICE void write_bag(const LookupArgs& args, const BagTask& task, uint32_t 
     for (int e = 0; e < N; ++e) sum[e] *= scale;
   }
   const int64_t place = args.map.element(bag, task.feature->column);
-  write_columns(args.output, args.output_type, place + column, task.dim - column, sum);
+  stream_columns(args.output, args.output_type, place + column, task.dim - column, sum);
 }
 
 // Pooled lookup. The grid's second dimension divides the columns of rows wider than a warp.
@@ -198,7 +198,7 @@ EMB_DEVICE void copy_rows(const LookupArgs& args, const LaneGroup& lane, int64_t
       float values[N];
 #pragma unroll
       for (int e = 0; e < N; ++e) values[e] = slice[u][e];
-      write_columns(args.output, args.output_type, i * args.columns + column, valid, values);
+      stream_columns(args.output, args.output_type, i * args.columns + column, valid, values);
     }
   }
 }
@@ -299,7 +299,7 @@ EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, co
     if (valid <= 0) continue;
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[s][e] *= factor;
-    write_columns(args.output, args.output_type, out, valid, sum[s]);
+    stream_columns(args.output, args.output_type, out, valid, sum[s]);
   }
 }
 
@@ -396,45 +396,15 @@ inline bool has_long_bags(const LookupArgs& args, int lanes) {
   return args.bags.num_lookups >= kLong * args.bags.count && args.bags.count * lanes < kEnoughLanes;
 }
 
-// Lookup and gradient of the sample weights if the cache has another dtype than the tables, for
-// every pair of dtypes. In a lookup a group of lanes takes a bag, as in pool_kernel: each lane
-// locates one row, and four rows are in flight in their storage formats. In the gradient of the
-// sample weights a warp takes a bag, row by row.
-
-struct SampleWeightArgs {
-  LookupArgs lookup;  // its output is not used
-  const void* grad;   // [B, columns], or [columns] in a variable batch
-  Dtype grad_type;
-  float* out;  // [L], zeroed
-};
+// Lookups if the cache has another dtype than the tables, for
+// every pair of dtypes. A group of lanes takes a bag, as in pool_kernel: each lane locates one row,
+// and four rows are in flight in their storage formats.
 
 inline bool has_mixed_rows(const LookupArgs& args) {
   return args.slots != nullptr && args.cache_type != args.weight_type;
 }
 
 inline constexpr int kMixedColumns = 4;  // per lane
-
-// The row of lookup i; `data` is null for a lookup to skip.
-struct MixedRow {
-  const void* data = nullptr;
-  Dtype type = Dtype::kFloat;
-  bool is_cached = false;
-  int64_t element = 0;
-
-  EMB_DEVICE MixedRow(const LookupArgs& args, const Feature& feature, int64_t i) {
-    const int64_t row = repair_index(args.indices[i], feature.rows);
-    if (row < 0 || row >= feature.rows) return;
-    const RowLocation place = locate_row(feature, row, valid_slot(args, feature, args.slots[i]));
-    is_cached = place.tier == kCacheTier;
-    data = is_cached ? args.cache : args.weights;
-    type = is_cached ? args.cache_type : args.weight_type;
-    element = is_cached ? place.element : args.distance[place.tier] + place.element;
-  }
-
-  EMB_DEVICE void read(int column, int valid, float (&values)[kMixedColumns]) const {
-    read_columns(data, type, element + column, valid, values);
-  }
-};
 
 // Columns of a row of either dtype, as they are stored.
 struct MixedSlice {
@@ -465,20 +435,31 @@ struct MixedSlice {
   }
 };
 
-// The address of a row in one word, which lanes can pass on: bit 0 says that the cache has it,
-// since addresses of rows are even; 0 is a lookup to skip.
+// The address of the row of lookup i in one word, which lanes can pass on: bit 0 says that the cache
+// has it, since addresses of rows are even; 0 is a lookup to skip.
 EMB_DEVICE int64_t mixed_address(const LookupArgs& args, const Feature& feature, int64_t i) {
-  const MixedRow row(args, feature, i);
-  if (row.data == nullptr) return 0;
-  const auto address = reinterpret_cast<int64_t>(row.data) + row.element * size_of(row.type);
-  return address | (row.is_cached ? 1 : 0);
+  const int64_t row = repair_index(args.indices[i], feature.rows);
+  if (row < 0 || row >= feature.rows) return 0;
+  const RowLocation place = locate_row(feature, row, valid_slot(args, feature, args.slots[i]));
+  if (place.tier == kCacheTier) {
+    return (reinterpret_cast<int64_t>(args.cache) + place.element * size_of(args.cache_type)) | 1;
+  }
+  const int64_t element = args.distance[place.tier] + place.element;
+  return reinterpret_cast<int64_t>(args.weights) + element * size_of(args.weight_type);
 }
 
-// Add `weight` times the row at `address` for the first `steps` lanes of a group, each of which
-// holds the address and the weight of one row. All lanes of the warp call it with equal `steps`.
-template <bool kVector>
-EMB_DEVICE void add_mixed_rows(const LookupArgs& args, int64_t address, float weight, int column,
-                               int valid, int lanes, int steps, float (&sum)[kMixedColumns]) {
+// Return whether a row of `dim` columns at `address` can be read in whole vectors.
+EMB_DEVICE bool has_mixed_vectors(const LookupArgs& args, int dim, int64_t address) {
+  const int64_t size = size_of((address & 1) != 0 ? args.cache_type : args.weight_type);
+  const int64_t odd = (kMixedColumns * size - 1) & ~int64_t{1};
+  return address == 0 || (dim % kMixedColumns == 0 && (address & odd) == 0);
+}
+
+// Call `use(k, columns)` with four columns of the row at `address` of lane k of a group, for the
+// first `steps` lanes in turn. All lanes of the warp call it with equal `steps`.
+template <bool kVector, class Use>
+EMB_DEVICE void read_mixed_rows(const LookupArgs& args, int64_t address, int column, int valid,
+                                int lanes, int steps, const Use& use) {
   for (int k = 0; k < steps; k += kRowsInFlight) {
     MixedSlice slice[kRowsInFlight];
 #pragma unroll
@@ -491,11 +472,17 @@ EMB_DEVICE void add_mixed_rows(const LookupArgs& args, int64_t address, float we
       }
     }
 #pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      const float scale = __shfl_sync(simt::kFullMask, weight, k + u, lanes);
-#pragma unroll
-      for (int e = 0; e < kMixedColumns; ++e) sum[e] += scale * slice[u][e];
-    }
+    for (int u = 0; u < kRowsInFlight; ++u) use(k + u, slice[u]);
+  }
+}
+
+template <class Use>
+EMB_DEVICE void read_mixed_rows(const LookupArgs& args, int64_t address, int dim, int column,
+                                int lanes, int steps, const Use& use) {
+  if (__all_sync(simt::kFullMask, has_mixed_vectors(args, dim, address))) {
+    read_mixed_rows<true>(args, address, column, dim - column, lanes, steps, use);
+  } else {
+    read_mixed_rows<false>(args, address, column, dim - column, lanes, steps, use);
   }
 }
 
@@ -503,7 +490,6 @@ EMB_DEVICE void add_mixed_rows(const LookupArgs& args, int64_t address, float we
 // length in the warp.
 EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                               int column, int longest, float (&sum)[kMixedColumns]) {
-  const int valid = task.dim - column;
   for (int tile = 0; tile < longest; tile += lane.lanes) {
     int64_t address = 0;
     float weight = 0.0f;
@@ -513,14 +499,12 @@ EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const
       if (address != 0) weight = args.sample_weights ? args.sample_weights[i] : 1.0f;
     }
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    const int64_t size = size_of((address & 1) != 0 ? args.cache_type : args.weight_type);
-    const int64_t odd = (kMixedColumns * size - 1) & ~int64_t{1};
-    const bool whole = task.dim % kMixedColumns == 0 && (address & odd) == 0;
-    if (__all_sync(simt::kFullMask, address == 0 || whole)) {
-      add_mixed_rows<true>(args, address, weight, column, valid, lane.lanes, steps, sum);
-    } else {
-      add_mixed_rows<false>(args, address, weight, column, valid, lane.lanes, steps, sum);
-    }
+    const auto add = [&](int k, const MixedSlice& columns) {
+      const float scale = __shfl_sync(simt::kFullMask, weight, k, lane.lanes);
+#pragma unroll
+      for (int e = 0; e < kMixedColumns; ++e) sum[e] += scale * columns[e];
+    };
+    read_mixed_rows(args, address, task.dim, column, lane.lanes, steps, add);
   }
 }
 
@@ -561,33 +545,7 @@ EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag, int64_t bags)
       const int64_t place =
           none ? bag * args.columns
                : args.map.element(static_cast<uint32_t>(bag), task.feature->column);
-      write_columns(args.output, args.output_type, place + column, task.dim - column, sum);
-    }
-  }
-}
-
-[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
-    mixed_sample_weight_kernel(SampleWeightArgs args) {
-  constexpr int N = kMixedColumns, kStripe = N * static_cast<int>(simt::kWarp);
-  const LookupArgs& in = args.lookup;
-  for (int64_t bag = simt::global_warp(); bag < in.bags.count; bag += simt::warps_in_grid()) {
-    const BagTask task(in, static_cast<uint32_t>(bag));
-    const int first = static_cast<int>(threadIdx.x % simt::kWarp) * N;
-    const int64_t place = in.map.element(static_cast<uint32_t>(bag), task.feature->column);
-    const bool mean = in.pooling == Pooling::kMean && task.length > 0;
-    const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
-    for (int64_t i = task.begin; i < task.begin + task.length; ++i) {
-      const MixedRow row(in, *task.feature, i);
-      float dot = 0.0f;
-      for (int column = first; row.data != nullptr && column < task.dim; column += kStripe) {
-        float values[N], grad[N];
-        row.read(column, task.dim - column, values);
-        read_columns(args.grad, args.grad_type, place + column, task.dim - column, grad);
-#pragma unroll
-        for (int e = 0; e < N; ++e) dot += values[e] * grad[e];
-      }
-      dot = simt::group_sum(dot, static_cast<int>(simt::kWarp));
-      if (threadIdx.x % simt::kWarp == 0) args.out[i] = dot * scale;
+      stream_columns(args.output, args.output_type, place + column, task.dim - column, sum);
     }
   }
 }
@@ -598,13 +556,6 @@ void launch_mixed_lookup(const Launcher& launcher, const LookupArgs& args) {
   const int lanes = lanes_for(mean_width(args), kMixedColumns);
   launcher(mixed_lookup_kernel, blocks_for(bags, kLookupThreads / lanes, launcher.blocks(256)),
            kLookupThreads, args, bags, lanes);
-}
-
-template <class Launcher>
-void launch_mixed_sample_weights(const Launcher& launcher, const SampleWeightArgs& args) {
-  const int64_t warps = kLookupThreads / simt::kWarp;
-  launcher(mixed_sample_weight_kernel,
-           blocks_for(args.lookup.bags.count, warps, launcher.blocks(256)), kLookupThreads, args);
 }
 
 // Selects the kernel of a lookup, the lanes per row and the blocks of the grid. The width of each

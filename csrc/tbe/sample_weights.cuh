@@ -7,6 +7,13 @@
 
 namespace emb::cuda {
 
+struct SampleWeightArgs {
+  LookupArgs lookup;  // its output is not used
+  const void* grad;   // [B, columns], or [columns] in a variable batch
+  Dtype grad_type;
+  float* out;  // [L], zeroed
+};
+
 // Return the dot products of up to `steps` rows of a tile with `grad`; each lane gets that of its
 // lookup.
 template <class W, int N, bool kVector>
@@ -50,12 +57,35 @@ EMB_DEVICE void dot_bag(const SampleWeightArgs& args, const BagTask& task, const
   }
 }
 
-template <class W>
-__global__ void __launch_bounds__(kLookupThreads, 3)
-    sample_weight_kernel(SampleWeightArgs args, int lanes) {
-  constexpr int N = 16 / sizeof(W);
+// Multiply columns [column, column + 4) of a bag with all of its lookups, some of which are in a
+// cache of another dtype than the tables.
+EMB_DEVICE void dot_mixed_bag(const SampleWeightArgs& args, const BagTask& task,
+                              const LaneGroup& lane, int column, int longest,
+                              const float (&grad)[kMixedColumns]) {
+  for (int tile = 0; tile < longest; tile += lane.lanes) {
+    const int i = tile + lane.rank;
+    const int64_t address =
+        i < task.length ? mixed_address(args.lookup, *task.feature, task.begin + i) : 0;
+    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
+    float result = 0.0f;
+    const auto multiply = [&](int k, const MixedSlice& columns) {
+      float dot = 0.0f;
+#pragma unroll
+      for (int e = 0; e < kMixedColumns; ++e) dot += columns[e] * grad[e];
+      dot = simt::group_sum(dot, lane.lanes);
+      if (lane.rank == k) result = dot;
+    };
+    read_mixed_rows(args.lookup, address, task.dim, column, lane.lanes, steps, multiply);
+    if (address != 0) args.out[task.begin + i] += result;
+  }
+}
+
+// Call `dot(task, column, longest, grad)` for each bag with N columns of its gradient at a time, in
+// registers; MEAN divides it by the length of the bag. All lanes of the warp call `dot`.
+template <int N, class Dot>
+EMB_DEVICE void for_bag_gradients(const SampleWeightArgs& args, const LaneGroup& lane,
+                                  const Dot& dot) {
   const LookupArgs& in = args.lookup;
-  const LaneGroup lane(lanes);
   const auto bags = static_cast<uint32_t>(in.bags.count);
   const auto stride = static_cast<uint32_t>(simt::warps_in_grid()) * lane.groups_in_warp();
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * lane.groups_in_warp();
@@ -63,12 +93,11 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
     const BagTask task(in, first + lane.group);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const bool vector = __all_sync(simt::kFullMask, has_whole_vectors<W>(in, *task.feature));
     const bool mean = in.pooling == Pooling::kMean && task.length > 0;
     const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
     const uint32_t bag = first + lane.group;
     const int64_t output = bag < bags ? in.map.element(bag, task.feature->column) : 0;
-    for (int base = 0; base < widest; base += lanes * N) {
+    for (int base = 0; base < widest; base += lane.lanes * N) {
       const int column = base + lane.rank * N;
       float grad[N] = {};
       if (column < task.dim) {
@@ -76,13 +105,42 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
       }
 #pragma unroll
       for (int e = 0; e < N; ++e) grad[e] *= scale;
-      if (vector) {
-        dot_bag<W, N, true>(args, task, lane, column, longest, grad);
-      } else {
-        dot_bag<W, N, false>(args, task, lane, column, longest, grad);
-      }
+      dot(task, column, longest, grad);
     }
   }
+}
+
+template <class W>
+__global__ void __launch_bounds__(kLookupThreads, 3)
+    sample_weight_kernel(SampleWeightArgs args, int lanes) {
+  constexpr int N = 16 / sizeof(W);
+  const LaneGroup lane(lanes);
+  const auto dot = [&](const BagTask& task, int column, int longest, const float (&grad)[N]) {
+    if (__all_sync(simt::kFullMask, has_whole_vectors<W>(args.lookup, *task.feature))) {
+      dot_bag<W, N, true>(args, task, lane, column, longest, grad);
+    } else {
+      dot_bag<W, N, false>(args, task, lane, column, longest, grad);
+    }
+  };
+  for_bag_gradients<N>(args, lane, dot);
+}
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
+    mixed_sample_weight_kernel(SampleWeightArgs args, int lanes) {
+  const LaneGroup lane(lanes);
+  const auto dot = [&](const BagTask& task, int column, int longest,
+                       const float (&grad)[kMixedColumns]) {
+    dot_mixed_bag(args, task, lane, column, longest, grad);
+  };
+  for_bag_gradients<kMixedColumns>(args, lane, dot);
+}
+
+template <class Launcher>
+void launch_mixed_sample_weights(const Launcher& launcher, const SampleWeightArgs& args) {
+  const int lanes = lanes_for(mean_width(args.lookup), kMixedColumns);
+  launcher(mixed_sample_weight_kernel,
+           blocks_for(args.lookup.bags.count, kLookupThreads / lanes, launcher.blocks(256)),
+           kLookupThreads, args, lanes);
 }
 
 template <class W, class Launcher>

@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Selection>)
         row_gradient<G>(args, lane, segment, u, longest, column, gradient);
         if constexpr (!Selection::kHasOptimizer) {
           if (valid > 0) {
-            write_columns(static_cast<float*>(tier.weights) + segment.element + column, valid,
+            stream_columns(static_cast<float*>(tier.weights) + segment.element + column, valid,
                           gradient);
           }
         } else {

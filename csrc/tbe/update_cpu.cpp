@@ -386,7 +386,7 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
                    const Tensor& indices, const Tensor& offsets,
                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows) {
   check_has_step("tbe_backward_", hyper);
-  const auto groups = tbe_group(features, indices, offsets, std::nullopt, total_rows);
+  const auto groups = tbe_group(features, indices, offsets, std::nullopt, total_rows, false);
   count_step(hyper, [&] {
     const auto& [rows, segments, lookups, bags, count] = groups;
     tbe_update_(weights, states, hyper, optimizer, grad, features, rows, segments, lookups, bags,

@@ -72,7 +72,7 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, Tensor> tt_lookup(
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   const Tensor keys = tt_keys(indices, offsets, bag_layout, feature_tables);
   const auto [unique, segments, lookups, bags, count] =
-      tbe_group(features, keys, offsets, bag_layout, shapes.first_keys.back());
+      tbe_group(features, keys, offsets, bag_layout, shapes.first_keys.back(), false);
   const std::vector<Tensor> plan =
       tt_plan(unique, count, tables, shapes.first_lefts.back(), shapes.first_rights.back());
   const ScratchRows rows(cores[0], keys.numel(), shapes.dim);

@@ -237,6 +237,7 @@ class DynamicEmbeddingBags(FusedTables):
             pooling=self.pooling,
             total_rows=self.total_rows,
             output_dim=columns,
+            repaired=self.bounds_check is not BoundsCheck.NONE,
         )
 
     def _valid_indices(self, ids: Tensor) -> Tensor:

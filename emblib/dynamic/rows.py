@@ -18,7 +18,7 @@ from emblib.dynamic.hash_index import HashIndex, InsertedBatch
 from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.entries import WEIGHT
 from emblib.init import Constant
-from emblib.ops import autograd, hash, tbe
+from emblib.ops import autograd, hash
 from emblib.ops import hash as initial
 from emblib.ops.hash import Keys, tables_of
 from emblib.optim import State
@@ -413,7 +413,7 @@ class TrainingUpdate:
         batch = self.batch
         assert batch is not None
         slots, indices = self.locate()
-        groups = tbe.group(batch.features, slots, batch.offsets, batch.total_rows, batch.bag_layout)
+        groups = autograd.groups_of(batch._replace(indices=slots))
         if self._backing is not None:
             self._backing_tier().will_update()
         return autograd.RowLocations(groups, None, self._reads.slots, indices)

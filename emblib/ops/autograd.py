@@ -65,6 +65,8 @@ class Lookup(NamedTuple):
     hooks: UpdateHooks | None = None
     default_rows: Tensor | None = None
     """Rows that `slots` refer to where there is no cache; read, never updated."""
+    repaired: bool = False
+    """Whether `check_bounds` returned `offsets`."""
 
 
 class Tiers(NamedTuple):
@@ -124,7 +126,12 @@ def _zeros(batch: Lookup, dtype: torch.dtype, device: torch.device) -> Tensor:
 def groups_of(batch: Lookup) -> tbe.Groups:
     """Group the lookups of a batch by row."""
     return tbe.group(
-        batch.features, batch.indices, batch.offsets, batch.total_rows, batch.bag_layout
+        batch.features,
+        batch.indices,
+        batch.offsets,
+        batch.total_rows,
+        batch.bag_layout,
+        repaired=batch.repaired,
     )
 
 

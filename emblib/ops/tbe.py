@@ -85,9 +85,14 @@ def group(
     offsets: Tensor,
     total_rows: int,
     bag_layout: Tensor | None = None,
+    *,
+    repaired: bool = False,
 ) -> Groups:
-    """Group lookups by linear row id `row_base + index`; `total_rows` bounds those ids."""
-    return Groups(*tbe_group(features, indices, offsets, bag_layout, total_rows))
+    """Group lookups by linear row id `row_base + index`; `total_rows` bounds those ids.
+
+    `repaired` says that `check_bounds` returned the offsets: a GPU then saves two launches.
+    """
+    return Groups(*tbe_group(features, indices, offsets, bag_layout, total_rows, repaired))
 
 
 @torch.library.register_fake("emblib::bounds_check")
@@ -124,6 +129,7 @@ def _(
     offsets: Tensor,
     bag_layout: Tensor | None,
     total_rows: int,
+    repaired: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     lookups = indices.numel()
     return (

@@ -112,7 +112,14 @@ def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
     """Group the lookups by row, and the rows by the halves that they share."""
     layout = batch.layout
     keys = _ops.tt_keys(batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables)
-    groups = tbe.group(batch.features, keys, batch.offsets, layout.num_keys, batch.bag_layout)
+    groups = tbe.group(
+        batch.features,
+        keys,
+        batch.offsets,
+        layout.num_keys,
+        batch.bag_layout,
+        repaired=batch.repaired,
+    )
     plan = TTPlan(
         *_ops.tt_plan(groups.rows, groups.count, batch.tables, layout.left_ids, layout.right_ids)
     )

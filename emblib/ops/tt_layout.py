@@ -87,7 +87,10 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
 
 
 class TTLookup(NamedTuple):
-    """One batch; `features` describe its tables as dense ones whose rows are the keys."""
+    """One batch; `features` describe its tables as dense ones whose rows are the keys.
+
+    `repaired` says that `check_bounds` returned `offsets`.
+    """
 
     layout: TTLayout
     tables: Tensor
@@ -99,6 +102,7 @@ class TTLookup(NamedTuple):
     pooling: Pooling
     output_dim: int
     output_dtype: torch.dtype
+    repaired: bool = False
 
 
 class Chunk(NamedTuple):

@@ -264,7 +264,14 @@ class TableBatchedEmbeddingBags(FusedTables):
         bag_layout, output_dim = self._bag_layout(offsets, batch_sizes, indices.device)
         offsets = base.check_bounds(self, indices, offsets, self.features, bag_layout)
         return autograd.Lookup(
-            self.features, indices, offsets, bag_layout, self.pooling, self.total_rows, output_dim
+            self.features,
+            indices,
+            offsets,
+            bag_layout,
+            self.pooling,
+            self.total_rows,
+            output_dim,
+            repaired=self.bounds_check is not BoundsCheck.NONE,
         )
 
     def _look_up(

@@ -351,6 +351,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             self.pooling,
             output_dim,
             self.output_dtype,
+            repaired=self.bounds_check is not BoundsCheck.NONE,
         )
 
     def _all_cores(self) -> list[nn.Parameter]:

@@ -124,12 +124,13 @@ def test_any_case_matches_reference(data: st.DataObject) -> None:
     train(case, OPTIMIZERS[data.draw(st.sampled_from(sorted(OPTIMIZERS)))], "cpu", steps=2)
 
 
+@pytest.mark.parametrize("repaired", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_grouping_matches_reference(name: str, device: torch.device) -> None:
+def test_grouping_matches_reference(name: str, repaired: bool, device: torch.device) -> None:
     case = CASES[name]
     module = case.module(optim.SGD(0.1), device)
     indices, offsets, _ = case.batch_of(device)
-    got = tbe.group(module.features, indices, offsets, module.total_rows)
+    got = tbe.group(module.features, indices, offsets, module.total_rows, repaired=repaired)
     want = reference.group(module.features, indices, offsets)
     unique, grouped = want.rows.numel(), want.lookups.numel()
     assert int(got.count) == unique

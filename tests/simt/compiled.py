@@ -18,7 +18,7 @@ from tests.simt.library import HEADERS, ROOT
 
 NVCC = shutil.which("nvcc")
 ARCHITECTURES = ("sm_80", "sm_90")
-_WIDE = ("LDG.E.128", "LD.E.128", "STG.E.128", "ST.E.128")
+_WIDE = ("LDG.E.128", "LD.E.128", "STG.E.128", "STG.E.EF.128", "ST.E.128")
 
 
 @dataclass(frozen=True)
