@@ -249,6 +249,10 @@ class TableGroups(nn.Module):
 
     # Tables
 
+    def table_kernels(self) -> list[nn.Module]:
+        """Return the modules that look up and update, which are not among the submodules."""
+        return list(self._kernels)
+
     def module_of(self, part: int) -> tuple[Any, int]:
         """Return the kernel of a slice, and the number of the table in it."""
         g, k = self._locations[part]

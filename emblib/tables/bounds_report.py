@@ -1,7 +1,7 @@
 """Report what a bounds check on a GPU repaired, without a wait of the host."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +101,16 @@ def report_bounds_violations(model: nn.Module) -> None:
     Example:
         >>> emblib.report_bounds_violations(model)
     """
-    for module in model.modules():
+    for module in dict.fromkeys(_table_modules(model)):
         counts = getattr(module, "bounds_violations", None)
         if counts is not None:
             report_of(module).wait(counts)
+
+
+def _table_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model, and the kernels of its collections, which are none of them."""
+    for module in model.modules():
+        yield module
+        if (kernels := getattr(module, "table_kernels", None)) is not None:
+            for kernel in kernels():
+                yield from kernel.modules()
