@@ -9,6 +9,7 @@ from emblib.sharding.parameters import clip_grad_norm_
 from emblib.sharding.pipelines import (
     AssumeEqual,
     DrainAll,
+    EvalPipelineSparseDist,
     PrefetchTrainPipelineSparseDist,
     Progress,
     StopAtShortest,
@@ -48,6 +49,7 @@ __all__ = [
     "CommPrecision",
     "DistributedModelParallel",
     "DrainAll",
+    "EvalPipelineSparseDist",
     "FullyShard",
     "GradientReduction",
     "ParameterSharding",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from emblib.sharding import pipelines
-from emblib.sharding.pipelines import StopAtShortest
+from emblib.sharding.pipelines import StopAtShortest, empty_batch
 from emblib.sharding.ranks import RankGroup
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
@@ -142,6 +142,31 @@ def _interleaved(ranks: RankGroup, case: Case, name: str) -> Trained:
 def test_the_model_may_be_used_between_steps(name: str) -> None:
     case = Case((3, 4))
     assert_same(worlds.run(2, _interleaved, case, name), worlds.run(2, _plainly, case))
+
+
+def _evaluated(ranks: RankGroup, case: Case) -> None:
+    """Outputs and tables of the pipeline, and of the model called batch by batch."""
+    model = case.model(ranks).eval()
+    before = {key: value.clone() for key, value in values_of(model).items()}
+    batches = batches_of(ranks.rank, case.counts)
+    pipeline = pipelines.EvalPipelineSparseDist(model)
+    found = list(pipeline.run(batches))
+    with torch.no_grad():
+        empty = empty_batch(make_batch(0, 1))
+        padded = batches + [empty] * (max(case.counts) - len(batches))
+        expected = [model(to_device(batch, ranks.device)) for batch in padded]
+    for (loss, output), (plain_loss, plain_output) in zip(found, expected, strict=True):
+        assert not output.requires_grad
+        torch.testing.assert_close(loss, plain_loss, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(output, plain_output)
+    assert all(torch.equal(value, before[key]) for key, value in values_of(model).items())
+    with pytest.raises(ValueError, match=r"call model.eval\(\) before evaluation"):
+        pipelines.EvalPipelineSparseDist(model.train()).progress(iter(batches))
+
+
+@pytest.mark.parametrize("counts", [(3,), (4, 2), (0, 3)], ids=str)
+def test_evaluation_gives_what_the_model_gives(counts: tuple[int, ...]) -> None:
+    worlds.run(len(counts), _evaluated, Case(counts))
 
 
 def _epochs(ranks: RankGroup, case: Case, name: str) -> Trained:

@@ -95,7 +95,6 @@ def test_a_gradient_that_is_a_view_of_columns(optimizer: optim.Optimizer | None)
         assert optimizer is not None or torch.equal(mine.grad, theirs.grad)
 
 
-
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, optim.External()], ids=lambda o: o.name)
 @pytest.mark.parametrize("pooling", [Pooling.SUM, Pooling.MEAN])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

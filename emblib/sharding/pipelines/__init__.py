@@ -1,6 +1,7 @@
 """Training loops that overlap copies, the exchange of ids, prefetching and computing."""
 
 from emblib.sharding.pipelines.base import (
+    EvalPipelineSparseDist,
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
@@ -17,7 +18,7 @@ from emblib.sharding.pipelines.loading import (
 __all__ = [
     "AssumeEqual",
     "DrainAll",
-    "Ends",
+    "EvalPipelineSparseDist",
     "PrefetchTrainPipelineSparseDist",
     "Progress",
     "StopAtShortest",

@@ -1,8 +1,9 @@
-"""Training pipelines: training loops that overlap copies, the input dist and prefetching.
+"""Pipelines: loops over batches that overlap copies, the input dist and prefetching.
 
 `TrainPipelineBase` copies the next batch to the device while a batch is trained,
 `TrainPipelineSparseDist` also sends the ids of the next batch, and
 `PrefetchTrainPipelineSparseDist` also prefetches its rows into caches.
+`EvalPipelineSparseDist` runs the model forward only.
 """
 
 from collections import deque
@@ -145,7 +146,7 @@ class TrainPipelineBase:
         if self.model.training:
             self.optimizer.zero_grad()
         self._before_forward(slot)
-        loss, output = _loss_and_output(self._run_forward(slot, batch))
+        loss, output = self._output_of(self._run_forward(slot, batch))
         self._after_forward(slot)
         if self.model.training:
             _backward(loss)
@@ -154,6 +155,12 @@ class TrainPipelineBase:
 
     def _run_forward(self, slot: Slot, batch: Any) -> Any:
         return self._forward(batch)
+
+    def _output_of(self, result: Any) -> tuple[Any, Any]:
+        """Return the loss and the output of what `forward` returned."""
+        if isinstance(result, tuple | list) and len(result) == 2:
+            return result[0], result[1]
+        return result, result
 
     def _before_forward(self, slot: Slot) -> None:
         """Start other work before the forward of a slot."""
@@ -168,12 +175,6 @@ def _ranks_of(model: nn.Module) -> RankGroup:
         if isinstance(ranks := getattr(module, "ranks", None), RankGroup):
             return ranks
     return RankGroup.single(next((p.device for p in model.parameters()), torch.device("cpu")))
-
-
-def _loss_and_output(given: Any) -> tuple[Any, Any]:
-    if isinstance(given, tuple | list) and len(given) == 2:
-        return given[0], given[1]
-    return given, given
 
 
 def _backward(loss: Any) -> None:
@@ -262,6 +263,61 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             slot.sent = Ahead(self._inputs(slot.batch.value), self._lane, slot.batch)
         sent: Ahead = slot.sent
         return sent
+
+
+class EvalPipelineSparseDist(TrainPipelineSparseDist):
+    """Evaluates one batch per call while the next one's ids are sent and the one after is copied.
+
+    The model must be in eval mode; it runs forward only, without gradients. Hash tables insert
+    nothing then.
+
+    Args:
+        model: as for `TrainPipelineSparseDist`, like `device`, `inputs`, `forward`,
+            `uneven_inputs`, `on_progress` and `ranks`.
+
+    Example:
+        >>> auc = torchmetrics.classification.BinaryAUROC()
+        >>> for scores, labels in EvalPipelineSparseDist(model.eval(), forward=score).run(loader):
+        ...     auc.update(scores, labels)
+        >>> auc.compute()  # of all ranks
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device | str | None = None,
+        *,
+        inputs: Inputs | None = None,
+        forward: Callable[[Any], Any] | None = None,
+        uneven_inputs: UnevenInputs | None = None,
+        on_progress: Callable[[Progress], object] | None = None,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            None,
+            device,
+            inputs=inputs,
+            forward=forward,
+            uneven_inputs=uneven_inputs,
+            on_progress=on_progress,
+            ranks=ranks,
+        )
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        """Evaluate the next batch and return the output of `forward`, all of it.
+
+        Raises:
+            ValueError: the model is in training mode.
+            StopIteration: as in training.
+        """
+        if self.model.training:
+            raise ValueError("the model is in training mode: call model.eval() before evaluation")
+        with torch.no_grad():
+            return super().progress(batches)
+
+    def _output_of(self, result: Any) -> tuple[Any, Any]:
+        return None, result
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):

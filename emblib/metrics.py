@@ -1,0 +1,204 @@
+"""Metrics of models that predict clicks, over all ranks: normalized entropy and grouped AUC.
+
+They are metrics of torchmetrics, which has the others, e.g. `BinaryAUROC`: `update` with every
+batch, `compute` once, which sums over the ranks of the default process group.
+
+Needs torchmetrics: `pip install emblib[metrics]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+try:
+    from torchmetrics import Metric
+except ImportError as error:  # pragma: no cover - depends on the environment
+    raise ImportError(
+        "emblib.metrics needs torchmetrics, which is not installed: pip install emblib[metrics]"
+    ) from error
+
+__all__ = ["GroupedAUC", "NormalizedEntropy"]
+
+
+class NormalizedEntropy(Metric):
+    """Mean cross entropy of predictions, divided by that of always predicting the mean label.
+
+    A model that knows the mean only has 1, lower is better. `compute` returns a float64 scalar,
+    NaN without examples or where all labels are equal.
+
+    Args:
+        from_logits: whether predictions are logits; left out, they are probabilities.
+
+    Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014).
+
+    Example:
+        >>> metric = NormalizedEntropy(from_logits=True)
+        >>> for batch in loader:
+        ...     metric.update(model(batch), batch.labels)
+        >>> metric.compute()
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    cross_entropy: Tensor
+    positive: Tensor
+    total: Tensor
+
+    def __init__(self, *, from_logits: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.from_logits = from_logits
+        for name in ("cross_entropy", "positive", "total"):
+            zero = torch.zeros((), dtype=torch.float64)
+            self.add_state(name, zero, dist_reduce_fx="sum")
+
+    def update(self, predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+        """Add a batch.
+
+        Args:
+            predictions: float `[N]`, logits or probabilities.
+            labels: `[N]`, 0 or 1, or the share of clicks.
+            weights: float `[N]`, of the examples; left out, 1.
+
+        Raises:
+            ValueError: shapes differ, or a probability is outside of [0, 1].
+        """
+        _check_shapes(predictions, labels=labels, weights=weights)
+        values, targets = predictions.detach().double(), labels.detach().double()
+        if self.from_logits:
+            losses = functional.binary_cross_entropy_with_logits(values, targets, reduction="none")
+        else:
+            if not bool(((values >= 0) & (values <= 1)).all()):
+                raise ValueError(
+                    "predictions must be probabilities in [0, 1]; for logits make "
+                    "NormalizedEntropy(from_logits=True)"
+                )
+            losses = functional.binary_cross_entropy(values, targets, reduction="none")
+        scales = torch.ones_like(values) if weights is None else weights.detach().double()
+        self.cross_entropy += (losses * scales).sum()
+        self.positive += (targets * scales).sum()
+        self.total += scales.sum()
+
+    def compute(self) -> Tensor:
+        """Return the normalized entropy of all examples so far."""
+        rate = self.positive / self.total
+        of_mean = torch.special.entr(rate) + torch.special.entr(1.0 - rate)
+        return torch.where(of_mean > 0, self.cross_entropy / self.total / of_mean, torch.nan)
+
+
+class GroupedAUC(Metric):
+    """Mean over groups, such as users, of the AUC within each group.
+
+    Groups whose labels are all equal have no AUC and are left out. Predictions that tie count half.
+    All examples are kept until `reset`: 20 bytes each. `compute` returns a float64 scalar, NaN
+    where no group has both labels.
+
+    Args:
+        by_examples: whether a group counts as often as it has examples; else once.
+
+    Source: Zhou et al., Deep Interest Network for Click-Through Rate Prediction (KDD 2018).
+
+    Example:
+        >>> metric = GroupedAUC()
+        >>> metric.update(scores, batch.labels, batch.users)
+        >>> metric.compute()
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    predictions: list[Tensor]
+    labels: list[Tensor]
+    groups: list[Tensor]
+
+    def __init__(self, *, by_examples: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        self.by_examples = by_examples
+        for name in _DTYPES:
+            self.add_state(name, [], dist_reduce_fx="cat")
+
+    def update(self, predictions: Tensor, labels: Tensor, groups: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            predictions: float `[N]`, any scores.
+            labels: `[N]`, 0 or 1.
+            groups: integers `[N]`, the group of each example.
+
+        Raises:
+            ValueError: shapes differ, or groups are not integers.
+        """
+        _check_shapes(predictions, labels=labels, groups=groups)
+        if groups.is_floating_point():
+            raise ValueError(f"groups must be integers, got {groups.dtype}")
+        self.predictions.append(predictions.detach().to(_DTYPES["predictions"]))
+        self.labels.append(labels.detach().to(_DTYPES["labels"]))
+        self.groups.append(groups.detach().to(_DTYPES["groups"]))
+
+    def sync(self, *arguments: Any, **options: Any) -> None:
+        """Gather the examples of all ranks, also where one has none."""
+        for name, dtype in _DTYPES.items():
+            kept = getattr(self, name)
+            if isinstance(kept, list) and not kept:
+                kept.append(torch.empty(0, dtype=dtype, device=self.device))
+        super().sync(*arguments, **options)
+
+    def compute(self) -> Tensor:
+        """Return the mean AUC of the groups."""
+        predictions, labels, groups = (_joined(getattr(self, name)) for name in _DTYPES)
+        order = predictions.argsort(stable=True)
+        order = order[groups[order].argsort(stable=True)]
+        predictions, positive, groups = predictions[order], labels[order] > 0, groups[order]
+        _, group_of, sizes = groups.unique_consecutive(return_inverse=True, return_counts=True)
+        ranks = _tied_ranks(predictions, group_of, sizes)
+        positives, rank_sums = (
+            torch.zeros(len(sizes), dtype=torch.float64, device=ranks.device).index_add_(
+                0, group_of, values
+            )
+            for values in (positive.double(), ranks * positive)
+        )
+        pairs = positives * (sizes - positives)
+        has_both = pairs > 0
+        auc = (rank_sums - positives * (positives + 1) / 2)[has_both] / pairs[has_both]
+        weights = sizes[has_both].double() if self.by_examples else torch.ones_like(auc)
+        return (auc * weights).sum() / weights.sum()
+
+
+_DTYPES = {"predictions": torch.float64, "labels": torch.float32, "groups": torch.int64}
+
+
+def _joined(kept: Tensor | list[Tensor]) -> Tensor:
+    """Return the examples as one tensor: after a sync they are one already."""
+    if isinstance(kept, Tensor):
+        return kept
+    return torch.cat(kept) if kept else torch.empty(0)
+
+
+def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
+    """Return the rank of each prediction in its group, from 1; those of ties are averaged."""
+    changes = torch.ones_like(predictions, dtype=torch.bool)
+    changes[1:] = (predictions[1:] != predictions[:-1]) | (group_of[1:] != group_of[:-1])
+    tie = changes.cumsum(0) - 1
+    counts = torch.bincount(tie)
+    last = counts.cumsum(0)  # 1 + the position of the last of a tie
+    starts = (sizes.cumsum(0) - sizes)[group_of]
+    return (last - (counts - 1) / 2)[tie].double() - starts
+
+
+def _check_shapes(predictions: Tensor, **others: Tensor | None) -> None:
+    if predictions.dim() != 1:
+        raise ValueError(
+            f"predictions must be a vector [N], got {tuple(predictions.shape)}; flatten them"
+        )
+    for name, tensor in others.items():
+        if tensor is not None and tensor.shape != predictions.shape:
+            raise ValueError(
+                f"{name} must have the shape of predictions, {tuple(predictions.shape)}, got "
+                f"{tuple(tensor.shape)}"
+            )
