@@ -63,13 +63,14 @@ else
     fi
   fi
 fi
-pip() { "$python" -m pip --disable-pip-version-check "$@"; }
+# Packages are compiled as they are imported: pip would compile all 11,000 files, most of them for nothing.
+pip_install() { "$python" -m pip --disable-pip-version-check install -qq --no-compile "$@"; }
 
 # PyTorch's CPU builds are named VERSION+cpu. Not every registry has them; uv knows PyTorch's own index.
 install_cpu_torch() {
-  pip install -qq "$1+cpu" 2>/dev/null && return
+  pip_install "$1+cpu" 2>/dev/null && return
   [ -z "${PIP_NO_INDEX:-}" ] || return
-  command -v uv >/dev/null || pip install -qq uv 2>/dev/null || return
+  command -v uv >/dev/null || pip_install uv 2>/dev/null || return
   if command -v uv >/dev/null; then
     uv pip install -q --python "$python" --torch-backend=cpu "$1"
   else
@@ -81,15 +82,15 @@ install_torch() {
   local torch=torch==$TORCH_VERSION
   if [ -n "${TORCH:-}" ]; then
     say "installing $TORCH (TORCH)"
-    pip install -qq "$TORCH"
+    pip_install "$TORCH"
   elif have_gpu || [ "$(uname -s)" != Linux ]; then
     say "installing $torch; for another build: make TORCH=..."
-    pip install -qq "$torch"
+    pip_install "$torch"
   else
     say "no NVIDIA GPU found: installing the CPU build of $torch; for another build: make TORCH=..."
     if ! install_cpu_torch "$torch"; then
       say "found no CPU build: installing the registry's default build, several GB with CUDA"
-      pip install -qq "$torch"
+      pip_install "$torch"
     fi
   fi
   torch_of "$python" >/dev/null || fail "${TORCH:-$torch} does not import, or is older than 2.10"
@@ -112,5 +113,5 @@ for extra in filter(None, sys.argv[1].split(",")):
 print(*(need for need in needs if not need.startswith("torch>=")), sep="\n")
 PY
 )
-pip install -qq -c "$state/constraints" "${needs[@]}"
+pip_install -c "$state/constraints" "${needs[@]}"
 touch "$state/environment"
