@@ -1,10 +1,12 @@
-"""Initializers: the first values of the rows of dynamic tables.
+"""Initializers: the first values of the rows of tables.
 
-An element is a function of the seed, the table, the key and the position, so a row starts with the
-same values on every device and rank, and again after the key was evicted.
+In a dynamic table an element is a function of the seed, the table, the key and the position, so a
+row starts with the same values on every device and rank, and again after the key was evicted.
+`ByRows` is for the other tables of a collection.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,3 +124,35 @@ def _check_interval(spec: Any, low: float, high: float) -> None:
             f"low and high of {type(spec).__name__} must be finite and low < high, got {low} and "
             f"{high}; for one value use Constant"
         )
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """Fill a table block by block: an `init_fn` that never needs the whole table.
+
+    A rank of a sharded table makes the blocks of its own rows only; any other `init_fn` makes the
+    whole table on each rank. Before each block torch's generators are seeded by the table and the
+    number of the block, so that values do not depend on the plan.
+
+    Args:
+        function: takes a block `[n, embedding_dim]` to write to, and the rows of the table that it
+            is, a range of n; called for each block, in any order and on any rank.
+
+    Example:
+        >>> def pretrained(block, rows):
+        ...     block.copy_(vectors[rows.start : rows.stop])  # for example of a file in memory
+        >>> EmbeddingBagConfig(10**8, 64, "item", init_fn=emblib.init.ByRows(pretrained))
+    """
+
+    function: Callable[[Any, range], object]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(
+                "function of ByRows must be a function of a block and a range of rows, got "
+                f"{self.function!r}"
+            )
+
+    def __call__(self, weight: Any) -> None:
+        """Fill a whole table as one block."""
+        self.function(weight, range(weight.shape[0]))

@@ -34,7 +34,7 @@ class TableConfig:
         weight_init_min, weight_init_max: initial values are uniform between them; left out,
             in +-sqrt(1 / num_embeddings).
         init_fn: function that writes initial values into a tensor
-            `[num_embeddings, embedding_dim]`, instead.
+            `[num_embeddings, embedding_dim]`, instead; `emblib.init.ByRows` writes it in blocks.
         storage: how the rows are stored, one of `emblib.storage`.
         optimizer: of this table; None for that of its collection.
     """

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from emblib.init import ByRows
 from emblib.ops import primitives
 from emblib.storage.base import TableDescription, TableSlice
 
@@ -23,11 +24,16 @@ def new_seeds(parts: Iterable[TableSlice]) -> dict[str, int]:
 def draw(part: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
 
-    An element starts the same however the table is cut. `init_fn` makes the whole table, with
-    torch's generators seeded.
+    An element starts the same however the table is cut. `init_fn` makes the whole table, `ByRows`
+    the blocks that the slice meets, with torch's generators seeded.
     """
     config = part.config
     if weight.is_meta:
+        return
+    if isinstance(config.init_fn, ByRows):
+        for rows, block_seed in _blocks(part, seed):
+            with seeded(weight.device, block_seed):
+                _fill_block(part, weight, rows, config.init_fn)
         return
     if config.init_fn is not None:
         with seeded(weight.device, seed):
@@ -66,6 +72,18 @@ def _blocks(part: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
     for number in range(part.rows[0] // step, -(-part.rows[1] // step)):
         block_seed = (seed + number * 0x9E3779B97F4A7C15) % (2**63 - 1)
         yield range(number * step, min((number + 1) * step, rows)), block_seed
+
+
+def _fill_block(part: TableSlice, weight: Tensor, rows: range, init_fn: ByRows) -> None:
+    """Write the rows of a block that a slice has; `init_fn` always gets the whole block."""
+    begin, end = max(rows.start, part.rows[0]), min(rows.stop, part.rows[1])
+    target = weight[begin - part.rows[0] : end - part.rows[0]]
+    if len(target) == len(rows) and part.dim == part.config.embedding_dim:
+        init_fn.function(target, rows)
+        return
+    block = target.new_empty(len(rows), part.config.embedding_dim)
+    init_fn.function(block, rows)
+    target.copy_(block[begin - rows.start : end - rows.start, slice(*part.columns)])
 
 
 def _draw_block(part: TableSlice, weight: Tensor, rows: range, seed: int) -> None:

@@ -23,6 +23,7 @@ from emblib import (
     optim,
 )
 from emblib.collections import TableConfig, TableGroups
+from emblib.init import ByRows
 from emblib.sharding.planner import Planner, Topology
 from emblib.storage import (
     Dense,
@@ -186,7 +187,13 @@ def test_first_values_do_not_depend_on_the_cut(
     rows: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("emblib.storage.initial_values._BLOCK", 40 * 8)
-    for options in ({}, {"init_fn": torch.nn.init.normal_}, {"weight_init_min": 0.0}):
+    by_rows = ByRows(lambda block, rows: block.normal_().add_(rows.start))
+    for options in (
+        {},
+        {"init_fn": torch.nn.init.normal_},
+        {"init_fn": by_rows},
+        {"weight_init_min": 0.0},
+    ):
         config = EmbeddingBagConfig(131, 8, "t", data_type=dtype, **options)
         whole = TableGroups([TableSlice.whole(config)], [], pooled=True, seeds={"t": 7})
         table = whole.views(0)["weight"]
@@ -199,6 +206,32 @@ def test_first_values_do_not_depend_on_the_cut(
     assert low == 0.0
     assert float(table.min()) >= low
     assert float(table.max()) <= high
+
+
+@pytest.mark.parametrize("columns", [(0, 8), (2, 8)], ids=str)
+def test_a_slice_fills_the_blocks_of_its_rows_only(
+    columns: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("emblib.storage.initial_values._BLOCK", 40 * 8)
+    blocks = []
+
+    def fill(block: torch.Tensor, rows: range) -> None:
+        assert block.shape == (len(rows), 8)
+        blocks.append(rows)
+        block.copy_(torch.arange(rows.start, rows.stop)[:, None] * 10 + torch.arange(8))
+
+    config = EmbeddingBagConfig(131, 8, "t", init_fn=ByRows(fill))
+    part = TableSlice(config, (45, 85), columns)
+    groups = TableGroups([part], [], pooled=True)
+    assert blocks == [range(40, 80), range(80, 120)]
+    assert groups.views(0)["weight"].tolist() == [
+        [10.0 * row + column for column in range(*columns)] for row in range(45, 85)
+    ]
+    with pytest.raises(TypeError, match="function of ByRows must be a function of a block"):
+        ByRows(3)
+    whole = torch.empty(131, 8)
+    config.init_fn(whole)
+    assert torch.equal(whole[45:85, slice(*columns)], groups.views(0)["weight"])
 
 
 def test_first_values_of_tensor_trains_do_not_depend_on_the_cut() -> None:

@@ -19,6 +19,7 @@ from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection
 from emblib.collections.configs import EmbeddingConfig
 from emblib.collections.groups import TableGroups
+from emblib.init import ByRows
 from emblib.sharding import (
     BF16,
     DDP,
@@ -439,6 +440,11 @@ FUNCTIONS: dict[str, tuple[Any, Any, str]] = {
         _of_settings(_settings(0)),
         _of_settings(_settings(1, bias=1.0)),
         "init_fn.func.settings.more.bias is 0.5 on rank 0 and 1.0",
+    ),
+    "blocks": (
+        ByRows(_closure(0.0)),
+        ByRows(_closure(1.0)),
+        "init_fn.function.value is 0.0 on rank 0 and 1.0",
     ),
     "global": (_of_global(1.0), _of_global(2.0), "init_fn.SCALE is 1.0 on rank 0 and 2.0"),
 }
