@@ -19,6 +19,7 @@ from emblib.sharding.pipelines import (
 )
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.ranks import RankGroup
+from emblib.sharding.replicas import ReplicatedModelParallel
 from emblib.sharding.shard import collections_of, construct_module_plan, shard
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
@@ -57,6 +58,7 @@ __all__ = [
     "Progress",
     "RankFailure",
     "RankGroup",
+    "ReplicatedModelParallel",
     "Shard",
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",

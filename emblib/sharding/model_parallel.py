@@ -85,7 +85,7 @@ class DistributedModelParallel(nn.Module):
             },
         )
         if plan is None:
-            plan = _planned(module, planner, self.ranks)
+            plan = planned(module, planner, self.ranks)
         bare = shard(
             module,
             plan,
@@ -95,7 +95,7 @@ class DistributedModelParallel(nn.Module):
             gradients=gradients,
         )
         fingerprint.agree(self.ranks, lambda: _prepare(bare, self.ranks))
-        copy_from_first(bare, self.ranks, _names_of_tables(bare))
+        copy_from_first(bare, self.ranks, names_of_tables(bare))
         mark_dense(bare, self.ranks)
         self._wrapped = bare
         if how is not None:
@@ -105,14 +105,19 @@ class DistributedModelParallel(nn.Module):
         """Wrap the dense part, where the model was made with `wrap="none"`."""
         bare = self.module
         how = fingerprint.agree(
-            self.ranks, lambda: wrapping(wrap), lambda how: {"": {"wrap": how or wrap}}
+            self.dense_ranks, lambda: wrapping(wrap), lambda how: {"": {"wrap": how or wrap}}
         )
-        ignored = _names_of_tables(bare) - _names_of_dense_tables(bare)
+        ignored = names_of_tables(bare) - _names_of_dense_tables(bare)
         dense = [p for name, p in bare.named_parameters() if name not in ignored]
         # DDP refuses a model that has nothing for it.
-        if how is not None and self.ranks.size > 1 and any(p.requires_grad for p in dense):
-            self._wrapped = how.wrap(bare, self.ranks, ignored)
-            mark_dense(bare, self.ranks)
+        if how is not None and self.dense_ranks.size > 1 and any(p.requires_grad for p in dense):
+            self._wrapped = how.wrap(bare, self.dense_ranks, ignored)
+            mark_dense(bare, self.dense_ranks)
+
+    @property
+    def dense_ranks(self) -> RankGroup:
+        """The ranks that average the gradients of the dense part."""
+        return self.ranks
 
     @property
     def module(self) -> nn.Module:
@@ -182,7 +187,7 @@ def _prepare(module: nn.Module, ranks: RankGroup) -> None:
 
 def _check_that_tables_are_sharded(module: nn.Module) -> None:
     """Raise ValueError for unsharded tables that backward updates: replicas would diverge."""
-    inside = _names_of_tables(module)
+    inside = names_of_tables(module)
     alone = [
         name
         for name, parameter in module.named_parameters()
@@ -203,7 +208,7 @@ def _check_that_tables_are_sharded(module: nn.Module) -> None:
         )
 
 
-def _names_of_tables(module: nn.Module) -> set[str]:
+def names_of_tables(module: nn.Module) -> set[str]:
     """Return the names of parameters and buffers of the sharded collections."""
     names: set[str] = set()
     for path, part in sharded_modules(module).items():
@@ -224,7 +229,8 @@ def _names_of_dense_tables(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter in shared}
 
 
-def _planned(module: nn.Module, planner: Planner | None, ranks: RankGroup) -> ShardingPlan:
+def planned(module: nn.Module, planner: Planner | None, ranks: RankGroup) -> ShardingPlan:
+    """Return the plan of a planner, by default one of this machine; all ranks call this."""
     from emblib.sharding.planner import Planner, Topology, collective_plan
 
     def default() -> Planner:

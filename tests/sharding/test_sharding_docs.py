@@ -14,12 +14,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "sharding.md"
 
 
-def _run(page: Path, count: int | None = None) -> dict[str, Any]:
-    """The names after the examples of a page, one after the other, or the first `count`."""
+def _run(page: Path, *selected: int) -> dict[str, Any]:
+    """The names after the examples of a page, one after the other, or after those `selected`."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= (count or 1)
+    assert blocks
     names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks[:count]:
+    for block in [blocks[i] for i in selected] or blocks:
         exec(compile(block, str(page), "exec"), names)
     return names
 
@@ -43,9 +43,11 @@ def test_examples(tmp_path: Path) -> None:
 
 
 def test_examples_of_pages_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(DOCS / "pipelines.md", 1)["pipeline"].steps == 30
+    names = _run(DOCS / "pipelines.md", 0, 2)
+    assert names["pipeline"].steps == 30
+    assert int(names["entropy"].total) == 40
     assert capsys.readouterr().out.count("examples/s\n") == 30
-    names = _run(DOCS / "planner.md", 1)
+    names = _run(DOCS / "planner.md", 0)
     assert ShardingPlan.load("plan.json") == names["prediction"].plan
     assert _run(DOCS / "quantised.md")["pooled"].shape == (2, 64)
     assert _run(DOCS / "jagged.md")["batch"].keys() == ["user", "item"]

@@ -172,8 +172,9 @@ class TrainPipelineBase:
 def _ranks_of(model: nn.Module) -> RankGroup:
     """Return the ranks of the model, or of its first sharded collection; else this process."""
     for module in (model, *sharded_modules(model).values()):
-        if isinstance(ranks := getattr(module, "ranks", None), RankGroup):
-            return ranks
+        for name in ("dense_ranks", "ranks"):  # all that step together
+            if isinstance(ranks := getattr(module, name, None), RankGroup):
+                return ranks
     return RankGroup.single(next((p.device for p in model.parameters()), torch.device("cpu")))
 
 

@@ -1,0 +1,213 @@
+"""Replicas of a sharded model: parallelism in two dimensions, shards and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from emblib.collections.groups import TableGroups
+from emblib.ops import autograd
+from emblib.optim import Optimizer
+from emblib.sharding import fingerprint
+from emblib.sharding.dense import Wrapping, copy_from_first
+from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.model_parallel import DistributedModelParallel, names_of_tables, planned
+from emblib.sharding.pipelines.inputs import sharded_modules
+from emblib.sharding.plan import ShardingPlan
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.shard import Rules
+from emblib.sharding.sharded_tables import GradientReduction
+
+_CHUNK = 1 << 23  # float32 values per message
+
+
+class ReplicatedModelParallel(DistributedModelParallel):
+    """Shards the tables over groups of ranks; each group has a replica of all tables.
+
+    An exchange takes part of the ranks only, which pays where it does not scale to all of them, at
+    the price of the memory of the replicas. Gradients of the dense part are averaged over all ranks
+    in every step. Replicas of the tables drift apart until `sync()` averages them: call it every
+    few steps, and before a checkpoint or an evaluation. With plain SGD and a `sync` per step the
+    result is that of `DistributedModelParallel`.
+
+    Args:
+        module: the model, as for `DistributedModelParallel`. All tables need a fused optimizer.
+        mesh: a `DeviceMesh` of all processes, `[replicas, shards]`.
+        plan: of the ranks of one group, as for `DistributedModelParallel`.
+        planner: as there; it plans for the ranks of a group.
+        optimizer: for tables whose configuration has none.
+        wrap: how the dense part is distributed over all ranks.
+        comm_precision: the codecs of values sent between the ranks of a group.
+        gradients: whether table gradients are the mean over the ranks of a group, or the sum.
+        local_size: ranks per node within a group; by default as for `RankGroup`.
+
+    Attributes:
+        ranks: the group of this rank, which shares a replica of the tables.
+        all_ranks: all processes.
+        replicas: the ranks with the same shards as this one, one per group.
+
+    Raises:
+        ValueError: another mesh; hash tables, whose replicas would have different keys; tables
+            without a fused optimizer; replicas that differ in their shards.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicas", "shards"))
+        >>> model = ReplicatedModelParallel(model, mesh, optimizer=optim.RowwiseAdagrad(0.02))
+        >>> for step, batch in enumerate(loader):
+        ...     train(model, batch)
+        ...     if step % 16 == 15:
+        ...         model.sync()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: dist.DeviceMesh,
+        *,
+        plan: ShardingPlan | Rules | None = None,
+        planner: Any = None,
+        optimizer: Optimizer | None = None,
+        wrap: str | Wrapping | None = "ddp",
+        comm_precision: CommPrecision | None = None,
+        gradients: GradientReduction = GradientReduction.MEAN,
+        local_size: int | None = None,
+    ) -> None:
+        if not isinstance(mesh, dist.DeviceMesh) or mesh.ndim != 2:
+            raise ValueError(
+                "mesh must be a DeviceMesh [replicas, shards], e.g. init_device_mesh('cuda', "
+                f"(4, 8), mesh_dim_names=('replicas', 'shards')), got {mesh!r}"
+            )
+        all_ranks = RankGroup(mesh)
+        shards = RankGroup(mesh.get_group(1), local_size=local_size, device=all_ranks.device)
+        replicas = RankGroup(mesh.get_group(0), local_size=1, device=all_ranks.device)
+        if plan is None:  # equal on all replicas, whatever memory their machines have
+            plan = replicas.gather_objects(planned(module, planner, shards))[0]
+        super().__init__(
+            module,
+            shards,
+            plan=plan,
+            optimizer=optimizer,
+            wrap="none",
+            comm_precision=comm_precision,
+            gradients=gradients,
+        )
+        self.all_ranks, self.replicas = all_ranks, replicas
+        fingerprint.agree(all_ranks, self._check_tables, self._description_of_shards)
+        copy_from_first(self.module, all_ranks, names_of_tables(self.module))
+        self._copy_tables_from_first()
+        if wrap is not None and wrap != "none":
+            self.wrap_dense(wrap)
+
+    @property
+    def dense_ranks(self) -> RankGroup:
+        """All ranks: they average the gradients of the dense part."""
+        return self.all_ranks
+
+    @torch.no_grad()
+    def sync(self, *, optimizer_states: bool = True) -> None:
+        """Average the tables over replicas; all ranks call this together.
+
+        Values in 16 bits are averaged in float32 and rounded to nearest.
+
+        Args:
+            optimizer_states: whether those of the tables are averaged too, as TorchRec does.
+        """
+        if self.replicas.size == 1:
+            return
+        for chunk in _chunks(self._replicated_values(optimizer_states=optimizer_states)):
+            buffer = torch.cat([part.float().reshape(-1) for part in chunk])
+            dist.all_reduce(buffer, group=self.replicas.group)
+            buffer /= self.replicas.size
+            _write_back(buffer, chunk)
+        self._commit()
+
+    @torch.no_grad()
+    def _copy_tables_from_first(self) -> None:
+        """Give all replicas the tables and optimizer states of the first."""
+        if self.replicas.size == 1:
+            return
+        source = self.replicas.global_rank(0)
+        for chunk in _chunks(self._replicated_values(optimizer_states=True)):
+            buffer = torch.cat([part.float().reshape(-1) for part in chunk])
+            dist.broadcast(buffer, source, group=self.replicas.group)
+            _write_back(buffer, chunk)
+        self._commit()
+
+    def _table_groups(self) -> Iterator[TableGroups]:
+        """Yield the kernels of all tables on this rank, replicated tables included."""
+        for part in sharded_modules(self.module).values():
+            yield from {id(shard.groups): shard.groups for shard in part.local_shards()}.values()
+
+    def _replicated_values(self, *, optimizer_states: bool) -> Iterator[Tensor]:
+        """Yield the values that replicas share, as views that writes go through."""
+        for groups in self._table_groups():
+            for part, views in enumerate(groups.all_views()):
+                trained = groups.parameters_of(part).keys()
+                for name, view in views.items():
+                    if view.is_floating_point() and (optimizer_states or name in trained):
+                        yield view.detach()
+
+    def _commit(self) -> None:
+        for groups in self._table_groups():
+            for handle in groups.handles:
+                handle.commit()
+
+    def _check_tables(self) -> None:
+        """Raise ValueError for tables whose replicas cannot be averaged."""
+        keyed = [
+            config.name
+            for part in sharded_modules(self.module).values()
+            for config in part.configs
+            if config.storage.is_keyed
+        ]
+        if keyed:
+            raise ValueError(
+                f"tables {keyed} are hash tables, and replicas of one would have different keys: "
+                "use DistributedModelParallel, which shards their keys over all ranks"
+            )
+        for groups in self._table_groups():
+            if not all(autograd.is_fused(info.module.optimizer) for info in groups.groups):
+                raise ValueError(
+                    "tables of replicas need a fused optimizer: pass optimizer=, or set that of "
+                    "each table"
+                )
+
+    def _description_of_shards(self, _: None) -> fingerprint.Description:
+        """Describe the tables and their plan, which must be equal in all groups."""
+        return {
+            f"table {name} of {path or 'the model'}": {
+                "rows": config.num_embeddings,
+                "dim": config.embedding_dim,
+                "sharding": str(part.plan[name]),
+            }
+            for path, part in sharded_modules(self.module).items()
+            for config in part.configs
+            for name in [config.name]
+        }
+
+
+def _chunks(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield lists of slices of the tensors, in their order, each with about `_CHUNK` values."""
+    chunk: list[Tensor] = []
+    free = _CHUNK
+    for tensor in tensors:
+        start = 0
+        while start < len(tensor):
+            per_row = max(1, tensor[0].numel())
+            count = min(len(tensor) - start, max(1, free // per_row))
+            chunk.append(tensor[start : start + count])
+            start, free = start + count, free - count * per_row
+            if free <= 0:
+                yield chunk
+                chunk, free = [], _CHUNK
+    if chunk:
+        yield chunk
+
+
+def _write_back(buffer: Tensor, chunk: list[Tensor]) -> None:
+    for part, values in zip(chunk, buffer.split([p.numel() for p in chunk]), strict=True):
+        part.copy_(values.view_as(part))

@@ -1,0 +1,214 @@
+"""Replicas of a sharded model: what they train, when they are equal, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed import init_device_mesh
+
+from emblib import optim
+from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
+from emblib.jagged import KeyedJaggedTensor
+from emblib.sharding import (
+    DistributedModelParallel,
+    RankGroup,
+    ReplicatedModelParallel,
+    TrainPipelineSparseDist,
+    row_wise,
+    table_wise,
+)
+from emblib.storage import Hash
+from tests.sharding import worlds
+from tests.sharding.pipeline_cases import (
+    PLANS,
+    Net,
+    batches_of,
+    dense_optimizer,
+    make_batch,
+    plain_loop,
+    values_of,
+)
+
+STEPS = 3
+
+
+def net(optimizer: optim.Optimizer) -> Net:
+    """The net of the pipelines' tests, all tables with one optimizer."""
+    torch.manual_seed(5)
+    made = Net()
+    made.bags.set_optimizers(dict.fromkeys("abc", optimizer))
+    made.clicks.set_optimizers({"s": optimizer})
+    return made
+
+
+def replicas(
+    ranks: RankGroup, plan: str = "parts", wrap: str = "ddp", **options: Any
+) -> ReplicatedModelParallel:
+    """Two replicas over two ranks each."""
+    mesh = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = net(options.pop("optimizer", optim.SGD(0.1))).to(ranks.device)
+    return ReplicatedModelParallel(model, mesh, plan=PLANS[plan](2), wrap=wrap, **options)
+
+
+def assert_equal_replicas(model: ReplicatedModelParallel) -> None:
+    """Compare the values of this rank with those of its counterparts in the other replicas."""
+    for other in model.replicas.gather_objects(values_of(model)):
+        for key, value in values_of(model).items():
+            assert torch.equal(value, other[key]), key
+
+
+def _synchronised(ranks: RankGroup, plan: str, wrap: str) -> None:
+    """With SGD and a sync per step, replicas train as one model over all ranks does."""
+    model = replicas(ranks, plan, wrap)
+    whole = DistributedModelParallel(
+        net(optim.SGD(0.1)).to(ranks.device), ranks, plan=PLANS[plan](4), wrap=wrap
+    )
+    batches = [make_batch(10 * ranks.rank + i, 3) for i in range(STEPS)]
+    losses, expected = plain_loop(model, batches, STEPS), plain_loop(whole, batches, STEPS)
+    for loss, wanted in zip(losses, expected, strict=True):
+        torch.testing.assert_close(loss, wanted)
+        model.sync()
+        assert_equal_replicas(model)
+    torch.testing.assert_close(tables(model, model.ranks), tables(whole, ranks))
+
+
+def tables(model: Any, ranks: RankGroup) -> dict[str, Tensor]:
+    """The whole tables, of the parts on all ranks of a group."""
+    found: dict[str, Tensor] = {}
+    for values in ranks.gather_objects(values_of(model)):
+        for key, value in values.items():
+            if isinstance(key, tuple) and key[-1] == "weight":
+                path, table, shard, _ = key
+                target = found.setdefault(f"{path}.{table}", torch.full((40, 8), 7.0))
+                target[slice(*shard.rows), slice(*shard.columns)] = value.cpu()
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize(
+    ("plan", "wrap"), [("parts", "ddp"), ("copies", "ddp"), ("parts", "fully_shard")]
+)
+def test_with_sgd_and_a_sync_per_step_it_is_one_model(plan: str, wrap: str) -> None:
+    worlds.run(4, _synchronised, plan, wrap)
+
+
+def _averaged(ranks: RankGroup, states: str, chunk: int) -> None:
+    """A sync makes of each value the mean over replicas."""
+    model = replicas(ranks, optimizer=optim.RowwiseAdagrad(0.1))
+    batches = [make_batch(10 * ranks.rank + i, 3) for i in range(STEPS)]
+    list(plain_loop(model, batches, STEPS))
+    mine = values_of(model)
+    by_replica = model.replicas.gather_objects(mine)
+    assert any(not torch.equal(v, by_replica[1 - model.replicas.rank][k]) for k, v in mine.items())
+    with mock.patch("emblib.sharding.replicas._CHUNK", chunk):  # a message may cut a table
+        model.sync(optimizer_states=states == "with states")
+    for key, value in values_of(model).items():
+        averaged = states == "with states" or not isinstance(key, tuple) or key[-1] == "weight"
+        mean = (by_replica[0][key] + by_replica[1][key]) / 2
+        assert torch.equal(value, mean if averaged else mine[key]), key
+
+
+@pytest.mark.parametrize("states", ["with states", "without"])
+@pytest.mark.parametrize("chunk", [100, 1 << 20])
+def test_a_sync_averages_tables_and_states(states: str, chunk: int) -> None:
+    worlds.run(4, _averaged, states, chunk)
+
+
+def _from_meta(ranks: RankGroup) -> None:
+    """Tables that are drawn when they are sharded start equal on all replicas."""
+    mesh = init_device_mesh(ranks.device.type, (2, 2))
+    torch.manual_seed(ranks.rank)
+    tables = EmbeddingBagCollection([EmbeddingBagConfig(40, 8, "t")], device="meta")
+    model = ReplicatedModelParallel(
+        tables, mesh, plan={"": {"t": row_wise()}}, optimizer=optim.Adagrad(0.1)
+    )
+    assert_equal_replicas(model)
+    assert all(value.std() > 0 for key, value in values_of(model).items() if key[-1] == "weight")
+    # Planned by itself, the plan is the same on all ranks.
+    planned = ReplicatedModelParallel(
+        EmbeddingBagCollection([EmbeddingBagConfig(40, 8, "t")]), mesh, optimizer=optim.SGD(0.1)
+    )
+    assert len(set(ranks.gather_objects(str(planned.plan)))) == 1
+
+
+def test_replicas_start_equal() -> None:
+    worlds.run(4, _from_meta)
+
+
+def _in_pipeline(ranks: RankGroup) -> int:
+    """Loaders of different lengths in different replicas end together."""
+    model = replicas(ranks)
+    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model))
+    counts = (3, 0, 1, 4)
+    return len(list(pipeline.run(batches_of(ranks.rank, counts))))
+
+
+def test_a_pipeline_drains_the_loaders_of_all_replicas() -> None:
+    assert worlds.run(4, _in_pipeline) == [4, 4, 4, 4]
+
+
+def _saved(ranks: RankGroup, folder: Path) -> dict[str, Tensor]:
+    model = replicas(ranks)
+    list(plain_loop(model, [make_batch(10 * ranks.rank, 3)], 1))
+    model.sync()
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    return tables(model, model.ranks)
+
+
+def test_checkpoints_are_those_of_the_model(tmp_path: Path) -> None:
+    (expected, *_) = worlds.run(4, _saved, tmp_path / "checkpoint")
+    alone = net(optim.SGD(0.1))
+    state = alone.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    for name, table in expected.items():
+        path, _, key = name.partition(".")
+        kind = "embeddings" if path == "clicks" else "embedding_bags"
+        assert torch.equal(state[f"{path}.{kind}.{key}.weight"], table), name
+
+
+def _refused(ranks: RankGroup) -> list[str]:
+    mesh = init_device_mesh(ranks.device.type, (2, 2))
+    hashed = EmbeddingBagConfig(40, 8, "t", storage=Hash())
+    other = {"t": table_wise(0) if ranks.rank < 2 else row_wise()}
+
+    def collection(config: EmbeddingBagConfig) -> EmbeddingBagCollection:
+        return EmbeddingBagCollection([config])
+
+    sgd, plain = optim.SGD(0.1), EmbeddingBagConfig(40, 8, "t")
+    rules = {"": {"t": row_wise()}}
+    calls = [
+        lambda: ReplicatedModelParallel(collection(plain), ranks.group, plan=rules),
+        lambda: ReplicatedModelParallel(collection(hashed), mesh, plan=rules, optimizer=sgd),
+        lambda: ReplicatedModelParallel(collection(plain), mesh, plan=rules),
+        lambda: ReplicatedModelParallel(collection(plain), mesh, plan={"": other}, optimizer=sgd),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
+            call()
+        texts.append(str(caught.value))
+    features = KeyedJaggedTensor(["t"], torch.tensor([1]), lengths=torch.tensor([1]))
+    model = ReplicatedModelParallel(collection(plain), mesh, plan=rules, optimizer=sgd)
+    model(features).values().sum().backward()
+    model.sync()
+    return texts
+
+
+def test_what_it_refuses() -> None:
+    for texts in worlds.run(4, _refused):
+        for text, words in zip(
+            texts,
+            (
+                "mesh must be a DeviceMesh [replicas, shards]",
+                "tables ['t'] are hash tables",
+                "tables of replicas need a fused optimizer",
+                "table t of the model: sharding is ",
+            ),
+            strict=True,
+        ):
+            assert words in text
