@@ -136,9 +136,9 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " SymInt source_numel, ScalarType dtype, float scale) -> Tensor");
 
   // Quantised tables.
-  m.def("quantize_rows_(Tensor(a!) values, Tensor(b!) scales, Tensor weights, int bits) -> ()");
+  m.def("quantize_rows_(Tensor(a!) packed, Tensor weights, int bits) -> ()");
   m.def(
-      "quant_lookup(Tensor values, Tensor scales, Tensor features, Tensor indices, Tensor offsets,"
+      "quant_lookup(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, int bits, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
 

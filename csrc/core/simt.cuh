@@ -55,8 +55,17 @@ EMB_DEVICE Pack8 load(const Pack8* address) {
   const uint2 v = __ldg(reinterpret_cast<const uint2*>(address));
   return {{v.x, v.y}};
 }
+EMB_DEVICE uint32_t load(const uint32_t* address) { return __ldg(address); }
 
-// Store what no kernel reads soon: it leaves the L2 cache before other lines, such as rows of hot ids.
+// Return `x & mask | bits` in one instruction; the compiler makes two of constants.
+EMB_DEVICE uint32_t mask_and_set(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+  return result;
+}
+
+// Store what no kernel reads soon: it leaves the L2 cache before other lines, such as rows of hot
+// ids.
 EMB_DEVICE void store_streaming(Pack16* address, const Pack16& value) {
   __stcs(reinterpret_cast<uint4*>(address),
          make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]));
@@ -93,6 +102,8 @@ template <class Pack>
 void store_streaming(Pack* address, const Pack& value) {
   *address = value;
 }
+
+inline uint32_t mask_and_set(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 
 inline void prefetch(const void*) {}
 

@@ -1,33 +1,74 @@
-// Rows of 8 or 4 bits per value, and the arguments of their ops. Value d of a row is
-// `scale * q + offset` for its number q: offset is the minimum of the row and scale the range of
-// the row divided by 2^bits - 1. With 4 bits the even columns are the low halves of their bytes.
-// Rows are contiguous, each padded to whole bytes; the scales are a separate tensor.
+// Rows of 8 or 4 bits per value, and the arguments of their ops. A row is its scale and offset as
+// two fp16 values, then a number per column, then zeros up to a multiple of 4 bytes, so that a GPU
+// can load words. Value d is `scale * q + offset` for its number q. With 4 bits the even columns
+// are the low halves of their bytes. FBGEMM's IntNBit rows have the same format.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/half.h"
 #include "core/layout.h"
 #include "core/portability.h"
 
 namespace emb {
 
 struct RowScale {
-  float scale, offset;
+  half16 scale, offset;
 };
 
+inline constexpr int kWordBytes = 4;  // of which a row is a multiple
+inline constexpr int kHeaderBytes = sizeof(RowScale);
+static_assert(kHeaderBytes == 4);
+
+inline constexpr float kLargestHalf = 65504.0f;
+
+// Return the bytes of the numbers of `columns` values.
 EMB_HD int64_t packed_bytes(int64_t columns, int bits) { return (columns * bits + 7) / 8; }
 
-// Return the scale of a row with values in [low, high].
-EMB_HD RowScale row_scale(float low, float high, int bits) {
-  const auto levels = static_cast<float>((1 << bits) - 1);
-  // Not (high - low) / levels: the difference may overflow.
-  return {high / levels - low / levels, low};
+// Return the bytes from a row to the next.
+EMB_HD int64_t row_bytes(int64_t dim, int bits) {
+  const uint64_t words = (static_cast<uint64_t>(dim * bits) + 31) / 32;
+  return kHeaderBytes + static_cast<int64_t>(words) * kWordBytes;
 }
 
+// Return the largest half up to x, which is finite and at least -kLargestHalf.
+EMB_HD half16 half_at_most(float x) {
+  const half16 nearest = from_float<half16>(x);
+  if (to_float(nearest) <= x) return nearest;
+  const bool negative = (nearest.bits & 0x8000u) != 0;
+  return {static_cast<uint16_t>(negative ? nearest.bits + 1 : nearest.bits - 1)};
+}
+
+// Return the smallest half from x on, which is finite and at most kLargestHalf.
+EMB_HD half16 half_at_least(float x) {
+  return {static_cast<uint16_t>(half_at_most(-x).bits ^ 0x8000u)};
+}
+
+// Return x within the range of a half, and 0 for -0, which would make equal rows differ in a bit.
+EMB_HD float clamp_to_half(float x) {
+  return (x > kLargestHalf ? kLargestHalf : x < -kLargestHalf ? -kLargestHalf : x) + 0.0f;
+}
+
+// Return the scale of a row with values in [low, high]. The offset is rounded down and the scale
+// up, so that the numbers reach both ends.
+EMB_HD RowScale row_scale(float low, float high, int bits) {
+  const auto levels = static_cast<float>((1 << bits) - 1);
+  const half16 offset = half_at_most(clamp_to_half(low));
+  return {half_at_least((clamp_to_half(high) - to_float(offset)) / levels), offset};
+}
+
+// The scale and offset of a row as floats.
+struct RowStep {
+  float scale, offset;
+
+  EMB_HD explicit RowStep(RowScale row)
+      : scale(to_float(row.scale)), offset(to_float(row.offset)) {}
+};
+
 // Return the number of a value, rounded to nearest even.
-EMB_HD uint8_t quantized(float value, RowScale row, int bits) {
+EMB_HD uint8_t quantized(float value, RowStep row, int bits) {
   const auto levels = static_cast<float>((1 << bits) - 1);
   const float steps = row.scale > 0.0f ? (value - row.offset) / row.scale : 0.0f;
   const float inside = steps < levels ? steps : levels;
@@ -38,8 +79,7 @@ EMB_HD uint8_t quantized(float value, RowScale row, int bits) {
 
 struct QuantizeArgs {
   const void* rows;  // [R, dim]
-  uint8_t* values;   // [R, packed bytes]
-  RowScale* scales;  // [R]
+  uint8_t* packed;   // [R, row bytes]
   int64_t dim;
   int bits;
 };
@@ -53,8 +93,7 @@ struct QuantizeTable {
 // The CPU kernels of `quant_lookup`, which work on a range of bags of one feature.
 
 struct QuantLookupArgs {
-  const uint8_t* values;  // row 0 of the feature's table
-  const RowScale* scales;
+  const uint8_t* packed;  // row 0 of the feature's table
   int64_t rows, dim;
   const void* indices;
   Bags bags;

@@ -14,16 +14,26 @@ inline constexpr int kQuantizeThreads = 256;
 
 struct QuantizeRows {
   const void* weights;  // [rows, dim]
-  uint8_t* values;
-  RowScale* scales;
+  uint8_t* packed;
   int64_t rows, dim;
   int bits;
 };
 
+// Return the word with the numbers of the columns from `column` on; the rest of it is zeros.
+template <class T>
+EMB_DEVICE uint32_t quantized_word(const T* row, int64_t column, int64_t dim, RowStep step,
+                                   int bits) {
+  uint32_t word = 0;
+  for (int shift = 0; shift < 32 && column < dim; shift += bits, ++column) {
+    word |= static_cast<uint32_t>(quantized(to_float(row[column]), step, bits)) << shift;
+  }
+  return word;
+}
+
 template <class T>
 __global__ void quantize_kernel(QuantizeRows args) {
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
-  const int64_t nbytes = packed_bytes(args.dim, args.bits);
+  const int64_t words = row_bytes(args.dim, args.bits) / kWordBytes;
   for (int64_t r = simt::global_warp(); r < args.rows; r += simt::warps_in_grid()) {
     const T* row = static_cast<const T*>(args.weights) + r * args.dim;
     float low = to_float(row[0]), high = low;
@@ -39,17 +49,11 @@ __global__ void quantize_kernel(QuantizeRows args) {
       high = other_high > high ? other_high : high;
     }
     const RowScale scale = row_scale(low, high, args.bits);
-    if (lane == 0) args.scales[r] = scale;
-    uint8_t* out = args.values + r * nbytes;
-    for (int64_t b = lane; b < nbytes; b += simt::kWarp) {
-      if (args.bits == 8) {
-        out[b] = quantized(to_float(row[b]), scale, 8);
-        continue;
-      }
-      const unsigned even = quantized(to_float(row[2 * b]), scale, 4);
-      const unsigned odd =
-          2 * b + 1 < args.dim ? quantized(to_float(row[2 * b + 1]), scale, 4) : 0u;
-      out[b] = static_cast<uint8_t>(even | odd << 4);
+    uint32_t* out = reinterpret_cast<uint32_t*>(args.packed) + r * words;
+    if (lane == 0) out[0] = scale.scale.bits | static_cast<uint32_t>(scale.offset.bits) << 16;
+    for (int64_t w = lane + 1; w < words; w += simt::kWarp) {
+      const int64_t column = (w - 1) * (32 / args.bits);
+      out[w] = quantized_word(row, column, args.dim, RowStep(scale), args.bits);
     }
   }
 }
@@ -69,18 +73,17 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
   }
 }
 
-// A lookup: a group of 4 to 32 lanes takes a bag, or without pooling one lookup. Each lane owns 8
-// bytes of the row, 8 or 16 columns, and four rows of each bag are in flight before the first is
-// used. Every lane reads index, scale and weight of one lookup of its bag and shares them by
-// shuffles. The groups of a warp run in lockstep, so all collectives name the full warp. Sums are
-// in the order of the lookups.
+// The lookup. A group of 4 to 32 lanes reads a row, 8 columns per lane, in words: a row is as long
+// as it must be, and begins at any word. Every lane reads index, header and weight of one lookup
+// and shares them by shuffles, scale and offset not before the loads of the numbers are on their
+// way. All of a row is side by side, so it is one access to memory. The groups of a warp run in
+// lockstep, so all collectives name the full warp. Sums are in the order of the lookups.
 
 inline constexpr int kQuantThreads = 256;
-inline constexpr int kQuantRowsInFlight = 4;
+inline constexpr int kQuantColumns = 8;  // per lane
 
 struct QuantArgs {
-  const uint8_t* values;
-  const RowScale* scales;
+  const uint8_t* packed;
   void* output;  // [B, columns], [columns] in a variable batch, or [L, columns] for NONE
   Dtype output_type;
   const Feature* features;
@@ -96,103 +99,137 @@ struct QuantArgs {
   EMB_HD int64_t items() const { return pooling == Pooling::kNone ? bags.num_lookups : bags.count; }
 };
 
-// 8 bytes of a row.
-template <int kBits>
-struct PackedSlice {
-  static constexpr int kColumns = 64 / kBits;
-  uint32_t word[2] = {};
-
-  EMB_DEVICE float operator[](int k) const {
-    constexpr int kOfWord = kColumns / 2;
-    const uint32_t bits = word[k / kOfWord] >> (k % kOfWord * kBits);
-    return static_cast<float>(bits & ((1u << kBits) - 1));
-  }
-  // Load from `address`, of which `valid` columns belong to the row; a vector load needs a multiple
-  // of 8.
-  EMB_DEVICE void load(const uint8_t* address, int valid, bool vector) {
-    if (vector) {
-      const simt::Pack8 pack = simt::load(reinterpret_cast<const simt::Pack8*>(address));
-      word[0] = pack.word[0];
-      word[1] = pack.word[1];
-      return;
-    }
-    const int nbytes = (valid * kBits + 7) / 8;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i < nbytes) word[i / 4] |= static_cast<uint32_t>(address[i]) << (i % 4 * 8);
-    }
-  }
-};
-
-// The work of one group of lanes.
+// A bag, or without pooling a lookup. Only what the inner loop needs stays in registers.
 struct QuantTask {
   const Feature* feature;
-  int64_t begin = 0, output_offset = 0;
-  int length = 0, dim = 0;
+  int begin = 0, length = 0, dim = 0;
 
-  EMB_DEVICE QuantTask(const QuantArgs& args, int64_t item) : feature(args.features) {
+  EMB_DEVICE QuantTask(const QuantArgs& args, uint32_t item) : feature(args.features) {
     if (item >= args.items()) return;
     if (args.pooling == Pooling::kNone) {
-      begin = item;
-      output_offset = item * args.columns;
+      begin = static_cast<int>(item);
       dim = static_cast<int>(args.columns);
       // Lookups before the first bag have no feature; their output is zero.
-      if (item < args.bags.begin(0)) return;
-      feature += feature_of_lookup(args.map, args.bags, args.num_features, item);
+      if (begin < args.bags.begin(0)) return;
+      feature += feature_of_lookup(args.map, args.bags, args.num_features, begin);
       length = 1;
       return;
     }
-    const auto bag = static_cast<uint32_t>(item);
-    feature += args.map.feature(bag);
-    begin = args.bags.begin(bag);
-    length = static_cast<int>(args.bags.end(bag) - begin);
-    output_offset = args.map.element(bag, feature->column);
+    feature += args.map.feature(item);
+    begin = static_cast<int>(args.bags.begin(item));
+    length = static_cast<int>(args.bags.end(item)) - begin;
     dim = static_cast<int>(feature->dim);
   }
-};
 
-// Where the row of a lookup begins (negative: none), and its scale and offset times the weight.
-struct QuantRow {
-  int64_t offset = -1;
-  float scale = 0.0f, shift = 0.0f;
-
-  template <int kBits>
-  EMB_DEVICE void find(const QuantArgs& args, const QuantTask& task, int i) {
-    if (i >= task.length) return;
-    const Feature& feature = *task.feature;
-    const int64_t row = repair_index(args.indices[task.begin + i], feature.rows);
-    if (row < 0) return;
-    const RowScale of_row = args.scales[feature.row_base + row];
-    const float weight = args.sample_weights ? args.sample_weights[task.begin + i] : 1.0f;
-    offset = feature.weight_offset + row * packed_bytes(feature.dim, kBits);
-    scale = weight * of_row.scale;
-    shift = weight * of_row.offset;
+  // Return the factor of the sum of the rows.
+  EMB_DEVICE float mean_factor(const QuantArgs& args) const {
+    const bool mean = args.pooling == Pooling::kMean && length > 0;
+    return mean ? 1.0f / static_cast<float>(length) : 1.0f;
+  }
+  // Return the first element of the output of `item`.
+  EMB_DEVICE int64_t element(const QuantArgs& args, uint32_t item) const {
+    if (args.pooling == Pooling::kNone) return item * args.columns;
+    return dim > 0 ? args.map.element(item, feature->column) : 0;
   }
 };
 
-// Sum columns [column, column + N) of a bag.
-template <int kBits, int N>
-EMB_DEVICE void sum_packed(const QuantArgs& args, const QuantTask& task, const LaneGroup& lane,
-                           int column, int longest, bool vector, float (&sum)[N]) {
-  const uint8_t* values = args.values + column * kBits / 8;
-  const int valid = task.dim - column;
-  for (int tile = 0; tile < longest; tile += lane.lanes) {
-    QuantRow row_of_lane;
-    row_of_lane.find<kBits>(args, task, tile + lane.rank);
-    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    for (int k = 0; k < steps; k += kQuantRowsInFlight) {
-      PackedSlice<kBits> slice[kQuantRowsInFlight];
+// The row of a lookup: its address (null: none), its scale and offset, and its weight.
+template <int kBits>
+struct QuantRow {
+  const uint8_t* address = nullptr;
+  uint32_t header = 0;
+  float weight = 0.0f;
+
+  EMB_DEVICE QuantRow(const QuantArgs& args, const QuantTask& task, int64_t index, int i) {
+    if (i >= task.length) return;
+    const int64_t row = repair_index(index, task.feature->rows);
+    if (row < 0) return;
+    const int64_t stride = row_bytes(task.dim, kBits);
+    address = args.packed + task.feature->weight_offset + row * stride;
+    header = simt::load(reinterpret_cast<const uint32_t*>(address));
+    weight = args.sample_weights ? args.sample_weights[task.begin + i] : 1.0f;
+  }
+
+  EMB_DEVICE float scale() const {
+    return weight * to_float(half16{static_cast<uint16_t>(header & 0xffffu)});
+  }
+  EMB_DEVICE float shift() const {
+    return weight * to_float(half16{static_cast<uint16_t>(header >> 16)});
+  }
+};
+
+// Return the index of lookup i of a bag, of any lookup after its end.
+EMB_DEVICE int64_t index_at(const QuantArgs& args, const QuantTask& task, int i) {
+  return i < task.length ? args.indices[task.begin + i] : -1;
+}
+
+EMB_DEVICE const uint8_t* shuffle(const uint8_t* address, int lane, int lanes) {
+  const auto number = reinterpret_cast<int64_t>(address);
+  return reinterpret_cast<const uint8_t*>(__shfl_sync(simt::kFullMask, number, lane, lanes));
+}
+
+// The columns of a lane in a row: 8 numbers, in one word or two.
+template <int kBits>
+struct PackedSlice {
+  static constexpr int kWords = kQuantColumns * kBits / 32;
+
+  uint32_t word[kWords] = {};
+
+  // Load the words with the first `valid` columns, `place` bytes into a row: it may end before the
+  // slice. There may be no row.
+  EMB_DEVICE void load(const uint8_t* row, uint32_t place, int valid) {
+    const auto words = reinterpret_cast<uintptr_t>(row) + place;
 #pragma unroll
-      for (int u = 0; u < kQuantRowsInFlight; ++u) {
-        const int64_t row = __shfl_sync(simt::kFullMask, row_of_lane.offset, k + u, lane.lanes);
-        if (row >= 0 && valid > 0) slice[u].load(values + row, valid, vector);
+    for (int i = 0; i < kWords; ++i) {
+      if (row != nullptr && i * 32 / kBits < valid) {
+        word[i] = simt::load(reinterpret_cast<const uint32_t*>(words) + i);
       }
+    }
+  }
+
+  // Return number k as a float. It is not converted: as low bits of the mantissa of a power of two
+  // it adds to that, which then is subtracted.
+  EMB_DEVICE float operator[](int k) const {
+    const int bit = k * kBits, place = bit % 16;
+    const uint32_t half = bit % 32 < 16 ? word[bit / 32] : word[bit / 32] >> 16;
+    const uint32_t power = static_cast<uint32_t>(127 + 23 - place) << 23;
+    const uint32_t mask = ((1u << kBits) - 1) << place;
+    return bits_float(simt::mask_and_set(half, mask, power)) - bits_float(power);
+  }
+};
+
+template <int kBits>
+EMB_DEVICE void add_slice(const PackedSlice<kBits>& slice, float scale, float shift,
+                          float (&sum)[kQuantColumns]) {
 #pragma unroll
-      for (int u = 0; u < kQuantRowsInFlight; ++u) {
-        const float scale = __shfl_sync(simt::kFullMask, row_of_lane.scale, k + u, lane.lanes);
-        const float shift = __shfl_sync(simt::kFullMask, row_of_lane.shift, k + u, lane.lanes);
+  for (int e = 0; e < kQuantColumns; ++e) sum[e] += scale * slice[e] + shift;
+}
+
+// Pooled lookup: a group takes a bag and has four of its rows in flight.
+
+// Sum the columns of a lane, which are `place` bytes from the beginning of each row.
+template <int kBits>
+EMB_DEVICE void sum_packed(const QuantArgs& args, const QuantTask& task, const LaneGroup& lane,
+                           uint32_t place, int valid, int longest, float (&sum)[kQuantColumns]) {
+  int64_t index = index_at(args, task, lane.rank);
+  for (int tile = 0; tile < longest; tile += lane.lanes) {
+    const int i = tile + lane.rank;
+    const QuantRow<kBits> row(args, task, index, i);
+    index = index_at(args, task, i + lane.lanes);
+    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
+    for (int k = 0; k < steps; k += kRowsInFlight) {
+      PackedSlice<kBits> slice[kRowsInFlight];
 #pragma unroll
-        for (int e = 0; e < N; ++e) sum[e] += scale * slice[u][e] + shift;
+      for (int u = 0; u < kRowsInFlight; ++u) {
+        const uint8_t* address = shuffle(row.address, k + u, lane.lanes);
+        slice[u].load(address, place, valid);
+      }
+      const float scale_of_lane = row.scale(), shift_of_lane = row.shift();
+#pragma unroll
+      for (int u = 0; u < kRowsInFlight; ++u) {
+        const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, k + u, lane.lanes);
+        const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, k + u, lane.lanes);
+        add_slice(slice[u], scale, shift, sum);
       }
     }
   }
@@ -200,33 +237,110 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const QuantTask& task, const L
 
 // The grid's second dimension divides the columns of rows wider than a warp.
 template <int kBits>
-__global__ void __launch_bounds__(kQuantThreads, 4) quant_lookup_kernel(QuantArgs args, int lanes) {
-  constexpr int N = PackedSlice<kBits>::kColumns;
+__global__ void __launch_bounds__(kQuantThreads, 4) quant_pool_kernel(QuantArgs args, int lanes) {
+  constexpr int N = kQuantColumns;
   const LaneGroup lane(lanes);
-  const int64_t items = args.items(), groups = lane.groups_in_warp();
-  for (int64_t first = simt::global_warp() * groups; first < items;
-       first += simt::warps_in_grid() * groups) {
+  const auto groups = static_cast<uint32_t>(lane.groups_in_warp());
+  const auto bags = static_cast<uint32_t>(args.bags.count);
+  const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * groups;
+  for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * groups; first < bags;
+       first += stride) {
     const QuantTask task(args, first + lane.group);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const bool whole = packed_bytes(task.feature->dim, kBits) % 8 == 0 &&
-                       is_aligned(args.values + task.feature->weight_offset, 8);
-    const bool vector = __all_sync(simt::kFullMask, whole);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;
+      const uint32_t place = kHeaderBytes + column * kBits / 8;
       float sum[N] = {};
-      sum_packed<kBits>(args, task, lane, column, longest, vector, sum);
+      sum_packed<kBits>(args, task, lane, place, task.dim - column, longest, sum);
       if (column >= task.dim) continue;
-      if (args.pooling == Pooling::kMean && task.length > 0) {
-        const float scale = 1.0f / static_cast<float>(task.length);
+      const float factor = task.mean_factor(args);
 #pragma unroll
-        for (int e = 0; e < N; ++e) sum[e] *= scale;
-      }
-      write_columns(args.output, args.output_type, task.output_offset + column, task.dim - column,
-                    sum);
+      for (int e = 0; e < N; ++e) sum[e] *= factor;
+      const int64_t element = task.element(args, first + lane.group) + column;
+      stream_columns(args.output, args.output_type, element, task.dim - column, sum);
     }
   }
+}
+
+// Lookup of short bags, and of single rows without pooling. The rows of one bag cannot saturate the
+// memory system, so a lane holds the metadata of a bag, and the headers of 32 rows are in flight at
+// once; then a group of lanes takes the numbers of two bags at a time, one row of each.
+
+inline constexpr int kQuantBagsInFlight = 2;
+
+// Sum and write columns of some bags of a group. Lane `owner` of the warp holds the metadata and
+// the first row of the first of them, the next one `groups` lanes on.
+template <int kBits>
+EMB_DEVICE void pool_short_bags(const QuantArgs& args, const QuantTask& task, QuantRow<kBits>& row,
+                                uint32_t item, int column, int owner, int groups, bool is_owner) {
+  constexpr int N = kQuantColumns, S = kQuantBagsInFlight, kWarp = simt::kWarp;
+  const int longest = __reduce_max_sync(simt::kFullMask, is_owner ? task.length : 0);
+  const uint32_t place = kHeaderBytes + column * kBits / 8;
+  float sum[S][N] = {};
+  for (int step = 0; step < longest; ++step) {
+    PackedSlice<kBits> slice[S];
+#pragma unroll
+    for (int s = 0; s < S; ++s) {
+      const uint8_t* address = shuffle(row.address, owner + s * groups, kWarp);
+      const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
+      slice[s].load(address, place, dim - column);
+    }
+    const float scale_of_lane = row.scale(), shift_of_lane = row.shift();
+#pragma unroll
+    for (int s = 0; s < S; ++s) {
+      const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, owner + s * groups);
+      const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, owner + s * groups);
+      add_slice(slice[s], scale, shift, sum[s]);
+    }
+    if (longest > 1 && is_owner) {
+      const int next = step + 1 < longest ? step + 1 : 0;  // the first again, for other columns
+      row = QuantRow<kBits>(args, task, index_at(args, task, next), next);
+    }
+  }
+  const int64_t element_of_lane = task.element(args, item);
+  const float factor_of_lane = task.mean_factor(args);
+#pragma unroll
+  for (int s = 0; s < S; ++s) {
+    const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, owner + s * groups);
+    const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
+    const float factor = __shfl_sync(simt::kFullMask, factor_of_lane, owner + s * groups);
+    if (column >= dim) continue;
+#pragma unroll
+    for (int e = 0; e < N; ++e) sum[s][e] *= factor;
+    stream_columns(args.output, args.output_type, element + column, dim - column, sum[s]);
+  }
+}
+
+template <int kBits>
+__global__ void __launch_bounds__(kQuantThreads, 4)
+    quant_short_bags_kernel(QuantArgs args, int lanes) {
+  constexpr int N = kQuantColumns, S = kQuantBagsInFlight;
+  const LaneGroup lane(lanes);
+  const int groups = lane.groups_in_warp();
+  const auto mine = static_cast<int>(threadIdx.x % simt::kWarp);
+  const auto items = static_cast<uint32_t>(args.items());
+  const auto stride = static_cast<uint32_t>(simt::threads_in_grid());
+  for (auto first = static_cast<uint32_t>(simt::global_warp() * simt::kWarp); first < items;
+       first += stride) {
+    const QuantTask task(args, first + mine);
+    QuantRow<kBits> row(args, task, index_at(args, task, 0), 0);
+    const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+    for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
+         base += static_cast<int>(gridDim.y) * lanes * N) {
+      for (int k = 0; k < static_cast<int>(simt::kWarp); k += S * groups) {
+        const bool is_owner = mine >= k && mine < k + S * groups;
+        pool_short_bags<kBits>(args, task, row, first + mine, base + lane.rank * N, k + lane.group,
+                               groups, is_owner);
+      }
+    }
+  }
+}
+
+inline bool has_short_quant_bags(const QuantArgs& args) {
+  constexpr int64_t kShort = 4;
+  return args.pooling == Pooling::kNone || args.bags.num_lookups <= kShort * args.bags.count;
 }
 
 // Return the mean columns per output row; the width of each feature is known on the device only.
@@ -238,14 +352,15 @@ inline int64_t quant_mean_width(const QuantArgs& args) {
 
 template <int kBits, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
-  constexpr int N = PackedSlice<kBits>::kColumns;
+  constexpr int kWarp = static_cast<int>(simt::kWarp);
   const int64_t width = quant_mean_width(args);
-  const int lanes = lanes_for(width, N), groups = static_cast<int>(simt::kWarp) / lanes;
-  const int64_t items_of_block = groups * (kQuantThreads / static_cast<int>(simt::kWarp));
+  const int lanes = lanes_for(width, kQuantColumns);
+  const unsigned stripes = blocks_for(width, lanes * kQuantColumns, 64);
+  const bool is_short = has_short_quant_bags(args);
+  const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);
   const unsigned blocks = blocks_for(args.items(), items_of_block, launcher.blocks(256));
-  const unsigned stripes = blocks_for(width, lanes * N, 64);
-  launcher(quant_lookup_kernel<kBits>, simt::Dim3(blocks, stripes), simt::Dim3(kQuantThreads), args,
-           lanes);
+  launcher(is_short ? quant_short_bags_kernel<kBits> : quant_pool_kernel<kBits>,
+           simt::Dim3(blocks, stripes), simt::Dim3(kQuantThreads), args, lanes);
 }
 
 template <class Launcher>

@@ -18,12 +18,12 @@ namespace {
 
 constexpr int64_t kGrain = 4096;  // elements
 
-void quantize_rows_(Tensor values, Tensor scales, const Tensor& weights, int64_t bits) {
-  const Dtype type = check_quantize("quantize_rows_", values, scales, weights, bits);
+void quantize_rows_(Tensor packed, const Tensor& weights, int64_t bits) {
+  const Dtype type = check_quantize("quantize_rows_", packed, weights, bits);
   const int64_t dim = weights.size(1);
-  const QuantizeArgs args{
-      weights.const_data_ptr(), static_cast<uint8_t*>(values.mutable_data_ptr()),
-      static_cast<RowScale*>(scales.mutable_data_ptr()), dim, static_cast<int>(bits)};
+  const QuantizeArgs args{weights.const_data_ptr(),
+                          static_cast<uint8_t*>(packed.mutable_data_ptr()), dim,
+                          static_cast<int>(bits)};
   const QuantizeFn quantize = quantize_table().at[static_cast<int>(type)];
   parallel_balanced(
       weights.size(0), kGrain, [&](int64_t row) { return row * dim; },
@@ -38,21 +38,21 @@ namespace {
 
 // Check that every feature lies inside the memory and the columns: this makes reads and writes safe
 // whatever the caller passes. Return the columns that pooled features cover.
-int64_t check_tables(const Tensor& features, const Tensor& values, const Tensor& scales, int bits,
-                     Pooling pooling, int64_t columns) {
+int64_t check_tables(const Tensor& features, const Tensor& packed, int bits, Pooling pooling,
+                     int64_t columns) {
   const Feature* feature = feature_array(features);
   int64_t covered = 0;
   for (int64_t f = 0; f < features.size(0); ++f) {
     const Feature& x = feature[f];
-    const int64_t nbytes = x.dim > 0 ? packed_bytes(x.dim, bits) : 1;
+    const int64_t nbytes = x.dim > 0 ? row_bytes(x.dim, bits) : 1;
     const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
-    STD_TORCH_CHECK(x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 && x.row_base >= 0 &&
-                        x.weight_offset <= values.numel() &&
-                        x.rows <= (values.numel() - x.weight_offset) / nbytes &&
-                        x.row_base <= scales.size(0) && x.rows <= scales.size(0) - x.row_base &&
-                        column >= 0 && x.dim <= columns && column <= columns - x.dim,
-                    "quant_lookup: feature ", f, " lies outside the values, the scales, or the ",
-                    "columns of the output; features must come from the module that owns them");
+    STD_TORCH_CHECK(x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 &&
+                        x.weight_offset % kWordBytes == 0 && x.weight_offset <= packed.numel() &&
+                        x.rows <= (packed.numel() - x.weight_offset) / nbytes && column >= 0 &&
+                        x.dim <= columns && column <= columns - x.dim,
+                    "quant_lookup: feature ", f, " lies outside the packed rows, not at a word of ",
+                    "them, or outside the columns of the output; features must come from the ",
+                    "module that owns them");
     STD_TORCH_CHECK(pooling != Pooling::kNone || x.dim == columns,
                     "quant_lookup: pooling none needs one dim for all features, got ", x.dim,
                     " and ", columns);
@@ -61,14 +61,14 @@ int64_t check_tables(const Tensor& features, const Tensor& values, const Tensor&
   return covered;
 }
 
-Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& features,
-                    const Tensor& indices_in, const Tensor& offsets_in,
-                    std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
-                    int64_t pooling_code, int64_t bits, int64_t columns, ScalarType output_dtype) {
+Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices_in,
+                    const Tensor& offsets_in, std::optional<Tensor> bag_layout,
+                    std::optional<Tensor> sample_weights, int64_t pooling_code, int64_t bits,
+                    int64_t columns, ScalarType output_dtype) {
   const char* op = "quant_lookup";
   const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
-  check_packed(op, values, scales, bits);
-  const Pooling pooling = check_quant_lookup(op, values, features, indices_in, offsets_in,
+  check_packed(op, packed, bits);
+  const Pooling pooling = check_quant_lookup(op, packed, features, indices_in, offsets_in,
                                              sample_weights, pooling_code);
   const Tensor indices = as_contiguous(indices_in);
   const Tensor offsets = as_contiguous(offsets_in);
@@ -78,8 +78,8 @@ Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& fe
   const bool none = pooling == Pooling::kNone, variable = map.layout != nullptr && !none;
   // In a variable batch every bag is checked against the elements of the output separately.
   const int64_t covered =
-      check_tables(features, values, scales, static_cast<int>(bits),
-                   variable ? Pooling::kSum : pooling, variable ? kUnlimited : columns);
+      check_tables(features, packed, static_cast<int>(bits), variable ? Pooling::kSum : pooling,
+                   variable ? kUnlimited : columns);
   const Bags bags{index_array(offsets), feature_bags.num_bags(), indices.numel()};
   Tensor out =
       new_quant_output(features, indices, offsets, variable, pooling, columns, output_dtype);
@@ -88,8 +88,7 @@ Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& fe
   if (!complete) torch::stable::zero_(out);
   if (bags.count == 0) return out;
   const Feature* feature = feature_array(features);
-  const auto* packed = static_cast<const uint8_t*>(values.const_data_ptr());
-  const auto* scale = static_cast<const RowScale*>(scales.const_data_ptr());
+  const auto* rows = static_cast<const uint8_t*>(packed.const_data_ptr());
   char* output = static_cast<char*>(out.mutable_data_ptr());
   const bool wide = indices.scalar_type() == ScalarType::Long;
   const QuantLookupFn look_up =
@@ -98,8 +97,7 @@ Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& fe
     const Feature& x = feature[f];
     const bool fixed = !none && !variable;
     const int64_t first = fixed ? map.element(static_cast<uint32_t>(begin), x.column) : 0;
-    const QuantLookupArgs args{packed + x.weight_offset,
-                               scale + x.row_base,
+    const QuantLookupArgs args{rows + x.weight_offset,
                                x.rows,
                                x.dim,
                                indices.const_data_ptr(),

@@ -11,25 +11,22 @@
 namespace emb::cuda {
 namespace {
 
-void quantize_rows_(Tensor values, Tensor scales, const Tensor& weights, int64_t bits) {
-  const Dtype type = check_quantize("quantize_rows_", values, scales, weights, bits);
+void quantize_rows_(Tensor packed, const Tensor& weights, int64_t bits) {
+  const Dtype type = check_quantize("quantize_rows_", packed, weights, bits);
   const QuantizeRows args{weights.const_data_ptr(),
-                          static_cast<uint8_t*>(values.mutable_data_ptr()),
-                          static_cast<RowScale*>(scales.mutable_data_ptr()),
-                          weights.size(0),
-                          weights.size(1),
-                          static_cast<int>(bits)};
-  launch_quantize(CudaLauncher(values), args, type);
+                          static_cast<uint8_t*>(packed.mutable_data_ptr()), weights.size(0),
+                          weights.size(1), static_cast<int>(bits)};
+  launch_quantize(CudaLauncher(packed), args, type);
 }
 
-Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& features,
-                    const Tensor& indices_in, const Tensor& offsets_in,
-                    std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
-                    int64_t pooling_code, int64_t bits, int64_t columns, ScalarType output_dtype) {
+Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices_in,
+                    const Tensor& offsets_in, std::optional<Tensor> bag_layout,
+                    std::optional<Tensor> sample_weights, int64_t pooling_code, int64_t bits,
+                    int64_t columns, ScalarType output_dtype) {
   const char* op = "quant_lookup";
   const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
-  check_packed(op, values, scales, bits);
-  const Pooling pooling = check_quant_lookup(op, values, features, indices_in, offsets_in,
+  check_packed(op, packed, bits);
+  const Pooling pooling = check_quant_lookup(op, packed, features, indices_in, offsets_in,
                                              sample_weights, pooling_code);
   const Tensor indices = as_contiguous(indices_in);
   const Tensor offsets = as_contiguous(offsets_in);
@@ -41,8 +38,7 @@ Tensor quant_lookup(const Tensor& values, const Tensor& scales, const Tensor& fe
                   num_features, " features need as many columns at least, got ", columns);
   Tensor out =
       new_quant_output(features, indices, offsets, variable, pooling, columns, output_dtype);
-  const QuantArgs args{static_cast<const uint8_t*>(values.const_data_ptr()),
-                       static_cast<const RowScale*>(scales.const_data_ptr()),
+  const QuantArgs args{static_cast<const uint8_t*>(packed.const_data_ptr()),
                        out.mutable_data_ptr(),
                        output_type,
                        feature_array(features),

@@ -22,21 +22,25 @@ RowScale scale_of(const T* row, int64_t dim, int bits) {
 template <class T>
 void quantize(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
   const int64_t dim = args.dim, nbytes = packed_bytes(dim, args.bits);
+  const int64_t stride = row_bytes(dim, args.bits);
   for (int64_t r = first_row; r < last_row; ++r) {
     const T* row = static_cast<const T*>(args.rows) + r * dim;
-    uint8_t* out = args.values + r * nbytes;
     const RowScale scale = scale_of(row, dim, args.bits);
-    args.scales[r] = scale;
+    const RowStep step(scale);
+    uint8_t* out = args.packed + r * stride;
+    __builtin_memcpy(out, &scale, kHeaderBytes);
+    out += kHeaderBytes;
     if (args.bits == 8) {
-      for (int64_t d = 0; d < dim; ++d) out[d] = quantized(to_float(row[d]), scale, 8);
-      continue;
+      for (int64_t d = 0; d < dim; ++d) out[d] = quantized(to_float(row[d]), step, 8);
+    } else {
+      for (int64_t b = 0; b < nbytes; ++b) {
+        const uint8_t low = quantized(to_float(row[2 * b]), step, 4);
+        const uint8_t high =
+            2 * b + 1 < dim ? quantized(to_float(row[2 * b + 1]), step, 4) : uint8_t{0};
+        out[b] = static_cast<uint8_t>(low | high << 4);
+      }
     }
-    for (int64_t b = 0; b < nbytes; ++b) {
-      const uint8_t low = quantized(to_float(row[2 * b]), scale, 4);
-      const uint8_t high =
-          2 * b + 1 < dim ? quantized(to_float(row[2 * b + 1]), scale, 4) : uint8_t{0};
-      out[b] = static_cast<uint8_t>(low | high << 4);
-    }
+    for (int64_t b = nbytes; b < stride - kHeaderBytes; ++b) out[b] = 0;
   }
 }
 
@@ -107,30 +111,64 @@ namespace {
 // lookups are prefetched, across bags, and a bag's sum stays in registers. Rows are converted to
 // floats before they are added: separate sums of their offsets would cancel in long bags.
 
-// How many lookups ahead rows are prefetched: a row is few lines, and its scale another one.
+// How many lookups ahead rows are prefetched: a row is one line, or a few.
 constexpr int64_t kAhead = 16;
+
+// The scale and offset of a row times its weight, in all lanes.
+struct RowFactors {
+  Vec by, plus;
+
+  EMB_HD RowFactors(const uint8_t* row, float weight) {
+    int32_t header;
+    __builtin_memcpy(&header, row, kHeaderBytes);
+#if defined(__AVX512F__)
+    const __m512 pairs = _mm512_cvtph_ps(_mm256_broadcastd_epi32(_mm_cvtsi32_si128(header))) *
+                         _mm512_set1_ps(weight);
+    by = _mm512_moveldup_ps(pairs);
+    plus = _mm512_movehdup_ps(pairs);
+#elif defined(__AVX2__)
+    const __m256 pairs =
+        _mm256_cvtph_ps(_mm_broadcastd_epi32(_mm_cvtsi32_si128(header))) * _mm256_set1_ps(weight);
+    by = _mm256_moveldup_ps(pairs);
+    plus = _mm256_movehdup_ps(pairs);
+#else
+    // As to_float of finite halves, of both at once.
+    typedef int32_t Bits __attribute__((vector_size(kLanes * sizeof(int32_t))));
+    const Bits halves = {header & 0xffff, header >> 16};
+    const Vec magnitude = reinterpret_cast<Vec>((halves & 0x7fff) << 13) * 0x1p112f;
+    const Bits sign = (halves & 0x8000) << 16;
+    const Vec pair = reinterpret_cast<Vec>(reinterpret_cast<Bits>(magnitude) | sign);
+    by = broadcast(weight * pair[0]);
+    plus = broadcast(weight * pair[1]);
+#endif
+  }
+};
 
 template <int kBits, class I>
 struct PackedRows {
   const QuantLookupArgs& args;
-  int64_t row_bytes, last;
+  int64_t stride, last;
 
   EMB_HD int64_t row(int64_t i) const {
     return repair_index(static_cast<const I*>(args.indices)[i], args.rows);
   }
-  EMB_HD float weight(int64_t i) const {
-    return args.sample_weights ? args.sample_weights[i] : 1.0f;
-  }
+  // Return the address `kHeaderBytes` before the numbers of the columns from `column` on.
   EMB_HD const uint8_t* at(int64_t row, int64_t column) const {
-    return args.values + row * row_bytes + column * kBits / 8;
+    return args.packed + row * stride + column * kBits / 8;
+  }
+  EMB_HD RowFactors factors(int64_t row, int64_t i) const {
+    return {at(row, 0), args.sample_weights ? args.sample_weights[i] : 1.0f};
   }
   // Prefetch columns [column, column + count) of the row of lookup i, if there is such a lookup.
   EMB_HD void prefetch(int64_t i, int64_t column, int64_t count) const {
     if (i >= last) return;
     const int64_t r = row(i);
     if (r < 0) return;
-    prefetch_row<false>(at(r, column), packed_bytes(count, kBits));
-    __builtin_prefetch(args.scales + r, 0, 3);
+    // A row begins at any word of a line: the last line is not a multiple of 64 bytes away.
+    const uint8_t* p = at(r, column);
+    const int64_t end = kHeaderBytes + packed_bytes(count, kBits);
+    for (int64_t line = 0; line < end - kWordBytes; line += 64) __builtin_prefetch(p + line, 0, 3);
+    __builtin_prefetch(p + end - 1, 0, 3);
   }
 };
 
@@ -143,12 +181,11 @@ EMB_HD void pool_block(const PackedRows<kBits, I>& rows, int64_t column, int64_t
     rows.prefetch(i + kAhead, column, kVectors * kLanes);
     const int64_t row = rows.row(i);
     if (row < 0) continue;
-    const RowScale scale = rows.args.scales[row];
-    const float weight = rows.weight(i);
-    const Vec by = broadcast(weight * scale.scale), plus = broadcast(weight * scale.offset);
+    const RowFactors factors = rows.factors(row, i);
     const uint8_t* source = rows.at(row, column);
     for (int v = 0; v < kVectors; ++v) {
-      sums[v] += by * load_packed<kBits>(source + v * kPackedBytes<kBits>) + plus;
+      const Vec numbers = load_packed<kBits>(source + kHeaderBytes + v * kPackedBytes<kBits>);
+      sums[v] += factors.by * numbers + factors.plus;
     }
   }
   for (int v = 0; v < kVectors; ++v) {
@@ -165,10 +202,9 @@ EMB_HD void pool_tail(const PackedRows<kBits, I>& rows, int64_t column, int64_t 
     rows.prefetch(i + kAhead, column, rest);
     const int64_t row = rows.row(i);
     if (row < 0) continue;
-    const RowScale scale = rows.args.scales[row];
-    const float weight = rows.weight(i);
-    const Vec by = broadcast(weight * scale.scale), plus = broadcast(weight * scale.offset);
-    total += by * load_packed_first<kBits>(rows.at(row, column), rest) + plus;
+    const RowFactors factors = rows.factors(row, i);
+    const uint8_t* source = rows.at(row, column);
+    total += factors.by * load_packed_first<kBits>(source + kHeaderBytes, rest) + factors.plus;
   }
   store_first(out + column, total * broadcast(factor), rest);
 }
@@ -199,7 +235,7 @@ EMB_HD void pool_bag(const PackedRows<kBits, I>& rows, int64_t begin, int64_t en
 template <int kBits, class O, class I>
 void lookup(const QuantLookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const int64_t first = args.bags.begin(first_bag), last = args.bags.end(last_bag - 1);
-  const PackedRows<kBits, I> rows{args, packed_bytes(args.dim, kBits), last};
+  const PackedRows<kBits, I> rows{args, row_bytes(args.dim, kBits), last};
   for (int64_t i = first; i < first + kAhead; ++i) rows.prefetch(i, 0, args.dim);
   O* out = static_cast<O*>(args.out);
   if (args.pooling == Pooling::kNone) {  // every lookup is a bag

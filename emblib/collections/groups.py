@@ -264,7 +264,7 @@ class TableGroups(nn.Module):
         These are `weight` `[rows, dim]` and the states by name, `[rows, dim]` or `[rows]`; of a
         tensor train `cores.0`, `cores.1`, ... and `<state>.0`, ..., and with a cache of rows
         `cache.weight` and `cache.<state>`; of a hash table rows by slot;
-        of a quantised table `values` and `scales`. A cache is flushed and emptied first. The views
+        of a quantised table `packed`. A cache is flushed and emptied first. The views
         are invalid after the module moved.
         """
         return self.handles[part].views()

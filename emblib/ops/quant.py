@@ -1,18 +1,25 @@
-"""Quantised tables: rows of 8 or 4 bits per value with a scale and an offset, read-only.
+"""Quantised tables: rows of 8 or 4 bits per value, which begin with their scale, read-only.
 
 Shapes and dtypes, with R rows, D dim, F features, L lookups:
 
-- `values` uint8: the numbers q of all rows, each row filled up to whole bytes
-  (`row_bytes(D, bits)`); of 4 bits the even columns are the low halves of their bytes
-- `scales` float32 `[R, 2]` of (scale, offset): value d of row r is `scale * q[r, d] + offset`
+- `packed` uint8: the rows of all tables, `row_bytes(D, bits)` bytes each. A row is its scale and
+  its offset, both float16, then the numbers q of its D values, then zeros up to a multiple of 4
+  bytes; of 4 bits the even columns are the low halves of their bytes. Value d is
+  `scale * q[d] + offset`. Rows of FBGEMM's `IntNBitTableBatchedEmbeddingBagsCodegen` have the same
+  format, up to what fills them.
 - `features` int64 `[F, 8]` as for dense tables (`emblib.ops.tbe`), except that `weight_offset`
-  counts bytes of `values`; `row_base` is the first of its rows in `scales`
+  counts bytes of `packed`, a multiple of 4
 - indices, offsets, bag layout, sample weights, pooling and output as for dense tables
 
-`quantize_rows_(values [R, bytes], scales [R, 2], weights [R, D], bits)` writes the rows of float32,
-float16 or bfloat16 `weights`: offset is the smallest value of a row, scale the (2^bits - 1)-th part
-of what lies between it and the largest, and every value goes to the nearest number (ties to even),
-so that it is off by half a scale at most, rounding of float32 apart. Rows must be finite.
+`quantize_rows_(packed [R, row_bytes], weights [R, D], bits)` writes the rows of float32, float16 or
+bfloat16 `weights`. The offset is the largest float16 up to the minimum of a row, the scale the
+smallest float16 from (maximum - offset) / (2^bits - 1) on, and every value goes to the nearest
+number (ties to even) of these. So every value is within half a scale, rounding of float32 apart,
+and the scale is at most
+
+    (1 + 2^-10) (maximum - minimum + max(2^-10 |minimum|, 2^-24)) / (2^bits - 1) + 2^-24.
+
+Rows must be finite; values beyond `LARGEST` count as `LARGEST`.
 
 `quant_lookup` adds up `weight * scale * q + weight * offset` in float32 and in the order of the
 lookups. It has no gradient. The definition is `emblib.reference.quant`.
@@ -23,24 +30,38 @@ from torch import Tensor
 
 from emblib.ops.tbe import output_shape
 
+HEADER_BYTES = 4
+"""Bytes of the scale and the offset, with which a row begins."""
+
+LARGEST = torch.finfo(torch.float16).max
+"""The largest magnitude of a value, that of an offset in float16."""
+
+_ROW_ALIGNMENT = 4  # in bytes, that of the loads of a GPU
+_TABLE_ALIGNMENT = 64  # a cache line
+
 quantize_rows_ = torch.ops.emblib.quantize_rows_.default
 quant_lookup = torch.ops.emblib.quant_lookup.default
 
 
 def row_bytes(dim: int, bits: int) -> int:
-    """Return the bytes of the packed numbers of a row."""
-    return -(-dim * bits // 8)
+    """Return the bytes of a row."""
+    numbers = -(-dim * bits // 8)
+    return -(-(HEADER_BYTES + numbers) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+
+def table_bytes(rows: int, dim: int, bits: int) -> int:
+    """Return the bytes from a table to the next in the memory of a module."""
+    return -(-rows * row_bytes(dim, bits) // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
 
 
 @torch.library.register_fake("emblib::quantize_rows_")
-def _(values: Tensor, scales: Tensor, weights: Tensor, bits: int) -> None:
+def _(packed: Tensor, weights: Tensor, bits: int) -> None:
     return None
 
 
 @torch.library.register_fake("emblib::quant_lookup")
 def _(
-    values: Tensor,
-    scales: Tensor,
+    packed: Tensor,
     features: Tensor,
     indices: Tensor,
     offsets: Tensor,

@@ -17,6 +17,7 @@ from emblib.storage.base import (
     NO_UPDATE,
     MemoryBytes,
     Rates,
+    Span,
     Storage,
     TableDescription,
     TableSlice,
@@ -26,6 +27,7 @@ from emblib.storage.base import (
 from emblib.storage.handles import TableHandle
 from emblib.storage.initial_values import draw
 from emblib.tables import QuantizedEmbeddingBags
+from emblib.tables.quantized import FORMER_ENTRIES, pack_former_rows
 
 _ROWS = 1 << 16  # rows that are drawn as floats at a time
 
@@ -85,7 +87,7 @@ class Quantized(Storage):
         return QuantizedHandle(self, kernel, index)
 
     def views(self, kernel: Any) -> list[dict[str, Tensor]]:
-        """Return `values` (packed) and `scales` (scale and offset) of each table."""
+        """Return the rows `packed` of each table, see `emblib.ops.quant`."""
         views: list[dict[str, Tensor]] = kernel.table_views()
         return views
 
@@ -95,22 +97,22 @@ class Quantized(Storage):
 
     # Sharding, checkpoints, planner
 
+    def copy_slice(
+        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+    ) -> None:
+        """Copy the rows of a slice of the whole table `source` into `target`."""
+        first, last = part.rows
+        target.views()["packed"].copy_(source.views()["packed"][first:last])
+
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
-        """Return the packed values and the scales, which slices have row by row."""
-        rows, width = table.num_embeddings, quant.row_bytes(table.embedding_dim, self.bits)
-
-        def whole_rows(width: int) -> Any:
-            return lambda rows, columns: (rows, (0, width))
-
-        return {
-            "values": TensorLayout((rows, width), torch.uint8, whole_rows(width)),
-            "scales": TensorLayout((rows, 2), torch.float32, whole_rows(2)),
-        }
+        """Return the packed rows."""
+        width = quant.row_bytes(table.embedding_dim, self.bits)
+        size = (table.num_embeddings, width)
+        return {"packed": TensorLayout(size, torch.uint8, lambda rows, _: (rows, (0, width)))}
 
     def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-        """Return the bytes of packed values, and of a float32 scale and offset per row."""
-        width = quant.row_bytes(part.dim, self.bits)
-        return MemoryBytes(part.num_rows * (width + 2 * torch.float32.itemsize))
+        """Return the bytes of numbers, and of a scale and an offset per row."""
+        return MemoryBytes(quant.table_bytes(part.num_rows, part.dim, self.bits))
 
     def update_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
@@ -146,21 +148,22 @@ class QuantizedKernel(QuantizedEmbeddingBags):
     def reset_parameters(self) -> None:
         """Draw the initial values of all tables."""
         super().reset_parameters()
-        if self.values.is_meta:
+        if self.packed.is_meta:
             return
         for table, (part, seed) in enumerate(zip(self._parts, self._seeds, strict=True)):
             step = part.num_rows if part.config.init_fn is not None else _ROWS
             for first in range(*part.rows, step):
                 some = replace(part, rows=(first, min(first + step, part.rows[1])))
-                weight = torch.empty(some.num_rows, some.dim, device=self.values.device)
+                weight = torch.empty(some.num_rows, some.dim, device=self.packed.device)
                 draw(some, weight, seed)
                 self.write_rows(table, weight, first - part.rows[0])
 
 
 class QuantizedHandle(TableHandle):
-    """A quantised table: no parameters; its state dict has `values` and `scales`.
+    """A quantised table: no parameters; its state dict has the rows, `packed`.
 
-    It also loads the `weight` `[rows, dim]` of a dense table, and quantises it.
+    It also loads the `weight` `[rows, dim]` of a dense table, and quantises it, and the `values`
+    and `scales` of a quantised table from before 0.1.0.
     """
 
     def adopt(self, other: QuantizedHandle) -> None:
@@ -192,6 +195,15 @@ class QuantizedHandle(TableHandle):
             except ValueError as error:
                 errors.append(f"{prefix}weight: {error}")
             return
+        if set(entries) == set(FORMER_ENTRIES):
+            values, scales = (entries[name] for name in FORMER_ENTRIES)
+            dim = self.kernel.tables[self.index].dim
+            try:
+                packed = pack_former_rows(values, scales, dim, self.kernel.bits)
+            except ValueError as error:
+                errors.append(f"{prefix.removesuffix('.')}: {error}")
+                return
+            entries = {"packed": packed}
         missing.extend(prefix + name for name in sorted(views.keys() - entries.keys()))
         unexpected.extend(prefix + name for name in sorted(entries.keys() - views.keys()))
         known = {name: value for name, value in entries.items() if name in views}

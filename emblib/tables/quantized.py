@@ -16,8 +16,9 @@ from emblib.tables.base import check_features, variable_batch, warn_of_dtype
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
-_ALIGNMENT = 64  # of the bytes at which a table begins: a cache line
-_CHUNK = 1 << 16  # rows made floats at a time by to_dense
+_CHUNK = 1 << 16  # rows made floats at a time
+FORMER_ENTRIES = ("values", "scales")
+"""The entries of a table in state dicts from before 0.1.0."""
 
 
 class _TableLocation(NamedTuple):
@@ -29,24 +30,21 @@ class _TableLocation(NamedTuple):
     dim: int
     row_bytes: int
 
-    def values(self, values: Tensor) -> Tensor:
-        """View the table's numbers `[rows, row_bytes]` in those of the module."""
+    def view(self, packed: Tensor) -> Tensor:
+        """View the table's rows `[rows, row_bytes]` in those of the module."""
         size = self.rows * self.row_bytes
-        return values[self.begin : self.begin + size].view(self.rows, self.row_bytes)
-
-    def scales(self, scales: Tensor) -> Tensor:
-        """View the table's scales `[rows, 2]` in those of the module."""
-        return scales[self.first_row : self.first_row + self.rows]
+        return packed[self.begin : self.begin + size].view(self.rows, self.row_bytes)
 
 
 class QuantizedEmbeddingBags(nn.Module):
     """Looks up F features in T quantised tables at once and pools them into `[B, sum D]`.
 
-    A row is D numbers of `bits` bits with a float32 scale and offset, value = scale * number +
-    offset, so that a value is off by half a scale at most: the largest value of its row less the
-    smallest, over 510 with 8 bits or 30 with 4. Sums are float32. Rows are zeros until
-    `write_rows`, `from_float` or `load_state_dict` fill them; nothing here has a gradient. Any
-    number of threads may look up at the same time, as long as none writes (docs/threads.md).
+    A row is a scale and an offset in float16 and D numbers of `bits` bits, side by side in memory;
+    value = scale * number + offset. A value is off by half a scale at most, about the difference
+    between the largest and the smallest value of its row over 510 with 8 bits, or 30 with 4
+    (`emblib.ops.quant` has the bound). Sums are float32. Rows are zeros until `write_rows`,
+    `from_float` or `load_state_dict` fill them; nothing here has a gradient. Any number of threads
+    may look up at the same time, as long as none writes (docs/threads.md).
 
     Args:
         tables: rows, dim and name of each table; their placement must be DEVICE.
@@ -64,8 +62,7 @@ class QuantizedEmbeddingBags(nn.Module):
             pooling, or features of missing tables.
     """
 
-    values: Tensor
-    scales: Tensor
+    packed: Tensor
     features: Tensor
     bounds_violations: Tensor
 
@@ -117,7 +114,7 @@ class QuantizedEmbeddingBags(nn.Module):
         for spec in self.tables:
             row_bytes = quant.row_bytes(spec.dim, self.bits)
             self._locations.append(_TableLocation(begin, first_row, spec.rows, spec.dim, row_bytes))
-            begin += -(-spec.rows * row_bytes // _ALIGNMENT) * _ALIGNMENT
+            begin += quant.table_bytes(spec.rows, spec.dim, self.bits)
             first_row += spec.rows
         self._bytes, self.total_rows = begin, first_row
         self._dims = [self.tables[t].dim for t in self.feature_tables]
@@ -133,10 +130,8 @@ class QuantizedEmbeddingBags(nn.Module):
     _layout: list[tuple[int, ...]]
 
     def _allocate(self, device: torch.device) -> None:
-        values = ops.empty_table((self._bytes,), torch.uint8, device)
-        self.register_buffer("values", values, persistent=False)
-        scales = torch.empty(self.total_rows, 2, device=device)
-        self.register_buffer("scales", scales, persistent=False)
+        packed = ops.empty_table((self._bytes,), torch.uint8, device)
+        self.register_buffer("packed", packed, persistent=False)
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("bounds_violations", counts, persistent=False)
         self.register_buffer("features", self._features(device), persistent=False)
@@ -149,8 +144,7 @@ class QuantizedEmbeddingBags(nn.Module):
 
     def reset_parameters(self) -> None:
         """Zero all rows; also initialises a module that `to_empty` moved from meta."""
-        self.values.zero_()
-        self.scales.zero_()
+        self.packed.zero_()
         self.bounds_violations.zero_()
 
     @classmethod
@@ -180,7 +174,7 @@ class QuantizedEmbeddingBags(nn.Module):
 
         Raises:
             TypeError: another source.
-            ValueError: rows that are not finite.
+            ValueError: rows that are not finite, or exceed the range of float16.
         """
         found = _Source.of(source)
         made = cls(
@@ -205,7 +199,8 @@ class QuantizedEmbeddingBags(nn.Module):
         """Quantise `weights` `[rows, dim]` into a table, from `first_row` on.
 
         Raises:
-            ValueError: another dim, rows out of range, or rows that are not finite.
+            ValueError: another dim, rows out of range, or values that are not finite or exceed the
+                range of float16, +-65504. Nothing is written then.
         """
         location = self._locations[table]
         if weights.dim() != 2 or weights.size(1) != location.dim:
@@ -219,39 +214,32 @@ class QuantizedEmbeddingBags(nn.Module):
                 f"rows {first_row} to {end} are out of range of table {self.table_names[table]!r} "
                 f"of {location.rows} rows"
             )
-        weights = weights.detach().to(self.values.device).contiguous()
-        if not weights.is_meta and not bool(torch.isfinite(weights).all()):
-            raise ValueError(
-                f"rows of table {self.table_names[table]!r} must be finite to be quantised; "
-                "weights.nan_to_num() makes them so"
-            )
-        quant.quantize_rows_(
-            location.values(self.values)[first_row:end],
-            location.scales(self.scales)[first_row:end],
-            weights,
-            self.bits,
-        )
+        weights = weights.detach().to(self.packed.device).contiguous()
+        try:
+            _check_range(weights)
+        except ValueError as error:
+            raise ValueError(f"table {self.table_names[table]!r}: {error}") from None
+        quant.quantize_rows_(location.view(self.packed)[first_row:end], weights, self.bits)
 
     def table_views(self) -> list[dict[str, Tensor]]:
-        """Return per table the packed `values` and the `scales` (scale, offset), as views."""
-        return [
-            {"values": location.values(self.values), "scales": location.scales(self.scales)}
-            for location in self._locations
-        ]
+        """Return per table its rows, `packed` uint8 `[rows, row_bytes]`, as views.
+
+        `packed[:, :4].view(torch.float16)` is scale and offset of each row.
+        """
+        return [{"packed": location.view(self.packed)} for location in self._locations]
 
     def to_dense(self, table: int) -> Tensor:
         """Dequantise a table to float32 `[rows, dim]`."""
         location = self._locations[table]
-        out = self.scales.new_empty(location.rows, location.dim)
-        device = out.device
+        device = self.packed.device
+        out = torch.empty(location.rows, location.dim, device=device)
         layout = (location.begin, location.first_row, location.rows, location.dim, 0, 0, 0, 0)
         features = torch.tensor([layout], dtype=torch.int64, device=device)
         for first in range(0, location.rows, _CHUNK):
             rows = torch.arange(first, min(first + _CHUNK, location.rows), device=device)
             offsets = torch.tensor([0, rows.numel()], device=device)
             out[first : first + _CHUNK] = quant.quant_lookup(
-                self.values,
-                self.scales,
+                self.packed,
                 features,
                 rows,
                 offsets,
@@ -297,8 +285,7 @@ class QuantizedEmbeddingBags(nn.Module):
             output_dim = output_dim if self.pooling is Pooling.NONE else elements
         offsets = base.check_bounds(self, indices, offsets, self.features, bag_layout)
         return quant.quant_lookup(
-            self.values,
-            self.scales,
+            self.packed,
             self.features,
             indices,
             offsets,
@@ -312,12 +299,12 @@ class QuantizedEmbeddingBags(nn.Module):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the `weights`: numbers, scales and offsets."""
-        return {"weights": self.values.nbytes + self.scales.nbytes}
+        return {"weights": self.packed.nbytes}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "bits= for the rows and output_dtype= for the output")
         super()._apply(ops.keep_dtype(fn), recurse)
-        self.features = self._features(self.values.device)
+        self.features = self._features(self.packed.device)
         return self
 
     def _targets(self) -> dict[str, Tensor]:
@@ -332,9 +319,28 @@ class QuantizedEmbeddingBags(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         targets = self._targets()
-        found = base.sources(targets, state_dict, prefix, *arguments[2:])
+        given = self._with_packed_rows(state_dict, prefix, arguments[-1])
+        found = base.sources(targets, given, prefix, *arguments[2:])
         for key, value in base.own(found, targets).items():
             targets[key].copy_(value)
+
+    def _with_packed_rows(
+        self, state_dict: dict[str, Any], prefix: str, errors: list[str]
+    ) -> dict[str, Any]:
+        """Return the state dict, with packed rows where it has them from before 0.1.0."""
+        given = dict(state_dict)
+        for name, location in zip(self.table_names, self._locations, strict=True):
+            former = [f"{prefix}{name}.{entry}" for entry in FORMER_ENTRIES]
+            if not all(key in given for key in former):
+                continue
+            values, scales = (given.pop(key) for key in former)
+            try:
+                packed = pack_former_rows(values, scales, location.dim, self.bits)
+            except ValueError as error:
+                errors.append(f"{prefix}{name}: {error}")
+                packed = location.view(self.packed)  # so that no key is missing as well
+            given[f"{prefix}{name}.packed"] = packed
+        return given
 
     @property
     def _tables_by_name(self) -> SimpleNamespace:
@@ -354,6 +360,50 @@ class QuantizedEmbeddingBags(nn.Module):
         )
         more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
         return f"[{sizes}{more}], {self.bits} bits, pooling={self.pooling.value}"
+
+
+def _check_range(weights: Tensor) -> None:
+    """Raise ValueError unless float16 has the range of the rows."""
+    if weights.numel() == 0 or weights.is_meta:
+        return
+    largest = float(weights.abs().amax())
+    if not largest <= quant.LARGEST:  # NaN is not, either
+        limit = int(quant.LARGEST)
+        raise ValueError(
+            f"rows must be finite and within +-{limit}, the range of float16, to be quantised, got "
+            f"{largest}; weights.nan_to_num().clamp(-{limit}, {limit}) makes them so"
+        )
+
+
+def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Tensor:
+    """Pack the rows of a state dict from before 0.1.0, which had the scales in another tensor.
+
+    They are quantised again, so the error of a value is a whole scale at most.
+
+    Args:
+        values: the numbers, uint8 `[rows, bytes]`.
+        scales: scale and offset of each row, float32 `[rows, 2]`.
+        dim: of a row.
+        bits: of a number.
+
+    Raises:
+        ValueError: the tensors are of another table, or their values exceed the range of float16.
+    """
+    rows, width = scales.size(0) if scales.dim() > 0 else 0, -(-dim * bits // 8)
+    if tuple(values.shape) != (rows, width) or tuple(scales.shape) != (rows, 2):
+        raise ValueError(
+            f"size mismatch: values {tuple(values.shape)} and scales {tuple(scales.shape)} are not "
+            f"of rows of {dim} values with {bits} bits, which have [rows, {width}] and [rows, 2]"
+        )
+    packed = torch.empty(rows, quant.row_bytes(dim, bits), dtype=torch.uint8, device=values.device)
+    for first in range(0, rows, _CHUNK):
+        numbers, some = values[first : first + _CHUNK], scales[first : first + _CHUNK]
+        if bits == 4:
+            numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
+        weights = numbers[:, :dim].float() * some[:, :1] + some[:, 1:]
+        _check_range(weights)
+        quant.quantize_rows_(packed[first : first + _CHUNK], weights.contiguous(), bits)
+    return packed
 
 
 class _Source(NamedTuple):

@@ -21,7 +21,7 @@ from emblib import EmbeddingBagConfig, storage
 from experiments.contenders.registry import Unsupported
 
 FLOAT = 4  # bytes
-QUANTISED = 8  # bytes of a quantised row's scale and offset
+QUANTISED = storage.Quantized(8)  # how dense rows are served
 PERMUTED = "permuted"  # the order of ids of tensor trains
 NETWORK_RATE = 1e-3  # of Adam, for what is no table
 
@@ -116,7 +116,7 @@ class Stored(Rows):
         nbytes = int(config.storage.nbytes(whole, _NO_STATES, "cpu").device)
         self.count(nbytes)
         if isinstance(config.storage, storage.Dense):
-            served = config.num_embeddings * (config.embedding_dim + QUANTISED)
+            served = int(QUANTISED.nbytes(whole, None, "cpu").device)
             self.served_bytes += served - nbytes
 
     def forward(self, ids: Tensor) -> Tensor:

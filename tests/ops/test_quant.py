@@ -13,7 +13,7 @@ from emblib.ops.codes import POOLING
 from emblib.ops.quant import quant_lookup, quantize_rows_, row_bytes
 from emblib.reference import quant
 from emblib.specs import Pooling
-from tests.quant_cases import expected, pack, tolerance
+from tests.quant_cases import expected, pack, scale_bound, tolerance
 from tests.simt.cases import CASES, VARIABLE_CASES, Case, Data
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -21,11 +21,30 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALL = [case for case in (*CASES, *VARIABLE_CASES) if case.weight is torch.float32]
 
 
-def quantized(weights: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    values = torch.full((weights.size(0), row_bytes(weights.size(1), bits)), 77, dtype=torch.uint8)
-    values, scales = values.to(weights.device), weights.new_full((len(weights), 2), 9.0).float()
-    quantize_rows_(values, scales, weights, bits)
-    return values, scales
+def quantized(weights: Tensor, bits: int) -> Tensor:
+    packed = torch.full((weights.size(0), row_bytes(weights.size(1), bits)), 77, dtype=torch.uint8)
+    packed = packed.to(weights.device)
+    quantize_rows_(packed, weights, bits)
+    return packed
+
+
+def scales(packed: Tensor) -> Tensor:
+    """Scale and offset `[R, 2]` as float64."""
+    return packed[:, :4].contiguous().view(torch.float16).double()
+
+
+def check_rows(weights: Tensor, packed: Tensor, bits: int) -> None:
+    """Check values, scales and filling of packed rows against what the docs say."""
+    want, dim = weights.double(), weights.size(1)
+    scale, offset = scales(packed).split(1, dim=1)
+    assert bool((scale <= scale_bound(weights, bits)).all())
+    assert bool((offset <= want.amin(1, keepdim=True)).all())
+    rows = quant.dequantize_rows(packed, dim, bits, torch.float64)
+    assert bool(((rows - want).abs() <= scale * (0.5 + 1e-4)).all())
+    width = -(-dim * bits // 8)
+    assert not packed[:, 4 + width :].any(), "rows are filled up with zeros"
+    if dim * bits % 8:
+        assert not (packed[:, 3 + width] >> 4).any()
 
 
 def looked_up(data: Data, bits: int, device: torch.device) -> Tensor:
@@ -44,28 +63,51 @@ def test_rows_are_quantised(
 ) -> None:
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights[1:3] *= 1e-3
-    got = quantized(weights.to(device), bits)
-    want = quant.quantize_rows(weights, bits)
+    got = quantized(weights.to(device), bits).cpu()
     if device.type == "cpu":
-        assert torch.equal(got[0], want[0])
-        assert torch.equal(got[1], want[1])
-    rows = quant.dequantize_rows(got[0].cpu(), got[1].cpu().double(), shape[1], bits)
-    bound = got[1].cpu()[:, :1].double() * (0.5 + 1e-5) + 1e-7
-    assert bool(((rows - weights.double()).abs() <= bound).all())
+        assert torch.equal(got, quant.quantize_rows(weights, bits))
+    check_rows(weights, got, bits)
+
+
+@BITS
+@pytest.mark.parametrize("exponent", range(-26, 15, 4))
+@pytest.mark.parametrize("shift", [0.0, 1.0, -30.0])
+def test_error_is_half_of_the_rounded_scale(bits: int, exponent: int, shift: float) -> None:
+    """Scale and offset are rounded to float16 before the numbers are computed from them."""
+    generator = torch.Generator().manual_seed(exponent + 100)
+    weights = (torch.randn(64, 40, generator=generator) * 2.0**exponent + shift).contiguous()
+    packed = quantized(weights, bits)
+    check_rows(weights, packed, bits)
+    assert torch.equal(packed, quant.quantize_rows(weights, bits))
 
 
 @BITS
 def test_extreme_rows(bits: int, device: torch.device) -> None:
-    largest = torch.finfo(torch.float32).max
+    largest = torch.finfo(torch.float16).max
     rows = torch.tensor(
-        [[0.0] * 4, [-2.5] * 4, [-largest, largest, 0.0, 1.0], [1e-45, 0.0, 2e-45, 1e-40]]
+        [
+            [0.0] * 4,
+            [-0.0, 0.0, -0.0, 0.0],
+            [-2.5] * 4,
+            [largest] * 4,
+            [-largest, largest, 0.0, 1.0],
+            [1e-45, 0.0, 2e-45, 1e-40],
+            [-1e-45, 3e-7, 0.0, 3e-8],
+        ]
     )
-    values, scales = (tensor.cpu() for tensor in quantized(rows.to(device), bits))
-    back = quant.dequantize_rows(values, scales.double(), 4, bits)
-    assert torch.equal(back[:2], rows[:2].double()), "rows of one value are exact"
-    assert bool(torch.isfinite(scales).all())
-    assert_close(back[2, :2], rows[2, :2].double(), rtol=1e-6, atol=0.0)
-    assert float((back[3] - rows[3].double()).abs().max()) <= 1e-40
+    packed = quantized(rows.to(device), bits).cpu()
+    check_rows(rows, packed, bits)
+    back = quant.dequantize_rows(packed, 4, bits, torch.float64)
+    assert torch.equal(back[:4], rows[:4].double()), "rows of one value of float16 are exact"
+    assert torch.equal(packed[0], packed[1])
+    beyond = torch.tensor([[-torch.inf, torch.inf, 1e6, 0.0], [1e5, 1e6, 1e7, 1e38]])
+    packed = quantized(beyond.to(device), bits).cpu()
+    assert bool(torch.isfinite(scales(packed)).all())
+    back = quant.dequantize_rows(packed, 4, bits, torch.float64)
+    assert_close(
+        back[0, :3], torch.tensor([-largest, largest, largest]).double(), rtol=1e-3, atol=0
+    )
+    assert torch.equal(back[1], torch.full((4,), largest).double())
 
 
 @BITS
@@ -117,59 +159,61 @@ def test_same_bits_on_any_number_of_threads(bits: int, thread_counts: list[int])
         results.append(looked_up(data, bits, torch.device("cpu")))
         rows.append(quantized(weights, bits))
     assert all(torch.equal(results[0], other) for other in results[1:])
-    assert all(torch.equal(rows[0][0], other[0]) for other in rows[1:])
+    assert all(torch.equal(rows[0], other) for other in rows[1:])
 
 
 def test_opcheck(device: torch.device) -> None:
     data = Data(Case("opcheck", dims=(5, 8, 3), weighted=True, output=torch.float16))
-    values, scales, features = (tensor.to(device) for tensor in pack(data, 4))
+    packed, features = (tensor.to(device) for tensor in pack(data, 4))
     batch = [t.to(device) for t in (data.indices, data.repaired)]
     assert data.sample_weights is not None
     rest = (POOLING["sum"], 4, data.columns, torch.float16)
-    arguments = (values, scales, features, *batch, None, data.sample_weights.to(device), *rest)
+    arguments = (packed, features, *batch, None, data.sample_weights.to(device), *rest)
     torch.library.opcheck(quant_lookup, arguments)
     weights = torch.randn(4, 3, device=device)
-    target = torch.zeros(4, 2, dtype=torch.uint8, device=device)
-    torch.library.opcheck(quantize_rows_, (target, torch.zeros(4, 2, device=device), weights, 4))
+    target = torch.zeros(4, 8, dtype=torch.uint8, device=device)
+    torch.library.opcheck(quantize_rows_, (target, weights, 4))
 
 
 def test_wrong_input_is_refused() -> None:
     data = Data(Case("wrong"))
-    values, scales, features = pack(data, 8)
-    before = values.clone()
-    outside, unknown = features.clone(), features.clone()
+    packed, features = pack(data, 8)
+    before = packed.clone()
+    outside, unknown, odd = features.clone(), features.clone(), features.clone()
     outside[0, 2] = 10**6
     unknown[1, 4] = data.columns
-    good = (values, scales, features, data.indices, data.repaired, None, None)
+    odd[0, 0] += 2
+    good = (packed, features, data.indices, data.repaired, None, None)
     rest = (POOLING["sum"], 8, data.columns, torch.float32)
     for arguments, message in (
         ((*good, POOLING["sum"], 5, *rest[2:]), "bits must be 8 or 4, got 5"),
-        ((values.float(), *good[1:], *rest), "values must be uint8, got float32"),
-        ((values, scales.double(), *good[2:], *rest), "scales must be float32, got float64"),
-        ((values, scales[:, :1], *good[2:], *rest), r"scales must be \[rows, 2\]"),
-        ((values, scales, outside, *good[3:], *rest), "feature 0 lies outside"),
-        ((values, scales, unknown, *good[3:], *rest), "feature 1 lies outside"),
+        ((packed.float(), *good[1:], *rest), "packed must be uint8, got float32"),
+        ((packed[::2], *good[1:], *rest), "packed must be contiguous"),
+        ((packed[2:], *good[1:], *rest), "packed must begin at a multiple of 4 bytes"),
+        ((packed, outside, *good[2:], *rest), "feature 0 lies outside"),
+        ((packed, unknown, *good[2:], *rest), "feature 1 lies outside"),
+        ((packed, odd, *good[2:], *rest), "feature 0 lies outside the packed rows, not at a word"),
         ((*good, POOLING["none"], 8, 9, torch.float32), "one dim for all features, got 8 and 9"),
         ((*good, 3, *rest[1:]), "pooling must be one of .*, got 3"),
         ((*good, *rest[:3], torch.int64), "output_dtype must be float32"),
-        ((*good[:6], torch.ones(3), *rest), "one entry a lookup"),
+        ((*good[:5], torch.ones(3), *rest), "one entry a lookup"),
         (
-            (*good[:6], torch.ones(data.indices.numel()), POOLING["none"], *rest[1:]),
+            (*good[:5], torch.ones(data.indices.numel()), POOLING["none"], *rest[1:]),
             "need sum or mean",
         ),
     ):
         with pytest.raises(RuntimeError, match=message):
             quant_lookup(*arguments)
     rows = torch.randn(4, 5)
-    target = torch.zeros(4, 5, dtype=torch.uint8)
+    target = torch.zeros(4, 12, dtype=torch.uint8)
     for wrong, message in (
-        ((target, torch.zeros(4, 2), rows.double(), 8), "weights must be float32, float16"),
-        ((target, torch.zeros(4, 2), rows.t(), 8), r"contiguous \[R, D\]"),
-        ((target, torch.zeros(4, 2), rows, 4), r"values must be \[R, 3\]"),
-        ((target, torch.zeros(3, 2), rows, 8), r"scales \[R, 2\] for the 4 rows"),
-        ((target, torch.zeros(4, 2), torch.zeros(4, 0), 8), "D >= 1"),
+        ((target, rows.double(), 8), "weights must be float32, float16"),
+        ((target, rows.t(), 8), r"contiguous \[R, D\]"),
+        ((target, rows, 4), r"packed must be \[4, 8\], the rows of weights"),
+        ((target[:3], rows, 8), r"packed must be \[4, 12\], the rows of weights"),
+        ((target, torch.zeros(4, 0), 8), "D >= 1"),
     ):
         with pytest.raises(RuntimeError, match=message):
             quantize_rows_(*wrong)
-    assert torch.equal(values, before)
+    assert torch.equal(packed, before)
     assert not target.any()

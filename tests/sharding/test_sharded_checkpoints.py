@@ -10,9 +10,12 @@ import torch
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import checkpoints
+from emblib.sharding.checkpoints import CheckpointError
 from emblib.sharding.ranks import RankGroup
+from emblib.specs import Pooling
 from tests.sharding import checkpoint_models as models
 from tests.sharding import worlds
+from tests.sharding.sharded_cases import Case, make_sharded, make_source, tables
 
 ALONE = RankGroup.single()
 MIXED = {
@@ -200,3 +203,51 @@ def test_dynamic_tables_without_keys(tmp_path: Path) -> None:
             assert_same(saved, loaded)
     names = [name for name in models.flat(saved) if name.endswith("keyed.keys")]
     assert [models.flat(saved)[name].shape for name in names] == [(0,)]
+
+
+SERVED = Case(tables(Pooling.SUM), ("dp", "rw", "tw", "rw"), optimizer=None)
+
+
+def served(bits: int, seed: int) -> Any:
+    """A quantised collection in one process."""
+    torch.manual_seed(seed)
+    return make_source(SERVED).quantized(bits)
+
+
+def save_served(ranks: RankGroup, bits: int, path: Path) -> None:
+    """Save a quantised collection of seed 0."""
+    checkpoints.save({"model": make_sharded(SERVED, ranks, served(bits, 0))}, path, ranks)
+
+
+def load_served(ranks: RankGroup, bits: int, path: Path) -> dict[str, Any]:
+    """Load it into one of another seed."""
+    model = make_sharded(SERVED, ranks, served(bits, 1))
+    checkpoints.load({"model": model}, path, ranks)
+    return models.whole(model)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_tables(bits: int, tmp_path: Path) -> None:
+    """From two ranks to one process and to three ranks."""
+    worlds.run(2, save_served, bits, tmp_path)
+    want = served(bits, 0).state_dict()
+    one = served(bits, 1)
+    checkpoints.load({"model": one}, tmp_path, ALONE)
+    assert_same(want, one.state_dict())
+    loaded, *_ = worlds.run(3, load_served, bits, tmp_path)
+    assert_same(want, loaded["model"])
+
+
+def test_quantised_tables_from_before_0_1_0_are_refused(tmp_path: Path) -> None:
+    model = served(8, 0)
+    former = {
+        key.replace("packed", entry): torch.zeros(len(value), 2)
+        for key, value in model.state_dict().items()
+        for entry in ("values", "scales")
+    }
+    checkpoints.save({"model": former}, tmp_path, ALONE)
+    before = copy.deepcopy(model.state_dict())
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=r"bags\.t0, .* before 0\.1\.0.* quantise"):
+            checkpoints.load({"model": model}, tmp_path, ALONE, strict=strict)
+    assert_same(before, model.state_dict())

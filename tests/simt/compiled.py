@@ -9,8 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +31,8 @@ class Compiled:
         spills: bytes that are stored to and loaded from local memory.
         instructions: of the machine code, padding included; None without cuobjdump.
         wide: accesses of global memory of 16 bytes per thread among them.
+        in_flight: the most loads of read-only memory that are issued without arithmetic on floats
+            between them.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Compiled:
     spills: int
     instructions: int | None = None
     wide: int | None = None
+    in_flight: int | None = None
 
 
 @cache
@@ -112,13 +114,16 @@ def _parse(log: str, sass: str) -> list[Compiled]:
     for (entry, architecture, stores, loads, registers), name in zip(found, names, strict=True):
         numbers = int(registers), int(stores) + int(loads)
         code = codes.get((entry, architecture))
-        counts = (None, None) if code is None else (code.total(), sum(code[w] for w in _WIDE))
-        kernels.append(Compiled(name, architecture, *numbers, *counts))
+        kernel = Compiled(name, architecture, *numbers)
+        if code is not None:
+            wide = sum(instruction in _WIDE for instruction in code)
+            kernel = replace(kernel, instructions=len(code), wide=wide, in_flight=_in_flight(code))
+        kernels.append(kernel)
     return sorted(kernels, key=lambda kernel: (kernel.name, kernel.architecture))
 
 
-def _instructions(sass: str) -> dict[tuple[str, str], Counter[str]]:
-    """Count the instructions of each function and architecture by name."""
+def _instructions(sass: str) -> dict[tuple[str, str], list[str]]:
+    """Return the names of the instructions of each function and architecture."""
     found = {}
     architecture = ""
     for part in re.split(r"^\s*(?=Function : |arch = )", sass, flags=re.MULTILINE):
@@ -126,8 +131,19 @@ def _instructions(sass: str) -> dict[tuple[str, str], Counter[str]]:
             architecture = part.split()[2]
         elif part.startswith("Function : "):
             pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)"
-            found[part.split()[2], architecture] = Counter(re.findall(pattern, part, re.MULTILINE))
+            found[part.split()[2], architecture] = re.findall(pattern, part, re.MULTILINE)
     return found
+
+
+def _in_flight(code: list[str]) -> int:
+    most = loads = 0
+    for name in code:
+        if name.startswith(("FADD", "FFMA", "FMUL", "HADD")):
+            loads = 0
+        elif name.startswith("LDG") and "CONSTANT" in name:
+            loads += 1
+        most = max(most, loads)
+    return most
 
 
 def _demangled(names: list[str]) -> list[str]:

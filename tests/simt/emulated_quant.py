@@ -10,14 +10,13 @@ from tests.simt.emulated import DTYPES
 from tests.simt.library import library
 
 
-def quantize_rows_(values: Tensor, scales: Tensor, weights: Tensor, bits: int) -> None:
+def quantize_rows_(packed: Tensor, weights: Tensor, bits: int) -> None:
     """Emulated `quantize_rows_`."""
-    kind = DTYPES[weights.dtype]
-    library().call("quantize_rows", weights, kind, values, scales, *weights.shape, bits)
+    library().call("quantize_rows", weights, DTYPES[weights.dtype], packed, *weights.shape, bits)
 
 
 def quant_lookup(
-    values: Tensor, scales: Tensor, features: Tensor, indices: Tensor, offsets: Tensor, *rest: Any
+    packed: Tensor, features: Tensor, indices: Tensor, offsets: Tensor, *rest: Any
 ) -> Tensor:
     """Emulated `quant_lookup`: then bag_layout, sample_weights, pooling, ... as the op."""
     bag_layout, sample_weights, pooling, bits, columns, dtype = rest
@@ -33,8 +32,7 @@ def quant_lookup(
         return out.zero_()
     library().call(
         "quant_lookup",
-        values,
-        scales,
+        packed,
         features,
         features.size(0),
         indices,

@@ -4,8 +4,10 @@
 
 namespace emb::cuda {
 
-template __global__ void quant_lookup_kernel<8>(QuantArgs, int);
-template __global__ void quant_lookup_kernel<4>(QuantArgs, int);
+template __global__ void quant_pool_kernel<8>(QuantArgs, int);
+template __global__ void quant_pool_kernel<4>(QuantArgs, int);
+template __global__ void quant_short_bags_kernel<8>(QuantArgs, int);
+template __global__ void quant_short_bags_kernel<4>(QuantArgs, int);
 template __global__ void quantize_kernel<float>(QuantizeRows);
 template __global__ void quantize_kernel<half16>(QuantizeRows);
 template __global__ void quantize_kernel<bfloat16>(QuantizeRows);

@@ -5,15 +5,14 @@
 
 using namespace emb::cuda;
 
-// weights, dtype, values, scales, rows, dim, bits
+// weights, dtype, packed, rows, dim, bits
 extern "C" const char* simt_quantize_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
     QuantizeRows args{};
     args.weights = words.pointer<const void>();
     const emb::Dtype type = words.dtype();
-    args.values = words.pointer<uint8_t>();
-    args.scales = words.pointer<emb::RowScale>();
+    args.packed = words.pointer<uint8_t>();
     args.rows = words.number();
     args.dim = words.number();
     args.bits = static_cast<int>(words.number());
@@ -21,14 +20,13 @@ extern "C" const char* simt_quantize_rows(const int64_t* call) {
   });
 }
 
-// values, scales, features, F, indices, is_int64, offsets, is_int64, L, bags, bag_layout, bags of a
+// packed, features, F, indices, is_int64, offsets, is_int64, L, bags, bag_layout, bags of a
 // fixed batch, columns, pooling, sample weights, output, dtype, bits
 extern "C" const char* simt_quant_lookup(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
     QuantArgs args{};
-    args.values = words.pointer<const uint8_t>();
-    args.scales = words.pointer<const emb::RowScale>();
+    args.packed = words.pointer<const uint8_t>();
     args.features = words.pointer<const emb::Feature>();
     args.num_features = static_cast<int>(words.number());
     args.indices = words.indices();

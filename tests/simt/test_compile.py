@@ -13,6 +13,13 @@ from tests.simt.performance_page import COMMAND, PAGE, cells, nvcc_release, reco
 from tests.test_schema import CPU_ONLY
 
 MOST_REGISTERS = 96
+# Words of rows that a lane has in flight: of four rows of a bag, or of two bags.
+QUANT_LOADS = {
+    "quant_pool_kernel<8>": 8,
+    "quant_pool_kernel<4>": 4,
+    "quant_short_bags_kernel<8>": 4,
+    "quant_short_bags_kernel<4>": 2,
+}
 
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
@@ -25,6 +32,18 @@ def test_hot_kernels_do_not_spill(architecture: str) -> None:
     for kernel in kernels:
         assert kernel.spills == 0, f"{kernel.name} spills"
         assert kernel.registers <= MOST_REGISTERS, kernel
+
+
+@needs_nvcc
+@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
+def test_quantised_rows_are_in_flight_before_the_first_is_used() -> None:
+    """The compiler serialises them where registers are short."""
+    found = {(k.name, k.architecture): k.in_flight for k in compiled_kernels()}
+    for name, loads in QUANT_LOADS.items():
+        for architecture in ARCHITECTURES:
+            count = found[name, architecture]
+            assert count is not None
+            assert count >= loads, (name, architecture)
 
 
 @needs_nvcc

@@ -75,16 +75,33 @@ def test_saved_and_loaded(bits: int) -> None:
     assert not torch.equal(two(features).values(), out)
     state = one.state_dict()
     assert [key for key in state if ".b." not in key] == [
-        f"embedding_bags.{table}.{key}" for table in ("a", "c") for key in ("values", "scales")
+        f"embedding_bags.{table}.packed" for table in ("a", "c")
     ]
     two.load_state_dict(state)
     assert torch.equal(two(features).values(), one(features).values())
     assert [name for name, _ in one.named_parameters()] == ["embedding_bags.b.weight"]
     with pytest.raises(RuntimeError, match="size mismatch"):
-        two.load_state_dict({**state, "embedding_bags.a.values": torch.zeros(1)})
-    del state["embedding_bags.a.values"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*a\.values"):
+        two.load_state_dict({**state, "embedding_bags.a.packed": torch.zeros(1)})
+    del state["embedding_bags.a.packed"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*a\.packed"):
         two.load_state_dict(state)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_state_dicts_from_before_0_1_0_are_converted(bits: int) -> None:
+    levels, width = 2**bits - 1, 6 * bits // 8
+    numbers = torch.randint(256, (60, width), dtype=torch.uint8)
+    scales = torch.tensor([0.5, -levels / 4]).expand(60, 2).contiguous()
+    state = {"embedding_bags.a.values": numbers, "embedding_bags.a.scales": scales}
+    config = EmbeddingBagConfig(60, 6, "a", storage=Quantized(bits))
+    made = EmbeddingBagCollection([config])
+    made.load_state_dict(state)
+    codes = numbers if bits == 8 else torch.stack([numbers & 15, numbers >> 4], 2).flatten(1)
+    rows = codes * 0.5 - levels / 4
+    assert (made.handles()["a"].kernel.to_dense(0) - rows).abs().max() <= 0.26
+    for wrong in (numbers[:, 1:], numbers[1:]):
+        with pytest.raises(RuntimeError, match=r"embedding_bags\.a: size mismatch"):
+            made.load_state_dict({**state, "embedding_bags.a.values": wrong})
 
 
 def test_weights_of_a_plain_table_are_quantised_as_they_are_loaded() -> None:

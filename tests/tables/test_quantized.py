@@ -20,6 +20,7 @@ from emblib import (
     TTEmbeddingBag,
     TTSpec,
 )
+from tests.quant_cases import scale_bound
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 TABLES = [TableSpec(50, 12, "item"), TableSpec(7, 5)]
@@ -34,8 +35,8 @@ def trained(pooling: Pooling = Pooling.SUM, **changes: Any) -> TableBatchedEmbed
 
 
 def bound(rows: Tensor, bits: int) -> float:
-    """Half of the largest scale."""
-    return float((rows.amax(1) - rows.amin(1)).max()) / (2**bits - 1) / 2 * 1.001
+    """Half of the largest scale, and room for rounding."""
+    return float(scale_bound(rows.cpu(), bits).max()) / 2 * 1.0002
 
 
 @BITS
@@ -43,7 +44,7 @@ def bound(rows: Tensor, bits: int) -> float:
 def test_is_close_to_the_floats(bits: int, pooling: Pooling, device: torch.device) -> None:
     floats = trained(pooling, device=device)
     made = QuantizedEmbeddingBags.from_float(floats, bits)
-    assert made.values.device.type == device.type
+    assert made.packed.device.type == device.type
     batch = [tensor.to(device) for tensor in BATCH]
     most = 3 if pooling is Pooling.SUM else 1
     rows = floats.table_weights()
@@ -65,7 +66,7 @@ def test_keeps_what_the_source_says() -> None:
     assert (made.pooling, made.feature_tables) == (Pooling.MEAN, (0, 1))
     assert made(*BATCH).dtype == made.output_dtype == torch.bfloat16
     other = QuantizedEmbeddingBags.from_float(floats, output_dtype=torch.float16, device="meta")
-    assert (other.output_dtype, other.values.device.type) == (torch.float16, "meta")
+    assert (other.output_dtype, other.packed.device.type) == (torch.float16, "meta")
 
 
 def test_keeps_the_form_of_the_offsets_of_the_source() -> None:
@@ -123,12 +124,9 @@ def test_features_may_differ_in_bags() -> None:
 def test_state_dict(bits: int) -> None:
     made = QuantizedEmbeddingBags.from_float(trained(), bits)
     state = made.state_dict()
-    width = 12 if bits == 8 else 6
     assert {key: tuple(value.shape) for key, value in state.items()} == {
-        "item.values": (50, width),
-        "item.scales": (50, 2),
-        "table_1.values": (7, 5 if bits == 8 else 3),
-        "table_1.scales": (7, 2),
+        "item.packed": (50, 4 + (12 if bits == 8 else 8)),  # a multiple of 4
+        "table_1.packed": (7, 4 + (8 if bits == 8 else 4)),
     }
     want = made(*BATCH)
     other = QuantizedEmbeddingBags(TABLES, bits)
@@ -145,8 +143,52 @@ def test_state_dict(bits: int) -> None:
         assert torch.equal(module(*BATCH), want)
     with pytest.raises(RuntimeError, match="checkpoint is of another table"):
         QuantizedEmbeddingBags(TABLES, 12 - bits).load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"Missing key.*item\.scales"):
-        other.load_state_dict({"item.values": state["item.values"]})
+    with pytest.raises(RuntimeError, match=r"Missing key.*table_1\.packed"):
+        other.load_state_dict({"item.packed": state["item.packed"]})
+
+
+def test_header_is_a_view() -> None:
+    rows = torch.randn(9, 6)
+    packed = QuantizedEmbeddingBags.from_float({"a": rows[:2, :3], "b": rows}).table_views()[1]
+    scale, offset = packed["packed"][:, :4].view(torch.float16).float().unbind(1)
+    assert (offset - rows.amin(1)).abs().max() <= 0.002
+    assert (scale * 255 + offset - rows.amax(1)).abs().max() <= 0.01
+
+
+def former(rows: Tensor, bits: int) -> dict[str, Tensor]:
+    """The entries of a table before 0.1.0."""
+    low, high = rows.aminmax(dim=1, keepdim=True)
+    scale = (high - low) / (2**bits - 1)
+    numbers = ((rows - low) / scale).round().to(torch.uint8)
+    if bits == 4:
+        numbers = nn.functional.pad(numbers, (0, numbers.size(1) % 2))
+        numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+    return {"values": numbers, "scales": torch.cat([scale, low], 1)}
+
+
+@BITS
+def test_state_dicts_from_before_0_1_0_are_converted(bits: int) -> None:
+    rows = {"item": torch.randn(50, 12), "table_1": torch.randn(7, 5)}
+    tables = {name: former(weights, bits) for name, weights in rows.items()}
+    state = {f"{n}.{key}": value for n, table in tables.items() for key, value in table.items()}
+    made = QuantizedEmbeddingBags(TABLES, bits)
+    made.load_state_dict(state)
+    for table, weights in enumerate(rows.values()):
+        assert (made.to_dense(table) - weights).abs().max() <= 2 * bound(weights, bits)
+    # A module inside another, a new table among old ones, a table of another size.
+    outer = nn.ModuleDict({"bags": QuantizedEmbeddingBags(TABLES, bits)})
+    mixed = {f"bags.{key}": value for key, value in state.items() if "item" in key}
+    mixed["bags.table_1.packed"] = made.state_dict()["table_1.packed"]
+    outer.load_state_dict(mixed)
+    assert torch.equal(outer["bags"](*BATCH), made(*BATCH))
+    before = made(*BATCH)
+    with pytest.raises(RuntimeError, match="item: size mismatch"):
+        made.load_state_dict({**state, "item.values": state["item.values"][:, 1:]})
+    with pytest.raises(RuntimeError, match=r"item: rows must be finite and within \+-65504"):
+        made.load_state_dict({**state, "item.scales": state["item.scales"] * 1e6})
+    with pytest.raises(RuntimeError, match=r"Missing key.*item\.packed"):
+        made.load_state_dict({k: v for k, v in state.items() if k != "item.scales"})
+    assert torch.equal(made(*BATCH)[:, :12], before[:, :12])
 
 
 @BITS
@@ -160,12 +202,13 @@ def test_rows_are_written_in_place(bits: int) -> None:
     assert not dense[5:].any()
     assert not made.to_dense(0).any()
     view = made.table_views()[1]
-    view["scales"].zero_()
+    view["packed"].zero_()
     assert not made.to_dense(1).any()
-    assert made.nbytes() == {"weights": made.values.nbytes + made.scales.nbytes}
     rows[1, 1] = torch.nan
     for wrong, first, message in (
-        (rows, 0, "must be finite"),
+        (rows, 0, "table 'table_1': rows must be finite and within .* got nan"),
+        (torch.full((3, 5), -65600.0), 0, r"within \+-65504, the range of float16, .* got 65600"),
+        (torch.full((3, 5), 65536.0, dtype=torch.bfloat16), 0, "got 65536"),
         (torch.zeros(3, 4), 0, r"must be \[rows, 5\] for table 'table_1', got \[3, 4\]"),
         (torch.zeros(3, 5), 5, "rows 5 to 8 are out of range of table 'table_1' of 7 rows"),
     ):
@@ -174,9 +217,9 @@ def test_rows_are_written_in_place(bits: int) -> None:
 
 
 def test_memory_is_what_the_bits_say() -> None:
-    spec = TableSpec(1000, 64)
-    assert QuantizedEmbeddingBags([spec]).nbytes()["weights"] == 1000 * (64 + 8)
-    assert QuantizedEmbeddingBags([spec], 4).nbytes()["weights"] == 1000 * (32 + 8)
+    spec = TableSpec(1600, 64)
+    assert QuantizedEmbeddingBags([spec]).nbytes() == {"weights": 1600 * (64 + 4)}
+    assert QuantizedEmbeddingBags([spec], 4).nbytes() == {"weights": 1600 * (32 + 4)}
 
 
 def test_compiles_whole() -> None:

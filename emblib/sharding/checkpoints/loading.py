@@ -205,6 +205,7 @@ class _Loading:
             self.cuts = self._cuts(bytes(notes[NOTES].flatten().tolist()))
         every = self._checked_layouts(self._without_new_hash_keys(list(leaves(self.tree))))
         missing = sorted(leaf.name for leaf in every if leaf.name not in self.saved)
+        self._check_quantised(missing)
         if missing and strict:
             raise CheckpointError(
                 f"{path} does not have {', '.join(missing[:5])}"
@@ -213,6 +214,21 @@ class _Loading:
             )
         self.leaves = [leaf for leaf in every if leaf.name in self.saved]
         self._check_sizes()
+
+    def _check_quantised(self, missing: Sequence[str]) -> None:
+        """Raise CheckpointError where quantised tables have the layout from before 0.1.0."""
+        former = [
+            name.removesuffix(".packed")
+            for name in missing
+            if name.endswith(".packed") and _sibling(name, "scales") in self.saved
+        ]
+        if former:
+            raise CheckpointError(
+                f"{self.path} has the rows of {', '.join(former[:5])} as before 0.1.0, with scales "
+                "apart from numbers: quantise the trained tables again, with "
+                "collection.quantized(), or read it with torch.distributed.checkpoint and load "
+                "that into the unsharded collection, whose load_state_dict converts the rows"
+            )
 
     def _check_whole(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless the chunks of tensors fill them.
