@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
   for_bag_gradients<N>(args, lane, dot);
 }
 
-[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
+[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads, 4)
     mixed_sample_weight_kernel(SampleWeightArgs args, int lanes) {
   const LaneGroup lane(lanes);
   const auto dot = [&](const BagTask& task, int column, int longest,
