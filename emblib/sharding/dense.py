@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.sharding.ranks import RankGroup
@@ -20,17 +21,35 @@ from emblib.sharding.ranks import RankGroup
 class DDP:
     """Replicate the dense part on every rank with `DistributedDataParallel`.
 
-    `options` are further arguments of it, e.g. `{"static_graph": True}`.
+    `options` are further arguments of it, e.g. `{"static_graph": True}`. With `gradient_dtype`,
+    float16 or bfloat16, gradients are sent and added up in it.
+
+    Raises:
+        ValueError: another `gradient_dtype`.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
+    gradient_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.gradient_dtype not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(
+                "gradient_dtype must be torch.float16, torch.bfloat16, or None for the dtype of "
+                f"the parameters, got {self.gradient_dtype!r}"
+            )
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Return a module that averages all gradients but those of the parameters in `ignored`."""
         # DDP also writes names of the module's own parameters with a dot before them.
         names = [*ignored, *(f".{name}" for name in ignored)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-        return DistributedDataParallel(module, process_group=ranks.group, **self.options)
+        wrapped = DistributedDataParallel(module, process_group=ranks.group, **self.options)
+        if self.gradient_dtype is not None:
+            hooks = default_hooks
+            short = self.gradient_dtype is torch.float16
+            hook = hooks.fp16_compress_hook if short else hooks.bf16_compress_hook
+            wrapped.register_comm_hook(ranks.group, hook)
+        return wrapped
 
 
 @dataclass(frozen=True)
