@@ -158,10 +158,18 @@ class QuantizedKernel(QuantizedEmbeddingBags):
 
 
 class QuantizedHandle(TableHandle):
-    """A quantised table: no parameters; its state dict has `values` and `scales`.
+    """A quantised table: no parameters; its buffers and its state dict are `values` and `scales`.
 
     It also loads the `weight` `[rows, dim]` of a dense table, and quantises it.
     """
+
+    def bind(self) -> None:
+        """Make the buffers views of the memory that the kernel has now."""
+        for name, view in self.views().items():
+            self.register_buffer(name, view, persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_buffers": {}}
 
     def adopt(self, other: QuantizedHandle) -> None:
         """Copy the rows."""
