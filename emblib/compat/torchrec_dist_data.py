@@ -447,6 +447,66 @@ class PooledEmbeddingsAllGather(_PooledModule):
         return comms.all_gather_base_pooled(local_emb, group=self._pg, codecs=self._codecs)
 
 
+SequenceEmbeddingsAwaitable = Awaitable
+"""What the module below returns; the result is a tensor."""
+
+
+class SequenceEmbeddingsAllToAll(nn.Module):
+    """Send one vector per id back to the ranks that own the ids.
+
+    Args:
+        pg: the process group.
+        features_per_rank: features that each rank looks up.
+        device: not needed.
+        codecs: encodings of vectors and gradients.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        features_per_rank: Sequence[int],
+        device: torch.device | None = None,
+        codecs: QuantizedCommCodecs | None = None,
+    ) -> None:
+        super().__init__()
+        self._pg, self._codecs = pg, codecs
+        ranks = RankGroup.from_value(pg)
+        own = features_per_rank[ranks.rank]
+        self._order = torch.arange(own * ranks.size).view(own, ranks.size).t().reshape(-1)
+
+    def forward(
+        self,
+        local_embs: Tensor,
+        lengths: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        unbucketize_permute_tensor: Tensor | None = None,
+        batch_size_per_rank: Sequence[int] | None = None,
+        sparse_features_recat: Tensor | None = None,
+    ) -> Awaitable[Tensor]:
+        """Start to send vectors; the arguments are those of `alltoall_sequence`.
+
+        `unbucketize_permute_tensor` has the position of each id of the batch in the result, and
+        `sparse_features_recat` the order of the segments where batch sizes differ by rank.
+        """
+        order, back = self._order, unbucketize_permute_tensor
+        if sparse_features_recat is not None:
+            order = sparse_features_recat.argsort()
+        pending = comms.alltoall_sequence(
+            local_embs,
+            order,
+            None,
+            lengths,
+            input_splits,
+            output_splits,
+            group=self._pg,
+            codecs=self._codecs,
+        )
+        if back is None:
+            return pending
+        return pending.then(lambda vectors: vectors.index_select(0, back))
+
+
 def construct_output_kt(
     embeddings: Sequence[Tensor], embedding_names: Sequence[str], embedding_dims: Sequence[int]
 ) -> KeyedTensor:

@@ -241,6 +241,12 @@ DIFFERS = {
     "reduce_scatter_pooled": "sums are float32 in rank order, any sizes",
     "reduce_scatter_base_pooled": "sums are float32 in rank order",
     "reduce_scatter_v_pooled": "sums are float32 in rank order",
+    "invoke_on_rank_and_broadcast_result": "without a process group, this process alone",
+    "is_leader": "without a process group, this process alone",
+    "run_on_leader": "without a process group, this process alone",
+    "alltoall_sequence": "the inverse order is not needed",
+    "PooledEmbeddingsAwaitable": "emblib's `Awaitable`",
+    "SequenceEmbeddingsAwaitable": "emblib's `Awaitable`",
     "KJTAllToAll": "one batch size for all features; `stagger` raises",
     "set_gradient_division": "for collectives that are called directly; sharded collections have "
     "`gradients=`",
@@ -381,11 +387,7 @@ _BY_REASON = (
         "VariableBatchAll2AllPooledInfo Variable_Batch_All2All_Pooled_Req "
         "Variable_Batch_All2All_Pooled_Wait",
     ),
-    (
-        "call emblib.sharding.collectives.alltoall_sequence or alltoallv, which need no "
-        "permutation tensors",
-        "alltoall_sequence alltoallv SequenceEmbeddingsAllToAll SequenceEmbeddingsAwaitable",
-    ),
+    ("TorchRec 1.8 has none either: emblib.sharding.collectives.alltoallv", "alltoallv"),
     (
         "input_dist of a sharded collection returns emblib's awaitables: two waits give what "
         "compute takes",

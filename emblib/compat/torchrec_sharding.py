@@ -102,7 +102,8 @@ class CacheParams:
 
 def refuse_per_table(owner: str, values: Mapping[str, Any]) -> None:
     """Raise ValueError for options of FBGEMM's tables that are elsewhere in emblib."""
-    given = [name for name, value in values.items() if value]
+    # A mode may have the value 0.
+    given = [name for name, value in values.items() if value is not None and value is not False]
     if given:
         ways = "; ".join(f"{name}: {WAYS[name]}" for name in given)
         raise ValueError(f"{', '.join(given)} of {owner} must be left out here. {ways}")
