@@ -241,6 +241,8 @@ DIFFERS = {
     "reduce_scatter_pooled": "sums are float32 in rank order, any sizes",
     "reduce_scatter_base_pooled": "sums are float32 in rank order",
     "reduce_scatter_v_pooled": "sums are float32 in rank order",
+    "grid_shard": "any number of columns (there: blocks of 128 or more)",
+    "table_column_wise": "TorchRec 1.8 has the type, and no function for it",
     "invoke_on_rank_and_broadcast_result": "without a process group, this process alone",
     "is_leader": "without a process group, this process alone",
     "run_on_leader": "without a process group, this process alone",

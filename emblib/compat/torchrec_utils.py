@@ -238,6 +238,7 @@ class NullShardingContext:
 NullShardedModuleContext = NullShardingContext
 
 _LOCATIONS = {
+    EmbeddingComputeKernel.DENSE: EmbeddingLocation.DEVICE,
     EmbeddingComputeKernel.FUSED: EmbeddingLocation.DEVICE,
     EmbeddingComputeKernel.FUSED_UVM: EmbeddingLocation.MANAGED,
     EmbeddingComputeKernel.FUSED_UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
@@ -248,17 +249,8 @@ _LOCATIONS = {
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:
-    """Return FBGEMM's name of the memory of a kernel's rows, from `emblib.compat.fbgemm`.
-
-    Raises:
-        ValueError: a kernel without one.
-    """
-    if compute_kernel not in _LOCATIONS:
-        raise ValueError(
-            f"compute_kernel must be one of {', '.join(k.name for k in _LOCATIONS)}, got "
-            f"{compute_kernel}"
-        )
-    return _LOCATIONS[compute_kernel]
+    """Return FBGEMM's name of the memory of a kernel's rows, from `emblib.compat.fbgemm`."""
+    return _LOCATIONS[EmbeddingComputeKernel(compute_kernel)]
 
 
 def get_tensor_size_bytes(t: Tensor) -> int:

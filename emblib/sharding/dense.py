@@ -6,12 +6,12 @@ which parameters to ignore: the tables, whose rows are updated on the rank that 
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.sharding.ranks import RankGroup
@@ -45,11 +45,24 @@ class DDP:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         wrapped = DistributedDataParallel(module, process_group=ranks.group, **self.options)
         if self.gradient_dtype is not None:
-            hooks = default_hooks
-            short = self.gradient_dtype is torch.float16
-            hook = hooks.fp16_compress_hook if short else hooks.bf16_compress_hook
-            wrapped.register_comm_hook(ranks.group, hook)
+            wrapped.register_comm_hook(ranks.group, partial(_reduce_in, self.gradient_dtype))
         return wrapped
+
+
+def _reduce_in(dtype: torch.dtype, group: Any, bucket: Any) -> Any:
+    """Average the gradients of a bucket of `DistributedDataParallel` in `dtype`.
+
+    torch's own hook for bfloat16 refuses the CPU.
+    """
+    whole = bucket.buffer()
+    sent = whole.to(dtype).div_(dist.get_world_size(group))
+    pending = dist.all_reduce(sent, group=group, async_op=True).get_future()
+
+    def write_back(done: Any) -> Tensor:
+        whole.copy_(done.value()[0])
+        return whole
+
+    return pending.then(write_back)
 
 
 @dataclass(frozen=True)

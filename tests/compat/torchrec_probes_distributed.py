@@ -35,10 +35,10 @@ def awaitables(rec: Any) -> None:
 
 @probe("compute_kernel_to_embedding_location")
 def locations(rec: Any) -> None:
-    found = rec.compute_kernel_to_embedding_location(rec.EmbeddingComputeKernel.FUSED_UVM)
-    assert found.name == "MANAGED"
-    with pytest.raises(ValueError, match="must be one of"):
-        rec.compute_kernel_to_embedding_location(rec.EmbeddingComputeKernel.DENSE)
+    kernels = rec.EmbeddingComputeKernel
+    named = {kernels.FUSED_UVM: "MANAGED", kernels.DENSE: "DEVICE"}
+    for kernel, name in named.items():
+        assert rec.compute_kernel_to_embedding_location(kernel).name == name
 
 
 @probe("ShardingType EmbeddingComputeKernel ComputeKernel ParameterStorage OptimType CommOp")
@@ -404,7 +404,7 @@ def sharded_fused(rec: Any) -> None:
 
 
 @probe(
-    "table_wise row_wise column_wise table_row_wise grid_shard data_parallel apply_to_all "
+    "table_wise row_wise column_wise table_row_wise data_parallel apply_to_all "
     "construct_module_sharding_plan"
 )
 def rules(rec: Any) -> None:
@@ -414,7 +414,6 @@ def rules(rec: Any) -> None:
         "row_wise": rec.row_wise(),
         "column_wise": rec.column_wise(ranks=[0, 1]),
         "table_row_wise": rec.table_row_wise(host_index=1),
-        "grid_shard": rec.grid_shard(host_indexes=[0, 1]),
         "data_parallel": rec.data_parallel(),
     }
     found = {}
@@ -434,9 +433,16 @@ def rules(rec: Any) -> None:
         "row_wise": [(5, 8)] * 4,
         "column_wise": [(20, 4)] * 2,
         "table_row_wise": [(10, 8)] * 2,
-        "grid_shard": [(10, 4)] * 4,
         "data_parallel": [],
     }
+
+
+@probe("grid_shard")
+def grid(rec: Any) -> None:
+    rule = rec.grid_shard(host_indexes=[0, 1])
+    made = plan(rec, bags(rec, "a"), rule, local_size=2, world_size=4)["a"]
+    assert [tuple(s.shard_sizes) for s in made.sharding_spec.shards] == [(10, 4)] * 4
+    assert made.ranks == [0, 1, 2, 3]
 
 
 @probe("table_column_wise")
