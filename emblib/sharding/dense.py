@@ -6,7 +6,6 @@ which parameters to ignore: the tables, whose rows are updated on the rank that 
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,24 +44,28 @@ class DDP:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         wrapped = DistributedDataParallel(module, process_group=ranks.group, **self.options)
         if self.gradient_dtype is not None:
-            wrapped.register_comm_hook(ranks.group, partial(_reduce_in, self.gradient_dtype))
+            wrapped.register_comm_hook(ranks.group, _reduce_in(self.gradient_dtype))
         return wrapped
 
 
-def _reduce_in(dtype: torch.dtype, group: Any, bucket: Any) -> Any:
-    """Average the gradients of a bucket of `DistributedDataParallel` in `dtype`.
+def _reduce_in(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]:
+    """Return a hook of `DistributedDataParallel` that averages gradients in `dtype`.
 
     torch's own hook for bfloat16 refuses the CPU.
     """
-    whole = bucket.buffer()
-    sent = whole.to(dtype).div_(dist.get_world_size(group))
-    pending = dist.all_reduce(sent, group=group, async_op=True).get_future()
 
-    def write_back(done: Any) -> Tensor:
-        whole.copy_(done.value()[0])
-        return whole
+    def reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        whole = bucket.buffer()
+        sent = whole.to(dtype).div_(dist.get_world_size(group))
+        pending = dist.all_reduce(sent, group=group, async_op=True).get_future()
 
-    return pending.then(write_back)
+        def write_back(done: Any) -> Tensor:
+            whole.copy_(done.value()[0])
+            return whole
+
+        return pending.then(write_back)
+
+    return reduce
 
 
 @dataclass(frozen=True)
