@@ -474,19 +474,15 @@ def page() -> str:
         lines += ["", f"#### `torchrec{'.' + path if path else ''}`", ""]
         if found["works"]:
             lines.append(f"Works: {', '.join(f'`{name}`' for name in found['works'])}.")
-        rows = [
-            f"| `{name}` | {kind} | {DIFFERS[other] if kind == 'differs' else RAISES[other]} |"
-            for name, other in pairs
-            for kind in ("differs", "raises")
-            if name in found[kind]
-        ]
+        rows: dict[tuple[str, str], list[str]] = {}
+        for kind, texts in (("differs", DIFFERS), ("raises", RAISES)):
+            for name, other in pairs:
+                if name in found[kind]:
+                    rows.setdefault((kind, texts[other]), []).append(f"`{name}`")
         if rows:
-            rows = [
-                "| name | | how it differs, or what to use instead |",
-                "| --- | --- | --- |",
-                *rows,
-            ]
-            lines += ["", *rows] if found["works"] else rows
+            lines += [""] * bool(found["works"])
+            lines += ["| name | | how it differs, or what to use instead |", "| --- | --- | --- |"]
+            lines += [f"| {', '.join(n)} | {kind} | {text} |" for (kind, text), n in rows.items()]
     total = sum(counts.values())
     summary = (
         f"Of {total} names in {len(MODULES)} modules, {counts['works']} work, {counts['differs']} "

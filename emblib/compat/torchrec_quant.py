@@ -225,11 +225,12 @@ class _OverDevices(nn.Module):
 
     def tbes_configs(self) -> dict[nn.Module, Any]:
         """Return the kernels, and the configurations of the tables in each."""
-        return {
-            info.module: [part.groups.slices[s].config for s in info.slices]
-            for part in self.parts
-            for info in part.groups.groups  # type: ignore[union-attr]
-        }
+        found: dict[nn.Module, Any] = {}
+        for part in self.parts:
+            groups: Any = part.groups
+            for info in groups.groups:
+                found[info.module] = [groups.slices[s].config for s in info.slices]
+        return found
 
     def copy(self, device: torch.device) -> Any:
         """Return this module: the tables stay on their devices."""

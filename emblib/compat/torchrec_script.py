@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from emblib import Pooling
 from emblib import collections as emblib_collections
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops import codes
 from emblib.sharding.awaitables import LazyAwaitable, ReadyAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
-from emblib.specs import Pooling
 
 
 class ScriptJaggedTensor:

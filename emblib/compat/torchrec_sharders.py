@@ -280,7 +280,9 @@ def _native_plan(plan: Mapping[str, Any]) -> dict[str, sharding.ParameterShardin
     }
 
 
-class ShardedEmbeddingBagCollection(_WithContexts, sharding.ShardedEmbeddingBagCollection):
+class ShardedEmbeddingBagCollection(  # type: ignore[misc]
+    _WithContexts, sharding.ShardedEmbeddingBagCollection
+):
     """`emblib.sharding.ShardedEmbeddingBagCollection` with TorchRec's arguments and contexts.
 
     Args:
@@ -331,7 +333,9 @@ class ShardedEmbeddingBagCollection(_WithContexts, sharding.ShardedEmbeddingBagC
         return [self._output_dist]
 
 
-class ShardedEmbeddingCollection(_WithContexts, sharding.ShardedEmbeddingCollection):
+class ShardedEmbeddingCollection(  # type: ignore[misc]
+    _WithContexts, sharding.ShardedEmbeddingCollection
+):
     """`emblib.sharding.ShardedEmbeddingCollection` with TorchRec's arguments and contexts.
 
     `use_index_dedup` sends each id of a batch once; other arguments are those of
@@ -374,10 +378,10 @@ class ShardedEmbeddingCollection(_WithContexts, sharding.ShardedEmbeddingCollect
 
 
 # A model that has these is sharded as one that has emblib's own.
-for _kind in (EmbeddingBagCollection, FusedEmbeddingBagCollection):
-    SHARDED[_kind] = ShardedEmbeddingBagCollection
-for _kind in (EmbeddingCollection, FusedEmbeddingCollection):
-    SHARDED[_kind] = ShardedEmbeddingCollection
+SHARDED[EmbeddingBagCollection] = ShardedEmbeddingBagCollection
+SHARDED[FusedEmbeddingBagCollection] = ShardedEmbeddingBagCollection
+SHARDED[EmbeddingCollection] = ShardedEmbeddingCollection
+SHARDED[FusedEmbeddingCollection] = ShardedEmbeddingCollection
 
 
 # Sharders
@@ -459,7 +463,7 @@ class ModuleSharder:
 class EmbeddingBagCollectionSharder(ModuleSharder):
     """Sharder of EmbeddingBagCollections."""
 
-    module_type = emblib_collections.EmbeddingBagCollection
+    module_type: ClassVar[type[nn.Module]] = emblib_collections.EmbeddingBagCollection
     sharded_module_type = ShardedEmbeddingBagCollection
     _pooled = True
 

@@ -173,7 +173,7 @@ class Installation:
 def watch_missing_modules() -> None:
     """Let imports of modules that the tree lacks say so."""
     if not any(finder is _MissingModules for finder in sys.meta_path):
-        sys.meta_path.append(_MissingModules)  # type: ignore[arg-type]
+        sys.meta_path.append(_MissingModules)
 
 
 def status(name: str) -> str:

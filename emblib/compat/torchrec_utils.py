@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class _HasMethods(ABCMeta):
 class Multistreamable(metaclass=_HasMethods):
     """Objects whose memory `record_stream` keeps until the work of a stream is done."""
 
-    methods = ("record_stream",)
+    methods: ClassVar[tuple[str, ...]] = ("record_stream",)
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until the work queued on `stream` is done."""
@@ -44,7 +44,7 @@ class Multistreamable(metaclass=_HasMethods):
 class Pipelineable(Multistreamable):
     """Objects that pipelines copy to a device."""
 
-    methods = ("record_stream", "to")
+    methods: ClassVar[tuple[str, ...]] = ("record_stream", "to")
 
     def to(self, device: torch.device, non_blocking: Any = False) -> Any:
         """Copy to `device`."""
