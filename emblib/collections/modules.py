@@ -357,7 +357,7 @@ class TableCollection(nn.Module):
         return made.eval()
 
     def quantized_configs(self, bits: int | Mapping[str, int] = 8) -> list[Any]:
-        """Return the configurations of `quantized(bits)`, which have no optimizer."""
+        """Return the configurations of `quantized(bits)`."""
         names = [config.name for config in self.configs]
         wanted = dict.fromkeys(names, bits) if isinstance(bits, int) else dict(bits)
         unknown = sorted(wanted.keys() - set(names))
@@ -366,7 +366,7 @@ class TableCollection(nn.Module):
         return [
             replace(config, storage=Quantized(wanted[config.name]), optimizer=None)
             if config.storage.has_dense_rows and config.name in wanted
-            else replace(config, optimizer=None)
+            else config
             for config in self.configs
         ]
 
