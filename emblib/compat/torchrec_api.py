@@ -8,6 +8,7 @@ from emblib.collections import optimizers
 from emblib.compat import (
     fbgemm_types,
     torchrec_comms,
+    torchrec_dense,
     torchrec_dist_data,
     torchrec_model,
     torchrec_optim,
@@ -27,6 +28,7 @@ _SOURCES: tuple[ModuleType, ...] = (
     torchrec_optim,
     torchrec_types,
     torchrec_comms,
+    torchrec_dense,
     torchrec_dist_data,
     torchrec_utils,
     torchrec_sharders,

@@ -317,9 +317,9 @@ _BY_REASON = (
         "EmbeddingTower EmbeddingTowerCollection tower_input_params",
     ),
     (
-        "emblib has no dense modules: write them with torch.nn; they run over emblib's collections",
-        "SwishLayerNorm MLP Perceptron CrossNet LowRankCrossNet LowRankMixtureCrossNet "
-        "VectorCrossNet DeepFM FactorizationMachine LazyModuleExtensionMixin lazy_apply",
+        "dense modules of torch.nn run over emblib's collections, torch's lazy ones as well; for a "
+        "low-rank cross network there is LowRankCrossNet",
+        "LowRankMixtureCrossNet LazyModuleExtensionMixin lazy_apply",
     ),
     (
         "tables of storage=Hash() take any 64-bit ids, with eviction and admission, in the same "

@@ -260,6 +260,47 @@ def regroup_as_dict(rec: Any) -> None:
     assert found["g"].tolist() == [[2, 1]]
 
 
+@probe("MLP Perceptron SwishLayerNorm")
+def perceptrons(rec: Any) -> None:
+    given = torch.tensor([[1.0, -2.0]])
+    layer = rec.Perceptron(2, 3, activation=torch.sigmoid)
+    weight = layer.state_dict()["_linear.weight"]
+    expected = torch.sigmoid(given @ weight.t() + layer.state_dict()["_linear.bias"])
+    torch.testing.assert_close(layer(given), expected)
+    for activation in ("relu", "sigmoid", "swish_layernorm", torch.tanh, nn.Softplus):
+        made = rec.MLP(2, [4, 3], activation=activation, activation_on_last=False)
+        assert "_mlp.1._linear.weight" in made.state_dict()
+        assert made(given).shape == (1, 3)
+    assert rec.MLP(2, [3])(given).min() >= 0
+    made = rec.SwishLayerNorm(2)
+    torch.testing.assert_close(made(given), given * torch.sigmoid(torch.tensor([[1.0, -1.0]])))
+
+
+@probe("CrossNet LowRankCrossNet VectorCrossNet")
+def cross_networks(rec: Any) -> None:
+    given = torch.tensor([[1.0, 2.0, 3.0]])
+    whole, low, vector = rec.CrossNet(3, 2), rec.LowRankCrossNet(3, 2, 2), rec.VectorCrossNet(3, 2)
+    with torch.no_grad():
+        for made in (whole, low, vector):
+            for parameter in made.parameters():
+                parameter.fill_(0.5)
+    # The first outputs are 4.5 and 4.5 times the input, and 4 times the input plus 0.5.
+    torch.testing.assert_close(whole(given), torch.tensor([[18.5, 37.0, 55.5]]))
+    torch.testing.assert_close(low(given), torch.tensor([[18.5, 37.0, 55.5]]))
+    torch.testing.assert_close(vector(given), torch.tensor([[17.75, 34.5, 51.25]]))
+    assert set(low.state_dict()) == {
+        f"{name}.{i}" for name in ("W_kernels", "V_kernels", "bias") for i in (0, 1)
+    }
+
+
+@probe("DeepFM FactorizationMachine")
+def factorization_machines(rec: Any) -> None:
+    rows = [torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0], [4.0]]])]
+    # Pairs: 2 + 3 + 4 + 6 + 8 + 12.
+    assert rec.FactorizationMachine()(rows).tolist() == [[35.0]]
+    assert rec.DeepFM(dense_module=nn.Identity())(embeddings=rows).tolist() == [[1, 2, 3, 4]]
+
+
 # Optimizers
 
 
