@@ -63,6 +63,8 @@ MODULES = {
     "optim.rowwise_adagrad": "RowWiseAdagrad",
     "optim.semi_sync": "SemisyncOptimizer",
     "optim.warmup": "WarmupOptimizer WarmupPolicy WarmupStage",
+    "datasets": "",
+    "datasets.utils": "Batch",
     "quant": "EmbeddingBagCollection=QuantEmbeddingBagCollection",
     "quant.embedding_modules": "EmbeddingBagCollection=QuantEmbeddingBagCollection "
     "EmbeddingCollection=QuantEmbeddingCollection "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -120,9 +121,11 @@ class _MissingModules:
         for root in (OWN, THEIRS):
             installed: Any = sys.modules.get(root)
             if name.startswith(f"{root}.") and getattr(installed, "is_of_emblib", False):
+                near = get_close_matches(name.removeprefix(f"{root}."), filter(None, MODULES), 3)
                 raise ModuleNotFoundError(
-                    f"{name}: emblib has no counterpart of this module of TorchRec; it has "
-                    f"{', '.join(path for path in MODULES if path)} (docs/torchrec.md)",
+                    f"{name}: emblib has no counterpart of this module of TorchRec"
+                    + (f"; it has {', '.join(near)}" if near else "")
+                    + f", and {len(MODULES)} modules in all, which docs/torchrec.md lists",
                     name=name,
                 )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -49,6 +50,32 @@ class Pipelineable(Multistreamable):
     def to(self, device: torch.device, non_blocking: Any = False) -> Any:
         """Copy to `device`."""
         raise NotImplementedError(f"{type(self).__name__} must define to")
+
+
+@dataclass
+class Batch(Pipelineable):
+    """Dense features, sparse features and labels of examples."""
+
+    dense_features: Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: Tensor
+
+    def _mapped(self, change: Callable[[Any], Any]) -> Batch:
+        parts = (self.dense_features, self.sparse_features, self.labels)
+        return Batch(*map(change, parts))
+
+    def to(self, device: torch.device, non_blocking: Any = False) -> Batch:
+        """Copy to `device`."""
+        return self._mapped(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until the work queued on `stream` is done."""
+        for part in (self.dense_features, self.sparse_features, self.labels):
+            part.record_stream(stream)
+
+    def pin_memory(self) -> Batch:
+        """Copy to page-locked memory."""
+        return self._mapped(lambda part: part.pin_memory())
 
 
 class ComputeKJTToJTDict(nn.Module):

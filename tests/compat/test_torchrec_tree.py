@@ -86,7 +86,9 @@ def test_another_torchrec_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_module_that_is_missing_says_which_there_are() -> None:
     with ours.install():
         for root in (OWN, "torchrec"):
-            with pytest.raises(ModuleNotFoundError, match=r"no counterpart .* optim\.warmup"):
+            with pytest.raises(ModuleNotFoundError, match=r"no counterpart .* it has modules\.mlp"):
+                importlib.import_module(f"{root}.modules.mlps")
+            with pytest.raises(ModuleNotFoundError, match=r"no counterpart .* docs/torchrec\.md"):
                 importlib.import_module(f"{root}.metrics")
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module("torchrec_of_somebody_else.metrics")

@@ -154,6 +154,15 @@ def streamable(rec: Any) -> None:
     assert not isinstance(3, rec.Multistreamable)
 
 
+@probe("Batch")
+def batches(rec: Any) -> None:
+    made = rec.Batch(torch.ones(2, 3), batch(rec), torch.zeros(2))
+    moved = made.to(torch.device("cpu"), non_blocking=True)
+    assert moved.sparse_features.keys() == ["a", "b"]
+    assert moved.dense_features.tolist() == [[1, 1, 1]] * 2
+    assert moved.labels.tolist() == [0, 0]
+
+
 @probe("reorder_inverse_indices process_pooled_embeddings flatten_feature_lengths")
 def variable_batches(rec: Any) -> None:
     inverse = (["a", "b"], torch.tensor([[0, 0], [1, 0]]))
