@@ -275,7 +275,8 @@ DIFFERS = {
     "DistributedModelParallel": "keeps weights; all sharders agree on optimizer and codecs; "
     "`model_tracker_configs` raises; no `reshard`",
     "EmbeddingShardingPlanner": "one measured search; enumerator, proposer, partitioner, "
-    "performance_model, stats and timeout raise; callbacks get and return a `ShardingPlan`",
+    "performance_model, stats and timeout raise; callbacks get and return a `ShardingPlan`; "
+    "`debug` has no effect",
     "EmbeddingPlannerBase": "emblib's planner itself",
     "ShardingPlanner": "emblib's planner itself",
     "Topology": "actual memory; bandwidths are measured, not arguments",

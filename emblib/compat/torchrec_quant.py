@@ -55,6 +55,10 @@ class QuantEmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
         is_weighted: whether batches have weights.
         device: of the tables.
         output_dtype: of the pooled rows.
+        register_tbes, row_alignment and the like: of FBGEMM's memory, without an effect here.
+
+    Raises:
+        ValueError: `table_name_to_quantized_weights`.
     """
 
     def __init__(
@@ -117,6 +121,9 @@ class QuantEmbeddingCollection(emblib_collections.EmbeddingCollection):
     def output_dtype(self) -> torch.dtype:
         """Return the dtype of the vectors."""
         return self.groups.output_dtype
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return torchrec_script.not_scriptable(self)
 
 
 def _from_float(cls: Any, module: Any, options: Mapping[str, Any]) -> Any:
@@ -263,10 +270,7 @@ class ShardedQuantEmbeddingBagCollection(_OverDevices):
 
     def __prepare_scriptable__(self) -> nn.Module:
         if len(self.parts) > 1:
-            raise TypeError(
-                "TorchScript takes a collection on one device; over several export each device's "
-                "with torch.export"
-            )
+            return torchrec_script.not_scriptable(self)
         return torchrec_script.scriptable(self.parts[0])
 
 
@@ -288,6 +292,9 @@ class ShardedQuantEmbeddingCollection(_OverDevices):
     def embedding_configs(self) -> list[Any]:
         """Return the configurations of the tables."""
         return list(self.configs)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return torchrec_script.not_scriptable(self)
 
 
 class _QuantSharder:

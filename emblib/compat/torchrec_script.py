@@ -9,6 +9,7 @@ scripted model are emblib's. In C++ load `libemblib_cpu.so` before the model.
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
 
+import typing
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -74,7 +75,9 @@ class ScriptKeyedJaggedTensor:
         lengths: Tensor | None,
         offsets: Tensor | None,
         stride: int,
+        strides: list[list[int]] | None,
     ) -> None:
+        self._strides = strides
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -97,6 +100,10 @@ class ScriptKeyedJaggedTensor:
     def stride(self) -> int:
         """Return the batch size."""
         return self._stride
+
+    def variable_stride_per_key(self) -> bool:
+        """Return whether features may differ in their bags."""
+        return self._strides is not None
 
     def lengths(self) -> Tensor:
         """Return the lengths of the bags."""
@@ -243,6 +250,8 @@ class ScriptableBags(nn.Module):
 
     def forward(self, features: ScriptKeyedJaggedTensor) -> ScriptKeyedTensor:
         """Return the pooled rows of a batch, as the collection does."""
+        if features.variable_stride_per_key():
+            raise ValueError("batches must have one batch size for all features in TorchScript")
         keys, stride = features.keys(), features.stride()
         lengths, offsets, values = features.lengths(), features.offsets(), features.values()
         weights = features.weights_or_none()
@@ -276,6 +285,14 @@ class ScriptableBags(nn.Module):
         for place in self.order:
             in_order.append(blocks[place])
         return ScriptKeyedTensor(self.names, self.dims, torch.cat(in_order, 1))
+
+
+def not_scriptable(collection: Any) -> nn.Module:
+    """Raise TypeError for a collection that TorchScript cannot have."""
+    raise TypeError(
+        f"TorchScript takes pooled quantised collections on one device, not a "
+        f"{type(collection).__name__}: export the model with torch.export"
+    )
 
 
 def scriptable(collection: Any) -> ScriptableBags:
@@ -329,15 +346,31 @@ class Tracer(torch.fx.Tracer):
             root = wrapper.module
         _tracing["depth"] += 1
         try:
-            return super().trace(root, concrete_args)
+            graph = super().trace(root, concrete_args)
         finally:
             _tracing["depth"] -= 1
+        _resolve_types(graph, root)
+        return graph
 
     def create_arg(self, a: Any) -> Any:
         """Return the argument of a node: the result of an awaitable."""
         if isinstance(a, LazyAwaitable | ReadyAwaitable):
             return super().create_arg(a.wait())
         return super().create_arg(a)
+
+
+def _resolve_types(graph: torch.fx.Graph, root: Any) -> None:
+    """Replace types that are text, of code with `from __future__ import annotations`."""
+    nodes = [n for n in graph.nodes if isinstance(n.type, str)]
+    if not nodes:
+        return
+    function = root.forward if isinstance(root, nn.Module) else root
+    try:
+        types = typing.get_type_hints(function)
+    except NameError:  # of names that are for type checkers only
+        types = {}
+    for node in nodes:
+        node.type = types.get("return" if node.op == "output" else str(node.target))
 
 
 def symbolic_trace(
