@@ -431,10 +431,10 @@ class PrefetchTrainPipelineSparseDist(pipelines.PrefetchTrainPipelineSparseDist)
         super().__init__(model, optimizer, device, forward=custom_model_fwd)
 
 
-class EvalPipelineSparseDist(pipelines.TrainPipelineSparseDist):
+class EvalPipelineSparseDist(pipelines.EvalPipelineSparseDist):
     """Run a model in eval mode forward, and send the ids of the next batch meanwhile.
 
-    `optimizer` is not used.
+    Of a model that returns (loss, output), `progress` returns the output. `optimizer` is not used.
     """
 
     def __init__(
@@ -448,16 +448,14 @@ class EvalPipelineSparseDist(pipelines.TrainPipelineSparseDist):
         **options: Any,
     ) -> None:
         _check_options({"apply_jit": apply_jit, **options})
-        super().__init__(model, None, device, forward=custom_model_fwd)
+        run = model if custom_model_fwd is None else custom_model_fwd
 
-    def progress(self, batches: Iterator[Any]) -> Any:
-        """Return the output of the next batch, computed without gradients."""
-        if self.model.training:
-            raise ValueError(
-                "EvalPipelineSparseDist evaluates models in eval mode: call model.eval()"
-            )
-        with torch.no_grad():
-            return super().progress(batches)
+        def output_of(batch: Any) -> Any:
+            result = run(batch)
+            is_pair = isinstance(result, tuple | list) and len(result) == 2
+            return result[1] if is_pair else result
+
+        super().__init__(model, device, forward=output_of)
 
 
 def _check_all(every: object) -> None:
