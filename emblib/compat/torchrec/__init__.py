@@ -15,6 +15,8 @@ The modules are TorchRec's, and every name that does not raise is in this one mo
 """
 
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from emblib.compat import torchrec_api as _api
 from emblib.compat import torchrec_tree as _tree
@@ -39,6 +41,11 @@ def install() -> _tree.Installation:
 def uninstall() -> None:
     """Undo the effect of `install`."""
     _installation.uninstall()
+
+
+if _TYPE_CHECKING:  # type checkers cannot see the names that the table adds
+
+    def __getattr__(name: str) -> _Any: ...
 
 
 __all__ = ["install", "uninstall", *_names]
