@@ -37,7 +37,7 @@ def quantised(
     return made
 
 
-def batch(*, weighted: bool = False, by_offsets: bool = False) -> KeyedJaggedTensor:
+def batch(*, weighted: bool = False, bags: str = "lengths") -> KeyedJaggedTensor:
     """Features in another order than the tables', and one that no table has."""
     lengths = torch.tensor([2, 0, 1, 1, 3, 1, 0, 2, 1, 1, 1, 1])
     count = int(lengths.sum())
@@ -47,8 +47,8 @@ def batch(*, weighted: bool = False, by_offsets: bool = False) -> KeyedJaggedTen
         ["g1", "other", "f", "g0"],
         torch.arange(count) % 9,
         weights,
-        None if by_offsets else lengths,
-        ends if by_offsets else None,
+        lengths if bags == "lengths" else None,
+        ends if bags == "offsets" else None,
     )
 
 
@@ -77,8 +77,8 @@ def test_scripted_collections_are_the_collections(
     poolings: tuple[Any, ...], weighted: bool, dtypes: dict[str, torch.dtype]
 ) -> None:
     ebc = quantised(poolings, dtypes, weighted=weighted)
-    for by_offsets in (False, True):
-        features = batch(weighted=weighted, by_offsets=by_offsets)
+    for bags in ("lengths", "offsets"):
+        features = batch(weighted=weighted, bags=bags)
         expected = ebc(features)
         found = scripted(Model(ebc))(features)
         assert type(found) is KeyedTensor
