@@ -433,7 +433,8 @@ _BY_REASON = (
     ),
     ("pass dtypes to emblib, which has no SparseType of messages", "comm_type_to_sparse_type"),
     (
-        "emblib has no replicas of sharded groups; shard over all ranks",
+        "emblib.sharding.ReplicatedModelParallel has replicas of sharded groups: it takes a "
+        "DeviceMesh [replicas, shards], and sync() averages the tables",
         "DMPCollection DMPCollectionConfig ShardingEnv2D",
     ),
     (
