@@ -82,6 +82,8 @@ DISTRIBUTED_ALLOWED_IN = (
     "experiments/run/ranks.py",
     "tests/bench/sharded_overhead.py",
     "tests/collections/test_distributed_checkpoint.py",
+    "tests/compat/test_torchrec_gaps.py",
+    "tests/compat/torchrec_blocks.py",
     "tests/contracts/",
     "tests/dynamic/dynamic_ranks.py",
     "tests/dynamic/test_state_dict_parts.py",

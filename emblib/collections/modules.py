@@ -340,30 +340,45 @@ class TableCollection(nn.Module):
         groups.train(self.training)
         self._set_groups(groups)
 
-    def quantized(self, bits: int = 8) -> Self:
+    def quantized(self, bits: int | Mapping[str, int] = 8) -> Self:
         """Return a collection for inference with the same rows, quantised.
 
         Hash tables are copied as they are. The new collection is in evaluation mode.
 
         Args:
-            bits: of a value, 8 or 4.
+            bits: of a value, 8 or 4; or by table, and tables that are not named stay as they are.
+
+        Raises:
+            KeyError: there is no such table.
         """
-        configs = [
-            replace(config, storage=Quantized(bits), optimizer=None)
-            if config.storage.has_dense_rows
+        made = self._like(self.quantized_configs(bits))
+        made.groups.set_output_dtype(self.groups.output_dtype)
+        made.copy_rows(self)
+        return made.eval()
+
+    def quantized_configs(self, bits: int | Mapping[str, int] = 8) -> list[Any]:
+        """Return the configurations of `quantized(bits)`."""
+        names = [config.name for config in self.configs]
+        wanted = dict.fromkeys(names, bits) if isinstance(bits, int) else dict(bits)
+        unknown = sorted(wanted.keys() - set(names))
+        if unknown:
+            raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
+        return [
+            replace(config, storage=Quantized(wanted[config.name]), optimizer=None)
+            if config.storage.has_dense_rows and config.name in wanted
             else config
             for config in self.configs
         ]
-        made = self._like(configs)
-        made.groups.set_output_dtype(self.groups.output_dtype)
-        sources = self.handles()
-        for config, (name, handle) in zip(self.configs, made.handles().items(), strict=True):
-            source = sources[name]
-            if config.storage.has_dense_rows:
-                handle.kernel.write_rows(handle.index, source.dense_rows())
+
+    def copy_rows(self, source: TableCollection) -> None:
+        """Copy the rows of a collection that has these tables; quantised tables quantise them."""
+        sources, configs = source.handles(), {config.name: config for config in source.configs}
+        for own in self.configs:
+            handle, theirs = self.handles()[own.name], sources[own.name]
+            if isinstance(own.storage, Quantized) and configs[own.name].storage.has_dense_rows:
+                handle.kernel.write_rows(handle.index, theirs.dense_rows())
             else:
-                handle.load_state_dict(source.state_dict())
-        return made.eval()
+                handle.load_state_dict(theirs.state_dict())
 
     def _like(self, configs: Sequence[Any]) -> Self:
         """Return a collection of other tables with the options of this one."""
@@ -503,7 +518,7 @@ class EmbeddingBagCollection(TableCollection):
 
     def _like(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
         weighted, optimizer = self._weighted, self.optimizer
-        return type(self)(configs, self.device, is_weighted=weighted, optimizer=optimizer)
+        return type(self)(configs, device=self.device, is_weighted=weighted, optimizer=optimizer)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configurations of the tables."""
@@ -640,7 +655,7 @@ class EmbeddingCollection(TableCollection):
 
     def _like(self, configs: Sequence[EmbeddingConfig]) -> Self:
         indices, optimizer = self._need_indices, self.optimizer
-        return type(self)(configs, self.device, need_indices=indices, optimizer=optimizer)
+        return type(self)(configs, device=self.device, need_indices=indices, optimizer=optimizer)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the configurations of the tables."""

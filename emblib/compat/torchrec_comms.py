@@ -223,3 +223,57 @@ def all_gather_base_pooled(
     """All-gather `[B, D]` to `[W * B, D]`."""
     ranks, how = _how(group, codecs)
     return collectives.all_gather_base_pooled(input, ranks, **how)
+
+
+def alltoall_sequence(
+    a2a_sequence_embs_tensor: Tensor,
+    forward_recat_tensor: Tensor | None,
+    backward_recat_tensor: Tensor | None,
+    lengths_after_sparse_data_all2all: Tensor,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+    variable_batch_size: bool = False,
+    group: Any = None,
+    codecs: QuantizedCommCodecs | None = None,
+) -> Awaitable[Tensor]:
+    """Send one vector per id back to the ranks that own the ids.
+
+    Args:
+        a2a_sequence_embs_tensor: vectors `[N, D]`, feature after feature, for each rank by rank.
+        forward_recat_tensor: the order that brings these segments into rank-major order.
+        backward_recat_tensor: its inverse, which is not needed.
+        lengths_after_sparse_data_all2all: ids per bag, in the order of the vectors.
+        input_splits: ids that each rank gets of those that this rank sent.
+        output_splits: ids that this rank received of each rank.
+        variable_batch_size: not needed.
+        group: the process group.
+        codecs: encodings of vectors and gradients.
+    """
+    ranks, how = _how(group, codecs)
+    values, order = a2a_sequence_embs_tensor, forward_recat_tensor
+    if order is not None and order.numel():
+        counts = lengths_after_sparse_data_all2all.reshape(order.numel(), -1).sum(1).tolist()
+        places = torch.arange(values.size(0), device=values.device).split(counts)
+        values = values.index_select(0, torch.cat([places[i] for i in order.tolist()]))
+    return collectives.alltoall_sequence(
+        values, list(output_splits), list(input_splits), ranks, **how
+    )
+
+
+def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
+    """Return the codecs of a configuration; values are sent unchanged without one."""
+    found = None if qcomms_config is None else get_qcomm_codecs_registry(qcomms_config)
+    return QuantizedCommCodecs() if found is None else next(iter(found.values()))
+
+
+_flags = {"propagate_device": False}
+
+
+def set_propogate_device(val: bool) -> None:
+    """Store a flag that TorchRec needs to infer on a CPU; nothing here depends on it."""
+    _flags["propagate_device"] = bool(val)
+
+
+def get_propogate_device() -> bool:
+    """Return the flag of `set_propogate_device`."""
+    return _flags["propagate_device"]

@@ -1,182 +1,229 @@
-"""TorchRec's interface for sharding a model: collections, sharders, DistributedModelParallel."""
+"""TorchRec's interface for a whole model: `DistributedModelParallel`, `shard` and pipelines."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from emblib import collections as emblib_collections
 from emblib import sharding
-from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
+from emblib.compat.torchrec_planner import EmbeddingShardingPlanner
+from emblib.compat.torchrec_quant import (
+    QuantEmbeddingBagCollectionSharder,
+    QuantEmbeddingCollectionSharder,
+    local_plan,
+)
+from emblib.compat.torchrec_sharders import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    check_kernels,
+    ranks_of,
+)
 from emblib.compat.torchrec_sharding import (
-    EmbeddingComputeKernel,
+    EmbeddingModuleShardingPlan,
     ParameterSharding,
+    Placing,
     ShardingEnv,
     ShardingPlan,
-    ShardingType,
+    construct_module_sharding_plan,
+    plan_of,
 )
-from emblib.compat.torchrec_types import EmbeddingBagConfig, EmbeddingConfig, optimizer_of
 from emblib.optim import Optimizer
 from emblib.sharding import DDP, CommPrecision, RankGroup, World, fingerprint, pipelines
-from emblib.sharding.shard import SHARDED, sharded_form
+from emblib.sharding.dense import materialise, unwrapped
+from emblib.sharding.shard import collections_of
 
 
-class EmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
-    """`emblib.collections.EmbeddingBagCollection` with TorchRec's order of arguments."""
-
-    def __init__(
-        self,
-        tables: Sequence[EmbeddingBagConfig],
-        is_weighted: bool = False,
-        device: torch.device | str | None = None,
-        optimizer: Optimizer | None = None,
-    ) -> None:
-        super().__init__(tables, device, is_weighted=is_weighted, optimizer=optimizer)
-
-
-class EmbeddingCollection(emblib_collections.EmbeddingCollection):
-    """`emblib.collections.EmbeddingCollection`; its arguments are TorchRec's already."""
-
-    def __init__(
-        self,
-        tables: Sequence[EmbeddingConfig],
-        device: torch.device | str | None = None,
-        need_indices: bool = False,
-        optimizer: Optimizer | None = None,
-    ) -> None:
-        super().__init__(tables, device, need_indices=need_indices, optimizer=optimizer)
-
-
-# A model that has these is sharded as one that has emblib's own.
-SHARDED[EmbeddingBagCollection] = sharding.ShardedEmbeddingBagCollection
-SHARDED[EmbeddingCollection] = sharding.ShardedEmbeddingCollection
-
-
-class _Sharder:
-    """Base of sharders: the optimizer and the communication codecs of collections of one class.
-
-    Args:
-        fused_params: of the optimizer in backward: `optimizer`, `learning_rate`, `eps`, ...; tables
-            that have one already keep theirs.
-        qcomm_codecs_registry: what `get_qcomm_codecs_registry` gives.
-    """
-
-    module_type: ClassVar[type[nn.Module]]
-    _sharded: ClassVar[Any]
-    _pooled: ClassVar[bool]
-
-    def __init__(
-        self,
-        fused_params: Mapping[str, Any] | None = None,
-        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
-    ) -> None:
-        self.fused_params = None if fused_params is None else dict(fused_params)
-        self.optimizer = optimizer_of(fused_params)
-        self.comm_precision = comm_precision_of(qcomm_codecs_registry, pooled=self._pooled)
-
-    def shard(
-        self,
-        module: nn.Module,
-        params: Mapping[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | str | None = None,
-        module_fqn: str | None = None,
-    ) -> nn.Module:
-        """Return the sharded collection, with the weights of `module`."""
-        ranks = ranks_of(env, device)
-
-        def checked() -> dict[str, sharding.ParameterSharding]:
-            sharded_form(module, module_fqn or "")
-            check_kernels(params, self.optimizer)
-            return {name: parameter.to_emblib() for name, parameter in params.items()}
-
-        plan = fingerprint.agree(ranks, checked)
-        sharded: nn.Module = self._sharded(
-            module, plan, ranks, comm_precision=self.comm_precision, optimizer=self.optimizer
-        )
-        return sharded
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """All of them, on any device."""
-        return [kind.value for kind in ShardingType]
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """All of them, on any device."""
-        return [kernel.value for kernel in EmbeddingComputeKernel]
-
-
-class EmbeddingBagCollectionSharder(_Sharder):
-    """Sharder of EmbeddingBagCollections."""
-
-    module_type = emblib_collections.EmbeddingBagCollection
-    _sharded = sharding.ShardedEmbeddingBagCollection
-    _pooled = True
-
-
-class EmbeddingCollectionSharder(_Sharder):
-    """Sharder of EmbeddingCollections."""
-
-    module_type = emblib_collections.EmbeddingCollection
-    _sharded = sharding.ShardedEmbeddingCollection
-    _pooled = False
-
-
-def default_sharders() -> list[_Sharder]:
+def default_sharders() -> list[Any]:
     """Return one sharder of each class, without an optimizer."""
-    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    return [
+        EmbeddingBagCollectionSharder(),
+        EmbeddingCollectionSharder(),
+        QuantEmbeddingBagCollectionSharder(),
+        QuantEmbeddingCollectionSharder(),
+    ]
 
 
 get_default_sharders = default_sharders
 
 
-def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer | None) -> None:
-    """Raise for a DENSE table where all tables get an optimizer in backward."""
-    dense = [n for n, p in params.items() if p.compute_kernel == EmbeddingComputeKernel.DENSE.value]
-    if dense and optimizer is not None:
-        raise ValueError(
-            f"fused_params fuse the optimizer of all tables, and the plan says DENSE for {dense}: "
-            "leave compute_kernel out, or give the others their optimizer by "
-            "apply_optimizer_in_backward"
+def get_module_to_default_sharders() -> dict[type[nn.Module], Any]:
+    """Return the default sharders by the class of module."""
+    return {sharder.module_type: sharder for sharder in default_sharders()}
+
+
+def _sharder_of(module: nn.Module, sharders: Sequence[Any]) -> Any:
+    """Return the sharder of a collection, of the most specific class; None without one."""
+    fitting = [s for s in sharders if isinstance(module, s.module_type)]
+    order = type(module).__mro__
+    return min(fitting, key=lambda s: order.index(s.module_type), default=None)
+
+
+def shard(
+    module: nn.Module,
+    plan: Mapping[str, Any] | Placing,
+    env: ShardingEnv | None = None,
+    device: torch.device | str | None = None,
+    sharder: Any = None,
+) -> nn.Module:
+    """Return the sharded form of one collection.
+
+    Args:
+        module: the collection.
+        plan: the sharding of each table, a `ParameterSharding` or the result of `row_wise()` etc.;
+            or one such result for all tables.
+        env: the ranks; by default all processes.
+        device: of the tables; by default that of the ranks.
+        sharder: by default that of the class.
+
+    Raises:
+        TypeError: a module without a sharder.
+    """
+    env = ShardingEnv(RankGroup()) if env is None else env
+    sharder = _sharder_of(module, default_sharders()) if sharder is None else sharder
+    if sharder is None:
+        raise TypeError(f"there is no sharder of {type(module).__name__}: pass one")
+    collection: Any = module
+    names = [config.name for config in collection.configs]
+    given = dict.fromkeys(names, plan) if isinstance(plan, Placing) else dict(plan)
+    open_tables = {name: one for name, one in given.items() if isinstance(one, Placing)}
+    if open_tables:
+        everything = {
+            name: one if isinstance(one, Placing) else _as_it_is(one) for name, one in given.items()
+        }
+        made = construct_module_sharding_plan(
+            module, everything, sharder, env.ranks.local_size, env.world_size, env.ranks.device.type
         )
+        given = {name: made[name] if name in open_tables else one for name, one in given.items()}
+    sharded: nn.Module = sharder.shard(module, given, env, device)
+    return sharded
 
 
-def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
-    """Return the ranks of `env`, with tables on `device`."""
-    if device is None or torch.device(device).type == env.ranks.device.type:
-        return env.ranks
-    if env.ranks.group is None:
-        return RankGroup.single(device)
-    return RankGroup(env.ranks.group, local_size=env.ranks.local_size, device=device)
+def _as_it_is(parameter: ParameterSharding) -> Placing:
+    """Return a rule that gives a table the sharding that it has already."""
+    native = parameter.to_emblib()
+    return Placing(lambda shape, world: native, parameter.compute_kernel)
 
 
-class DefaultDataParallelWrapper(DDP):
-    """Wrapper of the dense part: DistributedDataParallel with these options."""
+def shard_modules(
+    module: nn.Module,
+    env: ShardingEnv | None = None,
+    device: torch.device | str | None = None,
+    plan: ShardingPlan | None = None,
+    sharders: Sequence[Any] | None = None,
+    init_params: bool = False,
+) -> nn.Module:
+    """Replace the collections of a model by sharded ones, and return the model.
+
+    Args:
+        module: the model, which is modified; or one collection, whose sharded form is returned.
+        env: the ranks, or the devices of this process for quantised collections; by default all
+            processes.
+        device: of the tables; by default that of the ranks.
+        plan: by default a planner makes one.
+        sharders: by default those of all collections.
+        init_params: whether other modules on the meta device are allocated and initialized.
+    """
+    env = ShardingEnv(RankGroup()) if env is None else env
+    sharders = default_sharders() if sharders is None else list(sharders)
+    if plan is None and env.is_local:
+        plan = local_plan(module, env.world_size)
+        trained = {p: m for p, m in collections_of(module).items() if p not in plan.plan}
+        for path, collection in trained.items():
+            rules = {c.name: sharding.table_wise(0) for c in collection.configs}  # type: ignore[union-attr]
+            native = sharding.construct_module_plan(collection, rules, World(1, 1))
+            plan.plan[path] = EmbeddingModuleShardingPlan(
+                {name: ParameterSharding.of(t, "fused", "cpu") for name, t in native.items()}
+            )
+    elif plan is None:
+        planner = EmbeddingShardingPlanner()
+        plan = planner.collective_plan(module, sharders, ranks_of(env, device))
+    for path, tables in plan.plan.items():
+        collection = module.get_submodule(path)
+        sharder = _sharder_of(collection, sharders)
+        if sharder is None:
+            continue
+        made = sharder.shard(collection, tables, env, device, path)
+        if not path:
+            return made
+        for parent in list(module.modules()):
+            for name, child in list(parent.named_children()):
+                if child is collection:
+                    setattr(parent, name, made)
+    if init_params and (device is None or torch.device(device).type != "meta"):
+        materialise(module, torch.device(env.ranks.device if device is None else device))
+    return module
+
+
+_shard_modules = shard_modules
+
+
+def get_unwrapped_module(module: nn.Module) -> nn.Module:
+    """Return the model inside `DistributedModelParallel` and data-parallel wrappers."""
+    return unwrapped(module)
+
+
+def get_module(module: nn.Module) -> nn.Module:
+    """Return the model inside `DistributedModelParallel`, with its data-parallel wrapper."""
+    while isinstance(module, sharding.DistributedModelParallel):
+        module = module._modules["_wrapped"]  # type: ignore[assignment]
+    return module
+
+
+class DataParallelWrapper(DDP):
+    """Base of wrappers of the dense part: `wrap(module, ranks, ignored)` returns the wrapped."""
+
+
+_SHORT = {None: None, "fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class DefaultDataParallelWrapper(DataParallelWrapper):
+    """Wrapper of the dense part: DistributedDataParallel with these options.
+
+    Args:
+        bucket_cap_mb: size of the messages.
+        static_graph: whether every step uses the same parameters.
+        find_unused_parameters: whether some steps do not use all of them.
+        allreduce_comm_precision: "fp16" or "bf16" sends and adds up gradients in it.
+        params_to_ignore: names of parameters whose gradients are not averaged.
+        ddp_kwargs: further arguments of DistributedDataParallel.
+    """
 
     def __init__(
         self,
         bucket_cap_mb: int = 25,
         static_graph: bool = False,
         find_unused_parameters: bool = False,
+        allreduce_comm_precision: str | None = None,
+        params_to_ignore: Sequence[str] | None = None,
+        ddp_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(
-            {
-                "bucket_cap_mb": bucket_cap_mb,
-                "static_graph": static_graph,
-                "find_unused_parameters": find_unused_parameters,
-                "gradient_as_bucket_view": True,
-                "broadcast_buffers": False,
-            }
-        )
+        if allreduce_comm_precision not in _SHORT:
+            raise ValueError(
+                "allreduce_comm_precision must be 'fp16', 'bf16', or None for the dtype of the "
+                f"parameters, got {allreduce_comm_precision!r}"
+            )
+        options = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "static_graph": static_graph,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": True,
+            "broadcast_buffers": False,
+            **(ddp_kwargs or {}),
+        }
+        super().__init__(options, _SHORT[allreduce_comm_precision])
+        object.__setattr__(self, "params_to_ignore", tuple(params_to_ignore or ()))
+
+    params_to_ignore: tuple[str, ...]
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Wrap as `DDP.wrap`, ignoring torch 2.13's warning about an option without replacement."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
-            return super().wrap(module, ranks, ignored)
+            return super().wrap(module, ranks, {*ignored, *self.params_to_ignore})
 
 
 class DistributedModelParallel(sharding.DistributedModelParallel):
@@ -189,8 +236,10 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         plan: what a planner made; left out, one is made here.
         sharders: with the optimizers in backward, and the wires.
         init_data_parallel: whether the dense part is wrapped now; else by `init_data_parallel()`.
-        init_parameters: True; what is on `meta` always gets first values.
+        init_parameters: whether dense modules on `meta` are allocated and initialized; tables
+            always are.
         data_parallel_wrapper: `DefaultDataParallelWrapper(...)`, or a wrapping of emblib's.
+        model_tracker_configs: None.
     """
 
     def __init__(
@@ -199,13 +248,17 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         env: ShardingEnv | None = None,
         device: torch.device | str | None = None,
         plan: ShardingPlan | None = None,
-        sharders: Sequence[_Sharder] | None = None,
+        sharders: Sequence[Any] | None = None,
         init_data_parallel: bool = True,
         init_parameters: bool = True,
         data_parallel_wrapper: Any = None,
+        model_tracker_configs: None = None,
     ) -> None:
-        from emblib.compat.torchrec_sharding import EmbeddingShardingPlanner
-
+        if model_tracker_configs is not None:
+            raise ValueError(
+                "model_tracker_configs must be None: emblib.sharding.checkpoints saves what "
+                "changed, save(..., since=) of dynamic tables the keys"
+            )
         env = ShardingEnv(RankGroup()) if env is None else env
         ranks = ranks_of(env, device)
         sharders = default_sharders() if sharders is None else list(sharders)
@@ -214,8 +267,6 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         def checked() -> tuple[
             Optimizer | None, CommPrecision | None, sharding.ShardingPlan | None
         ]:
-            if not init_parameters:
-                raise ValueError("init_parameters must be True: nothing is left on meta here")
             optimizer = _one([s.optimizer for s in sharders])
             comm_precision = _one([s.comm_precision for s in sharders])
             return (
@@ -226,7 +277,14 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
 
         # Planning is collective, and so is what follows: a rank must not fail alone before it.
         optimizer, comm_precision, native = fingerprint.agree(
-            ranks, checked, lambda _: {"": {"plan": None if plan is None else "given"}}
+            ranks,
+            checked,
+            lambda _: {
+                "": {
+                    "plan": None if plan is None else "given",
+                    "init_parameters": init_parameters,
+                }
+            },
         )
         if native is None:
             planner = EmbeddingShardingPlanner()
@@ -244,7 +302,34 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
             optimizer=optimizer,
             wrap=wrapper if init_data_parallel else "none",
             comm_precision=comm_precision,
+            init_parameters=init_parameters,
         )
+        if any(getattr(s, "options", {}).get("use_index_dedup") for s in sharders):
+            for part in self.modules():
+                if isinstance(part, sharding.ShardedEmbeddingCollection):
+                    part.dedup = True
+
+    @property
+    def plan(self) -> Any:
+        """The sharding of every table, as a `ShardingPlan` of TorchRec's shape."""
+        return plan_of(super().plan, self.ranks.device.type)
+
+    def bare_named_parameters(
+        self, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters of the model inside of its wrapper, each once."""
+        return self.module.named_parameters(prefix, recurse)
+
+    def sparse_grad_parameter_names(
+        self, destination: list[str] | None = None, prefix: str = ""
+    ) -> list[str]:
+        """Return the names of weights of torch.nn that get sparse gradients."""
+        names = [] if destination is None else destination
+        head = f"{prefix}." if prefix else ""
+        for path, part in self.module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+                names.append(f"{head}{path}.weight" if path else f"{head}weight")
+        return names
 
     def init_data_parallel(self) -> None:
         """Wrap the dense part, if that was deferred."""
@@ -274,6 +359,16 @@ def _one(found: Sequence[Any]) -> Any:
     return said[0] if said else None
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that would change what a pipeline does."""
+    given = sorted(name for name, value in options.items() if value)
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} must be left out: the pipelines of emblib neither compile nor "
+            "rewrite the model, and free batches when they are trained"
+        )
+
+
 class TrainPipelineBase(pipelines.TrainPipelineBase):
     """Copy the next batch to the device during a step."""
 
@@ -283,12 +378,22 @@ class TrainPipelineBase(pipelines.TrainPipelineBase):
         optimizer: Any,
         device: torch.device | str | None = None,
         custom_model_fwd: Callable[[Any], Any] | None = None,
+        enable_inplace_copy_batch: bool = False,
     ) -> None:
+        _check_options({"enable_inplace_copy_batch": enable_inplace_copy_batch})
         super().__init__(model, optimizer, device, forward=custom_model_fwd)
 
 
+TrainPipeline = pipelines.TrainPipelineBase
+"""The base of all pipelines."""
+
+
 class TrainPipelineSparseDist(pipelines.TrainPipelineSparseDist):
-    """Also send the ids of the next batch during a step; results are those of a plain loop."""
+    """Also send the ids of the next batch during a step; results are those of a plain loop.
+
+    `pipeline_postproc` has no effect: the model is not traced, so that any code may prepare the
+    inputs of collections.
+    """
 
     def __init__(
         self,
@@ -296,9 +401,14 @@ class TrainPipelineSparseDist(pipelines.TrainPipelineSparseDist):
         optimizer: Any,
         device: torch.device | str | None = None,
         execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        context_type: Any = None,
+        pipeline_postproc: bool = False,
         custom_model_fwd: Callable[[Any], Any] | None = None,
+        **options: Any,
     ) -> None:
         _check_all(execute_all_batches)
+        _check_options({"apply_jit": apply_jit, "context_type": context_type, **options})
         super().__init__(model, optimizer, device, forward=custom_model_fwd)
 
 
@@ -311,10 +421,41 @@ class PrefetchTrainPipelineSparseDist(pipelines.PrefetchTrainPipelineSparseDist)
         optimizer: Any,
         device: torch.device | str | None = None,
         execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = True,
         custom_model_fwd: Callable[[Any], Any] | None = None,
+        **options: Any,
     ) -> None:
         _check_all(execute_all_batches)
+        _check_options({"apply_jit": apply_jit, **options})
         super().__init__(model, optimizer, device, forward=custom_model_fwd)
+
+
+class EvalPipelineSparseDist(pipelines.EvalPipelineSparseDist):
+    """Run a model in eval mode forward, and send the ids of the next batch meanwhile.
+
+    Of a model that returns (loss, output), `progress` returns the output. `optimizer` is not used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        device: torch.device | str | None = None,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = False,
+        custom_model_fwd: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        _check_options({"apply_jit": apply_jit, **options})
+        run = model if custom_model_fwd is None else custom_model_fwd
+
+        def output_of(batch: Any) -> Any:
+            result = run(batch)
+            is_pair = isinstance(result, tuple | list) and len(result) == 2
+            return result[1] if is_pair else result
+
+        super().__init__(model, device, forward=output_of)
 
 
 def _check_all(every: object) -> None:

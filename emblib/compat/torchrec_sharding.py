@@ -1,21 +1,16 @@
-"""TorchRec's sharding plans of modules and models, the functions to write them, and its planner."""
+"""TorchRec's sharding plans of modules and models, and the functions to write them."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch
-from torch import nn
-
-from emblib import Placement, sharding
+from emblib import CacheConfig, CachePolicy, Placement, sharding
 from emblib.collections import TableConfig
-from emblib.sharding import RankGroup, Shard, World, planner
-from emblib.sharding.planner.work import dense_bytes, workloads_of
-from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
+from emblib.compat.fbgemm_types import CacheAlgorithm
+from emblib.sharding import RankGroup, Shard, World
 from emblib.sharding.sharding_types import Rule, TableShape
 from emblib.storage import Dense
 
@@ -36,13 +31,15 @@ class EmbeddingComputeKernel(Enum):
     """Storage and training of a table.
 
     DENSE leaves gradients to an optimizer of torch.optim; the others run theirs in backward, the
-    rows in the memory of the device, in the host's, or there behind a cache.
+    rows in the memory of the device, in the host's, or there behind a cache. QUANT is that of
+    quantised collections.
     """
 
     DENSE = "dense"
     FUSED = "fused"
     FUSED_UVM = "fused_uvm"
     FUSED_UVM_CACHING = "fused_uvm_caching"
+    QUANT = "quant"
 
 
 STORAGES = {
@@ -68,13 +65,93 @@ class EnumerableShardingSpec:
 
 
 @dataclass
+class CacheParams:
+    """The cache of a table whose kernel is FUSED_UVM_CACHING.
+
+    Raises:
+        ValueError: `reserved_memory`, `precision`, `prefetch_pipeline` or `stats`.
+    """
+
+    algorithm: CacheAlgorithm | None = None
+    load_factor: float | None = None
+    reserved_memory: float | None = None
+    precision: Any = None
+    prefetch_pipeline: bool | None = None
+    stats: Any = None
+    multipass_prefetch_config: Any = None
+
+    def __post_init__(self) -> None:
+        names = ("reserved_memory", "precision", "stats", "multipass_prefetch_config")
+        given = [name for name in names if getattr(self, name) is not None]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} of CacheParams must be None: give the table "
+                "storage=Dense(Placement.MANAGED_CACHING, CacheConfig(...)), which has emblib's "
+                "options (any cache may be prefetched)"
+            )
+
+    def storage(self) -> Dense:
+        """Return emblib's storage."""
+        options: dict[str, Any] = {}
+        if self.algorithm is not None:
+            options["policy"] = CachePolicy(CacheAlgorithm(self.algorithm).name.lower())
+        if self.load_factor is not None:
+            options["load_factor"] = self.load_factor
+        return Dense(Placement.MANAGED_CACHING, CacheConfig(**options))
+
+
+def refuse_per_table(owner: str, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of FBGEMM's tables that are elsewhere in emblib."""
+    # A mode may have the value 0.
+    given = [name for name, value in values.items() if value is not None and value is not False]
+    if given:
+        ways = "; ".join(f"{name}: {WAYS[name]}" for name in given)
+        raise ValueError(f"{', '.join(given)} of {owner} must be left out here. {ways}")
+
+
+WAYS = {
+    "stochastic_rounding": "rounding=StochasticRounding() of the table's configuration",
+    "bounds_check_mode": "invalid ids are skipped with a warning",
+    "output_dtype": "lookups return float32; cast them",
+    "key_value_params": "a storage with a disk or backing tier (docs/tiers.md)",
+    "device_group": "one device type per plan",
+    "use_virtual_table": "storage=Hash() of the table's configuration",
+    "num_poolings": "pooling_factors has the ids per example",
+    "is_weighted": "the collection says so, is_weighted=True",
+    "feature_names": "the configuration has them",
+    "cache_params": "compute_kernels=[FUSED_UVM_CACHING]",
+    "enforce_hbm": "optimizer states are where the rows are",
+}
+
+
+class ModuleShardingPlan:
+    """Base of the plan of one module."""
+
+
+@dataclass
 class ParameterSharding:
-    """Sharding of one table, by `sharding_spec`; a replicated table has none."""
+    """Sharding of one table, by `sharding_spec`; a replicated table has none.
+
+    Raises:
+        ValueError: options of FBGEMM's tables that emblib has elsewhere.
+    """
 
     sharding_type: str
     compute_kernel: str = EmbeddingComputeKernel.FUSED.value
     ranks: list[int] | None = None
     sharding_spec: Any = None
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: Any = None
+    output_dtype: Any = None
+    key_value_params: Any = None
+
+    def __post_init__(self) -> None:
+        names = ("enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype")
+        refuse_per_table(
+            "ParameterSharding", {n: getattr(self, n) for n in (*names, "key_value_params")}
+        )
 
     def to_emblib(self) -> sharding.ParameterSharding:
         """Convert to emblib's class.
@@ -89,6 +166,13 @@ class ParameterSharding:
             )
         kind = sharding.ShardingType(ShardingType(self.sharding_type).value)
         storage = STORAGES.get(self.compute_kernel)
+        if self.cache_params is not None:
+            if self.compute_kernel != EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
+                raise ValueError(
+                    "cache_params are for compute_kernel fused_uvm_caching, got "
+                    f"{self.compute_kernel!r}"
+                )
+            storage = self.cache_params.storage()
         if kind is sharding.ShardingType.DATA_PARALLEL:
             return sharding.ParameterSharding(kind, (), storage)
         if self.sharding_spec is None:
@@ -138,7 +222,7 @@ def _box(shard: Any) -> Shard:
     return Shard(rank, (row, row + rows), (column, column + columns))
 
 
-class EmbeddingModuleShardingPlan(dict[str, ParameterSharding]):
+class EmbeddingModuleShardingPlan(ModuleShardingPlan, dict[str, ParameterSharding]):
     """Sharding of each table of one collection, by name."""
 
     def to_emblib(self) -> dict[str, sharding.ParameterSharding]:
@@ -174,31 +258,65 @@ class ShardingPlan:
 
 
 class ShardingEnv:
-    """The ranks that a module is sharded over."""
+    """The ranks that a module is sharded over, or the devices of one process (`is_local`).
 
-    def __init__(self, ranks: RankGroup) -> None:
-        self.ranks = ranks
-        self.world_size, self.rank, self.process_group = ranks.size, ranks.rank, ranks.group
+    Args:
+        world_size: the number of ranks, or of devices; or a `RankGroup` of emblib.
+        rank: the number of this one.
+        pg: the process group; without one, the devices of this process.
+        output_dtensor: False: state dicts have tensors that `torch.distributed.checkpoint` saves.
+
+    Raises:
+        ValueError: `output_dtensor`, or a rank that is not one.
+    """
+
+    def __init__(
+        self,
+        world_size: int | RankGroup,
+        rank: int | None = None,
+        pg: Any = None,
+        output_dtensor: bool = False,
+    ) -> None:
+        if output_dtensor:
+            raise ValueError(
+                "output_dtensor must be False: DTensor has no table on one rank; state dicts have "
+                "ShardedTable, which torch.distributed.checkpoint saves and loads (checkpoints.md)"
+            )
+        self.is_local = not isinstance(world_size, RankGroup) and pg is None
+        if isinstance(world_size, RankGroup):
+            self.ranks = world_size
+        else:
+            self.ranks = RankGroup.single() if pg is None else RankGroup.from_value(pg)
+        self.rank, self.process_group = self.ranks.rank, self.ranks.group
+        self.world_size = self.ranks.size
+        if self.is_local:
+            assert isinstance(world_size, int)
+            self.world_size, self.rank = world_size, rank or 0
+            if not 0 <= self.rank < self.world_size:
+                raise ValueError(f"rank must be one of 0 to {world_size - 1}, got {rank}")
 
     @classmethod
-    def from_process_group(cls, pg: Any) -> ShardingEnv:
+    def from_process_group(cls, pg: Any, output_dtensor: bool = False) -> ShardingEnv:
         """Return all ranks of a process group."""
-        return cls(RankGroup.from_value(pg))
+        return cls(RankGroup.from_value(pg), output_dtensor=output_dtensor)
 
     @classmethod
     def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
-        """Return an environment of this process alone.
+        """Return the devices of this process: of quantised collections, or one for any."""
+        return cls(world_size, rank)
+
+    def training_ranks(self) -> RankGroup:
+        """Return the ranks that train.
 
         Raises:
-            ValueError: more than one: devices of one process are TorchRec's way to infer, which is
-                `emblib.QuantizedEmbeddingBags` here.
+            ValueError: several devices of one process.
         """
-        if (world_size, rank) != (1, 0):
+        if self.is_local and self.world_size > 1:
             raise ValueError(
-                f"from_local is for world_size=1 and rank=0 here, got {world_size} and {rank}; "
-                "start several processes and use from_process_group"
+                f"{self.world_size} devices of one process (from_local) are for quantised "
+                "collections; to train, start several processes and use from_process_group"
             )
-        return cls(RankGroup.single())
+        return self.ranks
 
 
 @dataclass(frozen=True)
@@ -324,146 +442,6 @@ def construct_module_sharding_plan(
             for name, table in tables.items()
         }
     )
-
-
-BATCH_SIZE = 512  # TorchRec's, where none is given
-_GIB = 1 << 30
-
-
-class Topology:
-    """Ranks and their memory, by default that of this machine.
-
-    `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
-    rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
-    GiB. Bandwidths are not arguments, as `emblib.sharding.planner.Calibration` measures them.
-    """
-
-    def __init__(
-        self,
-        world_size: int,
-        compute_device: str,
-        hbm_cap: int | None = None,
-        ddr_cap: int | None = None,
-        ssd_cap: int | None = None,
-        local_world_size: int | None = None,
-        calibration: planner.Calibration | None = None,
-    ) -> None:
-        self.world_size, self.compute_device = world_size, compute_device
-        self.local_world_size = local_world_size or world_size
-        # A plan for GPUs can be made on a machine without them, if their memory is given.
-        elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
-        make: Any = planner.Topology if elsewhere else planner.Topology.detect
-        found: planner.Topology = make(
-            world_size, self.local_world_size, device=compute_device, calibration=calibration
-        )
-        memory = hbm_cap if compute_device == "cuda" else ddr_cap
-        changes: dict[str, Any] = {} if memory is None else {"memory": memory}
-        if compute_device == "cuda" and ddr_cap is not None:
-            changes["host_memory"] = ddr_cap
-        if ssd_cap is not None:
-            changes["disk"] = ssd_cap
-        self.native: planner.Topology = dataclasses.replace(found, **changes)
-
-
-@dataclass
-class ParameterConstraints:
-    """Constraints of the planner for a table, and facts that it cannot know."""
-
-    sharding_types: Sequence[str] | None = None
-    compute_kernels: Sequence[str] | None = None
-    min_partition: int | None = None
-    pooling_factors: Sequence[float] = field(default_factory=lambda: [1.0])
-    batch_sizes: Sequence[int] | None = None
-
-    def to_emblib(self) -> planner.TableConstraints:
-        """Convert to emblib's class.
-
-        Raises:
-            ValueError: batch sizes that differ by feature, or kernels without any that keeps a
-                table as it is configured.
-        """
-        types = self.sharding_types
-        named = None
-        if types is not None:
-            named = tuple(sharding.ShardingType(ShardingType(t).value) for t in types)
-        if self.batch_sizes is not None and len(set(self.batch_sizes)) > 1:
-            raise ValueError(f"batch_sizes of a table must be equal, got {self.batch_sizes}")
-        kernels = [EmbeddingComputeKernel(k).value for k in self.compute_kernels or ()]
-        factors = tuple(self.pooling_factors)
-        options: dict[str, Any] = {}
-        if self.min_partition is not None:
-            options["min_partition"] = self.min_partition
-        return planner.TableConstraints(
-            sharding_types=named,
-            storages=tuple(STORAGES[k] for k in kernels if k in STORAGES),
-            pooling_factor=factors[0] if len(factors) == 1 else factors,
-            batch_size=self.batch_sizes[0] if self.batch_sizes else None,
-            **options,
-        )
-
-
-class EmbeddingShardingPlanner:
-    """Planner of the collections of a model.
-
-    `storage_reservation` is an `emblib.sharding.planner.Reservation`. What a planner of emblib's
-    says of the plan is printed by `print(plan)`.
-    """
-
-    def __init__(
-        self,
-        topology: Topology | None = None,
-        batch_size: int | None = None,
-        storage_reservation: planner.Reservation | None = None,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-        debug: bool = True,
-    ) -> None:
-        self._topology, self._batch_size = topology, batch_size or BATCH_SIZE
-        self._reservation = storage_reservation or planner.Reservation()
-        self._constraints = {name: given.to_emblib() for name, given in (constraints or {}).items()}
-
-    def _native(self, ranks: RankGroup) -> planner.Planner:
-        topology = None if self._topology is None else self._topology.native
-        if topology is None:
-            topology = planner.Topology.detect(
-                ranks.size, ranks.local_size, device=ranks.device.type
-            )
-        return planner.Planner(
-            topology, self._batch_size, self._constraints, reservation=self._reservation
-        )
-
-    def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
-        """Plan on this rank; the memory includes the optimizers of `sharders`."""
-        native = self._native(RankGroup())
-        return _plan_with_report(native, module, sharders)
-
-    def collective_plan(
-        self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
-    ) -> ShardingPlan:
-        """Plan on rank 0, and return its plan on all ranks."""
-        ranks = RankGroup.from_value(pg)
-        native = self._native(ranks)
-        found: ShardingPlan = invoke_on_rank_and_broadcast_result(
-            ranks, 0, lambda: _plan_with_report(native, module, sharders)
-        )
-        return found
-
-
-def _plan_with_report(
-    native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
-) -> ShardingPlan:
-    """Plan with the optimizers of the sharders."""
-    works = [
-        dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
-        for work in workloads_of(module, native.batch_size, native.constraints)
-    ]
-    found = native.solve_workloads(works, dense_bytes(module))
-    return plan_of(found.plan, native.topology.device, str(found))
-
-
-def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:
-    collection = module.get_submodule(work.path)
-    fitting = [s.optimizer for s in sharders if isinstance(collection, s.module_type)]
-    return fitting[0] if fitting else None
 
 
 def plan_of(plan: sharding.ShardingPlan, device_type: str, report: str = "") -> ShardingPlan:

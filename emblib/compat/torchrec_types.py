@@ -1,25 +1,19 @@
-"""TorchRec's types for tables: data types, poolings, configurations, optimizers."""
+"""TorchRec's types for tables: data types, poolings, configurations, quantisation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from emblib import Pooling, StochasticRounding
 from emblib import collections as emblib_collections
 from emblib.collections import optimizers
-from emblib.optim import (
-    LAMB,
-    LARS,
-    Optimizer,
-    PartialRowwiseAdam,
-    PartialRowwiseLAMB,
-    RowwiseAdagrad,
-)
+from emblib.compat.fbgemm_types import PoolingMode, SparseType
+from emblib.optim import Optimizer
 from emblib.storage import Dense, Quantized
 
 
@@ -178,25 +172,6 @@ class EmbeddingConfig(emblib_collections.EmbeddingConfig):
         _set_quantised_type(self)
 
 
-RowWiseAdagrad = RowwiseAdagrad
-LarsSGD = LARS
-PartialRowWiseAdam = PartialRowwiseAdam
-PartialRowWiseLAMB = PartialRowwiseLAMB
-
-
-class WarmupOptimizer(optimizers.WarmupOptimizer):
-    """Warm up as in `emblib.collections.optimizers`, with TorchRec's default rate of 0.1."""
-
-    def __init__(
-        self,
-        optimizer: optimizers.KeyedOptimizer,
-        stages: Sequence[optimizers.WarmupStage],
-        lr: float = 0.1,
-        lr_param: str = "lr",
-    ) -> None:
-        super().__init__(optimizer, stages, lr, lr_param)
-
-
 # Of FBGEMM's tables, and no question here: caches may always be prefetched, ids are always checked.
 IDLE = {"prefetch_pipeline", "bounds_check_mode"}
 
@@ -220,21 +195,48 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     return found.optimizer
 
 
-def apply_optimizer_in_backward(
-    optimizer_class: Any,
-    params: Iterable[nn.Parameter],
-    optimizer_kwargs: Mapping[str, Any] | None = None,
-) -> None:
-    """Update parameters in backward; see `emblib.collections.optimizers`."""
-    optimizers.apply_optimizer_in_backward(optimizer_class, params, optimizer_kwargs)
+def dtype_to_data_type(dtype: torch.dtype) -> DataType:
+    """Return the data type of a dtype.
+
+    Raises:
+        ValueError: a dtype that rows cannot have.
+    """
+    known = {torch.uint8: DataType.INT8, torch.int8: DataType.INT8, torch.qint8: DataType.INT8}
+    known |= {torch.quint8: DataType.INT8, torch.quint4x2: DataType.INT4}
+    known |= {value: DataType(name) for name, value in _DTYPES.items()}
+    if dtype not in known:
+        raise ValueError(f"rows have one of {[str(one) for one in known]}, got {dtype}")
+    return known[dtype]
 
 
-__all__ = [
-    "LAMB",
-    "LarsSGD",
-    "PartialRowWiseAdam",
-    "PartialRowWiseLAMB",
-    "RowWiseAdagrad",
-    "WarmupOptimizer",
-    "apply_optimizer_in_backward",
-]
+def data_type_to_sparse_type(data_type: DataType) -> SparseType:
+    """Return FBGEMM's name of a data type, from `emblib.compat.fbgemm`."""
+    return SparseType[DataType(data_type).value]
+
+
+def pooling_type_to_str(pooling_type: PoolingType) -> str:
+    """Return `sum` or `mean`.
+
+    Raises:
+        ValueError: no pooling.
+    """
+    if pooling_type is PoolingType.NONE:
+        raise ValueError("pooling must be SUM or MEAN to be the mode of an nn.EmbeddingBag")
+    return PoolingType(pooling_type).value
+
+
+def pooling_type_to_pooling_mode(pooling_type: PoolingType) -> PoolingMode:
+    """Return FBGEMM's name of a pooling, from `emblib.compat.fbgemm`."""
+    return PoolingMode[PoolingType(pooling_type).name]
+
+
+class QuantConfig(NamedTuple):
+    """Dtypes of quantised collections, as observers of `torch.ao.quantization`.
+
+    `activation().dtype` is the dtype of outputs and `weight().dtype` that of rows, except for the
+    tables of `per_table_weight_dtype`.
+    """
+
+    activation: Any
+    weight: Any
+    per_table_weight_dtype: dict[str, torch.dtype] | None = None

@@ -230,8 +230,8 @@ class JaggedTensor:
 
     # Devices
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "JaggedTensor":
-        """Copy to `device`."""
+    def to(self, device: torch.device | str, non_blocking: Any = False) -> "JaggedTensor":
+        """Copy to `device`. Arguments are those of `Tensor.to`."""
         return self._mapped(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "JaggedTensor":

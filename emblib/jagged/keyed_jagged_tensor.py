@@ -30,6 +30,7 @@ from emblib.jagged.keyed_layout import (
     concat_arguments,
     dict_arguments,
     is_run,
+    known_lengths,
     list_of_keys,
     lists_of,
     positions_of,
@@ -64,6 +65,8 @@ class KeyedJaggedTensor:
         stride: B; left out, the number of bags per key.
         stride_per_key_per_rank: bags `[F][R]` on the host, where features differ in them.
         inverse_indices: keys and int64 `[F, B]`, the bag of each feature and example.
+        length_per_key: the values per feature, if the caller knows them: they are not read from
+            the device then. Trusted as the lengths are; `validate` compares them.
 
     Raises:
         ValueError: neither lengths nor offsets, or sizes that do not match.
@@ -96,6 +99,8 @@ class KeyedJaggedTensor:
         stride: int | None = None,
         stride_per_key_per_rank: Strides | None = None,
         inverse_indices: InverseIndices | None = None,
+        *,
+        length_per_key: Sequence[int] | None = None,
     ) -> None:
         # On the path of every step: as few tensor attributes as possible.
         self._keys = keys if type(keys) is list else list_of_keys(keys)
@@ -130,6 +135,9 @@ class KeyedJaggedTensor:
         self._index: dict[str, int] | None = None
         self._length_per_key: list[int] | None = None
         self._offset_per_key: list[int] | None = None
+        if length_per_key is not None:
+            self._length_per_key = known_lengths(length_per_key, self._keys, values.size(0))
+            self._offset_per_key = bounds_of(self._length_per_key)
         if stride_per_key_per_rank is None:
             count = len(self._keys)
             if stride is None:
@@ -422,6 +430,12 @@ class KeyedJaggedTensor:
                 a key twice, or inverse indices of other keys or of missing bags.
         """
         check_content(self._values, self._lengths, self._offsets)
+        known, bounds = self._length_per_key, self._read_bounds()
+        if known is not None and bounds_of(known) != bounds:
+            raise ValueError(
+                f"length_per_key must be the values per key, {[b - a for a, b in pairwise(bounds)]}"
+                f" by the offsets, got {known}"
+            )
         devices = {str(tensor.device) for tensor in self._tensors()}
         if len(devices) > 1:
             raise ValueError(f"all tensors must be on one device, got {sorted(devices)}")
@@ -573,11 +587,10 @@ class KeyedJaggedTensor:
     def to(
         self,
         device: torch.device | str,
-        *,
-        non_blocking: bool = False,
+        non_blocking: Any = False,
         dtype: torch.dtype | None = None,
     ) -> "KeyedJaggedTensor":
-        """Copy to `device`; convert the weights to `dtype`."""
+        """Copy to `device`; convert the weights to `dtype`. Arguments are those of `Tensor.to`."""
         moved = self._mapped(lambda t: t.to(device, non_blocking=non_blocking))
         if dtype is not None and moved._weights is not None:
             moved._weights = moved._weights.to(dtype)

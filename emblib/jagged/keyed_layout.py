@@ -50,6 +50,21 @@ def list_of_keys(keys: Sequence[str]) -> list[str]:
     return list(keys)
 
 
+def known_lengths(lengths: Sequence[int], keys: Sequence[str], values: int) -> list[int]:
+    """Return `length_per_key` as a list.
+
+    Raises:
+        ValueError: not one length per key, or another sum than there are values.
+    """
+    known = list(lengths)
+    if len(known) != len(keys) or sum(known) != values:
+        raise ValueError(
+            f"length_per_key must have one entry per key = {len(keys)} and add up to the number of "
+            f"values = {values}, got {known}"
+        )
+    return known
+
+
 def lists_of(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     """Return `stride_per_key_per_rank` as lists `[F][R]` on the host."""
     if isinstance(strides, Tensor):

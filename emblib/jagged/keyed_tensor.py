@@ -161,8 +161,8 @@ class KeyedTensor:
             key_dim=self._key_dim,
         )
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "KeyedTensor":
-        """Copy to `device`."""
+    def to(self, device: torch.device | str, non_blocking: Any = False) -> "KeyedTensor":
+        """Copy to `device`. Arguments are those of `Tensor.to`."""
         return self._with(self._values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "KeyedTensor":

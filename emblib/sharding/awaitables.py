@@ -51,6 +51,11 @@ class Awaitable(Generic[T]):
             self._result = callback(self.wait())
         return self
 
+    @property
+    def callbacks(self) -> list[Callable[[Any], Any]]:
+        """The callbacks that the first `wait` will run; more may be appended."""
+        return self._callbacks
+
     def _finish(self) -> T:
         result: Any = self._wait_impl()
         for callback in self._callbacks:

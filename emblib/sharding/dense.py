@@ -20,17 +20,52 @@ from emblib.sharding.ranks import RankGroup
 class DDP:
     """Replicate the dense part on every rank with `DistributedDataParallel`.
 
-    `options` are further arguments of it, e.g. `{"static_graph": True}`.
+    `options` are further arguments of it, e.g. `{"static_graph": True}`. With `gradient_dtype`,
+    float16 or bfloat16, gradients are sent and added up in it.
+
+    Raises:
+        ValueError: another `gradient_dtype`.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
+    gradient_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.gradient_dtype not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(
+                "gradient_dtype must be torch.float16, torch.bfloat16, or None for the dtype of "
+                f"the parameters, got {self.gradient_dtype!r}"
+            )
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Return a module that averages all gradients but those of the parameters in `ignored`."""
         # DDP also writes names of the module's own parameters with a dot before them.
         names = [*ignored, *(f".{name}" for name in ignored)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-        return DistributedDataParallel(module, process_group=ranks.group, **self.options)
+        wrapped = DistributedDataParallel(module, process_group=ranks.group, **self.options)
+        if self.gradient_dtype is not None:
+            wrapped.register_comm_hook(ranks.group, _reduce_in(self.gradient_dtype))
+        return wrapped
+
+
+def _reduce_in(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]:
+    """Return a hook of `DistributedDataParallel` that averages gradients in `dtype`.
+
+    torch's own hook for bfloat16 refuses the CPU.
+    """
+
+    def reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        whole = bucket.buffer()
+        sent = whole.to(dtype).div_(dist.get_world_size(group))
+        pending = dist.all_reduce(sent, group=group, async_op=True).get_future()
+
+        def write_back(done: Any) -> Tensor:
+            whole.copy_(done.value()[0])
+            return whole
+
+        return pending.then(write_back)
+
+    return reduce
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy as shallow_copy
+from copy import deepcopy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from emblib.optim import Optimizer
@@ -56,6 +59,9 @@ class DistributedModelParallel(nn.Module):
         comm_precision: the codecs of values sent between ranks.
         gradients: whether table gradients are the mean over ranks, as those of the dense part are,
             or the sum.
+        init_parameters: whether dense modules on the meta device are allocated and initialized. If
+            not, they stay there for the caller, and are not wrapped: pass `wrap="none"`, and call
+            `wrap_dense` later.
     """
 
     wraps_module = True
@@ -71,6 +77,7 @@ class DistributedModelParallel(nn.Module):
         wrap: str | Wrapping | None = "ddp",
         comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
+        init_parameters: bool = True,
     ) -> None:
         super().__init__()
         self.ranks = RankGroup.from_value(ranks)
@@ -94,7 +101,9 @@ class DistributedModelParallel(nn.Module):
             comm_precision=comm_precision,
             gradients=gradients,
         )
-        fingerprint.agree(self.ranks, lambda: _prepare(bare, self.ranks))
+        fingerprint.agree(
+            self.ranks, lambda: _prepare(bare, self.ranks, init_parameters=init_parameters)
+        )
         copy_from_first(bare, self.ranks, names_of_tables(bare))
         mark_dense(bare, self.ranks)
         self._wrapped = bare
@@ -109,6 +118,11 @@ class DistributedModelParallel(nn.Module):
         )
         ignored = names_of_tables(bare) - _names_of_dense_tables(bare)
         dense = [p for name, p in bare.named_parameters() if name not in ignored]
+        if any(p.is_meta for p in dense):
+            raise RuntimeError(
+                "the dense part is on the meta device, since the model was made with "
+                "init_parameters=False: allocate and load it, then call wrap_dense"
+            )
         # DDP refuses a model that has nothing for it.
         if how is not None and self.dense_ranks.size > 1 and any(p.requires_grad for p in dense):
             self._wrapped = how.wrap(bare, self.dense_ranks, ignored)
@@ -136,6 +150,23 @@ class DistributedModelParallel(nn.Module):
         from emblib.collections.optimizers import FusedOptimizer
 
         return FusedOptimizer.of(self.module)
+
+    def copy(self, device: torch.device | str) -> Self:
+        """Return a copy with the dense part on `device`, for inference.
+
+        The sharded collections are not copied: both models look up in the same tables. The dense
+        part of the copy is not wrapped, so its gradients are not averaged.
+        """
+        shared = sharded_modules(self.module)
+        bare = deepcopy(self.module, {id(part): part for part in shared.values()})
+        inside = {id(part) for owner in shared.values() for part in owner.modules()}
+        for part in bare.modules():
+            if id(part) not in inside:
+                _move_own_tensors(part, torch.device(device))
+        made = shallow_copy(self)
+        made.__dict__.pop("fused_optimizer", None)
+        made.__dict__["_modules"] = {**self._modules, "_wrapped": bare}
+        return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model for the batch of this rank."""
@@ -177,12 +208,29 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _prepare(module: nn.Module, ranks: RankGroup) -> None:
+def _prepare(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -> None:
     """Allocate the dense part on the device of this rank."""
     if ranks.size > 1:
         _check_that_tables_are_sharded(module)
-    materialise(module, ranks.device)
-    module.to(ranks.device)
+    if init_parameters:
+        materialise(module, ranks.device)
+    if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+        module.to(ranks.device)
+        return
+    for part in module.modules():
+        if not any(t.is_meta for t in (*part.parameters(), *part.buffers())):
+            part.to(ranks.device)
+
+
+def _move_own_tensors(part: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of a module, without those of its submodules."""
+    for name, parameter in part._parameters.items():
+        if parameter is not None:
+            moved = parameter.detach().to(device)
+            part._parameters[name] = nn.Parameter(moved, parameter.requires_grad)
+    for name, buffer in part._buffers.items():
+        if buffer is not None:
+            part._buffers[name] = buffer.to(device)
 
 
 def _check_that_tables_are_sharded(module: nn.Module) -> None:

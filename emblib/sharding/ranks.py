@@ -186,6 +186,24 @@ def subgroup(
     )
 
 
+def node_groups(ranks: RankGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return new groups: the ranks of this node, and the ranks with this local number.
+
+    All processes call this together.
+
+    Raises:
+        ValueError: `ranks` are not all processes.
+    """
+    if ranks.group is None or ranks.group is not dist.group.WORLD:
+        raise ValueError(
+            "groups of nodes are made of all processes: give the ranks of the default group"
+        )
+    mesh = dist.init_device_mesh(
+        ranks.device.type, (ranks.nodes, ranks.local_size), mesh_dim_names=("node", "local")
+    )
+    return mesh.get_group("local"), mesh.get_group("node")
+
+
 _HOST_BACKEND = "emblib_gloo"
 
 

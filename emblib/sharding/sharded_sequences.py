@@ -308,6 +308,9 @@ class ShardedEmbeddingCollection(StateOfTables):
         comm_precision: the codecs of vectors and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
         optimizer: for tables whose configuration has none; by default that of `source`.
+        dedup: whether each id of a feature is sent once per batch, and its vector returned once.
+            It saves messages where ids repeat within the batch of a rank; the gradients of equal
+            ids are added up before they are sent.
     """
 
     handles_name = "embeddings"
@@ -321,8 +324,10 @@ class ShardedEmbeddingCollection(StateOfTables):
         comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
+        dedup: bool = False,
     ) -> None:
         super().__init__()
+        self.dedup = dedup
         self.plan, self.ranks = dict(plan), RankGroup.from_value(ranks)
         settings = agreed_settings(
             source,
@@ -399,13 +404,22 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list[IncomingBatch]]]:
         """Start to send ids, like `ShardedEmbeddingBagCollection.input_dist`."""
+        repeated = None
+        if self.dedup:
+            features, repeated = _without_repeats(features, self._features())
         started = [one.input_dist(features) for one in self._equal()]
 
         def ids() -> Awaitable[list[IncomingBatch]]:
             pending = [awaitable.wait() for awaitable in started]
-            return DeferredAwaitable(lambda: [awaitable.wait() for awaitable in pending])
+            return DeferredAwaitable(
+                lambda: _Received([awaitable.wait() for awaitable in pending], repeated)
+            )
 
         return DeferredAwaitable(ids)
+
+    def _features(self) -> list[str]:
+        """Return the features of all tables, each once."""
+        return list(dict.fromkeys(key for c in self.configs for key in c.feature_names))
 
     def prefetch(self, received: Sequence[IncomingBatch]) -> None:
         """Prefetch the rows of a batch into the caches of their tables."""
@@ -446,12 +460,63 @@ class ShardedEmbeddingCollection(StateOfTables):
             _by_feature(values, batch) for values, batch in zip(vectors, received, strict=True)
         ]
         result = {}
+        repeated = getattr(received, "repeated", None)
+        layouts = [one.layout.features for one in self._equal()]
         for c, f, name in self._outputs:
             values, lengths, ids = split[c][f]
+            if repeated is not None:
+                values, lengths, ids = repeated[layouts[c][f].key].expand(values)
             result[name] = JaggedTensor(
                 values, lengths=lengths, weights=ids if self._need_indices else None
             )
         return result
+
+
+class _RepeatedIds(NamedTuple):
+    """The ids of a feature before those that repeat were dropped.
+
+    `inverse` is the position of each id among the distinct ones.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    inverse: Tensor
+
+    def expand(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the vector of every id, the lengths of bags and the ids."""
+        # An embedding: its backward adds in a fixed order on a GPU, that of index_select does not.
+        return nn.functional.embedding(self.inverse, vectors), self.lengths, self.ids
+
+
+class _Received(list[IncomingBatch]):
+    """The batches of all classes of tables, and the ids of this rank before `dedup`."""
+
+    def __init__(
+        self, batches: Sequence[IncomingBatch], repeated: Mapping[str, _RepeatedIds] | None
+    ) -> None:
+        super().__init__(batches)
+        self.repeated = repeated
+
+
+def _without_repeats(
+    features: KeyedJaggedTensor, keys: Sequence[str]
+) -> tuple[KeyedJaggedTensor, dict[str, _RepeatedIds]]:
+    """Return each distinct id of every feature once, in one bag, and how to expand the results.
+
+    Raises:
+        KeyError: the batch lacks a feature.
+    """
+    batch = KeyedJaggedTensor.adopt(features)
+    distinct, repeated = [], {}
+    for key in keys:
+        jagged = batch[key]
+        ids, inverse = jagged.values().unique(return_inverse=True)
+        distinct.append(ids)
+        repeated[key] = _RepeatedIds(jagged.values(), jagged.lengths(), inverse)
+    counts = [ids.numel() for ids in distinct]
+    lengths = torch.tensor(counts, device=batch.device())
+    values = torch.cat(distinct) if distinct else batch.values()[:0]
+    return KeyedJaggedTensor(keys, values, lengths=lengths, length_per_key=counts), repeated
 
 
 def _by_feature(values: Tensor, received: IncomingBatch) -> list[tuple[Tensor, Tensor, Tensor]]:

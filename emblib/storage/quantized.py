@@ -160,11 +160,19 @@ class QuantizedKernel(QuantizedEmbeddingBags):
 
 
 class QuantizedHandle(TableHandle):
-    """A quantised table: no parameters; its state dict has the rows, `packed`.
+    """A quantised table: no parameters; its buffer and its state dict are the rows, `packed`.
 
     It also loads the `weight` `[rows, dim]` of a dense table, and quantises it, and the `values`
     and `scales` of a quantised table from before 0.1.0.
     """
+
+    def bind(self) -> None:
+        """Make the buffers views of the memory that the kernel has now."""
+        for name, view in self.views().items():
+            self.register_buffer(name, view, persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_buffers": {}}
 
     def adopt(self, other: QuantizedHandle) -> None:
         """Copy the rows."""

@@ -374,7 +374,7 @@ def test_ranks_that_were_given_something_else_are_told() -> None:
     for number, words in enumerate(
         (
             "plan is given on rank 0 and None on rank 1",
-            "init_parameters must be True",
+            "init_parameters is True on rank 0 and False on rank 1",
             "table product_table: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
             "table product_table: optimizer.lr is 0.1 on rank 0 and 0.2 on rank 1",
             "compute_kernel must be one of",
@@ -434,7 +434,13 @@ def test_pipelines_train_as_the_loop_does(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: torchrec.ShardingEnv.from_local(2, 0), "start several processes"),
+        (
+            lambda: EmbeddingBagCollectionSharder().shard(
+                collection(), {}, torchrec.ShardingEnv.from_local(2, 0)
+            ),
+            "start several processes",
+        ),
+        (lambda: torchrec.ShardingEnv.from_local(2, 2), "rank must be one of 0 to 1"),
         (lambda: torchrec.column_wise(), "needs ranks or size_per_rank"),
         (
             lambda: EmbeddingBagCollectionSharder(fused_params={"cache_load_factor": 0.1}),

@@ -348,3 +348,36 @@ def test_int32_lengths_cannot_count_more_than_they_hold() -> None:
     with pytest.raises(ValueError, match="int32 lengths count up to 2147483647 values"):
         KeyedJaggedTensor(["a"], many, lengths=torch.ones(1, dtype=torch.int32))
     KeyedJaggedTensor(["a"], many, lengths=torch.ones(1, dtype=torch.int64))
+
+
+def test_known_lengths_are_not_read() -> None:
+    lengths = torch.tensor([1, 2, 0, 3], device="meta")
+    batch = KeyedJaggedTensor(
+        ["a", "b"], torch.empty(6, device="meta"), lengths=lengths, length_per_key=[3, 3]
+    )
+    assert batch.length_per_key() == [3, 3]
+    assert batch.offset_per_key() == [0, 3, 6]
+    assert batch.permute([1, 0]).keys() == ["b", "a"]
+
+
+@pytest.mark.parametrize("known", [[3], [3, 2], [3, 3, 0]])
+def test_known_lengths_of_other_sizes_are_an_error(known: list[int]) -> None:
+    with pytest.raises(ValueError, match="length_per_key must have one entry per key = 2"):
+        KeyedJaggedTensor(
+            ["a", "b"], torch.arange(6), lengths=torch.tensor([1, 2, 0, 3]), length_per_key=known
+        )
+
+
+def test_wrong_known_lengths_are_found_by_validate() -> None:
+    lengths = torch.tensor([1, 2, 0, 3])
+    batch = KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=lengths, length_per_key=[2, 4])
+    with pytest.raises(ValueError, match=r"\[3, 3\] by the offsets, got \[2, 4\]"):
+        batch.validate()
+    right = KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=lengths, length_per_key=[3, 3])
+    assert right.validate() is right
+
+
+def test_moves_take_non_blocking_by_position() -> None:
+    batch = KeyedJaggedTensor(["a"], torch.arange(2), torch.ones(2), torch.tensor([1, 1]))
+    assert batch.to("cpu", True, torch.float16).weights().dtype is torch.float16
+    assert batch["a"].to("cpu", True).values().tolist() == [0, 1]

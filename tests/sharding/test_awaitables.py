@@ -136,3 +136,11 @@ def test_wait_all() -> None:
     value = torch.ones(2)
     found = wait_all({"a": [ReadyAwaitable(1), (LazyReadyAwaitable(value), 3)], "b": None})
     assert found == {"a": [1, (value, 3)], "b": None}
+
+
+def test_callbacks_may_be_appended() -> None:
+    ready = ReadyAwaitable(2)
+    ready.callbacks.append(lambda value: value + 1)
+    ready.callbacks.append(lambda value: value * 10)
+    assert ready.wait() == 30
+    assert ready.wait() == 30

@@ -410,3 +410,32 @@ def test_ddp_and_tables_with_gradients() -> None:
         model.zero_grad()
     torch.testing.assert_close(rows, other_rows, rtol=0, atol=0)
     torch.testing.assert_close(rows, model.tables.to_dense())
+
+
+def _copied(ranks: RankGroup) -> bool:
+    torch.manual_seed(0)
+    net = NETS["net"]()
+    model = DistributedModelParallel(net, ranks, optimizer=optim.SGD(0.5))
+    made = model.copy("cpu")
+    shared = set(map(id, model.module.modules())) & set(map(id, made.module.modules()))
+    tables = {id(part) for part in model.module.modules() if hasattr(part, "fused_tables")}
+    assert tables
+    assert tables <= shared
+    own = {name: p for name, p in made.named_parameters() if "embedding" not in name}
+    theirs = dict(model.named_parameters())
+    assert own
+    assert all(p is not theirs[name] for name, p in own.items())
+    assert all(torch.equal(p, theirs[name]) for name, p in own.items())
+    assert not isinstance(made._wrapped, DistributedDataParallel)
+    assert made.ranks is model.ranks
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_copies_share_tables_and_own_the_dense_part(size: int) -> None:
+    assert all(worlds.run(size, _copied))
+
+
+def test_gradients_are_averaged_in_floats_only() -> None:
+    with pytest.raises(ValueError, match="gradient_dtype must be"):
+        DDP(gradient_dtype=torch.int8)

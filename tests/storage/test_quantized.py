@@ -1,5 +1,7 @@
 """Quantised tables in collections: quantised from others, mixed with others, saved and loaded."""
 
+import copy
+
 import pytest
 import torch
 
@@ -45,6 +47,43 @@ def test_made_of_a_collection(bits: int, pooling: Pooling) -> None:
     torch.testing.assert_close(out.values(), torch.cat(list(wanted.values()), 1))
     assert [c.storage for c in small.configs if c.name != "t2"] == [Quantized(bits)] * 3
     assert not small.training
+
+
+def test_bits_by_table() -> None:
+    """Tables that are not named keep rows and storage."""
+    configs = bag_configs(("plain", "tt", "dynamic", "plain"))
+    collection = EmbeddingBagCollection(configs)
+    features = batch(features_of(configs), 4)
+    collection(features)  # the dynamic table has keys
+    rows = {c.name: dense(collection, c.name) for c in configs}
+    rows |= {"t0": _rounded(rows["t0"], 4), "t1": _rounded(rows["t1"], 8)}
+    small = collection.quantized({"t0": 4, "t1": 8})
+    kinds = {c.name: c.storage for c in small.configs}
+    assert kinds == {c.name: c.storage for c in configs} | {"t0": Quantized(4), "t1": Quantized(8)}
+    out = small(features)
+    wanted = expected(configs, rows, features)
+    torch.testing.assert_close(out.values(), torch.cat(list(wanted.values()), 1))
+    with pytest.raises(KeyError, match="there are no tables"):
+        collection.quantized({"t9": 8})
+
+
+def test_tables_are_buffers() -> None:
+    small = EmbeddingBagCollection(bag_configs(("plain", "plain"))).quantized()
+    names = {name for name, _ in small.named_buffers() if name.startswith("embedding_bags.")}
+    assert names == {f"embedding_bags.t{t}.packed" for t in (0, 1)}
+    twin = copy.deepcopy(small)
+    for name, buffer in small.named_buffers():
+        other = dict(twin.named_buffers())[name]
+        assert torch.equal(other, buffer)
+        assert not buffer.numel() or other.data_ptr() != buffer.data_ptr()
+    # They are views of the memory that lookups read, also after a move.
+    moved = copy.deepcopy(small).to(torch.device("cpu"))
+    for name, buffer in moved.named_buffers():
+        if name.endswith("packed"):
+            buffer.zero_()
+    ids = batch(features_of(small.configs), 4)
+    assert not moved(ids).values().any()
+    assert small(ids).values().any()
 
 
 def test_made_of_sequences() -> None:

@@ -355,14 +355,23 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
     """Return the optimizer of emblib that is equivalent to a class of `torch.optim`.
 
     Supported are `torch.optim.SGD`, `Adagrad`, `Adam` and `AdamW`, any class called
-    `RowWiseAdagrad`, and the classes of `emblib.optim`; defaults are those of the class.
+    `RowWiseAdagrad`, the classes of `emblib.optim`, and classes that name one of those as
+    `fused_class` and its arguments by default as `fused_defaults`; other defaults are those of the
+    class.
 
     Raises:
         ValueError: an argument without an equivalent.
         TypeError: another class.
     """
+    arguments = {**getattr(optimizer_class, "fused_defaults", {}), **arguments}
+    optimizer_class = getattr(optimizer_class, "fused_class", optimizer_class)
     if isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer):
-        return optimizer_class(**arguments)
+        decay = arguments.get("weight_decay")
+        if not isinstance(decay, int | float) or isinstance(decay, bool):
+            return optimizer_class(**arguments)
+        # A number, as the classes of torch.optim take it.
+        kind = optim.Decoupled if issubclass(optimizer_class, _ONLY_DECOUPLED) else optim.L2
+        return optimizer_class(**{**arguments, "weight_decay": kind(decay) if decay else None})
     given = dict(arguments)
     numbers = _defaults_of(optimizer_class)
     if numbers is None:

@@ -6,6 +6,7 @@ storage are saved by key instead (`KeyedTable`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -435,6 +436,13 @@ class StateOfTables(nn.Module):
         """Return the tables that backward updates, in the same order on every rank."""
         spread: Any = self
         return fused_tables(spread, f"{self.handles_name}.")
+
+    @cached_property
+    def fused_optimizer(self) -> Any:
+        """The optimizer that the tables run in backward, a `FusedOptimizer` of this collection."""
+        from emblib.collections.optimizers import FusedOptimizer
+
+        return FusedOptimizer.of(self)
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return states and hyperparameters of fused optimizers, by parameter name.

@@ -1,0 +1,51 @@
+"""TorchRec over emblib's collections and sharding: its modules and names, with its signatures.
+
+Change the import and keep the code:
+
+    import emblib.compat.torchrec as torchrec
+    from emblib.compat.torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+or keep the imports, too:
+
+    import emblib.compat.torchrec
+    emblib.compat.torchrec.install()  # before anything imports torchrec
+
+The modules are TorchRec's, and every name that does not raise is in this one module as well.
+`docs/torchrec.md` says of each name whether it works, differs or raises.
+"""
+
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+from emblib.compat import torchrec_api as _api
+from emblib.compat import torchrec_tree as _tree
+
+is_of_emblib = True
+_names = _api.names()
+globals().update(_names)
+_modules = _tree.make_modules(_sys.modules[__name__], _names)
+_tree.watch_missing_modules()
+_installation = _tree.Installation(_modules)
+
+
+def install() -> _tree.Installation:
+    """Let `import torchrec` import this package; as a context manager, until the end of a block.
+
+    Raises:
+        RuntimeError: the real torchrec was imported before.
+    """
+    return _installation.install()
+
+
+def uninstall() -> None:
+    """Undo the effect of `install`."""
+    _installation.uninstall()
+
+
+if _TYPE_CHECKING:  # type checkers cannot see the names that the table adds
+
+    def __getattr__(name: str) -> _Any: ...
+
+
+__all__ = ["install", "uninstall", *_names]

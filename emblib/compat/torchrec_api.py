@@ -1,0 +1,75 @@
+"""All names of `emblib.compat.torchrec`, whatever module of TorchRec they are from."""
+
+from types import ModuleType
+from typing import Any
+
+from emblib import collections, jagged
+from emblib.collections import optimizers
+from emblib.compat import (
+    fbgemm_types,
+    torchrec_comms,
+    torchrec_dense,
+    torchrec_dist_data,
+    torchrec_model,
+    torchrec_optim,
+    torchrec_planner,
+    torchrec_quant,
+    torchrec_script,
+    torchrec_sharders,
+    torchrec_sharding,
+    torchrec_types,
+    torchrec_utils,
+)
+from emblib.compat.torchrec_names import MODULES, RAISES
+from emblib.sharding import awaitables, codecs, planner
+
+# The first that has a name has TorchRec's form of it.
+_SOURCES: tuple[ModuleType, ...] = (
+    torchrec_optim,
+    torchrec_types,
+    torchrec_comms,
+    torchrec_dense,
+    torchrec_dist_data,
+    torchrec_utils,
+    torchrec_sharders,
+    torchrec_sharding,
+    torchrec_planner,
+    torchrec_model,
+    torchrec_quant,
+    torchrec_script,
+    fbgemm_types,
+    optimizers,
+    awaitables,
+    jagged,
+    collections,
+)
+_OTHERS: dict[str, Any] = {
+    "BaseEmbeddingConfig": collections.TableConfig,
+    "BaseEmbeddingSharder": torchrec_sharders.ModuleSharder,
+    "BaseQuantEmbeddingSharder": torchrec_quant.QuantEmbeddingBagCollectionSharder.__base__,
+    "EmbeddingPlannerBase": torchrec_planner.EmbeddingShardingPlanner,
+    "EmbeddingTableConfig": collections.TableConfig,
+    "GenericMeta": type,
+    "LazyNoWait": awaitables.LazyReadyAwaitable,
+    "NoOpQuantizedCommCodec": codecs.FP32,
+    "NoWait": awaitables.ReadyAwaitable,
+    "PlannerError": planner.PlanError,
+    "QuantizedCommCodec": codecs.Codec,
+    "ShardedEmbeddingModule": torchrec_sharders.ShardedModule,
+    "ShardingPlanner": torchrec_planner.EmbeddingShardingPlanner,
+}
+_MORE = ("EmbOptimType",)  # of FBGEMM: `fused_params` have it
+
+
+def names() -> dict[str, Any]:
+    """Return what implements each name of the table; names that raise are not among them."""
+    wanted = [entry.rpartition("=")[2] for text in MODULES.values() for entry in text.split()]
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys([*wanted, *_MORE]):
+        if name in _OTHERS:
+            found[name] = _OTHERS[name]
+            continue
+        source = next((m for m in _SOURCES if name in vars(m)), None)
+        if source is not None and name not in RAISES:
+            found[name] = vars(source)[name]
+    return found

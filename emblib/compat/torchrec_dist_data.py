@@ -1,0 +1,541 @@
+"""TorchRec's modules that send batches and pooled rows, and what it knows of ranks and nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib.compat import torchrec_comms as comms
+from emblib.compat.torchrec_comms import QuantizedCommCodecs
+from emblib.jagged import KeyedJaggedTensor, KeyedTensor
+from emblib.sharding import RankGroup
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
+from emblib.sharding.exchange import Content, start_all_to_all
+from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result as invoke_on_rank
+from emblib.sharding.ranks import node_groups
+
+T = TypeVar("T")
+
+
+# Ranks and nodes
+
+
+def is_leader(pg: Any, leader_rank: int = 0) -> bool:
+    """Return whether this is rank `leader_rank` of a process group; True without one."""
+    return pg is None or RankGroup.from_value(pg).rank == leader_rank
+
+
+def invoke_on_rank_and_broadcast_result(
+    pg: Any, rank: int, func: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """Call a function on one rank, and return its result on every rank."""
+    return invoke_on_rank(RankGroup.from_value(pg), rank, func, *args, **kwargs)
+
+
+def run_on_leader(pg: Any, rank: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorate a function so that rank `rank` runs it and every rank gets the result."""
+
+    def decorate(func: Callable[..., T]) -> Callable[..., T]:
+        @wraps(func)
+        def call(*args: Any, **kwargs: Any) -> T:
+            return invoke_on_rank_and_broadcast_result(pg, rank, func, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def get_local_size(world_size: int | None = None) -> int:
+    """Return the number of ranks per node: LOCAL_WORLD_SIZE if it divides the world, else all."""
+    size = RankGroup().size if world_size is None else world_size
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return local if 0 < local <= size and size % local == 0 else size
+
+
+def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
+    """Return the number of a rank on its node; by default that of this process."""
+    return (RankGroup().rank if rank is None else rank) % get_local_size(world_size)
+
+
+def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
+    """Return the number of the node of a rank; by default of this process."""
+    return (RankGroup().rank if rank is None else rank) // get_local_size(world_size)
+
+
+def get_num_groups(world_size: int | None = None) -> int:
+    """Return the number of nodes."""
+    size = RankGroup().size if world_size is None else world_size
+    return size // get_local_size(size)
+
+
+def intra_and_cross_node_pg(
+    device: torch.device | None = None, backend: str | None = None
+) -> tuple[Any, Any]:
+    """Return new process groups: the ranks of this node, and those with this local number.
+
+    All processes call this together; unlike TorchRec's, each call makes new groups. Without a
+    device on `meta` there are always both.
+
+    Raises:
+        ValueError: a `backend`: the groups use that of all processes.
+    """
+    if device is not None and device.type == "meta":
+        return None, None
+    if backend is not None:
+        raise ValueError("the groups use the backend of all processes: leave backend out")
+    return node_groups(RankGroup(local_size=get_local_size()))
+
+
+# Batches
+
+
+class KJTAllToAll(nn.Module):
+    """Send `splits[r]` features of a batch to rank r, and receive those of this rank from all.
+
+    The result has this rank's features of the examples of all ranks, rank 0 first.
+
+    Args:
+        pg: the process group.
+        splits: features for each rank, in the order of the batch.
+        stagger: 1: the ranks are received in order.
+    """
+
+    def __init__(self, pg: Any, splits: Sequence[int], stagger: int = 1) -> None:
+        super().__init__()
+        self._ranks, self._splits = RankGroup.from_value(pg), list(splits)
+        if len(self._splits) != self._ranks.size:
+            raise ValueError(f"splits must be one per rank of {self._ranks.size}, got {splits}")
+        if stagger != 1:
+            raise ValueError(
+                f"stagger must be 1, got {stagger}: sharded collections of emblib order the ranks "
+                "of table_row_wise tables themselves"
+            )
+
+    def forward(self, input: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Start to send a batch: the first `wait` sends the ids, the second receives them."""
+        batch, ranks = KeyedJaggedTensor.adopt(input), self._ranks
+        if batch.variable_stride_per_key():
+            raise ValueError(
+                "KJTAllToAll needs one batch size for all features; sharded collections take "
+                "batches with stride_per_key_per_rank"
+            )
+        own = self._splits[ranks.rank]
+        stride, counts = batch.stride(), batch.length_per_key()
+        parts = batch.split(self._splits)
+        header = [number for part in parts for number in (stride, *part.length_per_key())]
+        sent = torch.tensor(header, device=batch.device())
+        pending = start_all_to_all(
+            sent,
+            [1 + n for n in self._splits],
+            [1 + own] * ranks.size,
+            ranks,
+            content=Content.SIZES,
+        )
+        assert len(counts) == len(batch.keys())
+        return DeferredAwaitable(partial(self._send, batch, parts, pending))
+
+    def _send(
+        self, batch: KeyedJaggedTensor, parts: Sequence[KeyedJaggedTensor], pending: Any
+    ) -> Awaitable[KeyedJaggedTensor]:
+        ranks, own = self._ranks, self._splits[self._ranks.rank]
+        received = pending.wait().view(ranks.size, 1 + own).tolist()
+        strides = [row[0] for row in received]
+        ids = [sum(row[1:]) for row in received]
+        message = [t.to(batch.values().dtype) for p in parts for t in (p.lengths(), p.values())]
+        sizes = [part.lengths().numel() + part.values().numel() for part in parts]
+        back = [own * stride + n for stride, n in zip(strides, ids, strict=True)]
+        sent = torch.cat(message) if message else batch.values()[:0]
+        values = start_all_to_all(sent, sizes, back, ranks, content=Content.IDS)
+        values.wait()  # over one group, collectives of the host follow each other
+        weights = None
+        if batch.weights_or_none() is not None:
+            weights = start_all_to_all(
+                torch.cat([part.weights() for part in parts]),
+                [part.values().numel() for part in parts],
+                ids,
+                ranks,
+                content=Content.WEIGHTS,
+            )
+        first = sum(self._splits[: ranks.rank])
+        keys = batch.keys()[first : first + own]
+        return DeferredAwaitable(partial(_feature_major, keys, received, values, weights))
+
+
+def _feature_major(
+    keys: list[str], received: list[list[int]], values: Any, weights: Any
+) -> KeyedJaggedTensor:
+    """Return a batch from rank-major messages of lengths and ids."""
+    strides, counts = [row[0] for row in received], [row[1:] for row in received]
+    own = len(keys)
+    sizes = [n for stride, row in zip(strides, counts, strict=True) for n in [stride] * own + row]
+    pieces = list(values.wait().split(sizes))
+    scales = None if weights is None else list(weights.wait().split([n for c in counts for n in c]))
+
+    def in_order(first: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
+        world = len(received)
+        chosen = [tensors[r * step + first + f] for f in range(own) for r in range(world)]
+        return torch.cat(chosen) if chosen else tensors[0][:0] if tensors else values.wait()
+
+    return KeyedJaggedTensor(
+        keys,
+        in_order(own, 2 * own, pieces),
+        None if scales is None else in_order(0, own, scales),
+        in_order(0, 2 * own, pieces).long(),
+        stride=sum(strides),
+        length_per_key=[sum(row[f] for row in counts) for f in range(own)],
+    )
+
+
+class KJTList:
+    """Batches of several devices."""
+
+    def __init__(self, features: Sequence[Any]) -> None:
+        self.features = list(features)
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __setitem__(self, key: int, item: Any) -> None:
+        self.features[key] = item
+
+    def __getitem__(self, key: int) -> Any:
+        return self.features[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.features)
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory until the work queued on `stream` is done."""
+        for features in self.features:
+            features.record_stream(stream)
+
+
+class ListOfKJTList(KJTList):
+    """A `KJTList` per sharding type."""
+
+
+def rank_device(device_type: str, rank: int) -> torch.device:
+    """Return the device of a rank: `cuda:rank`, or the CPU."""
+    return torch.device(device_type) if device_type == "cpu" else torch.device(device_type, rank)
+
+
+class KJTOneToAll(nn.Module):
+    """Give `splits[r]` features of a batch to device r of this process.
+
+    Args:
+        splits: features for each device.
+        world_size: the number of devices.
+        device: of which type they are; left out, GPUs if there are any.
+    """
+
+    def __init__(
+        self, splits: Sequence[int], world_size: int, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self._splits = list(splits)
+        if len(self._splits) != world_size:
+            raise ValueError(f"splits must be one per device of {world_size}, got {splits}")
+        cuda = torch.cuda.is_available()
+        self._type = device.type if device is not None else "cuda" if cuda else "cpu"
+
+    def forward(self, kjt: KeyedJaggedTensor) -> KJTList:
+        """Return the part of each device."""
+        parts = KeyedJaggedTensor.adopt(kjt).split(self._splits)
+        if self._type == "meta":
+            return KJTList(parts)
+        return KJTList(
+            [part.to(rank_device(self._type, r), non_blocking=True) for r, part in enumerate(parts)]
+        )
+
+
+class _ToOne(nn.Module):
+    """Base of modules that bring tensors of several devices to one."""
+
+    def __init__(self, device: torch.device, world_size: int = 0) -> None:
+        super().__init__()
+        self._device, self._world_size = torch.device(device), world_size
+
+    def set_device(self, device_str: str) -> None:
+        """Change the device that tensors are brought to."""
+        self._device = torch.device(device_str)
+
+    def _moved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if self._world_size and len(tensors) > self._world_size:
+            raise ValueError(f"at most {self._world_size} tensors, one per device: {len(tensors)}")
+        return [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+
+
+class MergePooledEmbeddingsModule(_ToOne):
+    """Concatenate tensors of several devices on one."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+
+    def forward(self, tensors: Sequence[Tensor], cat_dim: int) -> Tensor:
+        """Return the tensors along `cat_dim`."""
+        return torch.cat(self._moved(tensors), cat_dim)
+
+
+class EmbeddingsAllToOne(_ToOne):
+    """Concatenate tensors of several devices on one, along `cat_dim`."""
+
+    def __init__(self, device: torch.device, world_size: int, cat_dim: int) -> None:
+        super().__init__(device, world_size)
+        self._cat_dim = cat_dim
+
+    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensors side by side."""
+        return torch.cat(self._moved(tensors), self._cat_dim)
+
+
+class EmbeddingsAllToOneReduce(_ToOne):
+    """Add up tensors of several devices on one, in their order."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the sum."""
+        first, *others = self._moved(tensors)
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+
+class SeqEmbeddingsAllToOne(_ToOne):
+    """Bring tensors of several devices to one."""
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors."""
+        return self._moved(tensors)
+
+
+# Pooled rows
+
+
+PooledEmbeddingsAwaitable = Awaitable
+"""What the modules below return; the result is a tensor."""
+
+
+class _PooledModule(nn.Module):
+    """Base of modules that call a collective with pooled rows."""
+
+    def __init__(
+        self,
+        pg: Any,
+        callbacks: Sequence[Callable[[Tensor], Tensor]] | None,
+        codecs: QuantizedCommCodecs | None,
+    ) -> None:
+        super().__init__()
+        self._pg, self._codecs, self._callbacks = pg, codecs, list(callbacks or ())
+
+    @property
+    def callbacks(self) -> list[Callable[[Tensor], Tensor]]:
+        """The functions that change the result."""
+        return self._callbacks
+
+    def _with_callbacks(self, pending: Awaitable[Tensor]) -> Awaitable[Tensor]:
+        for callback in self._callbacks:
+            pending.then(callback)
+        return pending
+
+
+class PooledEmbeddingsAllToAll(_PooledModule):
+    """Send pooled rows `[sum B, D of this rank]`; the result is `[B, sum D]`.
+
+    Args:
+        pg: the process group.
+        dim_sum_per_rank: columns of each rank.
+        device: not needed.
+        callbacks: functions that change the result, in this order.
+        codecs: encodings of rows and gradients.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        dim_sum_per_rank: Sequence[int],
+        device: torch.device | None = None,
+        callbacks: Sequence[Callable[[Tensor], Tensor]] | None = None,
+        codecs: QuantizedCommCodecs | None = None,
+    ) -> None:
+        super().__init__(pg, callbacks, codecs)
+        self._columns = list(dim_sum_per_rank)
+
+    def forward(
+        self, local_embs: Tensor, batch_size_per_rank: Sequence[int] | None = None
+    ) -> Awaitable[Tensor]:
+        """Start to send rows; by default all ranks have as many examples."""
+        world = len(self._columns)
+        sizes = batch_size_per_rank or [local_embs.size(0) // world] * world
+        return self._with_callbacks(
+            comms.alltoall_pooled(
+                local_embs, sizes, self._columns, group=self._pg, codecs=self._codecs
+            )
+        )
+
+
+class VariableBatchPooledEmbeddingsAllToAll(_PooledModule):
+    """Send pooled rows of features with different batch sizes; both sides are flat.
+
+    Args:
+        pg: the process group.
+        emb_dim_per_rank_per_feature: columns of each feature of each rank.
+        device: not needed.
+        callbacks: functions that change the result, in this order.
+        codecs: encodings of rows and gradients.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        emb_dim_per_rank_per_feature: Sequence[Sequence[int]],
+        device: torch.device | None = None,
+        callbacks: Sequence[Callable[[Tensor], Tensor]] | None = None,
+        codecs: QuantizedCommCodecs | None = None,
+    ) -> None:
+        super().__init__(pg, callbacks, codecs)
+        self._columns = [list(row) for row in emb_dim_per_rank_per_feature]
+
+    def forward(
+        self,
+        local_embs: Tensor,
+        batch_size_per_rank_per_feature: Sequence[Sequence[int]],
+        batch_size_per_feature_pre_a2a: Sequence[int],
+    ) -> Awaitable[Tensor]:
+        """Start to send rows."""
+        return self._with_callbacks(
+            comms.variable_batch_alltoall_pooled(
+                local_embs,
+                batch_size_per_rank_per_feature,
+                batch_size_per_feature_pre_a2a,
+                self._columns,
+                group=self._pg,
+                codecs=self._codecs,
+            )
+        )
+
+
+class PooledEmbeddingsReduceScatter(_PooledModule):
+    """Sum over ranks: `[sum B, D]` to `[B of this rank, D]`."""
+
+    def __init__(self, pg: Any, codecs: QuantizedCommCodecs | None = None) -> None:
+        super().__init__(pg, None, codecs)
+
+    def forward(
+        self, local_embs: Tensor, input_splits: Sequence[int] | None = None
+    ) -> Awaitable[Tensor]:
+        """Start to add up rows; by default all ranks have as many examples."""
+        if input_splits:
+            return comms.reduce_scatter_v_pooled(
+                local_embs, input_splits, group=self._pg, codecs=self._codecs
+            )
+        return comms.reduce_scatter_base_pooled(local_embs, group=self._pg, codecs=self._codecs)
+
+
+class PooledEmbeddingsAllGather(_PooledModule):
+    """Gather `[B, D]` of all ranks as `[W * B, D]`."""
+
+    def __init__(self, pg: Any, codecs: QuantizedCommCodecs | None = None) -> None:
+        super().__init__(pg, None, codecs)
+
+    def forward(self, local_emb: Tensor) -> Awaitable[Tensor]:
+        """Start to gather rows."""
+        return comms.all_gather_base_pooled(local_emb, group=self._pg, codecs=self._codecs)
+
+
+SequenceEmbeddingsAwaitable = Awaitable
+"""What the module below returns; the result is a tensor."""
+
+
+class SequenceEmbeddingsAllToAll(nn.Module):
+    """Send one vector per id back to the ranks that own the ids.
+
+    Args:
+        pg: the process group.
+        features_per_rank: features that each rank looks up.
+        device: not needed.
+        codecs: encodings of vectors and gradients.
+    """
+
+    def __init__(
+        self,
+        pg: Any,
+        features_per_rank: Sequence[int],
+        device: torch.device | None = None,
+        codecs: QuantizedCommCodecs | None = None,
+    ) -> None:
+        super().__init__()
+        self._pg, self._codecs = pg, codecs
+        ranks = RankGroup.from_value(pg)
+        own = features_per_rank[ranks.rank]
+        self._order = torch.arange(own * ranks.size).view(own, ranks.size).t().reshape(-1)
+
+    def forward(
+        self,
+        local_embs: Tensor,
+        lengths: Tensor,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        unbucketize_permute_tensor: Tensor | None = None,
+        batch_size_per_rank: Sequence[int] | None = None,
+        sparse_features_recat: Tensor | None = None,
+    ) -> Awaitable[Tensor]:
+        """Start to send vectors; the arguments are those of `alltoall_sequence`.
+
+        `unbucketize_permute_tensor` has the position of each id of the batch in the result, and
+        `sparse_features_recat` the order of the segments where batch sizes differ by rank.
+        """
+        order, back = self._order, unbucketize_permute_tensor
+        if sparse_features_recat is not None:
+            order = sparse_features_recat.argsort()
+        pending = comms.alltoall_sequence(
+            local_embs,
+            order,
+            None,
+            lengths,
+            input_splits,
+            output_splits,
+            group=self._pg,
+            codecs=self._codecs,
+        )
+        if back is None:
+            return pending
+        return pending.then(lambda vectors: vectors.index_select(0, back))
+
+
+def construct_output_kt(
+    embeddings: Sequence[Tensor], embedding_names: Sequence[str], embedding_dims: Sequence[int]
+) -> KeyedTensor:
+    """Return pooled rows as one keyed tensor."""
+    return KeyedTensor(embedding_names, embedding_dims, torch.cat(list(embeddings), 1))
+
+
+def embeddings_cat_empty_rank_handle(
+    embeddings: Sequence[Tensor], dummy_embs_tensor: Tensor, dim: int = 0
+) -> Tensor:
+    """Concatenate tensors; without any, return `dummy_embs_tensor`."""
+    return torch.cat(list(embeddings), dim) if embeddings else dummy_embs_tensor
+
+
+def fx_wrap_tensor_view2d(x: Tensor, dim0: int, dim1: int) -> Tensor:
+    """Return `x.view(dim0, dim1)`."""
+    return x.view(dim0, dim1)
+
+
+class CommOpGradientScaling(torch.autograd.Function):
+    """Multiply the gradient of a tensor; its values stay as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, input_tensor: Tensor, scale_gradient_factor: float) -> Tensor:
+        """Return the tensor."""
+        ctx.scale = scale_gradient_factor
+        return input_tensor.view_as(input_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Scale the gradient."""
+        return grad_output * ctx.scale, None

@@ -1,0 +1,273 @@
+"""TorchRec's planner: machine, constraints and reservations, over emblib's planner."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from emblib import sharding
+from emblib.compat.torchrec_sharding import (
+    STORAGES,
+    WAYS,
+    CacheParams,
+    EmbeddingComputeKernel,
+    ShardingPlan,
+    ShardingType,
+    plan_of,
+    refuse_per_table,
+)
+from emblib.sharding import RankGroup, planner
+from emblib.sharding.planner.work import dense_bytes, workloads_of
+from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
+
+BATCH_SIZE = 512  # TorchRec's, where none is given
+_GIB = 1 << 30
+
+
+class Topology:
+    """Ranks and their memory, by default that of this machine.
+
+    `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
+    rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
+    GiB. Bandwidths are not arguments, as `emblib.sharding.planner.Calibration` measures them.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        compute_device: str,
+        hbm_cap: int | None = None,
+        ddr_cap: int | None = None,
+        ssd_cap: int | None = None,
+        local_world_size: int | None = None,
+        calibration: planner.Calibration | None = None,
+    ) -> None:
+        self.world_size, self.compute_device = world_size, compute_device
+        self.local_world_size = local_world_size or world_size
+        # A plan for GPUs can be made on a machine without them, if their memory is given.
+        elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
+        make: Any = planner.Topology if elsewhere else planner.Topology.detect
+        found: planner.Topology = make(
+            world_size, self.local_world_size, device=compute_device, calibration=calibration
+        )
+        memory = hbm_cap if compute_device == "cuda" else ddr_cap
+        changes: dict[str, Any] = {} if memory is None else {"memory": memory}
+        if compute_device == "cuda" and ddr_cap is not None:
+            changes["host_memory"] = ddr_cap
+        if ssd_cap is not None:
+            changes["disk"] = ssd_cap
+        self.native: planner.Topology = dataclasses.replace(found, **changes)
+
+
+@dataclass
+class ParameterConstraints:
+    """Constraints of the planner for a table, and facts that it cannot know."""
+
+    sharding_types: Sequence[str] | None = None
+    compute_kernels: Sequence[str] | None = None
+    min_partition: int | None = None
+    pooling_factors: Sequence[float] = field(default_factory=lambda: [1.0])
+    num_poolings: Sequence[float] | None = None
+    batch_sizes: Sequence[int] | None = None
+    is_weighted: bool = False
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: Any = None
+    feature_names: Sequence[str] | None = None
+    output_dtype: Any = None
+    device_group: str | None = None
+    key_value_params: Any = None
+    use_virtual_table: bool = False
+
+    def __post_init__(self) -> None:
+        poolings = self.num_poolings
+        values = {name: getattr(self, name) for name in WAYS if hasattr(self, name)}
+        values["num_poolings"] = poolings is not None and set(poolings) != {1.0}
+        refuse_per_table("ParameterConstraints", values)
+
+    def to_emblib(self) -> planner.TableConstraints:
+        """Convert to emblib's class.
+
+        Raises:
+            ValueError: batch sizes that differ by feature, or kernels without any that keeps a
+                table as it is configured.
+        """
+        types = self.sharding_types
+        named = None
+        if types is not None:
+            named = tuple(sharding.ShardingType(ShardingType(t).value) for t in types)
+        if self.batch_sizes is not None and len(set(self.batch_sizes)) > 1:
+            raise ValueError(f"batch_sizes of a table must be equal, got {self.batch_sizes}")
+        kernels = [EmbeddingComputeKernel(k).value for k in self.compute_kernels or ()]
+        factors = tuple(self.pooling_factors)
+        options: dict[str, Any] = {}
+        if self.min_partition is not None:
+            options["min_partition"] = self.min_partition
+        return planner.TableConstraints(
+            sharding_types=named,
+            storages=tuple(STORAGES[k] for k in kernels if k in STORAGES),
+            pooling_factor=factors[0] if len(factors) == 1 else factors,
+            batch_size=self.batch_sizes[0] if self.batch_sizes else None,
+            **options,
+        )
+
+
+class StorageReservation:
+    """Base of memory that is not for tables; `reservation` is emblib's."""
+
+    def __init__(self, reservation: planner.Reservation | None = None) -> None:
+        self.reservation = reservation or planner.Reservation()
+
+
+class FixedPercentageStorageReservation(StorageReservation):
+    """Reserve a share of the memory of every rank."""
+
+    def __init__(self, percentage: float) -> None:
+        super().__init__(planner.Reservation(share=percentage, dense_copies=0.0))
+
+
+class FixedAbsoluteStorageReservation(StorageReservation):
+    """Reserve bytes of the memory of every rank."""
+
+    def __init__(self, hbm_reserved_bytes: int) -> None:
+        super().__init__(
+            planner.Reservation(share=0.0, nbytes=hbm_reserved_bytes, dense_copies=0.0)
+        )
+
+
+class HeuristicalStorageReservation(StorageReservation):
+    """Reserve a share of the memory, and copies of the dense parameters.
+
+    `dense_tensor_estimate` is bytes of the dense part, in place of a multiple of its parameters.
+    """
+
+    def __init__(
+        self,
+        percentage: float,
+        parameter_multiplier: float = 6.0,
+        dense_tensor_estimate: int | None = None,
+    ) -> None:
+        super().__init__(
+            planner.Reservation(
+                share=percentage,
+                nbytes=dense_tensor_estimate or 0,
+                dense_copies=parameter_multiplier if dense_tensor_estimate is None else 0.0,
+            )
+        )
+
+
+class InferenceStorageReservation(HeuristicalStorageReservation):
+    """Reserve a share of the memory, and the dense parameters once."""
+
+    def __init__(self, percentage: float, dense_tensor_estimate: int | None = None) -> None:
+        super().__init__(percentage, 1.0, dense_tensor_estimate)
+
+
+class EmbeddingShardingPlanner:
+    """Planner of the collections of a model.
+
+    `storage_reservation` is one of the classes above, or an `emblib.sharding.planner.Reservation`.
+    Each of `callbacks` gets the plan on rank 0 and returns the plan to use. What emblib's planner
+    says of the plan is printed by `print(plan)`.
+
+    Raises:
+        ValueError: parts of TorchRec's planner, which emblib's does not have.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: None = None,
+        storage_reservation: StorageReservation | planner.Reservation | None = None,
+        proposer: None = None,
+        partitioner: None = None,
+        performance_model: None = None,
+        stats: Any = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        callbacks: Sequence[Callable[[ShardingPlan], ShardingPlan]] | None = None,
+        timeout_seconds: int | None = None,
+    ) -> None:
+        parts = {
+            "enumerator": enumerator,
+            "proposer": proposer,
+            "partitioner": partitioner,
+            "performance_model": performance_model,
+            "stats": stats,
+            "timeout_seconds": timeout_seconds,
+        }
+        given = [name for name, value in parts.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} must be left out: emblib's planner has one search, whose "
+                "length is max_trials of emblib.sharding.planner.Planner, a measured cost model, "
+                "and a report that print(plan) shows; constraints and callbacks change its plans"
+            )
+        self._topology, self._batch_size = topology, batch_size or BATCH_SIZE
+        if isinstance(storage_reservation, StorageReservation):
+            storage_reservation = storage_reservation.reservation
+        self._reservation = storage_reservation or planner.Reservation()
+        self._constraints = {name: given.to_emblib() for name, given in (constraints or {}).items()}
+        self._callbacks = list(callbacks or ())
+
+    def _native(self, ranks: RankGroup) -> planner.Planner:
+        topology = None if self._topology is None else self._topology.native
+        if topology is None:
+            topology = planner.Topology.detect(
+                ranks.size, ranks.local_size, device=ranks.device.type
+            )
+        return planner.Planner(
+            topology, self._batch_size, self._constraints, reservation=self._reservation
+        )
+
+    def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
+        """Plan on this rank; the memory includes the optimizers of `sharders`."""
+        return self._planned(self._native(RankGroup()), module, sharders)
+
+    def collective_plan(
+        self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
+    ) -> ShardingPlan:
+        """Plan on rank 0, and return its plan on all ranks."""
+        ranks = RankGroup.from_value(pg)
+        native = self._native(ranks)
+        found: ShardingPlan = invoke_on_rank_and_broadcast_result(
+            ranks, 0, lambda: self._planned(native, module, sharders)
+        )
+        return found
+
+    def _planned(
+        self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
+    ) -> ShardingPlan:
+        plan = _plan_with_report(native, module, sharders)
+        for callback in self._callbacks:
+            plan = callback(plan)
+            if not isinstance(plan, ShardingPlan):
+                raise TypeError(
+                    f"a callback of the planner must return the ShardingPlan to use, got {plan!r}"
+                )
+        return plan
+
+
+def _plan_with_report(
+    native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
+) -> ShardingPlan:
+    """Plan with the optimizers of the sharders."""
+    works = [
+        dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
+        for work in workloads_of(module, native.batch_size, native.constraints)
+    ]
+    found = native.solve_workloads(works, dense_bytes(module))
+    return plan_of(found.plan, native.topology.device, str(found))
+
+
+def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:
+    collection = module.get_submodule(work.path)
+    fitting = [s.optimizer for s in sharders if isinstance(collection, s.module_type)]
+    return fitting[0] if fitting else None

@@ -1,0 +1,616 @@
+"""TorchRec's inference: quantised collections, over several devices of a process, and models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib import collections as emblib_collections
+from emblib import sharding
+from emblib.compat import torchrec_script
+from emblib.compat.torchrec_dist_data import rank_device
+from emblib.compat.torchrec_sharding import (
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    ShardingType,
+)
+from emblib.compat.torchrec_types import DataType, QuantConfig, dtype_to_data_type
+from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.ops.quant import HEADER_BYTES
+from emblib.sharding.shard import SHARDED
+from emblib.storage import Dense, Quantized
+
+_BITS = {DataType.INT8: 8, DataType.INT4: 4}
+
+
+def _with_type(config: Any, data_type: DataType | torch.dtype) -> Any:
+    """Return a configuration without optimizer whose rows have a data type."""
+    kind = data_type if isinstance(data_type, DataType) else dtype_to_data_type(data_type)
+    if kind in _BITS:
+        return replace(config, storage=Quantized(_BITS[kind]), optimizer=None)
+    dtype = {DataType.FP32: torch.float32, DataType.FP16: torch.float16}.get(kind, torch.bfloat16)
+    return replace(config, storage=Dense(), data_type=dtype, optimizer=None)
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    given = sorted(name for name, value in arguments.items() if value)
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} must be left out: they lay out FBGEMM's tables; load_state_dict "
+            "takes the `values` and `scales` of each table"
+        )
+
+
+class QuantEmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
+    """A quantised `EmbeddingBagCollection` with TorchRec's arguments, for inference.
+
+    Args:
+        tables: their configurations; the data type is INT8, INT4, or a float type.
+        is_weighted: whether batches have weights.
+        device: of the tables.
+        output_dtype: of the pooled rows.
+        register_tbes, row_alignment and the like: of FBGEMM's memory, without an effect here.
+
+    Raises:
+        ValueError: `table_name_to_quantized_weights`.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        output_dtype: torch.dtype = torch.float,
+        table_name_to_quantized_weights: Any = None,
+        register_tbes: bool = False,
+        quant_state_dict_split_scale_bias: bool = False,
+        row_alignment: int = 0,
+        cache_features_order: bool = False,
+        optimizer: None = None,
+    ) -> None:
+        _refuse({"table_name_to_quantized_weights": table_name_to_quantized_weights})
+        super().__init__(tables, device, is_weighted=is_weighted, optimizer=optimizer)
+        self.groups.set_output_dtype(output_dtype)
+        self.eval()
+
+    @classmethod
+    def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Any:
+        """Return the quantised form of a collection that has a `qconfig`."""
+        return _from_float(cls, module, {"is_weighted": module.is_weighted()})
+
+    def output_dtype(self) -> torch.dtype:
+        """Return the dtype of the pooled rows."""
+        return self.groups.output_dtype
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return torchrec_script.scriptable(self)
+
+
+class QuantEmbeddingCollection(emblib_collections.EmbeddingCollection):
+    """A quantised `EmbeddingCollection` with TorchRec's arguments, for inference."""
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        output_dtype: torch.dtype = torch.float,
+        table_name_to_quantized_weights: Any = None,
+        register_tbes: bool = False,
+        quant_state_dict_split_scale_bias: bool = False,
+        row_alignment: int = 0,
+        cache_features_order: bool = False,
+        optimizer: None = None,
+    ) -> None:
+        _refuse({"table_name_to_quantized_weights": table_name_to_quantized_weights})
+        super().__init__(tables, device, need_indices=need_indices, optimizer=optimizer)
+        self.groups.set_output_dtype(output_dtype)
+        self.eval()
+
+    @classmethod
+    def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Any:
+        """Return the quantised form of a collection that has a `qconfig`."""
+        return _from_float(cls, module, {"need_indices": module.need_indices()})
+
+    def output_dtype(self) -> torch.dtype:
+        """Return the dtype of the vectors."""
+        return self.groups.output_dtype
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return torchrec_script.not_scriptable(self)
+
+
+def _from_float(cls: Any, module: Any, options: Mapping[str, Any]) -> Any:
+    qconfig = getattr(module, "qconfig", None)
+    if qconfig is None:
+        raise ValueError(
+            f"{type(module).__name__} has no qconfig: set module.qconfig = QuantConfig(...), or "
+            "call quantize_dynamic with a qconfig_spec that has its class"
+        )
+    by_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
+    weight, output = qconfig.weight().dtype, qconfig.activation().dtype
+    configs = [_with_type(c, by_table.get(c.name, weight)) for c in module.configs]
+    made = cls(configs, device=module.device, output_dtype=output, **options)
+    made.copy_rows(module)
+    return made
+
+
+SHARDED[QuantEmbeddingBagCollection] = sharding.ShardedEmbeddingBagCollection
+SHARDED[QuantEmbeddingCollection] = sharding.ShardedEmbeddingCollection
+
+
+# Devices of one process
+
+
+def _device_of(name: str, parameter: ParameterSharding, world_size: int) -> int:
+    """Return the number of the device of a table.
+
+    Raises:
+        ValueError: a table that is not on one device.
+    """
+    ranks = sorted(set(parameter.ranks or [0]))
+    if parameter.sharding_type != ShardingType.TABLE_WISE.value or len(ranks) != 1:
+        raise ValueError(
+            f"table {name}: the devices of one process take whole tables, table_wise(rank), got "
+            f"{parameter.sharding_type} on {ranks}; over processes (from_process_group) quantised "
+            "tables are divided by rows as well"
+        )
+    if not 0 <= ranks[0] < world_size:
+        raise ValueError(f"table {name} is on device {ranks[0]} of {world_size}")
+    return ranks[0]
+
+
+class _OverDevices(nn.Module):
+    """Base of quantised collections over the devices of one process: whole tables on each.
+
+    Args:
+        module: the quantised collection.
+        table_name_to_parameter_sharding: the device of each table, as the rank of `table_wise`.
+        env: `ShardingEnv.from_local(world_size, rank)`.
+        fused_params: None.
+        device: the type of the devices, and where results go; by default that of `module`.
+    """
+
+    is_leaf_of_traces: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse({"fused_params": fused_params})
+        device = module.device if device is None else torch.device(device)
+        self._device, self.configs = device, module.configs
+        self._plan = dict(table_name_to_parameter_sharding)
+        placed = {
+            config.name: _device_of(config.name, self._plan[config.name], env.world_size)
+            for config in self.configs
+        }
+        numbers = sorted(set(placed.values()))
+        self._part_of = {name: numbers.index(number) for name, number in placed.items()}
+        self.parts = nn.ModuleList(self._part(module, placed, number) for number in numbers)
+
+    def _part(self, module: Any, placed: Mapping[str, int], number: int) -> nn.Module:
+        target = rank_device(self._device.type, number)
+        if len(set(placed.values())) == 1 and target.type == module.device.type == "cpu":
+            return module  # nothing to copy
+        configs = [config for config in self.configs if placed[config.name] == number]
+        made = self._like(module, configs, target)
+        made.copy_rows(module)
+        return made
+
+    def _like(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
+        raise NotImplementedError
+
+    def _outputs(self, features: KeyedJaggedTensor) -> Iterator[tuple[str, Any]]:
+        """Yield names and results of all features, in the order of the configurations."""
+        batch = KeyedJaggedTensor.adopt(features)
+        results = [iter(self._blocks(part, batch)) for part in self.parts]
+        keys = [key for config in self.configs for key in config.feature_names]
+        for config in self.configs:
+            for key in config.feature_names:
+                name = key if keys.count(key) == 1 else f"{key}@{config.name}"
+                yield name, next(results[self._part_of[config.name]])
+
+    def _blocks(self, part: Any, batch: KeyedJaggedTensor) -> Any:
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """The device of results."""
+        return self._device
+
+    def tbes_configs(self) -> dict[nn.Module, Any]:
+        """Return the kernels, and the configurations of the tables in each."""
+        found: dict[nn.Module, Any] = {}
+        for part in self.parts:
+            groups: Any = part.groups
+            for info in groups.groups:
+                found[info.module] = [groups.slices[s].config for s in info.slices]
+        return found
+
+    def copy(self, device: torch.device) -> Any:
+        """Return this module: the tables stay on their devices."""
+        return self
+
+
+class ShardedQuantEmbeddingBagCollection(_OverDevices):
+    """A quantised `EmbeddingBagCollection` over the devices of one process."""
+
+    def _like(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
+        weighted, dtype = module.is_weighted(), module.groups.output_dtype
+        return QuantEmbeddingBagCollection(configs, weighted, device, dtype)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the pooled rows, as the unsharded collection does."""
+        if len(self.parts) == 1:
+            only: Any = self.parts[0]
+            result: KeyedTensor = only(KeyedJaggedTensor.adopt(features).to(only.device))
+            return result.to(self._device)
+        names, blocks = zip(*self._outputs(features), strict=True)
+        return KeyedTensor(names, [block.shape[1] for block in blocks], torch.cat(blocks, 1))
+
+    def _blocks(self, part: Any, batch: KeyedJaggedTensor) -> Any:
+        found = part(batch.to(part.device, non_blocking=True))
+        return found.values().to(self._device).split(found.length_per_key(), 1)
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """Return the configurations of the tables."""
+        return list(self.configs)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        if len(self.parts) > 1:
+            return torchrec_script.not_scriptable(self)
+        return torchrec_script.scriptable(self.parts[0])
+
+
+class ShardedQuantEmbeddingCollection(_OverDevices):
+    """A quantised `EmbeddingCollection` over the devices of one process."""
+
+    def _like(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
+        indices, dtype = module.need_indices(), module.groups.output_dtype
+        return QuantEmbeddingCollection(configs, device, indices, dtype)
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return one vector per id by feature, as the unsharded collection does."""
+        return dict(self._outputs(features))
+
+    def _blocks(self, part: Any, batch: KeyedJaggedTensor) -> Any:
+        found = part(batch.to(part.device, non_blocking=True))
+        return [jagged.to(self._device) for jagged in found.values()]
+
+    def embedding_configs(self) -> list[Any]:
+        """Return the configurations of the tables."""
+        return list(self.configs)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return torchrec_script.not_scriptable(self)
+
+
+class _QuantSharder:
+    """Base of sharders of quantised collections."""
+
+    module_type: ClassVar[Any]
+    _over_devices: ClassVar[Any]
+    _over_ranks: ClassVar[Any]
+
+    def __init__(
+        self, fused_params: None = None, shardable_params: Sequence[str] | None = None
+    ) -> None:
+        _refuse({"fused_params": fused_params})
+        self._names = None if shardable_params is None else set(shardable_params)
+        self.optimizer = self.comm_precision = None
+
+    def shardable_parameters(self, module: Any) -> dict[str, Tensor]:
+        """Return the packed rows of the tables, by name."""
+        return {
+            name: handle.views()["packed"]
+            for name, handle in module.handles().items()
+            if (self._names is None or name in self._names) and "packed" in handle.views()
+        }
+
+    def shard(
+        self,
+        module: nn.Module,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | str | None = None,
+        module_fqn: str | None = None,
+    ) -> nn.Module:
+        """Return the collection over the devices of a process, or over the ranks of a group."""
+        if env.is_local:
+            over: nn.Module = self._over_devices(module, params, env, None, device)
+            return over
+        plan = {name: parameter.to_emblib() for name, parameter in params.items()}
+        made: nn.Module = self._over_ranks(module, plan, env.ranks)
+        return made.eval()
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return the sharding types: whole tables, and blocks of rows over processes."""
+        return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Return the kernel of quantised tables."""
+        return ["quant"]
+
+
+class QuantEmbeddingBagCollectionSharder(_QuantSharder):
+    """Sharder of quantised embedding bag collections."""
+
+    module_type = QuantEmbeddingBagCollection
+    _over_devices = ShardedQuantEmbeddingBagCollection
+    _over_ranks = sharding.ShardedEmbeddingBagCollection
+
+
+class QuantEmbeddingCollectionSharder(_QuantSharder):
+    """Sharder of quantised embedding collections."""
+
+    module_type = QuantEmbeddingCollection
+    _over_devices = ShardedQuantEmbeddingCollection
+    _over_ranks = sharding.ShardedEmbeddingCollection
+
+
+def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) -> ShardingPlan:
+    """Place the whole quantised tables of a model on devices, the largest first.
+
+    Raises:
+        ValueError: more bytes on a device than `capacity`.
+    """
+    sharder = _QuantSharder()
+    found = _quantised(module)
+    sizes = {
+        (path, name): rows.numel()
+        for path, collection in found.items()
+        for name, rows in sharder.shardable_parameters(collection).items()
+    }
+    for path, collection in found.items():
+        for config in collection.configs:
+            sizes.setdefault((path, config.name), config.num_embeddings * config.embedding_dim * 4)
+    loads = [0] * world_size
+    plans: dict[str, dict[str, ParameterSharding]] = {path: {} for path in found}
+    for (path, name), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        device = loads.index(min(loads))
+        loads[device] += size
+        plans[path][name] = ParameterSharding(ShardingType.TABLE_WISE.value, "quant", [device])
+    if capacity is not None and max(loads) > capacity:
+        raise ValueError(
+            f"the tables take {max(loads)} bytes on one of {world_size} devices, more than "
+            f"device_memory_size={capacity}: use more devices, or INT4"
+        )
+    return ShardingPlan(
+        {path: EmbeddingModuleShardingPlan(tables) for path, tables in plans.items()}
+    )
+
+
+def _quantised(module: nn.Module) -> dict[str, Any]:
+    kinds = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
+    return {path: part for path, part in module.named_modules() if isinstance(part, kinds)}
+
+
+# Models
+
+QUANTISED = {
+    emblib_collections.EmbeddingBagCollection: QuantEmbeddingBagCollection,
+    emblib_collections.EmbeddingCollection: QuantEmbeddingCollection,
+}
+
+
+def quantize_embeddings(
+    module: nn.Module,
+    dtype: torch.dtype,
+    inplace: bool,
+    additional_qconfig_spec_keys: Sequence[Any] | None = None,
+    additional_mapping: Mapping[Any, Any] | None = None,
+    output_dtype: torch.dtype = torch.float,
+    per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
+) -> nn.Module:
+    """Replace the collections of a model by quantised ones.
+
+    Args:
+        module: the model, or one collection.
+        dtype: of the rows.
+        inplace: whether to change `module`; else a copy.
+        additional_qconfig_spec_keys: further classes; `additional_mapping` has their quantised
+            classes, which have `from_float`.
+        additional_mapping: quantised classes by class.
+        output_dtype: of lookups.
+        per_table_weight_dtype: dtypes of the rows of some tables, by name.
+    """
+    observer = torch.ao.quantization.PlaceholderObserver
+    qconfig = QuantConfig(
+        observer.with_args(dtype=output_dtype),
+        observer.with_args(dtype=dtype),
+        dict(per_table_weight_dtype or {}),
+    )
+    mapping: dict[Any, Any] = {**QUANTISED, **(additional_mapping or {})}
+    module = module if inplace else deepcopy(module)
+
+    def converted(part: nn.Module) -> nn.Module | None:
+        kind = next((kind for kind in mapping if isinstance(part, kind)), None)
+        if kind is None or type(part) in mapping.values():
+            return None
+        part.qconfig = qconfig  # type: ignore[assignment]
+        found: nn.Module = mapping[kind].from_float(part)
+        return found
+
+    whole = converted(module)
+    if whole is not None:
+        return whole
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            found = converted(child)
+            if found is not None:
+                setattr(parent, name, found)
+    return module
+
+
+def quantize_inference_model(
+    model: nn.Module,
+    quantization_mapping: Mapping[str, Any] | None = None,
+    per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
+    fp_weight_dtype: torch.dtype = torch.int8,
+    quantization_dtype: torch.dtype = torch.int8,
+    output_dtype: torch.dtype = torch.float,
+) -> nn.Module:
+    """Quantise the collections of a model in place, and return it.
+
+    Raises:
+        ValueError: a `quantization_mapping`, or other rows for feature processors.
+    """
+    _refuse(
+        {
+            "quantization_mapping": quantization_mapping,
+            "fp_weight_dtype": fp_weight_dtype is not torch.int8,
+        }
+    )
+    return quantize_embeddings(
+        model,
+        quantization_dtype,
+        inplace=True,
+        output_dtype=output_dtype,
+        per_table_weight_dtype=per_table_weight_dtype,
+    )
+
+
+def shard_quant_model(
+    model: nn.Module,
+    world_size: int = 1,
+    compute_device: str = "cuda",
+    sharding_device: str = "meta",
+    sharders: Sequence[Any] | None = None,
+    device_memory_size: int | None = None,
+    constraints: Mapping[str, Any] | None = None,
+    ddr_cap: int | None = None,
+    sharding_plan: ShardingPlan | None = None,
+) -> tuple[nn.Module, ShardingPlan]:
+    """Put the quantised tables of a model on devices of this process, in place.
+
+    The rows are kept: `assign_weights_to_tbe` is not needed. `sharding_device` has no effect.
+
+    Raises:
+        ValueError: constraints that are not table-wise, or too little memory.
+    """
+    from emblib.compat.torchrec_model import shard_modules
+
+    for name, constraint in (constraints or {}).items():
+        types = constraint.sharding_types
+        if types and ShardingType.TABLE_WISE.value not in types:
+            raise ValueError(
+                f"table {name}: the devices of one process take whole tables, got {types}"
+            )
+    capacity = ddr_cap if compute_device == "cpu" else device_memory_size
+    plan = local_plan(model, world_size, capacity) if sharding_plan is None else sharding_plan
+    env = ShardingEnv.from_local(world_size, 0)
+    sharded = shard_modules(model, env, torch.device(compute_device), plan, sharders)
+    return sharded, plan
+
+
+def _quantised_tables(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name of each quantised table, its rows, and their scales and offsets, as views."""
+    for part in model.modules():
+        if isinstance(part, QuantEmbeddingBagCollection | QuantEmbeddingCollection):
+            for name, handle in part.handles().items():
+                views = handle.views()
+                if "packed" in views:
+                    packed = views["packed"]
+                    yield name, packed[:, HEADER_BYTES:], packed[:, :HEADER_BYTES]
+
+
+def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Return the rows of each quantised table, uint8, and their scales and offsets, as views."""
+    return {name: [(rows, scales)] for name, rows, scales in _quantised_tables(model)}
+
+
+def assign_weights_to_tbe(
+    model: nn.Module, table_to_weight: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
+) -> None:
+    """Copy rows of `get_table_to_weights_from_tbe` into the tables of another model."""
+    for name, *views in _quantised_tables(model):
+        for view, values in zip(views, table_to_weight[name][0], strict=True):
+            view.copy_(values)
+
+
+def trim_torch_package_prefix_from_typename(typename: str) -> str:
+    """Return the name of a type without the prefix of a torch package."""
+    return typename.partition(".")[2] if typename.startswith("<torch_package_") else typename
+
+
+@dataclass
+class QualNameMetadata:
+    """What a serving layer must know of a submodule."""
+
+    need_preproc: bool
+
+
+@dataclass
+class BatchingMetadata:
+    """How a serving layer batches an input."""
+
+    type: str
+    device: str
+    pinned: Sequence[str]
+
+
+class PredictFactory:
+    """Base of factories of models for serving."""
+
+    def create_predict_module(self) -> nn.Module:
+        """Return the model."""
+        raise NotImplementedError(f"{type(self).__name__} must define create_predict_module")
+
+    def batching_metadata(self) -> dict[str, BatchingMetadata]:
+        """Return how each input is batched."""
+        raise NotImplementedError(f"{type(self).__name__} must define batching_metadata")
+
+    def result_metadata(self) -> str:
+        """Return the type of the results."""
+        raise NotImplementedError(f"{type(self).__name__} must define result_metadata")
+
+
+class PredictModule(nn.Module):
+    """Base of models for serving: `predict_forward` runs on one device, without gradients.
+
+    Args:
+        module: the model.
+        device: where its inputs are; left out, found at the first call.
+    """
+
+    def __init__(self, module: nn.Module, device: str | None = None) -> None:
+        super().__init__()
+        self._module, self._device = module, None if device is None else torch.device(device)
+        self._module.eval()
+
+    @property
+    def predict_module(self) -> nn.Module:
+        """The model."""
+        return self._module
+
+    def predict_forward(self, batch: dict[str, Tensor]) -> Any:
+        """Return the prediction of a batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define predict_forward")
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        """Run `predict_forward` on the device of the model."""
+        if self._device is None:
+            tensors = (*self._module.parameters(), *self._module.buffers())
+            self._device = next((t.device for t in tensors), torch.device("cpu"))
+        with torch.inference_mode():
+            if self._device.type == "cpu":
+                return self.predict_forward(batch)
+            with torch.cuda.device(self._device):
+                return self.predict_forward(batch)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of the model."""
+        return self._module.state_dict(*args, **kwargs)

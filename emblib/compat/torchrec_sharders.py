@@ -1,0 +1,512 @@
+"""TorchRec's collections, their sharders, and the sharded collections with its contexts."""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib import collections as emblib_collections
+from emblib import sharding
+from emblib.collections.optimizers import apply_optimizer_in_backward, from_torch
+from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
+from emblib.compat.torchrec_sharding import (
+    EmbeddingComputeKernel,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+)
+from emblib.compat.torchrec_types import EmbeddingBagConfig, EmbeddingConfig, optimizer_of
+from emblib.optim import Optimizer
+from emblib.sharding import CommPrecision, GradientReduction, RankGroup, fingerprint
+from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.shard import SHARDED, sharded_form
+
+
+class _Interface(ABCMeta):
+    """Type of interfaces, whose instances are also those of emblib's classes."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        kinds = cls.__dict__.get("emblib_classes", ())
+        return super().__instancecheck__(instance) or isinstance(instance, kinds)
+
+
+class EmbeddingBagCollectionInterface(nn.Module, metaclass=_Interface):
+    """What embedding bag collections have in common, whether trained or quantised."""
+
+    emblib_classes = (emblib_collections.EmbeddingBagCollection,)
+
+
+class EmbeddingCollectionInterface(nn.Module, metaclass=_Interface):
+    """What embedding collections have in common, whether trained or quantised."""
+
+    emblib_classes = (emblib_collections.EmbeddingCollection,)
+
+
+class ShardedModule(nn.Module, metaclass=_Interface):
+    """Sharded collections; `ShardedEmbeddingModule` is another name."""
+
+    emblib_classes = (StateOfTables,)
+
+
+class EmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
+    """`emblib.collections.EmbeddingBagCollection` with TorchRec's order of arguments."""
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        super().__init__(tables, device, is_weighted=is_weighted, optimizer=optimizer)
+
+
+class EmbeddingCollection(emblib_collections.EmbeddingCollection):
+    """`emblib.collections.EmbeddingCollection`; its arguments are TorchRec's already."""
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        super().__init__(tables, device, need_indices=need_indices, optimizer=optimizer)
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Return the names of the results of each table."""
+        return get_embedding_names_by_table(self.configs)
+
+
+def get_embedding_names_by_table(tables: Sequence[Any]) -> list[list[str]]:
+    """Return the names of each table's results: the feature, or `feature@table` if shared."""
+    keys = [key for table in tables for key in table.feature_names]
+    return [
+        [key if keys.count(key) == 1 else f"{key}@{table.name}" for key in table.feature_names]
+        for table in tables
+    ]
+
+
+class FusedEmbeddingBagCollection(EmbeddingBagCollection):
+    """An embedding bag collection whose backward updates the tables, with TorchRec's arguments.
+
+    Args:
+        tables: their configurations.
+        optimizer_type: a class that `apply_optimizer_in_backward` takes for tables.
+        optimizer_kwargs: its arguments.
+        is_weighted: whether batches have weights.
+        device: of the tables.
+        location: None: `storage` of each configuration selects the memory of the rows.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingBagConfig],
+        optimizer_type: Any,
+        optimizer_kwargs: Mapping[str, Any],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        location: None = None,
+    ) -> None:
+        _refuse_location(location)
+        super().__init__(tables, is_weighted, device, from_torch(optimizer_type, optimizer_kwargs))
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """The optimizer that backward runs."""
+        return _fused_optimizer_of(self)
+
+
+class FusedEmbeddingCollection(EmbeddingCollection):
+    """An embedding collection whose backward updates the tables, with TorchRec's arguments."""
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        optimizer_type: Any,
+        optimizer_kwargs: Mapping[str, Any],
+        device: torch.device | str | None = None,
+        need_indices: bool = False,
+        location: None = None,
+    ) -> None:
+        _refuse_location(location)
+        fused = from_torch(optimizer_type, optimizer_kwargs)
+        super().__init__(tables, device, need_indices, fused)
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """The optimizer that backward runs."""
+        return _fused_optimizer_of(self)
+
+
+def _fused_optimizer_of(module: nn.Module) -> Any:
+    from emblib.collections.optimizers import FusedOptimizer
+
+    return FusedOptimizer.of(module)
+
+
+def _refuse_location(location: Any) -> None:
+    if location is not None:
+        raise ValueError(
+            "location must be left out: storage=Dense(Placement.MANAGED) and the like of each "
+            "configuration select the memory of its rows"
+        )
+
+
+def fuse_embedding_optimizer(
+    model: nn.Module,
+    optimizer_type: Any,
+    optimizer_kwargs: Mapping[str, Any],
+    device: torch.device,
+    location: None = None,
+) -> nn.Module:
+    """Fuse an optimizer into all collections of a model, in place, and return the model."""
+    _refuse_location(location)
+    kinds = emblib_collections.EmbeddingBagCollection | emblib_collections.EmbeddingCollection
+    params = [p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()]
+    apply_optimizer_in_backward(optimizer_type, params, optimizer_kwargs)
+    return model.to(device)
+
+
+# Sharded collections
+
+_dedup = {"on": False}
+
+
+def set_ec_index_dedup(val: bool) -> None:
+    """Set whether embedding collections that are sharded from now on send each id once."""
+    _dedup["on"] = bool(val)
+
+
+def get_ec_index_dedup() -> bool:
+    """Return whether embedding collections that are sharded from now on send each id once."""
+    return _dedup["on"]
+
+
+class EmbeddingBagCollectionContext:
+    """What a batch leaves between `input_dist` and `output_dist` of a sharded collection."""
+
+    def __init__(self) -> None:
+        self.received: Any = None
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of the received batch until the work queued on `stream` is done."""
+        for tensor in _tensors_in(self.received):
+            tensor.record_stream(stream)
+
+
+class EmbeddingCollectionContext(EmbeddingBagCollectionContext):
+    """The context of an embedding collection."""
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    return []
+
+
+_Context = EmbeddingBagCollectionContext
+
+
+class _WithContexts:
+    """TorchRec's calls of a sharded collection, with a context as the first argument.
+
+    Without one, the calls are emblib's.
+    """
+
+    _make_context: ClassVar[Any] = EmbeddingBagCollectionContext
+
+    def create_context(self) -> Any:
+        """Return a context for one batch."""
+        return self._make_context()
+
+    def input_dist(self, ctx: Any, features: Any = None) -> Any:
+        """Start to send ids: two waits return what `compute` takes."""
+        parent: Any = super()
+        return parent.input_dist(features if isinstance(ctx, _Context) else ctx)
+
+    def compute(self, ctx: Any, dist_input: Any = None) -> Any:
+        """Look up the received ids."""
+        parent: Any = super()
+        if not isinstance(ctx, _Context):
+            return parent.compute(ctx)
+        ctx.received = dist_input
+        return parent.compute(dist_input)
+
+    def output_dist(self, ctx: Any, output: Any) -> Any:
+        """Start to return the rows."""
+        parent: Any = super()
+        if not isinstance(ctx, _Context):
+            return parent.output_dist(ctx, output)
+        if ctx.received is None:
+            raise ValueError("output_dist needs the context that compute was called with")
+        return parent.output_dist(output, ctx.received)
+
+    def compute_and_output_dist(self, ctx: Any, input: Any = None) -> Any:
+        """Look up the received ids and start to return the rows."""
+        parent: Any = super()
+        if not isinstance(ctx, _Context):
+            return parent.compute_and_output_dist(ctx)
+        ctx.received = input
+        return parent.compute_and_output_dist(input)
+
+    def prefetch(self, ctx: Any, dist_input: Any = None, forward_stream: Any = None) -> Any:
+        """Load the rows of received ids into caches."""
+        parent: Any = super()
+        return parent.prefetch(dist_input if isinstance(ctx, _Context) else ctx)
+
+
+def _settings(
+    env: Any, device: Any, fused_params: Any, codecs: Any, *, pooled: bool
+) -> dict[str, Any]:
+    """Return emblib's arguments for those of TorchRec."""
+    return {
+        "ranks": ranks_of(env, device) if isinstance(env, ShardingEnv) else env,
+        "optimizer": optimizer_of(fused_params),
+        "comm_precision": comm_precision_of(codecs, pooled=pooled),
+    }
+
+
+def _native_plan(plan: Mapping[str, Any]) -> dict[str, sharding.ParameterSharding]:
+    return {
+        name: one.to_emblib() if isinstance(one, ParameterSharding) else one
+        for name, one in plan.items()
+    }
+
+
+class ShardedEmbeddingBagCollection(  # type: ignore[misc]
+    _WithContexts, sharding.ShardedEmbeddingBagCollection
+):
+    """`emblib.sharding.ShardedEmbeddingBagCollection` with TorchRec's arguments and contexts.
+
+    Args:
+        module: the collection.
+        table_name_to_parameter_sharding: the plan.
+        env: the ranks.
+        fused_params: of the optimizer in backward.
+        device: of the tables; by default that of the ranks.
+        qcomm_codecs_registry: what `get_qcomm_codecs_registry` returns.
+        module_fqn: not needed.
+        comm_precision, gradients, optimizer: emblib's.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: Mapping[str, Any],
+        env: Any = None,
+        fused_params: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        module_fqn: str | None = None,
+        *,
+        comm_precision: CommPrecision | None = None,
+        gradients: GradientReduction = GradientReduction.MEAN,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        given = _settings(env, device, fused_params, qcomm_codecs_registry, pooled=True)
+        super().__init__(
+            module,
+            _native_plan(table_name_to_parameter_sharding),
+            given["ranks"],
+            comm_precision=comm_precision or given["comm_precision"],
+            gradients=gradients,
+            optimizer=optimizer or given["optimizer"],
+        )
+
+    @property
+    def _input_dists(self) -> list[Any]:
+        return [self._input_dist]
+
+    @property
+    def _lookups(self) -> list[Any]:
+        return [self.groups, *([] if self.replicated is None else [self.replicated])]
+
+    @property
+    def _output_dists(self) -> list[Any]:
+        return [self._output_dist]
+
+
+class ShardedEmbeddingCollection(  # type: ignore[misc]
+    _WithContexts, sharding.ShardedEmbeddingCollection
+):
+    """`emblib.sharding.ShardedEmbeddingCollection` with TorchRec's arguments and contexts.
+
+    `use_index_dedup` sends each id of a batch once; other arguments are those of
+    `ShardedEmbeddingBagCollection`.
+    """
+
+    _make_context = EmbeddingCollectionContext
+
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: Mapping[str, Any],
+        env: Any = None,
+        fused_params: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
+        module_fqn: str | None = None,
+        *,
+        comm_precision: CommPrecision | None = None,
+        gradients: GradientReduction = GradientReduction.MEAN,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        given = _settings(env, device, fused_params, qcomm_codecs_registry, pooled=False)
+        super().__init__(
+            module,
+            _native_plan(table_name_to_parameter_sharding),
+            given["ranks"],
+            comm_precision=comm_precision or given["comm_precision"],
+            gradients=gradients,
+            optimizer=optimizer or given["optimizer"],
+            dedup=use_index_dedup or get_ec_index_dedup(),
+        )
+
+    @property
+    def _input_dists(self) -> list[Any]:
+        return list(self.classes)
+
+    _lookups = _output_dists = _input_dists
+
+
+# A model that has these is sharded as one that has emblib's own.
+SHARDED[EmbeddingBagCollection] = ShardedEmbeddingBagCollection
+SHARDED[FusedEmbeddingBagCollection] = ShardedEmbeddingBagCollection
+SHARDED[EmbeddingCollection] = ShardedEmbeddingCollection
+SHARDED[FusedEmbeddingCollection] = ShardedEmbeddingCollection
+
+
+# Sharders
+
+
+class ModuleSharder:
+    """Base of sharders: the optimizer and the communication codecs of collections of one class.
+
+    Args:
+        fused_params: of the optimizer in backward: `optimizer`, `learning_rate`, `eps`, ...; tables
+            that have one already keep theirs.
+        qcomm_codecs_registry: what `get_qcomm_codecs_registry` gives.
+    """
+
+    module_type: ClassVar[type[nn.Module]]
+    sharded_module_type: ClassVar[Any]
+    _pooled: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        self.fused_params = None if fused_params is None else dict(fused_params)
+        self.qcomm_codecs_registry = qcomm_codecs_registry
+        self.optimizer = optimizer_of(fused_params)
+        self.comm_precision = comm_precision_of(qcomm_codecs_registry, pooled=self._pooled)
+        self.options: dict[str, Any] = {}
+
+    def shard(
+        self,
+        module: nn.Module,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | str | None = None,
+        module_fqn: str | None = None,
+    ) -> nn.Module:
+        """Return the sharded collection, with the weights of `module`."""
+        ranks = ranks_of(env, device)
+
+        def checked() -> dict[str, sharding.ParameterSharding]:
+            sharded_form(module, module_fqn or "")
+            check_kernels(params, self.optimizer)
+            return _native_plan(params)
+
+        plan = fingerprint.agree(ranks, checked)
+        sharded: nn.Module = self.sharded_module_type(
+            module,
+            plan,
+            ranks,
+            comm_precision=self.comm_precision,
+            optimizer=self.optimizer,
+            **self.options,
+        )
+        return sharded.train(module.training)
+
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        """Return the parameter of each table, by its name; of a tensor train, the first."""
+        named = {name: list(handle.parameters()) for name, handle in module.handles().items()}
+        return {name: parameters[0] for name, parameters in named.items() if parameters}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """All of them, on any device."""
+        return [kind.value for kind in ShardingType]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """All that train, on any device."""
+        return [k.value for k in EmbeddingComputeKernel if k is not EmbeddingComputeKernel.QUANT]
+
+    def storage_usage(
+        self, tensor: Tensor, compute_device_type: str, compute_kernel: str
+    ) -> dict[str, int]:
+        """Return the bytes of a table in the memory that its kernel uses, `hbm` or `ddr`."""
+        uvm = EmbeddingComputeKernel(compute_kernel).value.startswith("fused_uvm")
+        on_gpu = compute_device_type == "cuda" and not uvm
+        return {"hbm" if on_gpu else "ddr": tensor.numel() * tensor.element_size()}
+
+
+class EmbeddingBagCollectionSharder(ModuleSharder):
+    """Sharder of EmbeddingBagCollections."""
+
+    module_type: ClassVar[type[nn.Module]] = emblib_collections.EmbeddingBagCollection
+    sharded_module_type = ShardedEmbeddingBagCollection
+    _pooled = True
+
+
+class EmbeddingCollectionSharder(ModuleSharder):
+    """Sharder of EmbeddingCollections; with `use_index_dedup` each id of a batch is sent once."""
+
+    module_type = emblib_collections.EmbeddingCollection
+    sharded_module_type = ShardedEmbeddingCollection
+    _pooled = False
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+        self.options = {"use_index_dedup": use_index_dedup}
+
+
+class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """Sharder of FusedEmbeddingBagCollections: the tables have their optimizer already."""
+
+    module_type = FusedEmbeddingBagCollection
+
+
+def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer | None) -> None:
+    """Raise for a DENSE table where all tables get an optimizer in backward."""
+    dense = [n for n, p in params.items() if p.compute_kernel == EmbeddingComputeKernel.DENSE.value]
+    if dense and optimizer is not None:
+        raise ValueError(
+            f"fused_params fuse the optimizer of all tables, and the plan says DENSE for {dense}: "
+            "leave compute_kernel out, or give the others their optimizer by "
+            "apply_optimizer_in_backward"
+        )
+
+
+def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
+    """Return the ranks of `env`, with tables on `device`."""
+    ranks = env.training_ranks()
+    if device is None or torch.device(device).type == ranks.device.type:
+        return ranks
+    if ranks.group is None:
+        return RankGroup.single(device)
+    return RankGroup(ranks.group, local_size=ranks.local_size, device=device)

@@ -1,0 +1,191 @@
+"""The module tree of `emblib.compat.torchrec`, and its installation as `torchrec`.
+
+Modules are made from the table in `emblib.compat.torchrec_names`: `distributed.embeddingbag` is the
+module `emblib.compat.torchrec.distributed.embeddingbag`, and after `install()` also
+`torchrec.distributed.embeddingbag`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES
+
+OWN = "emblib.compat.torchrec"
+THEIRS = "torchrec"
+
+
+class _RaisesOnUse(type):
+    """Type of the names that emblib does not have: any use but `isinstance` and hints raises."""
+
+    reason: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{cls.__name__} of TorchRec: {cls.reason}")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(f"{cls.__name__}.{name} of TorchRec: {cls.reason}")
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def __repr__(cls) -> str:
+        return f"<{cls.__name__} of TorchRec, which raises when it is used>"
+
+
+def raising(name: str, reason: str) -> type:
+    """Return a class that imports, annotates and tests types, and raises when it is used."""
+    return _RaisesOnUse(name, (), {"reason": reason, "__doc__": f"Raises: {reason}"})
+
+
+class TreeModule(ModuleType):
+    """A module of TorchRec, with the names that the table has for it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function that the module is named after.
+
+        `torchrec.optim.apply_optimizer_in_backward` is a module and a function of that name in it.
+        """
+        function = vars(self).get(self.__name__.rpartition(".")[2])
+        if not callable(function):
+            raise TypeError(f"module {self.__name__} is not callable")
+        return function(*args, **kwargs)
+
+
+def entries(module: str) -> dict[str, str]:
+    """Return the names of a module of TorchRec, and what each is in `emblib.compat.torchrec`."""
+    pairs = (entry.partition("=") for entry in MODULES[module].split())
+    return {name: other or name for name, _, other in pairs}
+
+
+def make_modules(package: ModuleType, found: Mapping[str, Any]) -> dict[str, ModuleType]:
+    """Make the modules of the table below `package`, and register them with `sys.modules`.
+
+    Args:
+        package: `emblib.compat.torchrec` itself, the module of TorchRec's root.
+        found: the implementations by name.
+
+    Raises:
+        ImportError: the table has a name that is neither implemented nor raises.
+    """
+    modules: dict[str, ModuleType] = {"": package}
+    raises = {name: raising(name, reason) for name, reason in RAISES.items()}
+    lacking = []
+    for path in MODULES:
+        module = modules.setdefault(path, TreeModule(f"{OWN}.{path}"))
+        if path:
+            module.__spec__ = ModuleSpec(module.__name__, None, is_package=_has_children(path))
+            module.__package__ = (
+                module.__name__ if _has_children(path) else module.__name__.rpartition(".")[0]
+            )
+            module.__doc__ = f"Names of TorchRec's module torchrec.{path}; see docs/torchrec.md."
+            if _has_children(path):
+                module.__path__ = []
+        names = entries(path)
+        for name, other in names.items():
+            if other in found:
+                setattr(module, name, found[other])
+            elif other in raises:
+                setattr(module, name, raises[other])
+            else:
+                lacking.append(f"{path}.{name}")
+        if path:
+            module.__dict__["__all__"] = sorted(names)
+    if lacking:
+        raise ImportError(f"the table of TorchRec's names has no implementation of {lacking}")
+    for path, module in modules.items():
+        if path:
+            parent, _, name = path.rpartition(".")
+            setattr(modules[parent], name, module)
+            sys.modules[f"{OWN}.{path}"] = module
+    return modules
+
+
+def _has_children(path: str) -> bool:
+    return any(other.startswith(f"{path}.") for other in MODULES)
+
+
+class _MissingModules:
+    """Finder that says which modules of TorchRec there are, where one is not in the table."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        """Raise ModuleNotFoundError for modules below the tree; leave all others to others."""
+        for root in (OWN, THEIRS):
+            installed: Any = sys.modules.get(root)
+            if name.startswith(f"{root}.") and getattr(installed, "is_of_emblib", False):
+                near = get_close_matches(name.removeprefix(f"{root}."), filter(None, MODULES), 3)
+                raise ModuleNotFoundError(
+                    f"{name}: emblib has no counterpart of this module of TorchRec"
+                    + (f"; it has {', '.join(near)}" if near else "")
+                    + f", and {len(MODULES)} modules in all, which docs/torchrec.md lists",
+                    name=name,
+                )
+
+
+class Installation:
+    """The tree under the name `torchrec`; as a context manager it is removed at the end."""
+
+    def __init__(self, modules: Mapping[str, ModuleType]) -> None:
+        self._modules = {f"{THEIRS}.{path}" if path else THEIRS: m for path, m in modules.items()}
+
+    def install(self) -> Installation:
+        """Register the tree as `torchrec`; a second call changes nothing.
+
+        Raises:
+            RuntimeError: another `torchrec` was imported before.
+        """
+        root = self._modules[THEIRS]
+        other = sorted(
+            name
+            for name, module in sys.modules.items()
+            if (name == THEIRS or name.startswith(f"{THEIRS}."))
+            and module is not self._modules.get(name)
+        )
+        if other:
+            origin = getattr(sys.modules[other[0]], "__file__", None)
+            raise RuntimeError(
+                f"torchrec is imported already ({other[0]} from {origin}), and objects of it would "
+                "mix with emblib's: call emblib.compat.torchrec.install() before anything imports "
+                "torchrec, or import emblib.compat.torchrec as torchrec"
+            )
+        root.__dict__["is_of_emblib"] = True
+        sys.modules.update(self._modules)
+        return self
+
+    def uninstall(self) -> None:
+        """Remove what `install` registered; without an installation this does nothing."""
+        for name, module in self._modules.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.uninstall()
+
+
+def watch_missing_modules() -> None:
+    """Let imports of modules that the tree lacks say so."""
+    if not any(finder is _MissingModules for finder in sys.meta_path):
+        sys.meta_path.append(_MissingModules)
+
+
+def status(name: str) -> str:
+    """Return whether a name of the table works, differs or raises."""
+    return "raises" if name in RAISES else "differs" if name in DIFFERS else "works"
+
+
+def table() -> Iterator[tuple[str, str, str]]:
+    """Yield module, name and the name's entry, in the order of the table."""
+    for path in MODULES:
+        for name, other in entries(path).items():
+            yield path, name, other

@@ -1,0 +1,126 @@
+"""TorchRec's own models, read from its files, over emblib under the name `torchrec`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import emblib.compat.torchrec as torchrec
+
+DIM = 8
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a function that loads `torchrec/models/NAME.py` of the installed TorchRec."""
+    for name in list(sys.modules):
+        if name == "torchrec" or name.startswith("torchrec."):
+            monkeypatch.delitem(sys.modules, name)
+    found = importlib.util.find_spec("torchrec")
+    if found is None or found.origin is None:
+        pytest.skip("torchrec is not installed")
+    folder = Path(found.origin).parent / "models"
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"model_{name}", folder / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    with torchrec.install():
+        # The models import the batches of TorchRec's own tests, and use them in hints alone.
+        for name in ("test_utils", "test_utils.model_input"):
+            monkeypatch.setitem(sys.modules, f"torchrec.distributed.{name}", ModuleType(name))
+        sys.modules["torchrec.distributed.test_utils.model_input"].ModelInput = object  # type: ignore[attr-defined]
+        yield load
+
+
+def collection(*names: str) -> torchrec.EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return torchrec.EmbeddingBagCollection(
+        tables=[
+            torchrec.EmbeddingBagConfig(
+                name=f"t_{name}", embedding_dim=DIM, num_embeddings=50, feature_names=[name]
+            )
+            for name in names
+        ]
+    )
+
+
+def batch(*names: str) -> torchrec.KeyedJaggedTensor:
+    lengths = torch.tensor([1, 2, 0, 3] * len(names))
+    values = torch.arange(int(lengths.sum())) % 50
+    return torchrec.KeyedJaggedTensor(list(names), values, lengths=lengths)
+
+
+def trained(model: nn.Module, *arguments: Any) -> None:
+    """Train through `DistributedModelParallel`, whose loss must fall."""
+    torchrec.apply_optimizer_in_backward(
+        torchrec.RowWiseAdagrad,
+        [p for name, p in model.named_parameters() if "embedding_bags" in name],
+        {"lr": 0.1},
+    )
+    parallel = torchrec.DistributedModelParallel(model)
+    dense = dict(torchrec.in_backward_optimizer_filter(parallel.named_parameters()))
+    assert dense
+    optimizer = torchrec.CombinedOptimizer(
+        [
+            parallel.fused_optimizer,
+            torchrec.KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adagrad(p, lr=0.1)),
+        ]
+    )
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (parallel(*arguments) - 1.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("DLRM", {}),
+        ("DLRM_DCN", {"dcn_num_layers": 2, "dcn_low_rank_dim": 3}),
+        (
+            "DLRM_Projection",
+            {
+                "interaction_branch1_layer_sizes": [3 * DIM],
+                "interaction_branch2_layer_sizes": [3 * DIM],
+            },
+        ),
+    ],
+)
+def test_dlrm_trains(models: Any, kind: str, options: dict[str, Any]) -> None:
+    dlrm = models("dlrm")
+    model = getattr(dlrm, kind)(
+        embedding_bag_collection=collection("a", "b"),
+        dense_in_features=5,
+        dense_arch_layer_sizes=[6, DIM],
+        over_arch_layer_sizes=[4, 1],
+        **options,
+    )
+    dense = torch.linspace(-1, 1, 20).view(4, 5)
+    trained(model, dense, batch("a", "b"))
+
+
+def test_deepfm_trains(models: Any) -> None:
+    model = models("deepfm").SimpleDeepFMNN(
+        num_dense_features=5,
+        embedding_bag_collection=collection("a", "b"),
+        hidden_layer_size=6,
+        deep_fm_dimension=4,
+    )
+    trained(model, torch.linspace(-1, 1, 20).view(4, 5), batch("a", "b"))

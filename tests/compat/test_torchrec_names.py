@@ -1,0 +1,117 @@
+"""Every name of TorchRec that docs/torchrec.md lists: it works, differs as it says, or raises."""
+
+from __future__ import annotations
+
+import importlib
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import emblib.compat.torchrec
+from emblib.compat import torchrec_names
+from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES
+from emblib.compat.torchrec_tree import OWN, status, table
+from tests.compat import torchrec_probes_distributed
+from tests.compat.peer import peer_module
+from tests.compat.torchrec_probes import PROBES, Names, Probe
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "torchrec.md"
+PROBED = {name for names in PROBES for name in names}
+ALL = {other for _, _, other in table()}
+
+
+def module(path: str, root: str = OWN) -> Any:
+    return importlib.import_module(f"{root}.{path}" if path else root)
+
+
+def resolved(root: str = OWN) -> dict[str, Any]:
+    """Each name's object, from the first module of the table that has it."""
+    found: dict[str, Any] = {}
+    for path, name, other in table():
+        if other not in found:
+            value = getattr(module(path, root), name, None)
+            if value is not None:
+                found[other] = value
+    return found
+
+
+def test_the_page_has_the_scoreboard() -> None:
+    text = PAGE.read_text()
+    assert torchrec_names.with_scoreboard(text) == text, (
+        "write it again: python -m emblib.compat.torchrec_names docs/torchrec.md"
+    )
+    for _, name, _ in table():
+        assert f"`{name}`" in text
+
+
+def test_every_name_has_a_probe_or_raises() -> None:
+    assert torchrec_probes_distributed.__name__
+    assert ALL - RAISES.keys() == PROBED
+    assert DIFFERS.keys() <= PROBED
+    assert RAISES.keys() <= ALL
+    assert not DIFFERS.keys() & RAISES.keys()
+
+
+@pytest.mark.parametrize(("names", "run"), PROBES.items(), ids=lambda v: getattr(v, "__name__", ""))
+def test_names_act(names: tuple[str, ...], run: Probe) -> None:
+    rec = Names(resolved())
+    run(rec)
+    assert set(names) <= rec.used
+
+
+@pytest.mark.parametrize(("names", "run"), PROBES.items(), ids=lambda v: getattr(v, "__name__", ""))
+def test_names_that_work_do_what_the_real_ones_do(names: tuple[str, ...], run: Probe) -> None:
+    peer_module("torchrec.sparse.jagged_tensor")
+    rec = Names(resolved("torchrec"))
+    if any(status(name) != "works" for name in names):
+        pytest.skip("some of these names differ")
+    run(rec)
+
+
+@pytest.mark.parametrize("name", sorted(RAISES))
+def test_names_raise_where_they_are_used(name: str) -> None:
+    path, shown = next((path, n) for path, n, other in table() if other == name)
+    kind = getattr(module(path), shown)
+    for use in (lambda: kind(1, option=2), lambda: kind.SOMETHING, lambda: kind.apply(1)):
+        with pytest.raises(NotImplementedError) as caught:
+            use()
+        assert RAISES[name] in str(caught.value)
+    assert not isinstance(3, kind)
+    assert typing.Optional[kind]  # noqa: UP045 what annotations of older code have
+    assert kind[int] is kind
+
+
+def test_all_names_are_in_the_root_as_well() -> None:
+    for other, value in resolved().items():
+        if other not in RAISES:
+            assert getattr(emblib.compat.torchrec, other) is value
+
+
+def test_the_real_one_has_these_names() -> None:
+    """Apart from those that the documentation of earlier versions has."""
+    peer_module("torchrec.sparse.jagged_tensor")
+    lacking = set()
+    for path, name, _ in table():
+        real = importlib.import_module(f"torchrec.{path}" if path else "torchrec")
+        if not hasattr(real, name):
+            lacking.add(f"{path}.{name}")
+    assert lacking == {
+        "distributed.comm_ops.alltoallv",
+        "distributed.embedding.create_embedding_sharding",
+        "distributed.embedding.create_sharding_infos_by_sharding",
+        "distributed.embeddingbag.create_embedding_bag_sharding",
+        "distributed.embeddingbag.create_sharding_infos_by_sharding",
+        "distributed.sharding_plan.table_column_wise",
+    }
+
+
+def test_a_table_without_an_implementation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import ModuleType
+
+    from emblib.compat import torchrec_tree
+
+    monkeypatch.setitem(MODULES, "optim.warmup", "WarmupOptimizer NoSuchName")
+    with pytest.raises(ImportError, match=r"optim\.warmup\.NoSuchName"):
+        torchrec_tree.make_modules(ModuleType("root"), {"WarmupOptimizer": object})

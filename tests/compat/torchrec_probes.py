@@ -1,0 +1,564 @@
+"""What each name of TorchRec's tables, batches, optimizers and inference does, as small programs.
+
+A probe takes the names as attributes of `rec` and asserts what they do. Those whose names all work
+as TorchRec's do run over the real one, too (`tests/compat/test_torchrec_names.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+Probe = Callable[[Any], None]
+PROBES: dict[tuple[str, ...], Probe] = {}
+
+
+def probe(names: str) -> Callable[[Probe], Probe]:
+    """Register what shows that some names act."""
+
+    def register(function: Probe) -> Probe:
+        PROBES[tuple(names.split())] = function
+        return function
+
+    return register
+
+
+def config(rec: Any, name: str = "t", kind: str = "EmbeddingBagConfig", **changes: Any) -> Any:
+    return getattr(rec, kind)(
+        **{
+            "name": name,
+            "embedding_dim": 8,
+            "num_embeddings": 20,
+            "feature_names": [name],
+            **changes,
+        }
+    )
+
+
+def bags(rec: Any, *names: str, **changes: Any) -> Any:
+    tables = [config(rec, name, **changes) for name in names or ("a", "b")]
+    return rec.EmbeddingBagCollection(tables=tables)
+
+
+def sequences(rec: Any, *names: str) -> Any:
+    tables = [config(rec, name, "EmbeddingConfig") for name in names or ("a", "b")]
+    return rec.EmbeddingCollection(tables=tables)
+
+
+def batch(rec: Any, *keys: str) -> Any:
+    keys = keys or ("a", "b")
+    count = 3 * len(keys)
+    return rec.KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.arange(count) % 20,
+        lengths=torch.tensor([1, 2] * len(keys)),
+    )
+
+
+def plan(rec: Any, module: Any, rule: Any = None, **sizes: Any) -> Any:
+    one = rec.table_wise(rank=0) if rule is None else rule
+    rules = rec.apply_to_all(module, one)
+    sizes = {"world_size": 1, "local_size": 1, "device_type": "cpu", **sizes}
+    return rec.construct_module_sharding_plan(module, rules, **sizes)
+
+
+# Types and batches
+
+
+@probe("DataType data_type_to_dtype dtype_to_data_type")
+def data_types(rec: Any) -> None:
+    assert rec.data_type_to_dtype(rec.DataType.FP16) is torch.float16
+    assert rec.dtype_to_data_type(torch.float32) == rec.DataType.FP32
+
+
+@probe("data_type_to_sparse_type pooling_type_to_pooling_mode pooling_type_to_str PoolingType")
+def fbgemms_names(rec: Any) -> None:
+    assert rec.data_type_to_sparse_type(rec.DataType.INT8).name == "INT8"
+    assert rec.pooling_type_to_pooling_mode(rec.PoolingType.MEAN).name == "MEAN"
+    assert rec.pooling_type_to_str(rec.PoolingType.SUM) == "sum"
+
+
+@probe("EmbeddingBagConfig EmbeddingConfig BaseEmbeddingConfig EmbeddingTableConfig")
+def configurations(rec: Any) -> None:
+    made = [config(rec, kind=kind) for kind in ("EmbeddingBagConfig", "EmbeddingConfig")]
+    assert all(isinstance(one, rec.BaseEmbeddingConfig) for one in made)
+    assert all(isinstance(one, rec.EmbeddingTableConfig) for one in made)
+    assert (made[0].num_embeddings, made[0].embedding_dim) == (20, 8)
+
+
+@probe("QuantConfig")
+def quantisation_config(rec: Any) -> None:
+    made = rec.QuantConfig(activation=int, weight=float)
+    assert made == (int, float, None)
+
+
+@probe("JaggedTensor jt_is_equal")
+def jagged_tensor(rec: Any) -> None:
+    jt = rec.JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))
+    assert jt.to_padded_dense().tolist() == [[0, 0], [1, 2]]
+    assert rec.jt_is_equal(jt, rec.JaggedTensor(torch.arange(3), offsets=torch.tensor([0, 1, 3])))
+    assert not rec.jt_is_equal(jt, rec.JaggedTensor(torch.arange(3), lengths=torch.tensor([2, 1])))
+
+
+@probe("KeyedJaggedTensor kjt_is_equal validate_keyed_jagged_tensor")
+def keyed_jagged_tensor(rec: Any) -> None:
+    first, second = batch(rec), batch(rec)
+    assert rec.kjt_is_equal(first, second)
+    assert not rec.kjt_is_equal(first, first.permute([1, 0]))
+    known = rec.KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.arange(6),
+        lengths=torch.tensor([1, 2, 1, 2]),
+        length_per_key=[3, 3],
+    )
+    assert known["b"].values().tolist() == [3, 4, 5]
+    assert known.to(torch.device("cpu"), True).keys() == ["a", "b"]
+    assert rec.validate_keyed_jagged_tensor(first) is True
+
+
+@probe("KeyedTensor regroup_kts permute_multi_embedding")
+def keyed_tensor(rec: Any) -> None:
+    first = rec.KeyedTensor(["a", "b"], [1, 2], torch.arange(6.0).view(2, 3))
+    second = rec.KeyedTensor(["c"], [1], torch.ones(2, 1))
+    for call in (rec.regroup_kts, rec.permute_multi_embedding):
+        one, other = call([first, second], [["c", "a"], ["b"]])
+        assert one.tolist() == [[1, 0], [1, 3]]
+        assert other.tolist() == [[1, 2], [4, 5]]
+
+
+@probe("ComputeKJTToJTDict ComputeJTDictToKJT")
+def conversions(rec: Any) -> None:
+    features = batch(rec)
+    jagged = rec.ComputeKJTToJTDict()(features)
+    assert jagged["b"].values().tolist() == [3, 4, 5]
+    assert rec.kjt_is_equal(rec.ComputeJTDictToKJT()(jagged), features)
+
+
+@probe("maybe_td_to_kjt")
+def nested_tensors(rec: Any) -> None:
+    nested = torch.nested.nested_tensor_from_jagged(torch.arange(3), torch.tensor([0, 1, 3]))
+    found = rec.maybe_td_to_kjt({"a": nested})
+    assert found["a"].lengths().tolist() == [1, 2]
+    assert rec.maybe_td_to_kjt(found) is found
+
+
+@probe("Multistreamable Pipelineable")
+def streamable(rec: Any) -> None:
+    features = batch(rec)
+    assert isinstance(features, rec.Multistreamable)
+    assert isinstance(features, rec.Pipelineable)
+    assert not isinstance(3, rec.Multistreamable)
+
+
+@probe("Batch")
+def batches(rec: Any) -> None:
+    made = rec.Batch(torch.ones(2, 3), batch(rec), torch.zeros(2))
+    moved = made.to(torch.device("cpu"), non_blocking=True)
+    assert moved.sparse_features.keys() == ["a", "b"]
+    assert moved.dense_features.tolist() == [[1, 1, 1]] * 2
+    assert moved.labels.tolist() == [0, 0]
+
+
+@probe("reorder_inverse_indices process_pooled_embeddings flatten_feature_lengths")
+def variable_batches(rec: Any) -> None:
+    inverse = (["a", "b"], torch.tensor([[0, 0], [1, 0]]))
+    indices = rec.reorder_inverse_indices(inverse, ["b", "a@t"])
+    assert indices.tolist() == [[1, 0], [0, 0]]
+    rows = torch.tensor([[1.0], [2.0]])
+    assert rec.process_pooled_embeddings([rows, rows], indices).tolist() == [[2, 1], [1, 1]]
+    assert rec.flatten_feature_lengths(batch(rec)).lengths().dim() == 1
+
+
+# Collections
+
+
+@probe("EmbeddingBagCollection EmbeddingBagCollectionInterface")
+def pooled(rec: Any) -> None:
+    made = bags(rec)
+    assert isinstance(made, rec.EmbeddingBagCollectionInterface)
+    assert not isinstance(nn.Linear(1, 1), rec.EmbeddingBagCollectionInterface)
+    out = made(batch(rec))
+    assert out.keys() == ["a", "b"]
+    assert out.values().shape == (2, 16)
+
+
+@probe("EmbeddingCollection EmbeddingCollectionInterface get_embedding_names_by_table")
+def unpooled(rec: Any) -> None:
+    made = sequences(rec)
+    assert isinstance(made, rec.EmbeddingCollectionInterface)
+    assert made(batch(rec))["b"].values().shape == (3, 8)
+    both = [config(rec, name, "EmbeddingConfig", feature_names=["f", name]) for name in "xy"]
+    names = rec.get_embedding_names_by_table(both)
+    assert names == [["f@x", "x"], ["f@y", "y"]]
+
+
+@probe("FusedEmbeddingBagCollection FusedEmbeddingCollection FusedOptimizerModule")
+def fused(rec: Any) -> None:
+    for made in (
+        rec.FusedEmbeddingBagCollection([config(rec)], torch.optim.SGD, {"lr": 1.0}),
+        rec.FusedEmbeddingCollection(
+            [config(rec, kind="EmbeddingConfig")], torch.optim.SGD, {"lr": 1.0}
+        ),
+    ):
+        assert isinstance(made, rec.FusedOptimizerModule)
+        before = {name: value.clone() for name, value in made.state_dict().items()}
+        out = made(batch(rec, "t"))
+        rows = out.values() if hasattr(out, "length_per_key") else out["t"].values()
+        rows.sum().backward()
+        after = made.state_dict()
+        assert any(not torch.equal(after[name], value) for name, value in before.items())
+        assert [group["lr"] for group in made.fused_optimizer.param_groups] == [1.0]
+    with pytest.raises(ValueError, match="storage=Dense"):
+        rec.FusedEmbeddingBagCollection([config(rec)], torch.optim.SGD, {"lr": 1.0}, location=1)
+
+
+@probe("fuse_embedding_optimizer")
+def fuse(rec: Any) -> None:
+    model = nn.Sequential(bags(rec))
+    made = rec.fuse_embedding_optimizer(model, rec.RowWiseAdagrad, {"lr": 0.5}, torch.device("cpu"))
+    before = made.state_dict()["0.embedding_bags.a.weight"].clone()
+    made[0](batch(rec)).values().sum().backward()
+    assert not torch.equal(made.state_dict()["0.embedding_bags.a.weight"], before)
+
+
+@probe(
+    "PositionWeightedModule PositionWeightedProcessor BaseFeatureProcessor "
+    "BaseGroupedFeatureProcessor GroupedPositionWeightedModule"
+)
+def positions(rec: Any) -> None:
+    module = rec.PositionWeightedModule(max_feature_lengths={"a": 4})
+    assert isinstance(module, rec.BaseFeatureProcessor)
+    weighted = module(batch(rec).to_dict())
+    assert weighted["a"].weights().tolist() == [1, 1, 1]
+    for kind in (rec.PositionWeightedProcessor, rec.GroupedPositionWeightedModule):
+        processor = kind(max_feature_lengths={"a": 4, "b": 4})
+        assert isinstance(processor, rec.BaseGroupedFeatureProcessor)
+        with torch.no_grad():
+            processor.position_weights["b"].copy_(torch.arange(4.0))
+        assert processor(batch(rec)).weights().tolist() == [1, 1, 1, 0, 0, 1]
+
+
+@probe(
+    "FeatureProcessedEmbeddingBagCollection FeaturePositionWeightedModule FeatureProcessor "
+    "FeatureProcessorsCollection PositionWeightedModuleCollection"
+)
+def processed(rec: Any) -> None:
+    tables = [config(rec, name) for name in "ab"]
+    weighted = rec.EmbeddingBagCollection(tables=tables, is_weighted=True)
+    one = rec.FeaturePositionWeightedModule(max_feature_length=4)
+    assert isinstance(one, rec.FeatureProcessor)
+    every = rec.PositionWeightedModuleCollection(max_feature_lengths={"a": 4, "b": 4})
+    assert isinstance(every, rec.FeatureProcessorsCollection)
+    by_feature = nn.ModuleDict({"a": one, "b": rec.FeaturePositionWeightedModule(4)})
+    plain = rec.EmbeddingBagCollection(tables=tables)
+    plain.load_state_dict(weighted.state_dict())
+    for processors in (by_feature, every):
+        made = rec.FeatureProcessedEmbeddingBagCollection(weighted, processors)
+        found = made(batch(rec)).values()
+        torch.testing.assert_close(found, plain(batch(rec)).values())
+
+
+@probe("KTRegroupAsDict")
+def regroup_as_dict(rec: Any) -> None:
+    kt = rec.KeyedTensor(["a", "b"], [1, 1], torch.tensor([[1.0, 2.0]]))
+    found = rec.KTRegroupAsDict(groups=[["b", "a"]], keys=["g"])([kt])
+    assert found["g"].tolist() == [[2, 1]]
+
+
+@probe("MLP Perceptron SwishLayerNorm")
+def perceptrons(rec: Any) -> None:
+    given = torch.tensor([[1.0, -2.0]])
+    layer = rec.Perceptron(2, 3, activation=torch.sigmoid)
+    weight = layer.state_dict()["_linear.weight"]
+    expected = torch.sigmoid(given @ weight.t() + layer.state_dict()["_linear.bias"])
+    torch.testing.assert_close(layer(given), expected)
+    for activation in ("relu", "sigmoid", "swish_layernorm", torch.tanh, nn.Softplus):
+        made = rec.MLP(2, [4, 3], activation=activation, activation_on_last=False)
+        assert "_mlp.1._linear.weight" in made.state_dict()
+        assert made(given).shape == (1, 3)
+    assert rec.MLP(2, [3])(given).min() >= 0
+    made = rec.SwishLayerNorm(2)
+    torch.testing.assert_close(made(given), given * torch.sigmoid(torch.tensor([[1.0, -1.0]])))
+
+
+@probe("CrossNet LowRankCrossNet VectorCrossNet")
+def cross_networks(rec: Any) -> None:
+    given = torch.tensor([[1.0, 2.0, 3.0]])
+    whole, low, vector = rec.CrossNet(3, 2), rec.LowRankCrossNet(3, 2, 2), rec.VectorCrossNet(3, 2)
+    with torch.no_grad():
+        for made in (whole, low, vector):
+            for parameter in made.parameters():
+                parameter.fill_(0.5)
+    # The first outputs are 4.5 and 4.5 times the input, and 4 times the input plus 0.5.
+    torch.testing.assert_close(whole(given), torch.tensor([[18.5, 37.0, 55.5]]))
+    torch.testing.assert_close(low(given), torch.tensor([[18.5, 37.0, 55.5]]))
+    torch.testing.assert_close(vector(given), torch.tensor([[17.75, 34.5, 51.25]]))
+    assert set(low.state_dict()) == {
+        f"{name}.{i}" for name in ("W_kernels", "V_kernels", "bias") for i in (0, 1)
+    }
+
+
+@probe("DeepFM FactorizationMachine")
+def factorization_machines(rec: Any) -> None:
+    rows = [torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0], [4.0]]])]
+    # Pairs: 2 + 3 + 4 + 6 + 8 + 12.
+    assert rec.FactorizationMachine()(rows).tolist() == [[35.0]]
+    assert rec.DeepFM(dense_module=nn.Identity())(embeddings=rows).tolist() == [[1, 2, 3, 4]]
+
+
+# Optimizers
+
+
+def dense(rec: Any, rate: float = 0.5) -> Any:
+    parameters = dict(nn.Linear(2, 1).named_parameters())
+    return rec.KeyedOptimizerWrapper(parameters, lambda params: torch.optim.SGD(params, lr=rate))
+
+
+@probe("KeyedOptimizer KeyedOptimizerWrapper")
+def keyed(rec: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    state = {parameter: {"sum": torch.zeros(2)}}
+    made = rec.KeyedOptimizer({"w": parameter}, state, [{"params": [parameter], "lr": 0.1}])
+    saved = made.state_dict()
+    assert list(saved["state"]) == ["w"]
+    assert saved["param_groups"][0]["params"] == ["w"]
+    assert isinstance(dense(rec), rec.KeyedOptimizer)
+    made.state[parameter]["sum"] += 1
+    made.load_state_dict({**saved, "state": {"w": {"sum": torch.full((2,), 3.0)}}})
+    assert made.state[parameter]["sum"].tolist() == [3, 3]
+
+
+@probe("CombinedOptimizer OptimizerWrapper GradientClipping GradientClippingOptimizer")
+def wrapped(rec: Any) -> None:
+    base = dense(rec)
+    clipped = rec.GradientClippingOptimizer(
+        base, clipping=rec.GradientClipping.NORM, max_gradient=0.5
+    )
+    assert isinstance(clipped, rec.OptimizerWrapper)
+    both = rec.CombinedOptimizer([("first", clipped), ("second", dense(rec))])
+    assert set(both.params) == {f"{n}.{k}" for n in ("first", "second") for k in ("weight", "bias")}
+    for parameter in base.params.values():
+        parameter.grad = torch.full_like(parameter, 4.0)
+    before = {name: p.detach().clone() for name, p in base.params.items()}
+    both.step()
+    moved = [before[name] - p.detach() for name, p in base.params.items()]
+    torch.testing.assert_close(sum(m.square().sum() for m in moved).sqrt(), torch.tensor(0.25))
+
+
+@probe("WarmupOptimizer WarmupPolicy WarmupStage")
+def warm_up(rec: Any) -> None:
+    stages = [rec.WarmupStage(rec.WarmupPolicy.LINEAR, max_iters=4, value=0.0)]
+    made = rec.WarmupOptimizer(dense(rec), stages, lr=2.0)
+    rates = []
+    for _ in range(5):
+        made.step()
+        rates.append(made.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+@probe("RowWiseAdagrad")
+def rowwise_adagrad(rec: Any) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    made = rec.RowWiseAdagrad([parameter], lr=0.1, eps=0.0)
+    parameter.grad = torch.tensor([[1.0, 7.0], [0.0, 2.0]])
+    made.step()
+    # The roots of the means of squares are 5 and the root of 2.
+    expected = [[1 - 0.1 / 5, 1 - 0.7 / 5], [1.0, 1 - 0.2 / 2**0.5]]
+    torch.testing.assert_close(parameter.detach(), torch.tensor(expected))
+    assert made.state[parameter]["sum"].view(-1).tolist() == [25, 2]
+
+
+@probe("SGD LarsSGD LAMB PartialRowWiseLAMB Adam PartialRowWiseAdam Adagrad")
+def named_optimizers(rec: Any) -> None:
+    names = ("SGD", "LarsSGD", "LAMB", "PartialRowWiseLAMB", "Adam", "PartialRowWiseAdam")
+    for name in (*names, "Adagrad"):
+        made = getattr(rec, name)([nn.Parameter(torch.ones(1))], lr=0.5)
+        assert isinstance(made, torch.optim.Optimizer)
+        with pytest.raises(NotImplementedError):
+            made.step()
+
+
+@probe("apply_optimizer_in_backward in_backward_optimizer_filter")
+def in_backward(rec: Any) -> None:
+    for kind in (rec.SGD, rec.LarsSGD, rec.LAMB, rec.PartialRowWiseAdam, torch.optim.Adam):
+        model = nn.ModuleDict({"ebc": bags(rec), "over": nn.Linear(16, 1)})
+        rec.apply_optimizer_in_backward(kind, model["ebc"].parameters(), {"lr": 0.5})
+        left = dict(rec.in_backward_optimizer_filter(model.named_parameters()))
+        assert set(left) == {"over.weight", "over.bias"}
+        before = model.state_dict()["ebc.embedding_bags.a.weight"].clone()
+        model["over"](model["ebc"](batch(rec)).values()).sum().backward()
+        after = model.state_dict()["ebc.embedding_bags.a.weight"]
+        assert not torch.equal(after, before)
+        assert torch.equal(after[3:], before[3:])  # only rows 0 to 2 were looked up
+
+
+@probe("FusedOptimizer EmptyFusedOptimizer")
+def fused_optimizers(rec: Any) -> None:
+    made = rec.EmptyFusedOptimizer()
+    made.step()
+    made.zero_grad()
+    assert made.state_dict()["state"] == {}
+    assert isinstance(made, rec.FusedOptimizer)
+    assert not isinstance(dense(rec), rec.FusedOptimizer)
+
+
+# Inference
+
+
+def observers(rec: Any, dtype: torch.dtype = torch.int8) -> Any:
+    observer = torch.ao.quantization.PlaceholderObserver
+    return rec.QuantConfig(
+        activation=observer.with_args(dtype=torch.float), weight=observer.with_args(dtype=dtype)
+    )
+
+
+@probe("QuantEmbeddingBagCollection QuantEmbeddingCollection")
+def quantised(rec: Any) -> None:
+    for source, kind in (
+        (bags(rec), rec.QuantEmbeddingBagCollection),
+        (sequences(rec), rec.QuantEmbeddingCollection),
+    ):
+        source.qconfig = observers(rec)
+        made = kind.from_float(source)
+        assert type(made) is kind
+        assert made.output_dtype() is torch.float32
+        first, second = source(batch(rec)), made(batch(rec))
+        if isinstance(first, dict):
+            first, second = first["a"], second["a"]
+        error = (first.values() - second.values()).abs().max()
+        assert 0 < error < 0.01
+    with pytest.raises(ValueError, match="has no qconfig"):
+        rec.QuantEmbeddingBagCollection.from_float(bags(rec))
+
+
+@probe(
+    "quantize_embeddings quantize_inference_model get_table_to_weights_from_tbe "
+    "assign_weights_to_tbe"
+)
+def quantised_models(rec: Any) -> None:
+    model = nn.Sequential(bags(rec))
+    other = rec.quantize_embeddings(
+        model, torch.quint8, inplace=False, per_table_weight_dtype={"b": torch.quint4x2}
+    )
+    assert model[0] is not other[0]
+    bits = {c.name: c.storage.bits for c in other[0].embedding_bag_configs()}
+    assert bits == {"a": 8, "b": 4}
+    made = rec.quantize_inference_model(nn.Sequential(bags(rec)))
+    weights = rec.get_table_to_weights_from_tbe(made)
+    assert set(weights) == {"a", "b"}
+    assert weights["a"][0][0].dtype is torch.uint8
+    third = rec.quantize_inference_model(nn.Sequential(bags(rec)))
+    assert not torch.equal(third[0](batch(rec)).values(), made[0](batch(rec)).values())
+    rec.assign_weights_to_tbe(third, weights)
+    assert torch.equal(third[0](batch(rec)).values(), made[0](batch(rec)).values())
+
+
+@probe("shard_quant_model ShardedQuantEmbeddingBagCollection ShardedQuantEmbeddingCollection")
+def sharded_inference(rec: Any) -> None:
+    for make, kind in (
+        (bags, rec.ShardedQuantEmbeddingBagCollection),
+        (sequences, rec.ShardedQuantEmbeddingCollection),
+    ):
+        model = rec.quantize_inference_model(nn.Sequential(make(rec, "a", "b", "c")))
+        features = batch(rec, "c", "b", "a")
+        before = model[0](features)
+        made, found = rec.shard_quant_model(model, world_size=2, compute_device="cpu")
+        assert type(made[0]) is kind
+        ranks = sorted(p.ranks[0] for p in found.plan["0"].values())
+        assert ranks == [0, 0, 1]
+        after = made[0](features)
+        if isinstance(before, dict):
+            assert list(after) == list(before)
+            assert all(torch.equal(after[k].values(), before[k].values()) for k in before)
+        else:
+            assert after.keys() == before.keys()
+            assert torch.equal(after.values(), before.values())
+        assert made[0].copy(torch.device("cpu")) is made[0]
+        assert sum(len(tables) for tables in made[0].tbes_configs().values()) == 3
+    rule = rec.ParameterConstraints(sharding_types=["row_wise"])
+    with pytest.raises(ValueError, match="whole tables"):
+        rec.shard_quant_model(model, 2, "cpu", constraints={"a": rule})
+    fresh = rec.quantize_inference_model(nn.Sequential(bags(rec)))
+    with pytest.raises(ValueError, match="use more devices, or INT4"):
+        rec.shard_quant_model(fresh, 2, "cpu", ddr_cap=10)
+
+
+@probe(
+    "QuantEmbeddingBagCollectionSharder QuantEmbeddingCollectionSharder BaseQuantEmbeddingSharder"
+)
+def quantised_sharders(rec: Any) -> None:
+    for make, kind in (
+        (bags, rec.QuantEmbeddingBagCollectionSharder),
+        (sequences, rec.QuantEmbeddingCollectionSharder),
+    ):
+        sharder = kind()
+        assert isinstance(sharder, rec.BaseQuantEmbeddingSharder)
+        model = rec.quantize_inference_model(nn.Sequential(make(rec)))
+        assert set(sharder.shardable_parameters(model[0])) == {"a", "b"}
+        made = sharder.shard(model[0], plan(rec, model[0]), rec.ShardingEnv.from_local(1, 0))
+        out = made(batch(rec))
+        assert sorted(out.keys()) == ["a", "b"]
+        assert "quant" in sharder.compute_kernels("table_wise", "cpu")
+    with pytest.raises(ValueError, match="fused_params must be left out"):
+        rec.QuantEmbeddingBagCollectionSharder(fused_params={"x": 1})
+
+
+@probe("Tracer symbolic_trace is_fx_tracing")
+def tracing(rec: Any) -> None:
+    seen = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ebc = bags(rec)
+
+        def forward(self, features: Any) -> Any:
+            seen.append(rec.is_fx_tracing())
+            return self.ebc(features)
+
+    model = Model()
+    graph = rec.Tracer(leaf_modules=["EmbeddingBagCollection"]).trace(model)
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["ebc"]
+    traced = rec.symbolic_trace(model, leaf_modules=["EmbeddingBagCollection"])
+    expected = model(batch(rec)).values()
+    torch.testing.assert_close(traced(batch(rec)).values(), expected)
+    assert seen == [True, True, False]
+
+
+@probe("PredictFactory PredictModule BatchingMetadata QualNameMetadata")
+def predictors(rec: Any) -> None:
+    class Predictor(rec.PredictModule):  # type: ignore[name-defined, misc]
+        def predict_forward(self, given: Any) -> Any:
+            return self.predict_module(given["x"])
+
+    made = Predictor(nn.Linear(2, 1), "cpu")
+    out = made({"x": torch.ones(3, 2)})
+    assert out.shape == (3, 1)
+    assert not out.requires_grad
+    assert set(made.state_dict()) == {"weight", "bias"}
+    assert rec.BatchingMetadata("dense", "cpu", []).type == "dense"
+    assert rec.QualNameMetadata(need_preproc=True).need_preproc
+    with pytest.raises(NotImplementedError, match="create_predict_module"):
+        rec.PredictFactory().create_predict_module()
+
+
+@probe("trim_torch_package_prefix_from_typename")
+def type_names(rec: Any) -> None:
+    trim = rec.trim_torch_package_prefix_from_typename
+    assert trim("<torch_package_0>.a.b") == "a.b"
+    assert trim("a.b") == "a.b"
+
+
+class Names:
+    """Names as attributes, which remembers those that were asked for."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.found, self.used = found, set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.used.add(name)
+        return self.found[name]

@@ -1,0 +1,130 @@
+"""Jagged tensors through pytrees, torch.fx and torch.export: keys, their order, and strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from emblib import EmbeddingBagCollection, EmbeddingBagConfig
+from emblib.jagged import KeyedJaggedTensor, KeyedTensor
+
+
+def batch(*keys: str, stride: int = 3) -> KeyedJaggedTensor:
+    lengths = torch.arange(len(keys) * stride) % 3
+    count = int(lengths.sum())
+    return KeyedJaggedTensor(
+        list(keys), torch.arange(count) % 7, torch.arange(float(count)), lengths
+    )
+
+
+def varied() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["b", "a"],
+        torch.arange(4),
+        lengths=torch.tensor([1, 2, 1]),
+        stride_per_key_per_rank=[[1], [2]],
+        inverse_indices=(["b", "a"], torch.tensor([[0, 0, 0], [0, 1, 0]])),
+    )
+
+
+@pytest.mark.parametrize("make", [lambda: batch("b", "a"), varied, lambda: batch(stride=0)])
+def test_pytrees_keep_keys_strides_and_inverse_indices(make: Any) -> None:
+    before = make()
+    leaves, spec = pytree.tree_flatten({"x": [before]})
+    after = pytree.tree_unflatten([leaf.clone() for leaf in leaves], spec)["x"][0]
+    assert after.keys() == before.keys()
+    assert after.stride() == before.stride()
+    assert after.stride_per_key() == before.stride_per_key()
+    assert after.stride_per_key_per_rank() == before.stride_per_key_per_rank()
+    assert str(after.inverse_indices_or_none()) == str(before.inverse_indices_or_none())
+    assert torch.equal(after.lengths(), before.lengths())
+
+
+def test_pytrees_of_other_keys_are_other_structures() -> None:
+    specs = [pytree.tree_structure(batch(*keys)) for keys in ("ab", "ba", "ab")]
+    assert specs[0] == specs[2]
+    assert specs[0] != specs[1]
+    restored = pytree.treespec_loads(pytree.treespec_dumps(specs[1]))
+    leaves = pytree.tree_leaves(batch("b", "a"))
+    assert pytree.tree_unflatten(leaves, restored).keys() == ["b", "a"]
+
+
+class Model(nn.Module):
+    """A lookup, and arithmetic with its blocks by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(
+            [EmbeddingBagConfig(7, 4, name, feature_names=[name]) for name in ("b", "a")]
+        )
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        found = self.ebc(features)
+        return found["b"] - 2 * found["a"]
+
+
+def expected(model: Model, features: KeyedJaggedTensor) -> Tensor:
+    rows = {}
+    for key in ("a", "b"):
+        weight = model.ebc.embedding_bags[key].weight
+        rows[key] = torch.stack([weight[ids].sum(0) for ids in features[key].to_dense()])
+    return rows["b"] - 2 * rows["a"]
+
+
+@pytest.mark.parametrize("keys", [("a", "b"), ("b", "a"), ("c", "b", "a")])
+def test_an_exported_model_takes_features_by_name(keys: tuple[str, ...]) -> None:
+    model, features = Model(), batch(*keys)
+    exported = torch.export.export(model, (features,), strict=False)
+    other = batch(*keys)
+    other.values().add_(1).remainder_(7)
+    torch.testing.assert_close(exported.module()(other), expected(model, other))
+
+
+def test_an_exported_model_refuses_another_order_of_keys() -> None:
+    exported = torch.export.export(Model(), (batch("a", "b"),), strict=False)
+    with pytest.raises((ValueError, RuntimeError)):
+        exported.module()(batch("b", "a"))
+
+
+def test_an_exported_batch_comes_out_with_its_keys() -> None:
+    class Shifted(nn.Module):
+        def forward(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, KeyedTensor]:
+            moved = KeyedJaggedTensor(
+                features.keys(), features.values() + 1, lengths=features.lengths()
+            )
+            return moved, KeyedTensor(["y", "x"], [1, 2], torch.zeros(2, 3))
+
+    features = batch("b", "a")
+    moved, rows = torch.export.export(Shifted(), (features,), strict=False).module()(features)
+    assert moved.keys() == ["b", "a"]
+    assert moved.stride() == 3
+    assert torch.equal(moved["a"].values(), features["a"].values() + 1)
+    assert rows.keys() == ["y", "x"]
+    assert rows["x"].shape == (2, 2)
+
+
+class _WholeCollections(torch.fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, EmbeddingBagCollection)
+
+
+def test_a_traced_model_takes_features_by_name() -> None:
+    model = Model()
+    traced = torch.fx.GraphModule(model, _WholeCollections().trace(model))
+    for keys in (("a", "b"), ("b", "a")):
+        features = batch(*keys)
+        torch.testing.assert_close(traced(features), expected(model, features))
+
+
+def test_traced_code_reads_and_makes_batches() -> None:
+    def doubled(features: KeyedJaggedTensor) -> Tensor:
+        return features.values() * 2 + features["a"].values().sum()
+
+    traced = torch.fx.symbolic_trace(doubled)
+    for keys in (("a", "b"), ("b", "a")):
+        features = batch(*keys)
+        assert torch.equal(traced(features), doubled(features))
