@@ -91,7 +91,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   const float* left_values = prefixes.const_data_ptr<float>();
   if (batches.has_pairs() && prefixes.size(0) < batches.lefts()) {
     float* recomputed = scratch(batches.left_floats());
-    expand_left(launcher, batches, recomputed);
+    for (const TtBatch& batch : batches.tables) expand_left(launcher, batch, recomputed);
     left_values = recomputed;
   }
   const TtBackwardMemory memory(batches, scratch);

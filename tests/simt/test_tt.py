@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import TTTableColumn
+from emblib.ops.codes import MATMUL_PRECISION
 from emblib.ops.tt import layout_of
 from emblib.reference import tt
 from emblib.specs import TTSpec
@@ -93,9 +94,12 @@ def plan_of(case: Case, batch: Batch) -> list[Tensor]:
     return plan
 
 
-def batch_words(case: Case, batch: Batch, plan: list[Tensor]) -> tuple[Word, ...]:
+def batch_words(
+    case: Case, batch: Batch, plan: list[Tensor], precision: str = "float32"
+) -> tuple[Word, ...]:
     dtype = DTYPES[batch.cores[0].dtype]
-    return (*shape_words(case), case.lookups, dtype, *batch.cores, *plan)
+    products = MATMUL_PRECISION[precision]
+    return (*shape_words(case), case.lookups, products, dtype, *batch.cores, *plan)
 
 
 def assert_near(got: Tensor, want: Tensor) -> None:
@@ -137,8 +141,10 @@ class Passes(NamedTuple):
     grads: list[Tensor]
 
 
-def run_passes(case: Case, batch: Batch, plan: list[Tensor]) -> Passes:
-    words = batch_words(case, batch, plan)
+def run_passes(
+    case: Case, batch: Batch, plan: list[Tensor], precision: str = "float32"
+) -> Passes:
+    words = batch_words(case, batch, plan, precision)
     dim = math.prod(case.q)
     lefts = min(case.lookups, math.prod(case.p[:2]))
     rank = case.ranks[0] if len(case.p) == 2 else case.ranks[1]
@@ -219,7 +225,8 @@ def test_a_batch_of_several_tables() -> None:
 
     shapes = [word for case in MIXED for word in shape_words(case)[1:]]
     cores = [core for batch in batches for core in batch.cores]
-    words = (len(MIXED), *shapes, n, DTYPES[torch.float32], *cores, *plan)
+    products = MATMUL_PRECISION["float32"]
+    words = (len(MIXED), *shapes, n, products, DTYPES[torch.float32], *cores, *plan)
     widest = max(_left_size(case) for case in MIXED)
     left_values = torch.full((min(n, layout.left_ids), widest), 1e30)
     out = torch.full((n, layout.dim), 1e30)
