@@ -1,6 +1,6 @@
 // Products of small matrices on tensor cores: sum += a b, with a [16, 8], b [8, 8] and a sum
-// [16, 8] that are distributed over the lanes of a warp as `mma.sync.m16n8k8` has them. All lanes of
-// the warp call `multiply_add` together.
+// [16, 8] that are distributed over the lanes of a warp as `mma.sync.m16n8k8` has them. All lanes
+// of the warp call `multiply_add` together.
 //
 // With row = lane / 4 and column = lane % 4 a lane has of
 //   a: (row, column), (row + 8, column), (row, column + 4), (row + 8, column + 4)
@@ -9,12 +9,14 @@
 // The order of k is free as long as a and b agree, so kernels choose it such that loads are wide.
 //
 // A type chooses how exact the products are:
-//   * Tf32x3: each operand is the sum of two TF32 values, big = x rounded to 11 bits and small = the
+//   * Tf32x3: each operand is the sum of two TF32 values, big = x rounded to 11 bits and small =
+//   the
 //     rest, truncated to 11 bits; a b is big big + big small + small big. Against the exact product
 //     this misses at most 2^-21 of it: the last bit of either operand (2^-23), and small small
 //     (2^-22). The tensor core adds the products of one call only; sums of many calls are added in
 //     float32, rounded to nearest, since the tensor core truncates its sums, which in a long sum
-//     would add up. So sums are as exact as those of float32 (tests/simt/test_mma.py).
+//     would add up. So a product alone has the error of a few roundings to float32, and a sum of
+//     eight or more is as exact as one in float32 (tests/simt/test_mma.py).
 //   * Tf32: operands are rounded to 11 bits, ties away from zero: 2^-11 each.
 //   * Bf16: operands are rounded to 8 bits, ties to even: 2^-8 each.
 // An infinite operand, or one that rounds to infinity (|x| >= 2^128 - 2^116 in TF32), gives NaN or
@@ -22,12 +24,12 @@
 //
 // On the host, operands have the same bits as on a GPU. The products of a call are exact and their
 // sum is truncated to float32. A GPU may add them in another order and with fewer bits, which PTX
-// leaves open, so that last bits differ between GPUs and from the host. On one GPU the same operands
-// give the same bits.
+// leaves open, so that last bits differ between GPUs and from the host. On one GPU the same
+// operands give the same bits.
 #pragma once
 
-#include "core/codes.h"
 #include "core/half.h"
+#include "core/matmul_precision.h"
 #include "core/simt.cuh"
 
 namespace emb::cuda {

@@ -73,8 +73,8 @@ EMB_DEVICE void prefetch(const void* address) {
 }
 
 // Start to copy kBytes (4, 8 or 16) from global to shared memory, both aligned to that, or to fill
-// with zeros if not `inside`; `global` must be an address of device memory in either case. Copies of
-// 16 bytes go past the first-level cache.
+// with zeros if not `inside`; `global` must be an address of device memory in either case. Copies
+// of 16 bytes go past the first-level cache.
 template <int kBytes>
 EMB_DEVICE void copy_async(void* shared, const void* global, bool inside) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);

@@ -168,7 +168,7 @@ class Machine {
     std::source_location where;
     unsigned mask = 0;
     uint64_t value = 0;
-    unsigned exchange = 0;  // of its warp: the last that it took part in
+    unsigned exchange = 0;     // of its warp: the last that it took part in
     std::vector<Copy> copies;  // to shared memory, not yet waited for
     unsigned copy_groups = 0;  // that are closed
   };

@@ -19,7 +19,7 @@ struct TtBatch {
   int64_t table, first_left_id, first_right_id;
   int64_t left_stride, right_stride, row_stride;
   const void* cores[kMaxCores];
-  Dtype type;            // of the cores
+  Dtype type;  // of the cores
   MatmulPrecision precision;
   const float* left[2];  // the cores of the left half as floats, of 16-bit ones copies
 

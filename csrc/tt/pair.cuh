@@ -5,7 +5,7 @@
 // an inner row is complete in registers, so there are no atomics and no partial sums.
 #pragma once
 
-#include "core/codes.h"
+#include "core/matmul_precision.h"
 #include "core/mma.cuh"
 #include "core/row_slice.cuh"
 #include "core/simt.cuh"
@@ -41,8 +41,7 @@ struct TtHalves {
            is_aligned(outer, 16) && is_aligned(inner, 16) && is_aligned(values, 16);
   }
   // Write elements n and n + 1 of the line of a value, where they exist.
-  EMB_DEVICE void store_pair_of(float* line, int n, bool vectors, float first,
-                                float second) const;
+  EMB_DEVICE void store_pair_of(float* line, int n, bool vectors, float first, float second) const;
   // Return the first of the table's distinct halves whose id within the table is >= id.
   EMB_DEVICE int lower_bound(int64_t id) const {
     int low = range[0], high = range[1];
@@ -58,9 +57,11 @@ struct TtHalves {
   }
 };
 
+// Elements of a row of a core, and lines of an inner row, fit an int (tt/check.h).
+
 inline constexpr int kPairThreads = 128;
-inline constexpr int kPairBlocks = 5;  // on a multiprocessor: what registers must allow
-inline constexpr int kDepth = 32;      // of the tiles in shared memory, along k
+inline constexpr int kPairBlocks = 5;           // on a multiprocessor: what registers must allow
+inline constexpr int kDepth = 32;               // of the tiles in shared memory, along k
 inline constexpr int kWarpM = 32, kWarpN = 16;  // of the part of a tile that a warp computes
 
 // A tile of one operand in shared memory, kCount values of m or n by kDepth of k. Lines run along k
@@ -77,33 +78,41 @@ struct Tile {
     return value[kAlongDepth ? i * kStride + k : k * kStride + i];
   }
 
-  // Start to copy from global memory: element e of line l from data[offset(l, e)], zeros where that
-  // is negative. Four neighbours are copied at once if `vectors`.
-  template <class Offset>
-  EMB_DEVICE void start_copies(const float* data, bool vectors, const Offset& offset) {
+  // Start to copy from global memory: element e of line l from data[line_offset(l) + offset(e)],
+  // zeros where one of them is negative. Four neighbours are copied at once if `vectors`.
+  template <class LineOffset, class Offset>
+  EMB_DEVICE void start_copies(const float* data, bool vectors, const LineOffset& line_offset,
+                               const Offset& offset) {
     if (vectors) {
-      start_copies_of<4>(data, offset);
+      start_copies_of<4>(data, line_offset, offset);
     } else {
-      start_copies_of<1>(data, offset);
+      start_copies_of<1>(data, line_offset, offset);
     }
   }
 
  private:
-  template <int kPack, class Offset>
-  EMB_DEVICE void start_copies_of(const float* data, const Offset& offset) {
+  // A thread copies the same part of every line that it copies.
+  template <int kPack, class LineOffset, class Offset>
+  EMB_DEVICE void start_copies_of(const float* data, const LineOffset& line_offset,
+                                  const Offset& offset) {
     constexpr int kPacks = kLength / kPack, kUnroll = kPack == 4 ? 4 : 1;
+    static_assert(kPairThreads % kPacks == 0);
+    const int thread = static_cast<int>(threadIdx.x), element = thread % kPacks * kPack;
+    const int64_t part = offset(element);
+    float* to = value + thread / kPacks * kStride + element;
 #pragma unroll kUnroll
-    for (int i = static_cast<int>(threadIdx.x); i < kLines * kPacks; i += kPairThreads) {
-      const int line = i / kPacks, element = i % kPacks * kPack;
-      const int64_t from = offset(line, element);
-      simt::copy_async<kPack * 4>(value + line * kStride + element, data + (from < 0 ? 0 : from),
-                                  from >= 0);
+    for (int l = thread / kPacks; l < kLines; l += kPairThreads / kPacks) {
+      const int64_t line = line_offset(l);
+      const bool inside = line >= 0 && part >= 0;
+      simt::copy_async<kPack * 4>(to, data + (inside ? line + part : 0), inside);
+      to += kPairThreads / kPacks * kStride;
     }
   }
 };
 
-// Where the lines of the halves of an inner row are, kLines at a time. Three such tables take turns:
-// one is written while the copies of the next tile, and the results of this one, use the others.
+// Where the lines of the halves of an inner row are, kLines at a time. Three such tables take
+// turns: one is written while the copies of the next tile, and the results of this one, use the
+// others.
 template <int kLines>
 struct LineTables {
   int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line
@@ -182,8 +191,7 @@ struct PairSums {
 };
 
 // Write two neighbours, of which the first `valid` exist.
-EMB_DEVICE void store_pair(float* address, int64_t valid, bool vectors, float first,
-                           float second) {
+EMB_DEVICE void store_pair(float* address, int valid, bool vectors, float first, float second) {
   if (vectors && valid >= 2) {
     struct alignas(8) Pair {
       float x, y;
@@ -211,8 +219,8 @@ struct Step {
   }
 };
 
-// Run all steps of `tiles` tiles: prepare(step) writes its table of lines, start(step, stage) starts
-// its copies, and compute(step, stage) runs while the copies of the next step are under way.
+// Run all steps of `tiles` tiles: prepare(step) writes its table of lines, start(step, stage)
+// starts its copies, and compute(step, stage) runs while the copies of the next step are under way.
 template <class Prepare, class Start, class Compute>
 EMB_DEVICE void run_steps(int tiles, int chunks, const Prepare& prepare, const Start& start,
                           const Compute& compute) {
@@ -236,16 +244,15 @@ EMB_DEVICE void run_steps(int tiles, int chunks, const Prepare& prepare, const S
   }
 }
 
-// The halves [begin, end) that share an inner row, as lines: q_outer for each half.
+// The halves that share an inner row, from `begin` on, as lines: q_outer for each half.
 struct InnerGroup {
-  int64_t inner, begin, lines;
+  int inner, begin, lines;
 
   // Find them; all threads of the block call this.
-  EMB_DEVICE InnerGroup(const TtHalves& halves, int64_t inner_row, int (&range)[2])
-      : inner(inner_row) {
+  EMB_DEVICE InnerGroup(const TtHalves& halves, int inner_row, int (&range)[2]) : inner(inner_row) {
     if (threadIdx.x < 2) {
       range[threadIdx.x] =
-          halves.lower_bound((inner + static_cast<int64_t>(threadIdx.x)) * halves.half.outer_rows);
+          halves.lower_bound((int64_t{inner} + threadIdx.x) * halves.half.outer_rows);
     }
     __syncthreads();
     begin = range[0];
@@ -254,26 +261,21 @@ struct InnerGroup {
 
   // Write table `t` for the lines from `first` on.
   template <int kLines>
-  EMB_DEVICE void locate(const TtHalves& halves, int64_t first, int t,
+  EMB_DEVICE void locate(const TtHalves& halves, int first, int t,
                          LineTables<kLines>* tables) const {
     static_assert(kLines <= kPairThreads);
-    const int i = static_cast<int>(threadIdx.x);
+    const int i = static_cast<int>(threadIdx.x), line = first + i;
     if (i >= kLines) return;
-    const int64_t line = first + i;
     tables->outer[t][i] = tables->value[t][i] = -1;
     if (line >= lines) return;
-    const int q = halves.half.q_outer;
-    const int64_t u = begin + line / q;
-    const int column = static_cast<int>(line % q);
+    const int u = begin + line / halves.half.q_outer, column = line % halves.half.q_outer;
     const int64_t row = halves.ids[u] - halves.first_id - inner * halves.half.outer_rows;
     tables->outer[t][i] = row * halves.half.outer_size() + column * halves.half.inner_rank;
     tables->value[t][i] = halves.line_offset(u, column);
   }
 };
 
-EMB_HD int tiles_of(int64_t n, int64_t tile) {
-  return static_cast<int>((n + tile - 1) / tile);
-}
+EMB_HD int tiles_of(int n, int tile) { return n / tile + (n % tile != 0); }
 
 // values[line, n] = sum over k of outer[line, k] * inner[k, n].
 template <class Products>
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
   constexpr int kM = 32, kN = 64;
   __shared__ PairMemory<Tile<kM, true>, Tile<kN, false>, kM> memory;
   const PairLane<kN> lane;
-  const InnerGroup group(halves, blockIdx.x, memory.range);
+  const InnerGroup group(halves, static_cast<int>(blockIdx.x), memory.range);
   const int depth = halves.half.inner_rank, width = halves.width();
   const int column = static_cast<int>(blockIdx.y) * kN;
   const int chunks = tiles_of(depth, kDepth);
@@ -293,20 +295,19 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
       tiles_of(group.lines, kM), chunks,
       [&](Step step) {
         if (step.chunk > 0) return;
-        group.locate(halves, int64_t{1} * step.tile * kM, step.tile % 3, &memory.lines);
+        group.locate(halves, step.tile * kM, step.tile % 3, &memory.lines);
       },
       [&](Step step, int stage) {
         const int k0 = step.chunk * kDepth;
         const int64_t* lines = memory.lines.outer[step.tile % 3];
-        memory.a[stage].start_copies(halves.outer, vectors, [&](int m, int k) -> int64_t {
-          return lines[m] >= 0 && k0 + k < depth ? lines[m] + k0 + k : -1;
-        });
+        memory.a[stage].start_copies(
+            halves.outer, vectors, [&](int m) { return lines[m]; },
+            [&](int k) { return k0 + k < depth ? k0 + k : -1; });
         // Up to two chunks of the inner row stay where they are.
         if (chunks <= 2 && step.tile * chunks + step.chunk >= 2) return;
-        memory.b[stage].start_copies(row, vectors, [&](int k, int n) -> int64_t {
-          return k0 + k < depth && column + n < width ? int64_t{1} * (k0 + k) * width + column + n
-                                                      : -1;
-        });
+        memory.b[stage].start_copies(
+            row, vectors, [&](int k) { return k0 + k < depth ? (k0 + k) * width : -1; },
+            [&](int n) { return column + n < width ? column + n : -1; });
       },
       [&](Step step, int stage) {
         const int rest = depth - step.chunk * kDepth;
@@ -330,39 +331,39 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
   constexpr int kM = 32, kN = 64;
   __shared__ PairMemory<Tile<kM, false>, Tile<kN, false>, kDepth> memory;
   const PairLane<kN> lane;
-  const InnerGroup group(halves, blockIdx.x, memory.range);
+  const InnerGroup group(halves, static_cast<int>(blockIdx.x), memory.range);
   const int height = halves.half.inner_rank, width = halves.width();
-  const int column = static_cast<int>(blockIdx.y) * kN, line_of_tile = static_cast<int>(blockIdx.z) * kM;
+  const int column = static_cast<int>(blockIdx.y) * kN,
+            line_of_tile = static_cast<int>(blockIdx.z) * kM;
   const bool vectors = halves.has_vectors(value_grads);
   PairSums sums;
   // Chunks of lines are tiles of one chunk here: each has a table.
   run_steps(
       tiles_of(group.lines, kDepth), 1,
-      [&](Step step) {
-        group.locate(halves, int64_t{1} * step.tile * kDepth, step.tile % 3, &memory.lines);
-      },
+      [&](Step step) { group.locate(halves, step.tile * kDepth, step.tile % 3, &memory.lines); },
       [&](Step step, int stage) {
         const int table = step.tile % 3;
         const int64_t *outer = memory.lines.outer[table], *value = memory.lines.value[table];
-        memory.a[stage].start_copies(halves.outer, vectors, [&](int k, int m) -> int64_t {
-          return outer[k] >= 0 && line_of_tile + m < height ? outer[k] + line_of_tile + m : -1;
-        });
-        memory.b[stage].start_copies(value_grads, vectors, [&](int k, int n) -> int64_t {
-          return value[k] >= 0 && column + n < width ? value[k] + halves.element_offset(column + n)
-                                                     : -1;
-        });
+        memory.a[stage].start_copies(
+            halves.outer, vectors, [&](int k) { return outer[k]; },
+            [&](int m) { return line_of_tile + m < height ? line_of_tile + m : -1; });
+        memory.b[stage].start_copies(
+            value_grads, vectors, [&](int k) { return value[k]; },
+            [&](int n) -> int64_t {
+              return column + n < width ? halves.element_offset(column + n) : -1;
+            });
       },
       [&](Step step, int stage) {
-        const int64_t rest = group.lines - int64_t{1} * step.tile * kDepth;
+        const int rest = group.lines - step.tile * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
-                                    rest < kDepth ? static_cast<int>(rest) : kDepth);
+                                    rest < kDepth ? rest : kDepth);
       });
   float* row = grads + group.inner * halves.half.inner_size();
   const bool has_pairs = vectors && is_aligned(grads, 8);
   sums.for_pairs(lane, [&](int m, int n, float first, float second) {
     if (line_of_tile + m >= height) return;
-    store_pair(row + int64_t{1} * (line_of_tile + m) * width + column + n, width - column - n,
-               has_pairs, first, second);
+    store_pair(row + (line_of_tile + m) * width + column + n, width - column - n, has_pairs, first,
+               second);
   });
 }
 
@@ -373,7 +374,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
   constexpr int kM = 64, kN = 32;
   __shared__ PairMemory<Tile<kM, true>, Tile<kN, true>, kM> memory;
   const PairLane<kN> lane;
-  const InnerGroup group(halves, blockIdx.x, memory.range);
+  const InnerGroup group(halves, static_cast<int>(blockIdx.x), memory.range);
   const int height = halves.half.inner_rank, width = halves.width();
   const int column = static_cast<int>(blockIdx.y) * kN;
   const int chunks = tiles_of(width, kDepth);
@@ -386,19 +387,18 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
       tiles_of(group.lines, kM), chunks,
       [&](Step step) {
         if (step.chunk > 0) return;
-        group.locate(halves, int64_t{1} * step.tile * kM, step.tile % 3, &memory.lines);
+        group.locate(halves, step.tile * kM, step.tile % 3, &memory.lines);
       },
       [&](Step step, int stage) {
         const int k0 = step.chunk * kDepth;
         const int64_t* lines = memory.lines.value[step.tile % 3];
-        memory.a[stage].start_copies(value_grads, vectors, [&](int m, int k) -> int64_t {
-          return lines[m] >= 0 && k0 + k < width ? lines[m] + halves.element_offset(k0 + k) : -1;
-        });
+        memory.a[stage].start_copies(
+            value_grads, vectors, [&](int m) { return lines[m]; },
+            [&](int k) -> int64_t { return k0 + k < width ? halves.element_offset(k0 + k) : -1; });
         if (chunks <= 2 && step.tile * chunks + step.chunk >= 2) return;
-        memory.b[stage].start_copies(row, vectors, [&](int n, int k) -> int64_t {
-          return column + n < height && k0 + k < width ? int64_t{1} * (column + n) * width + k0 + k
-                                                       : -1;
-        });
+        memory.b[stage].start_copies(
+            row, vectors, [&](int n) { return column + n < height ? (column + n) * width : -1; },
+            [&](int k) { return k0 + k < width ? k0 + k : -1; });
       },
       [&](Step step, int stage) {
         const int rest = width - step.chunk * kDepth;
@@ -406,10 +406,10 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
                                     rest < kDepth ? rest : kDepth);
         if (step.chunk + 1 < chunks) return;
         sums.for_pairs(lane, [&](int m, int n, float first, float second) {
-          const int64_t line = int64_t{1} * step.tile * kM + m;
+          const int line = step.tile * kM + m;
           if (line >= group.lines) return;
-          store_pair(out + line * height + column + n, height - column - n, has_pairs, first,
-                     second);
+          store_pair(out + int64_t{line} * height + column + n, height - column - n, has_pairs,
+                     first, second);
         });
         sums = {};
       });
@@ -482,7 +482,7 @@ void launch_expand(const Launcher& launcher, MatmulPrecision precision, const Tt
                    float* values) {
   const TtHalf& half = halves.half;
   const simt::Dim3 grid(static_cast<unsigned>(half.inner_rows),
-                        tiles_of(int64_t{1} * half.q_inner * half.rank, 64));
+                        tiles_of(half.q_inner * half.rank, 64));
   with_products(precision, [&](auto products) {
     launcher(expand_kernel<decltype(products)>, grid, kPairThreads, halves, values);
   });
@@ -495,15 +495,14 @@ void launch_contract(const Launcher& launcher, MatmulPrecision precision, const 
                      float* inner_grads) {
   const TtHalf& half = halves.half;
   const auto inner_rows = static_cast<unsigned>(half.inner_rows);
-  const int64_t width = int64_t{1} * half.q_inner * half.rank;
+  const int width = half.q_inner * half.rank;
   with_products(precision, [&](auto products) {
     using Products = decltype(products);
     launcher(inner_grads_kernel<Products>,
              simt::Dim3(inner_rows, tiles_of(width, 64), tiles_of(half.inner_rank, 32)),
              kPairThreads, halves, value_grads, inner_grads);
-    launcher(outer_values_kernel<Products>,
-             simt::Dim3(inner_rows, tiles_of(half.inner_rank, 32)), kPairThreads, halves,
-             value_grads, outer_values);
+    launcher(outer_values_kernel<Products>, simt::Dim3(inner_rows, tiles_of(half.inner_rank, 32)),
+             kPairThreads, halves, value_grads, outer_values);
   });
   launcher(sum_outer_kernel, blocks_for(half.outer_rows, 1, launcher.blocks(64)), kPairThreads,
            halves, static_cast<const float*>(outer_values), outer_grads);

@@ -12,7 +12,7 @@
 // second-level cache, leave nothing to gain (docs/cuda_performance.md).
 #pragma once
 
-#include "core/codes.h"
+#include "core/matmul_precision.h"
 #include "core/mma.cuh"
 #include "core/row_slice.cuh"
 #include "core/simt.cuh"
@@ -320,8 +320,8 @@ struct LaneElements {
     const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
 #pragma unroll
     for (int i = 0; i < kElementsPerLane; ++i) {
-      const int own = neighbours ? lane * kElementsPerLane + i
-                                 : lane + i * static_cast<int>(simt::kWarp);
+      const int own =
+          neighbours ? lane * kElementsPerLane + i : lane + i * static_cast<int>(simt::kWarp);
       element[i] = first + own;
       inside[i] = element[i] < size;
       column[i] = inside[i] ? static_cast<int>(element[i] / rank) : 0;
@@ -370,8 +370,8 @@ inline constexpr int64_t kTtChunk = 64;
 EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / kTtChunk + 1; }
 
 // partials[slot][jr, r] = sum over the rows j of the chunk and over jl of
-// row_grads[j][jl, jr] * left[jl, r]; one warp per slot and pass. With kVectors the four elements of
-// a lane are neighbours along the rank; sums have the same bits.
+// row_grads[j][jl, jr] * left[jl, r]; one warp per slot and pass. With kVectors the four elements
+// of a lane are neighbours along the rank; sums have the same bits.
 template <bool kVectors>
 __global__ void __launch_bounds__(kRowThreads)
     right_partials_kernel(TtRowsArgs args, const float* row_grads, float* partials) {
