@@ -29,7 +29,7 @@
 #pragma once
 
 #include "core/half.h"
-#include "core/matmul_precision.h"
+#include "core/codes.h"
 #include "core/simt.cuh"
 
 namespace emb::cuda {

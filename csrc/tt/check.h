@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/matmul_precision.h"
+#include "core/codes.h"
 #include "optim/check.h"
 #include "tt/args.h"
 

@@ -5,7 +5,7 @@
 // an inner row is complete in registers, so there are no atomics and no partial sums.
 #pragma once
 
-#include "core/matmul_precision.h"
+#include "core/codes.h"
 #include "core/mma.cuh"
 #include "core/row_slice.cuh"
 #include "core/simt.cuh"
@@ -95,7 +95,8 @@ struct Tile {
   template <int kPack, class LineOffset, class Offset>
   EMB_DEVICE void start_copies_of(const float* data, const LineOffset& line_offset,
                                   const Offset& offset) {
-    constexpr int kPacks = kLength / kPack, kUnroll = kPack == 4 ? 4 : 1;
+    constexpr int kPacks = kLength / kPack;
+    [[maybe_unused]] constexpr int kUnroll = kPack == 4 ? 4 : 1;
     static_assert(kPairThreads % kPacks == 0);
     const int thread = static_cast<int>(threadIdx.x), element = thread % kPacks * kPack;
     const int64_t part = offset(element);
@@ -211,11 +212,11 @@ EMB_DEVICE void TtHalves::store_pair_of(float* line, int n, bool vectors, float 
 }
 
 // One chunk of kDepth along k of one tile; a tile has `chunks` of them.
-struct Step {
+struct TileStep {
   int tile = 0, chunk = 0;
 
-  EMB_DEVICE Step next(int chunks) const {
-    return chunk + 1 < chunks ? Step{tile, chunk + 1} : Step{tile + 1, 0};
+  EMB_DEVICE TileStep next(int chunks) const {
+    return chunk + 1 < chunks ? TileStep{tile, chunk + 1} : TileStep{tile + 1, 0};
   }
 };
 
@@ -225,7 +226,7 @@ template <class Prepare, class Start, class Compute>
 EMB_DEVICE void run_steps(int tiles, int chunks, const Prepare& prepare, const Start& start,
                           const Compute& compute) {
   if (tiles == 0) return;
-  Step now, next;
+  TileStep now, next;
   prepare(now);
   __syncthreads();
   start(now, 0);
@@ -293,11 +294,11 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
   PairSums sums;
   run_steps(
       tiles_of(group.lines, kM), chunks,
-      [&](Step step) {
+      [&](TileStep step) {
         if (step.chunk > 0) return;
         group.locate(halves, step.tile * kM, step.tile % 3, &memory.lines);
       },
-      [&](Step step, int stage) {
+      [&](TileStep step, int stage) {
         const int k0 = step.chunk * kDepth;
         const int64_t* lines = memory.lines.outer[step.tile % 3];
         memory.a[stage].start_copies(
@@ -309,7 +310,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
             row, vectors, [&](int k) { return k0 + k < depth ? (k0 + k) * width : -1; },
             [&](int n) { return column + n < width ? column + n : -1; });
       },
-      [&](Step step, int stage) {
+      [&](TileStep step, int stage) {
         const int rest = depth - step.chunk * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
                                     rest < kDepth ? rest : kDepth);
@@ -340,8 +341,10 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
   // Chunks of lines are tiles of one chunk here: each has a table.
   run_steps(
       tiles_of(group.lines, kDepth), 1,
-      [&](Step step) { group.locate(halves, step.tile * kDepth, step.tile % 3, &memory.lines); },
-      [&](Step step, int stage) {
+      [&](TileStep step) {
+        group.locate(halves, step.tile * kDepth, step.tile % 3, &memory.lines);
+      },
+      [&](TileStep step, int stage) {
         const int table = step.tile % 3;
         const int64_t *outer = memory.lines.outer[table], *value = memory.lines.value[table];
         memory.a[stage].start_copies(
@@ -353,7 +356,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
               return column + n < width ? halves.element_offset(column + n) : -1;
             });
       },
-      [&](Step step, int stage) {
+      [&](TileStep step, int stage) {
         const int rest = group.lines - step.tile * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
                                     rest < kDepth ? rest : kDepth);
@@ -385,11 +388,11 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
   PairSums sums;
   run_steps(
       tiles_of(group.lines, kM), chunks,
-      [&](Step step) {
+      [&](TileStep step) {
         if (step.chunk > 0) return;
         group.locate(halves, step.tile * kM, step.tile % 3, &memory.lines);
       },
-      [&](Step step, int stage) {
+      [&](TileStep step, int stage) {
         const int k0 = step.chunk * kDepth;
         const int64_t* lines = memory.lines.value[step.tile % 3];
         memory.a[stage].start_copies(
@@ -400,7 +403,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
             row, vectors, [&](int n) { return column + n < height ? (column + n) * width : -1; },
             [&](int k) { return k0 + k < width ? k0 + k : -1; });
       },
-      [&](Step step, int stage) {
+      [&](TileStep step, int stage) {
         const int rest = width - step.chunk * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
                                     rest < kDepth ? rest : kDepth);

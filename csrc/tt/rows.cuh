@@ -7,12 +7,11 @@
 // On tensor cores run rows and the gradients of left halves, for ranks (and, for gradients, right
 // columns) that are multiples of four; other shapes run on `tt_rows_kernel` and
 // `left_grads_kernel`, whose lanes own elements of the result. The choice depends on the shape of
-// the table alone: a table has the same bits in every batch. The gradients of right halves do not
-// use tensor cores: their two right columns in eight, and 9 bytes per multiplication from the
-// second-level cache, leave nothing to gain (docs/cuda_performance.md).
+// the table alone: a table has the same bits in every batch. The gradients of right halves are not
+// worth it: they read about a byte per multiplication (docs/cuda_performance.md).
 #pragma once
 
-#include "core/matmul_precision.h"
+#include "core/codes.h"
 #include "core/mma.cuh"
 #include "core/row_slice.cuh"
 #include "core/simt.cuh"

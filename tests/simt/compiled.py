@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.simt.library import HEADERS, ROOT
 
@@ -32,6 +33,9 @@ class Compiled:
         spills: bytes that are stored to and loaded from local memory.
         instructions: of the machine code, padding included; None without cuobjdump.
         wide: accesses of global memory of 16 bytes per thread among them.
+        tensor: products on tensor cores among them.
+        copies: asynchronous copies to shared memory among them.
+        loop: instructions of the shortest loop with the most products, and these products.
     """
 
     name: str
@@ -40,6 +44,9 @@ class Compiled:
     spills: int
     instructions: int | None = None
     wide: int | None = None
+    tensor: int | None = None
+    copies: int | None = None
+    loop: list[int] | None = None
 
 
 @cache
@@ -111,22 +118,63 @@ def _parse(log: str, sass: str) -> list[Compiled]:
     kernels = []
     for (entry, architecture, stores, loads, registers), name in zip(found, names, strict=True):
         numbers = int(registers), int(stores) + int(loads)
-        code = codes.get((entry, architecture))
-        counts = (None, None) if code is None else (code.total(), sum(code[w] for w in _WIDE))
+        counts: tuple[int | list[int], ...] = ()
+        if (entry, architecture) in codes:
+            counts = _counts(codes[entry, architecture])
         kernels.append(Compiled(name, architecture, *numbers, *counts))
     return sorted(kernels, key=lambda kernel: (kernel.name, kernel.architecture))
 
 
-def _instructions(sass: str) -> dict[tuple[str, str], Counter[str]]:
-    """Count the instructions of each function and architecture by name."""
+class _Instruction(NamedTuple):
+    """An instruction: its address, its name and the rest of it."""
+
+    address: int
+    name: str
+    arguments: str
+
+
+def _counts(code: list[_Instruction]) -> tuple[int | list[int], ...]:
+    """Count instructions, those of 16 bytes, products, copies, and those of the main loop."""
+    names = Counter(instruction.name for instruction in code)
+    tensor = sum(_is_product(instruction) for instruction in code)
+    copies = sum(count for name, count in names.items() if name.startswith("LDGSTS"))
+    return names.total(), sum(names[w] for w in _WIDE), tensor, copies, _main_loop(code)
+
+
+def _is_product(instruction: _Instruction) -> bool:
+    return instruction.name.startswith("HMMA")
+
+
+def _main_loop(code: list[_Instruction]) -> list[int]:
+    """Return the instructions and products of the shortest loop with products, none without."""
+    numbers = {instruction.address: i for i, instruction in enumerate(code)}
+    found = []
+    for end, instruction in enumerate(code):
+        target = re.search(r"0x([0-9a-f]+)", instruction.arguments)
+        if instruction.name.startswith("BRA") and target is not None:
+            begin = numbers.get(int(target[1], 16), end)
+            products = sum(_is_product(step) for step in code[begin : end + 1])
+            if begin < end and products:
+                found.append((end + 1 - begin, products))
+    most = max((products for _, products in found if products), default=0)
+    # A loop that is unrolled has its rest behind it, with fewer products.
+    whole = [loop for loop in found if loop[1] >= most / 2]
+    return list(min(whole, default=(0, 0)))
+
+
+def _instructions(sass: str) -> dict[tuple[str, str], list[_Instruction]]:
+    """Return the instructions of each function and architecture."""
     found = {}
     architecture = ""
     for part in re.split(r"^\s*(?=Function : |arch = )", sass, flags=re.MULTILINE):
         if part.startswith("arch = "):
             architecture = part.split()[2]
         elif part.startswith("Function : "):
-            pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)"
-            found[part.split()[2], architecture] = Counter(re.findall(pattern, part, re.MULTILINE))
+            pattern = r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*)"
+            found[part.split()[2], architecture] = [
+                _Instruction(int(address, 16), name, rest)
+                for address, name, rest in re.findall(pattern, part, re.MULTILINE)
+            ]
     return found
 
 
