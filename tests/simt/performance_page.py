@@ -79,8 +79,8 @@ so a product needs about five MACs per byte to be bound by float32 arithmetic. L
 32 and more do: there tensor cores help most. Rows and gradients of left halves are bound by bytes;
 tensor cores and wide loads save instructions there (`tt_rows_kernel` and `left_grads_kernel`, for
 ranks or right columns that are no multiples of four, take more than twice as many). Gradients of
-right halves (`right_partials_kernel`) have about one MAC per byte, and four right columns would fill
-half of a fragment: they stay in float32 arithmetic, as do sums of outer rows.
+right halves (`right_partials_kernel`) have about one MAC per byte, and four right columns fill
+half a fragment: they stay in float32 arithmetic, as do sums of outer rows.
 
 """
 
