@@ -28,8 +28,8 @@
 // operands give the same bits.
 #pragma once
 
-#include "core/half.h"
 #include "core/codes.h"
+#include "core/half.h"
 #include "core/simt.cuh"
 
 namespace emb::cuda {
@@ -80,57 +80,71 @@ EMB_DEVICE void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t
 
 #else
 
-// Return the float between x and zero that is closest to x.
-inline float truncated(double x) {
-  const auto nearest = static_cast<float>(x);
-  if (!(std::fabs(static_cast<double>(nearest)) > std::fabs(x))) return nearest;
-  return bits_float(float_bits(nearest) - 1);
+// What a lane brings to a product.
+struct MmaLane {
+  const uint32_t *a, *b;
+  float* sum;
+  bool done = false;
+};
+
+// Write the sums of all lanes. A word has one value of TF32, or two of BF16.
+// Operands are in memory of the lanes, of which the race detector need not know.
+template <int kParts>
+__attribute__((no_sanitize("thread"))) void multiply_lanes(MmaLane* const (&lanes)[32]) {
+  const auto value = [](uint32_t word, int part) __attribute__((always_inline)) {
+    const uint32_t bits = kParts == 1 ? word & ~0x1fffu : part == 0 ? word << 16 : word >> 16 << 16;
+    float x;
+    __builtin_memcpy(&x, &bits, sizeof(x));
+    return static_cast<double>(x);
+  };
+  double a[16][8], b[8][8];
+  for (int row = 0; row < 8; ++row) {
+    for (int k = 0; k < 8; ++k) {
+      const MmaLane& lane = *lanes[row * 4 + k % 4];
+      const int word = kParts == 1 ? k / 4 : 0, part = kParts == 1 ? 0 : k / 4;
+      a[row][k] = value(lane.a[word * 2], part);
+      a[row + 8][k] = value(lane.a[word * 2 + 1], part);
+      b[k][row] = value(lane.b[word], part);
+    }
+  }
+  for (int m = 0; m < 16; ++m) {
+    for (int n = 0; n < 8; ++n) {
+      float* sum = lanes[m % 8 * 4 + n / 2]->sum + m / 8 * 2 + n % 2;
+      double total = *sum;
+      for (int k = 0; k < 8; ++k) total += a[m][k] * b[k][n];
+      auto rounded = static_cast<float>(total);
+      if (__builtin_fabs(rounded) > __builtin_fabs(total)) {  // towards zero
+        uint32_t bits;
+        __builtin_memcpy(&bits, &rounded, sizeof(bits));
+        --bits;
+        __builtin_memcpy(&rounded, &bits, sizeof(bits));
+      }
+      *sum = rounded;
+    }
+  }
+  for (MmaLane* lane : lanes) lane->done = true;
 }
 
-// Let all lanes of a warp show their operands: word w of a lane's a is element (w % 2 * 8 + row,
-// column(w / 2)). `value` returns the float of a word that is part `part` of an operand.
-template <int kWordsA, int kWordsB, int kParts, class Value>
-void emulate_mma(const char* name, float (&sum)[4], const uint32_t (&a)[kWordsA],
-                 const uint32_t (&b)[kWordsB], simt::Where where, const Value& value) {
-  struct Operands {
-    const uint32_t *a, *b;
-  };
-  const Operands own{a, b};
-  simt::Machine& machine = simt::Machine::get();
-  const simt::WarpValues& values = machine.meet_warp(
-      name, simt::kFullMask, simt::to_word(static_cast<const void*>(&own)), where);
-  const Operands* lanes[32];
-  for (int i = 0; i < 32; ++i) {
-    lanes[i] = static_cast<const Operands*>(simt::from_word<const void*>(values.word[i]));
-  }
-  const int lane = static_cast<int>(machine.lane());
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4, column = lane % 4 * 2 + i % 2;
-    double total = sum[i];
-    for (int w = 0; w < kWordsB; ++w) {
-      for (int k = 0; k < 4; ++k) {
-        const uint32_t x = lanes[row * 4 + k]->a[w * 2 + i / 2], y = lanes[column * 4 + k]->b[w];
-        for (int part = 0; part < kParts; ++part) total += value(x, part) * value(y, part);
-      }
-    }
-    sum[i] = truncated(total);
-  }
-  // Operands are in memory of the lanes: none goes on before all have read them.
-  machine.meet_warp(name, simt::kFullMask, 0, where);
+template <int kParts>
+void emulate_mma(const char* name, MmaLane* own, simt::Where where) {
+  const simt::WarpValues& values =
+      simt::Machine::get().meet_warp(name, simt::kFullMask, simt::to_word(own), where);
+  if (own->done) return;  // by the first lane that goes on
+  MmaLane* lanes[32];
+  for (int i = 0; i < 32; ++i) lanes[i] = simt::from_word<MmaLane*>(values.word[i]);
+  multiply_lanes<kParts>(lanes);
 }
 
 inline void mma_tf32(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                      simt::Where where = simt::Where::current()) {
-  emulate_mma<4, 2, 1>("mma_tf32", sum, a, b, where, [](uint32_t x, int) {
-    return static_cast<double>(bits_float(x & ~0x1fffu));
-  });
+  MmaLane own{a, b, sum};
+  emulate_mma<1>("mma_tf32", &own, where);
 }
 
 inline void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t (&b)[1],
                      simt::Where where = simt::Where::current()) {
-  emulate_mma<2, 1, 2>("mma_bf16", sum, a, b, where, [](uint32_t x, int part) {
-    return static_cast<double>(bits_float(part == 0 ? x << 16 : x & 0xffff0000u));
-  });
+  MmaLane own{a, b, sum};
+  emulate_mma<2>("mma_bf16", &own, where);
 }
 
 #endif
