@@ -87,24 +87,27 @@ struct MmaLane {
   bool done = false;
 };
 
-// Write the sums of all lanes. A word has one value of TF32, or two of BF16.
-// Operands are in memory of the lanes, of which the race detector need not know.
+// Return part `part` of a word, which has one value of TF32, or two of BF16.
+template <int kParts>
+__attribute__((no_sanitize("thread"))) inline double part_of(uint32_t word, int part) {
+  const uint32_t bits = kParts == 1 ? word & ~0x1fffu : part == 0 ? word << 16 : word >> 16 << 16;
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof(x));
+  return static_cast<double>(x);
+}
+
+// Write the sums of all lanes. Their operands are on stacks, which the race detector does not
+// watch.
 template <int kParts>
 __attribute__((no_sanitize("thread"))) void multiply_lanes(MmaLane* const (&lanes)[32]) {
-  const auto value = [](uint32_t word, int part) __attribute__((always_inline)) {
-    const uint32_t bits = kParts == 1 ? word & ~0x1fffu : part == 0 ? word << 16 : word >> 16 << 16;
-    float x;
-    __builtin_memcpy(&x, &bits, sizeof(x));
-    return static_cast<double>(x);
-  };
   double a[16][8], b[8][8];
   for (int row = 0; row < 8; ++row) {
     for (int k = 0; k < 8; ++k) {
       const MmaLane& lane = *lanes[row * 4 + k % 4];
       const int word = kParts == 1 ? k / 4 : 0, part = kParts == 1 ? 0 : k / 4;
-      a[row][k] = value(lane.a[word * 2], part);
-      a[row + 8][k] = value(lane.a[word * 2 + 1], part);
-      b[k][row] = value(lane.b[word], part);
+      a[row][k] = part_of<kParts>(lane.a[word * 2], part);
+      a[row + 8][k] = part_of<kParts>(lane.a[word * 2 + 1], part);
+      b[k][row] = part_of<kParts>(lane.b[word], part);
     }
   }
   for (int m = 0; m < 16; ++m) {
@@ -113,7 +116,8 @@ __attribute__((no_sanitize("thread"))) void multiply_lanes(MmaLane* const (&lane
       double total = *sum;
       for (int k = 0; k < 8; ++k) total += a[m][k] * b[k][n];
       auto rounded = static_cast<float>(total);
-      if (__builtin_fabs(rounded) > __builtin_fabs(total)) {  // towards zero
+      const bool is_finite = __builtin_isfinite(rounded);
+      if (is_finite && __builtin_fabs(rounded) > __builtin_fabs(total)) {  // towards zero
         uint32_t bits;
         __builtin_memcpy(&bits, &rounded, sizeof(bits));
         --bits;

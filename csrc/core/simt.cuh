@@ -58,7 +58,8 @@ EMB_DEVICE Pack8 load(const Pack8* address) {
   return {{v.x, v.y}};
 }
 
-// Store what no kernel reads soon: it leaves the L2 cache before other lines, such as rows of hot ids.
+// Store what no kernel reads soon: it leaves the L2 cache before other lines, such as rows of hot
+// ids.
 EMB_DEVICE void store_streaming(Pack16* address, const Pack16& value) {
   __stcs(reinterpret_cast<uint4*>(address),
          make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]));
