@@ -10,7 +10,8 @@
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
 //     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __clz
 //     __vcmpeq4;
-//   * simt::copy_async<N> copies from global to shared memory while the thread goes on; nobody may
+//   * simt::copy_async<N> copies from global to shared memory while the thread goes on; no thread
+//   may
 //     read the copy before the thread has waited (simt::wait_for_copies) and the block has met;
 //   * every lane of its mask reaches a collective, at one source line, before any of them leaves
 //     it; lanes of the mask must not have left the kernel. A shuffle reads only lanes of its mask;
