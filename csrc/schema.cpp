@@ -97,26 +97,28 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " -> Tensor[]");
   m.def(
       "tt_rows(Tensor[] cores, Tensor[] plan, int[] row_factors, int[] dim_factors,"
-      " int[] num_cores, SymInt num_saved) -> (Tensor rows, Tensor prefixes)");
+      " int[] num_cores, SymInt num_saved, int matmul_precision=0)"
+      " -> (Tensor rows, Tensor prefixes)");
   m.def(
       "tt_core_grads(Tensor[] cores, Tensor[] plan, Tensor prefixes, Tensor row_grads,"
-      " int[] row_factors, int[] dim_factors, int[] num_cores) -> Tensor[]");
+      " int[] row_factors, int[] dim_factors, int[] num_cores, int matmul_precision=0)"
+      " -> Tensor[]");
   m.def(
       "tt_update_(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor hyper, int optimizer,"
       " Tensor[] plan, Tensor prefixes, Tensor row_grads, int[] row_factors, int[] dim_factors,"
-      " int[] num_cores) -> ()");
+      " int[] num_cores, int matmul_precision=0) -> ()");
   // On the CPU, whole passes in one call, see csrc/tt/batch_cpu.cpp.
   m.def(
       "tt_lookup(Tensor[] cores, Tensor tables, Tensor feature_tables, Tensor features,"
       " Tensor indices, Tensor offsets, Tensor? bag_layout, Tensor? sample_weights, int pooling,"
       " SymInt output_dim, ScalarType output_dtype, int[] row_factors, int[] dim_factors,"
-      " int[] num_cores, SymInt num_saved)"
+      " int[] num_cores, SymInt num_saved, int matmul_precision=0)"
       " -> (Tensor output, Tensor[] groups, Tensor[] plan, Tensor prefixes)");
   m.def(
       "tt_backward_(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor(c!) hyper, int optimizer,"
       " Tensor grad, Tensor features, Tensor[] groups, Tensor offsets, Tensor? bag_layout,"
       " Tensor? sample_weights, int pooling, Tensor[] plan, Tensor prefixes, int[] row_factors,"
-      " int[] dim_factors, int[] num_cores) -> ()");
+      " int[] dim_factors, int[] num_cores, int matmul_precision=0) -> ()");
 
   // Routing of ids to the ranks that store their rows, and combination of the pooled rows that come
   // back.

@@ -143,6 +143,20 @@ class StochasticRounding:
             raise ValueError(f"seed must be in [0, 2^53), got {self.seed}")
 
 
+class MatmulPrecision(Choice):
+    """How exact products of matrices on a GPU's tensor cores must be at least.
+
+    FLOAT32 is as exact as float32 arithmetic: each product is three of TF32 values. TF32 rounds
+    operands to 11 significant bits and BF16 to 8, a relative error of up to 2^-11 and 2^-8 per
+    operand, for less work. Sums are float32 in any case. A device may be more exact: the CPU, and
+    products that do not use tensor cores, compute in float32.
+    """
+
+    FLOAT32 = "float32"
+    TF32 = "tf32"
+    BF16 = "bf16"
+
+
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of a table: float32, float16 or bfloat16 each. Sums are float32 in any case.
@@ -154,14 +168,18 @@ class Precision:
             float32.
         stochastic_rounding: how updates of weights and states that are not float32 are rounded;
             None rounds to nearest, which drops updates below half a unit in the last place.
+        matmul: how exact the products of the cores of tensor trains are on a GPU; other tables
+            multiply no matrices.
     """
 
     weights: torch.dtype = torch.float32
     output: torch.dtype = torch.float32
     states: torch.dtype = torch.float32
     stochastic_rounding: StochasticRounding | None = None
+    matmul: MatmulPrecision = MatmulPrecision.FLOAT32
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "matmul", MatmulPrecision(self.matmul))
         for name in ("weights", "output", "states"):
             check_float_dtype(f"Precision.{name}", getattr(self, name))
         rounding = self.stochastic_rounding

@@ -143,6 +143,7 @@ def test_python_and_csrc_number_choices_alike() -> None:
         "Policies": codes.CACHE_POLICY,
         "Orders": codes.HASH_ORDER,
         "InsertPolicies": codes.INSERT_POLICY,
+        "MatmulPrecisions": codes.MATMUL_PRECISION,
     }
 
 

@@ -33,6 +33,10 @@ inline constexpr const char* kOrders[] = {"none", "lru", "lfu", "lru_lfu", "assi
 enum class InsertPolicy : int { kWins, kCompetes };
 inline constexpr const char* kInsertPolicies[] = {"wins", "competes"};
 
+// How exact the products of matrices are that run on tensor cores, see core/mma.cuh.
+enum class MatmulPrecision : int { kFloat32, kTf32, kBf16 };
+inline constexpr const char* kMatmulPrecisions[] = {"float32", "tf32", "bf16"};
+
 // Columns of `hyper`, float64: learning rate, step (from 1), rate of the coupled L2 penalty (g +=
 // l2 * w before anything else), rate of the decoupled decay (w *= 1 - lr * decay), seed of
 // stochastic rounding (negative: round to nearest), then the optimizer's arguments.

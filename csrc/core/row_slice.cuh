@@ -70,7 +70,7 @@ struct RowSlice {
   }
 };
 
-EMB_DEVICE bool is_aligned(const void* address, int bytes) {
+EMB_HD bool is_aligned(const void* address, int bytes) {
   return (reinterpret_cast<uintptr_t>(address) & static_cast<uintptr_t>(bytes - 1)) == 0;
 }
 

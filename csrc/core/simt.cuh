@@ -10,6 +10,9 @@
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
 //     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __clz
 //     __vcmpeq4;
+//   * simt::copy_async<N> copies from global to shared memory while the thread goes on; no thread
+//   may
+//     read the copy before the thread has waited (simt::wait_for_copies) and the block has met;
 //   * every lane of its mask reaches a collective, at one source line, before any of them leaves
 //     it; lanes of the mask must not have left the kernel. A shuffle reads only lanes of its mask;
 //   * every thread of the block reaches a barrier at one source line: no early return;
@@ -79,6 +82,34 @@ EMB_DEVICE void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// Start to copy kBytes (4, 8 or 16) from global to shared memory, both aligned to that, or to fill
+// with zeros if not `inside`; `global` must be an address of device memory in either case. Copies
+// of 16 bytes go past the first-level cache.
+template <int kBytes>
+EMB_DEVICE void copy_async(void* shared, const void* global, bool inside) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const int from_bytes = inside ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
+                 "r"(from_bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global),
+                 "n"(kBytes), "r"(from_bytes)
+                 : "memory");
+  }
+}
+
+// Close the group of copies that this thread started since the last one.
+EMB_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most kGroups of this thread's groups of copies are not complete.
+template <int kGroups>
+EMB_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 // End the kernel as a failed assert does: the message is printed and the next call into CUDA fails.
 EMB_DEVICE void trap(const char* message) { __assert_fail(message, "emblib", 0, "kernel"); }
 
@@ -106,6 +137,24 @@ void store_streaming(Pack* address, const Pack& value) {
 inline uint32_t mask_and_set(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 
 inline void prefetch(const void*) {}
+
+template <int kBytes>
+void copy_async(void* shared, const void* global, bool inside) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  const auto addresses = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
+  if (addresses % kBytes != 0) {
+    fail("a copy of " + std::to_string(kBytes) + " bytes to shared memory is misaligned");
+  }
+  Machine::get().start_copy(static_cast<uint32_t*>(shared), static_cast<const uint32_t*>(global),
+                            kBytes / 4, inside);
+}
+
+inline void commit_copies() { Machine::get().commit_copies(); }
+
+template <int kGroups>
+void wait_for_copies() {
+  Machine::get().wait_for_copies(kGroups);
+}
 
 [[noreturn]] inline void trap(const char* message) { fail(message); }
 

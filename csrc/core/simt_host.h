@@ -1,8 +1,6 @@
-// The CUDA emulation behind core/simt.cuh: fibers, the scheduler that runs the threads of a block,
-// the launcher that tests use, and CUDA's names. Everything is inline and single-threaded.
+// The CUDA emulation behind core/simt.cuh: the scheduler that runs the threads of a block, the
+// launcher that tests use, and CUDA's names. Everything is inline and single-threaded.
 #pragma once
-
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
@@ -20,131 +18,9 @@
 #include <string>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#endif
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
+#include "core/fiber.h"
 
 namespace emb::simt {
-
-// A fiber is a stack and a saved stack pointer. Switching costs a few nanoseconds on x86-64; on
-// other processors it goes through ucontext. Every switch is announced to AddressSanitizer, so that
-// it knows the current stack.
-
-inline constexpr size_t kStackBytes = 256 * 1024;
-inline constexpr size_t kGuardBytes = 4096;
-
-#if defined(__x86_64__)
-
-// Save the callee-saved registers on this stack and continue on the other one.
-__attribute__((naked, noinline, weak)) void swap_stacks(void** save, void* load);
-__attribute__((naked, noinline, weak)) void swap_stacks(void**, void*) {
-  asm volatile(
-      "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
-      "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
-      "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
-}
-
-class Context {
- public:
-  void start(char* stack, size_t bytes, void (*entry)()) {
-    // `entry` expects the stack as after a call: 8 bytes off a multiple of 16, with a return
-    // address that ends backtraces. Below it are six registers for swap_stacks to pop.
-    auto* top = reinterpret_cast<uint64_t*>(stack + bytes);
-    top[-1] = 0;
-    top[-2] = reinterpret_cast<uint64_t>(entry);
-    for (int i = 3; i <= 8; ++i) top[-i] = 0;
-    pointer_ = top - 8;
-  }
-  void swap(Context& to) { swap_stacks(&pointer_, to.pointer_); }
-
- private:
-  void* pointer_ = nullptr;
-};
-
-#else
-
-class Context {
- public:
-  void start(char* stack, size_t bytes, void (*entry)()) {
-    getcontext(&context_);
-    context_.uc_stack.ss_sp = stack;
-    context_.uc_stack.ss_size = bytes;
-    context_.uc_link = nullptr;
-    makecontext(&context_, entry, 0);
-  }
-  void swap(Context& to) { swapcontext(&context_, &to.context_); }
-
- private:
-  ucontext_t context_;
-};
-
-#endif
-
-// A fiber owns its stack for its whole life and runs `entry`, which must never return.
-class Fiber {
- public:
-  Fiber() = default;
-  Fiber(const Fiber&) = delete;
-  Fiber& operator=(const Fiber&) = delete;
-  ~Fiber() {
-    if (memory_ != nullptr) munmap(memory_, kGuardBytes + kStackBytes);
-  }
-
-  void start(void (*entry)()) {
-    if (memory_ == nullptr) {
-      void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (memory == MAP_FAILED) throw std::runtime_error("simt: no memory for a fiber's stack");
-      memory_ = static_cast<char*>(memory);
-      mprotect(memory_, kGuardBytes, PROT_NONE);
-    }
-    fake_stack_ = nullptr;
-#if defined(__SANITIZE_ADDRESS__)
-    __asan_unpoison_memory_region(memory_ + kGuardBytes, kStackBytes);
-#endif
-    context_.start(memory_ + kGuardBytes, kStackBytes, entry);
-  }
-
-  // Leave this fiber for `to`; return when another fiber switches back to this one.
-  void switch_to(Fiber& to) {
-#if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_start_switch_fiber(&fake_stack_, to.bottom_ ? to.bottom_ : to.stack(),
-                                   to.bottom_ ? to.bytes_ : kStackBytes);
-    Fiber* self = this;
-    arriving_from() = self;
-    context_.swap(to.context_);
-    self->arrive();
-#else
-    context_.swap(to.context_);
-#endif
-  }
-
-  // Tell the sanitizer that the switch has happened; `entry` calls it first.
-  void arrive() {
-#if defined(__SANITIZE_ADDRESS__)
-    // The fiber just left reports its stack: the only way to learn that of the main fiber.
-    Fiber* from = arriving_from();
-    __sanitizer_finish_switch_fiber(fake_stack_, &from->bottom_, &from->bytes_);
-#endif
-  }
-
- private:
-  const void* stack() const { return memory_ + kGuardBytes; }
-  static Fiber*& arriving_from() {
-    static Fiber* from = nullptr;
-    return from;
-  }
-
-  Context context_;
-  char* memory_ = nullptr;
-  void* fake_stack_ = nullptr;
-  const void* bottom_ = nullptr;
-  size_t bytes_ = 0;
-};
 
 // The scheduler. The threads of a block are fibers of one system thread: a fiber runs until it must
 // wait for others at a barrier or a warp collective, and then the next runnable one takes over.
@@ -238,6 +114,28 @@ class Machine {
     return exchange.values;
   }
 
+  // A copy happens when its thread waits for it; until then its target reads as NaN.
+  void start_copy(uint32_t* to, const uint32_t* from, unsigned words, bool inside) {
+    std::fill_n(to, words, 0xffffffffu);
+    Thread& self = threads_[current_];
+    self.copies.push_back({to, from, words, inside, self.copy_groups});
+  }
+
+  void commit_copies() { ++threads_[current_].copy_groups; }
+
+  void wait_for_copies(unsigned groups_in_flight) {
+    Thread& self = threads_[current_];
+    std::vector<Copy> in_flight;
+    for (const Copy& copy : self.copies) {
+      if (copy.group + groups_in_flight >= self.copy_groups) {
+        in_flight.push_back(copy);
+        continue;
+      }
+      for (unsigned i = 0; i < copy.words; ++i) copy.to[i] = copy.inside ? copy.from[i] : 0;
+    }
+    self.copies.swap(in_flight);
+  }
+
   [[noreturn]] void fail_at(std::source_location where, const std::string& message) {
     stop(show(where) + ": " + message);
   }
@@ -257,12 +155,22 @@ class Machine {
     alignas(16) uint32_t words[2];
   };
 
+  struct Copy {
+    uint32_t* to;
+    const uint32_t* from;
+    unsigned words;
+    bool inside;
+    unsigned group;
+  };
+
   struct Thread {
     const char* waits_for = nullptr;
     std::source_location where;
     unsigned mask = 0;
     uint64_t value = 0;
-    unsigned exchange = 0;  // of its warp: the last that it took part in
+    unsigned exchange = 0;     // of its warp: the last that it took part in
+    std::vector<Copy> copies;  // to shared memory, not yet waited for
+    unsigned copy_groups = 0;  // that are closed
   };
 
   // The values of a collective, as long as lanes have not read them.
@@ -306,6 +214,8 @@ class Machine {
       for (Exchange& exchange : exchanges_[w]) exchange.readers = 0;
     }
     for (unsigned t = 0; t < live_; ++t) {
+      threads_[t].copies.clear();
+      threads_[t].copy_groups = 0;
       if (fibers_[t] == nullptr) {
         fibers_[t] = std::make_unique<Fiber>();
         fibers_[t]->start(&Machine::fiber_main);

@@ -64,8 +64,10 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, Tensor> tt_lookup(
     const Tensor& features, const Tensor& indices, const Tensor& offsets,
     std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights, int64_t pooling,
     int64_t output_dim, ScalarType output_dtype, std::vector<int64_t> row_factors,
-    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores, int64_t num_saved) {
+    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores, int64_t num_saved,
+    int64_t matmul_precision) {
   const char* op = "tt_lookup";
+  parse_matmul_precision(op, matmul_precision);
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
   check_layout_of(op, tt_table_ids(op, "tables", tables), tables.size(0), shapes);
   check_features(op, features);
@@ -100,8 +102,9 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
                   int64_t pooling, std::vector<Tensor> plan, const Tensor& prefixes,
                   std::vector<int64_t> row_factors, std::vector<int64_t> dim_factors,
-                  std::vector<int64_t> num_cores) {
+                  std::vector<int64_t> num_cores, int64_t matmul_precision) {
   const char* op = "tt_backward_";
+  parse_matmul_precision(op, matmul_precision);
   check_has_step(op, hyper);
   STD_TORCH_CHECK(groups.size() == 5, op,
                   ": groups must be the 5 tensors that tt_lookup returns, got ", groups.size());

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/codes.h"
 #include "optim/check.h"
 #include "tt/args.h"
 
@@ -33,6 +34,10 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
                   ": the row factors of either half must multiply to less than 2^31, got ",
                   left.ids(), " and ", right.ids(), "; use more cores or more even factors");
   return shape;
+}
+
+inline MatmulPrecision parse_matmul_precision(const char* op, int64_t code) {
+  return parse_choice<MatmulPrecision>(op, "matmul_precision", code, kMatmulPrecisions);
 }
 
 // Check the layout tensor of the tables, or of those that features read: int64 [T, 10],
@@ -91,6 +96,12 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
   STD_TORCH_CHECK(rank == 1, op, ": the last core must end with rank 1, its width implies ", rank);
   shape.ranks[shape.cores] = 1;
   STD_TORCH_CHECK(dim <= kMaxWidth, op, ": dim_factors must multiply to at most 2^30, got ", dim);
+  for (const TtHalf& half : {shape.left(), shape.right()}) {
+    STD_TORCH_CHECK(!half.pair || half.outer_rows * half.q_outer <= kMaxWidth, op,
+                    ": row factor times dim factor must be at most 2^30 in the first and the last "
+                    "core, got ",
+                    half.outer_rows, " * ", half.q_outer, "; use more even factors");
+  }
   return shape;
 }
 

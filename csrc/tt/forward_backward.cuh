@@ -19,7 +19,8 @@ struct TtBatch {
   int64_t table, first_left_id, first_right_id;
   int64_t left_stride, right_stride, row_stride;
   const void* cores[kMaxCores];
-  Dtype type;            // of the cores
+  Dtype type;  // of the cores
+  MatmulPrecision precision;
   const float* left[2];  // the cores of the left half as floats, of 16-bit ones copies
 
   int64_t lefts() const { return min(plan.capacity, shape.left().ids()); }
@@ -40,12 +41,13 @@ struct TtBatches {
   std::vector<TtBatch> tables;
 
   TtBatches(const std::vector<TtShape>& shapes, const std::vector<const void*>& cores, Dtype type,
-            const TtPlan& plan) {
+            const TtPlan& plan, MatmulPrecision precision) {
     const void* const* core = cores.data();
     for (const TtShape& shape : shapes) {
       TtBatch batch{shape, plan, static_cast<int64_t>(tables.size()), left_ids_, right_ids_};
       for (int k = 0; k < shape.cores; ++k) batch.cores[k] = *core++;
       batch.type = type;
+      batch.precision = precision;
       for (int k = 0; k < 2; ++k) batch.left[k] = static_cast<const float*>(batch.cores[k]);
       tables.push_back(batch);
       const TtHalf left = shape.left(), right = shape.right();
@@ -189,7 +191,14 @@ void expand_right(const Launcher& launcher, const TtBatch& batch, const TtRightM
                                        half.outer_rows, half.inner_rank, half.q_outer, 1));
   launch_reverse(launcher, reverse_all(batch.cores[last - 1], batch.type, memory.mirrored_inner,
                                        half.inner_rows, half.rank, half.q_inner, half.inner_rank));
-  launch_expand(launcher, right_halves(batch, memory), memory.values);
+  launch_expand(launcher, batch.precision, right_halves(batch, memory), memory.values);
+}
+
+// Make the values of all left halves of a table. `left_values` has room for those of all tables.
+template <class Launcher>
+void expand_left(const Launcher& launcher, const TtBatch& batch, float* left_values) {
+  if (!batch.shape.left().pair) return;  // they are the rows of the first core
+  launch_expand(launcher, batch.precision, batch.left_halves(), left_values);
 }
 
 // `left_values` has room for all left halves; it is unused for two cores.
@@ -198,16 +207,9 @@ void forward_pass(const Launcher& launcher, const TtBatches& batches, const TtRi
                   float* left_values, float* rows) {
   for (const TtBatch& batch : batches.tables) {
     expand_right(launcher, batch, memory);
-    if (batch.shape.left().pair) launch_expand(launcher, batch.left_halves(), left_values);
-    launch_tt_rows(launcher, tt_rows_args(batch, left_values, memory.values), rows);
-  }
-}
-
-// Make the values of all left halves again.
-template <class Launcher>
-void expand_left(const Launcher& launcher, const TtBatches& batches, float* left_values) {
-  for (const TtBatch& batch : batches.tables) {
-    if (batch.shape.left().pair) launch_expand(launcher, batch.left_halves(), left_values);
+    expand_left(launcher, batch, left_values);
+    launch_tt_rows(launcher, batch.precision, tt_rows_args(batch, left_values, memory.values),
+                   rows);
   }
 }
 
@@ -251,11 +253,13 @@ void backward_pass(const Launcher& launcher, const TtBatch& batch, const TtRight
                      : TtHalfRows<float>{grads[0], batch.plan.lefts, batch.first_left_id,
                                          left_half.value_size()};
   expand_right(launcher, batch, right);
-  launch_value_grads(launcher, tt_rows_args(batch, left_values, right.values), row_grads,
-                     left_grads, memory.partials, memory.right_grads);
+  const TtRowsArgs args = tt_rows_args(batch, left_values, right.values);
+  launch_left_grads(launcher, batch.precision, args, row_grads, left_grads);
+  launch_right_grads(launcher, args, row_grads, memory.partials, memory.right_grads);
   if (left_half.pair) {
-    launch_contract(launcher, batch.left_halves(), static_cast<const float*>(memory.left_grads),
-                    memory.outer_values, grads[0], grads[1]);
+    launch_contract(launcher, batch.precision, batch.left_halves(),
+                    static_cast<const float*>(memory.left_grads), memory.outer_values, grads[0],
+                    grads[1]);
   }
   if (!half.pair) {
     launch_reverse(launcher,
@@ -268,7 +272,7 @@ void backward_pass(const Launcher& launcher, const TtBatch& batch, const TtRight
                     1});
     return;
   }
-  launch_contract(launcher, right_halves(batch, right),
+  launch_contract(launcher, batch.precision, right_halves(batch, right),
                   static_cast<const float*>(memory.right_grads), memory.outer_values,
                   memory.mirrored_outer, memory.mirrored_inner);
   launch_reverse(launcher, reverse_all(memory.mirrored_outer, grads[last], half.outer_rows,

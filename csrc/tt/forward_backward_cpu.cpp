@@ -1,6 +1,7 @@
 // `tt_rows`, `tt_core_grads` and `tt_update_` on the CPU. The right halves of a batch are few and
 // are all expanded first; left halves are expanded when they are needed. Of the cores only rows
-// that the batch uses are read, and only these have gradients and are updated.
+// that the batch uses are read, and only these have gradients and are updated. All arithmetic is
+// float32, which every `matmul_precision` allows.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -270,8 +271,9 @@ namespace {
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
-                                   int64_t num_saved) {
+                                   int64_t num_saved, int64_t matmul_precision) {
   const char* op = "tt_rows";
+  parse_matmul_precision(op, matmul_precision);
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
   const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
   check_plan_contents(op, plan, tables);
@@ -596,9 +598,10 @@ struct GradInputs {
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                   const Tensor& prefixes, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
-                                  std::vector<int64_t> dim_factors,
-                                  std::vector<int64_t> num_cores) {
+                                  std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
+                                  int64_t matmul_precision) {
   const char* op = "tt_core_grads";
+  parse_matmul_precision(op, matmul_precision);
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
   const GradInputs inputs(op, tables, plan_tensors, prefixes, row_grads);
   std::vector<Tensor> grads;
@@ -655,8 +658,10 @@ namespace {
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
                 int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,
-                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores) {
+                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
+                int64_t matmul_precision) {
   const char* op = "tt_update_";
+  parse_matmul_precision(op, matmul_precision);
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
   tt_update_rows(op, tables, cores, states, hyper, optimizer, plan_tensors, prefixes, row_grads);
 }

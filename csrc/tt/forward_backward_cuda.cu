@@ -14,12 +14,13 @@ namespace emb::cuda {
 namespace {
 
 TtBatches make_batches(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
-                       const std::vector<Tensor>& plan_tensors) {
+                       const std::vector<Tensor>& plan_tensors, int64_t matmul_precision) {
+  const MatmulPrecision precision = parse_matmul_precision(op, matmul_precision);
   const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
   check_same_device(op, "the plan", plan_tensors[0], cores[0]);
   std::vector<const void*> data;
   for (const Tensor& core : cores) data.push_back(core.const_data_ptr());
-  return {tables.shapes, data, tables.type, plan};
+  return {tables.shapes, data, tables.type, plan, precision};
 }
 
 // Float scratch for the duration of a call; torch frees it in stream order.
@@ -41,10 +42,10 @@ class Scratch {
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
-                                   int64_t num_saved) {
+                                   int64_t num_saved, int64_t matmul_precision) {
   const char* op = "tt_rows";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  TtBatches batches = make_batches(op, tables, cores, plan);
+  TtBatches batches = make_batches(op, tables, cores, plan, matmul_precision);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   const CudaLauncher launcher(cores[0]);
   Tensor rows = allocate(cores[0], {batches.capacity(), tables.dim}, ScalarType::Float);
@@ -68,11 +69,11 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                   const Tensor& prefixes, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
-                                  std::vector<int64_t> dim_factors,
-                                  std::vector<int64_t> num_cores) {
+                                  std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
+                                  int64_t matmul_precision) {
   const char* op = "tt_core_grads";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  TtBatches batches = make_batches(op, tables, cores, plan);
+  TtBatches batches = make_batches(op, tables, cores, plan, matmul_precision);
   check_core_grad_inputs(op, tables, batches.capacity(), prefixes, row_grads);
   check_same_device(op, "row_grads", row_grads, cores[0]);
   check_same_device(op, "prefixes", prefixes, cores[0]);
@@ -91,7 +92,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   const float* left_values = prefixes.const_data_ptr<float>();
   if (batches.has_pairs() && prefixes.size(0) < batches.lefts()) {
     float* recomputed = scratch(batches.left_floats());
-    expand_left(launcher, batches, recomputed);
+    for (const TtBatch& batch : batches.tables) expand_left(launcher, batch, recomputed);
     left_values = recomputed;
   }
   const TtBackwardMemory memory(batches, scratch);
@@ -107,14 +108,15 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
                 int64_t optimizer, std::vector<Tensor> plan, const Tensor& prefixes,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,
-                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores) {
+                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
+                int64_t matmul_precision) {
   const char* op = "tt_update_";
   const size_t each = cores.empty() ? 0 : states.size() / cores.size();
   STD_TORCH_CHECK(states.size() == each * cores.size(), op,
                   ": states must have the same number of tensors for each of ", cores.size(),
                   " cores, got ", states.size());
-  const std::vector<Tensor> grads =
-      tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors, num_cores);
+  const std::vector<Tensor> grads = tt_core_grads(cores, plan, prefixes, row_grads, row_factors,
+                                                  dim_factors, num_cores, matmul_precision);
   const CudaLauncher launcher(cores[0]);
   int64_t first_row = 0;  // of each core, among the rows of all cores
   for (size_t k = 0; k < cores.size(); ++k) {

@@ -1,10 +1,12 @@
 // A pair of cores on the GPU: the values of its distinct halves, and the gradients of both cores.
 // Ids are sorted by the inner core, the large one. A block takes one inner row and a tile of
-// columns, finds the halves that share the row, and runs one tiled product over all of them in
-// shared memory. The gradient of an inner row is complete in registers, so there are no atomics and
-// no partial sums.
+// columns, finds the halves that share the row, and runs one tiled product over all of them: on
+// tensor cores, from shared memory, into which the next tiles are copied meanwhile. The gradient of
+// an inner row is complete in registers, so there are no atomics and no partial sums.
 #pragma once
 
+#include "core/codes.h"
+#include "core/mma.cuh"
 #include "core/row_slice.cuh"
 #include "core/simt.cuh"
 #include "tt/args.h"
@@ -22,16 +24,24 @@ struct TtHalves {
   int64_t value_stride;  // floats between the values of halves
   bool mirrored;         // columns of a value come as (inner, outer)
 
-  EMB_DEVICE int64_t width() const { return int64_t{1} * half.q_inner * half.rank; }
+  EMB_DEVICE int width() const { return half.q_inner * half.rank; }
   // Return the offset in the values of line (half u, outer column); add element_offset(n) for
   // element n of the inner core's row.
   EMB_DEVICE int64_t line_offset(int64_t u, int outer_column) const {
-    return u * value_stride + outer_column * (mirrored ? half.rank : width());
+    return u * value_stride + int64_t{1} * outer_column * (mirrored ? half.rank : width());
   }
-  EMB_DEVICE int64_t element_offset(int64_t n) const {
+  EMB_DEVICE int64_t element_offset(int n) const {
     if (!mirrored) return n;
-    return n / half.rank * half.rank * half.q_outer + n % half.rank;
+    return n + int64_t{1} * (n / half.rank) * half.rank * (half.q_outer - 1);
   }
+  // Return whether four neighbours, from a multiple of four on, can move at once in the cores and
+  // in `values`, those of halves.
+  EMB_DEVICE bool has_vectors(const float* values) const {
+    return half.inner_rank % 4 == 0 && half.rank % 4 == 0 && value_stride % 4 == 0 &&
+           is_aligned(outer, 16) && is_aligned(inner, 16) && is_aligned(values, 16);
+  }
+  // Write elements n and n + 1 of the line of a value, where they exist.
+  EMB_DEVICE void store_pair_of(float* line, int n, bool vectors, float first, float second) const;
   // Return the first of the table's distinct halves whose id within the table is >= id.
   EMB_DEVICE int lower_bound(int64_t id) const {
     int low = range[0], high = range[1];
@@ -47,211 +57,365 @@ struct TtHalves {
   }
 };
 
-inline constexpr int kPairThreads = 128;
-inline constexpr int kDepth = 16;  // of the tiles in shared memory
-inline constexpr int kPad = 4;     // keeps rows 16-byte aligned and spreads them over the banks
+// Elements of a row of a core, and lines of an inner row, fit an int (tt/check.h).
 
-template <int kM, int kN>
-struct PairTiles {
-  alignas(16) float a[kDepth][kM + kPad];
-  alignas(16) float b[kDepth][kN + kPad];
-  int64_t first_offset[kM > kDepth ? kM : kDepth];  // of the lines of a tile, see each kernel
-  int64_t second_offset[kM > kDepth ? kM : kDepth];
-  int64_t element[kN > kDepth ? kN : kDepth];
+inline constexpr int kPairThreads = 128;
+inline constexpr int kPairBlocks = 5;           // on a multiprocessor: what registers must allow
+inline constexpr int kDepth = 32;               // of the tiles in shared memory, along k
+inline constexpr int kWarpM = 32, kWarpN = 16;  // of the part of a tile that a warp computes
+
+// A tile of one operand in shared memory, kCount values of m or n by kDepth of k. Lines run along k
+// or along m or n, as they do in global memory; between them is room such that the loads of a
+// fragment touch all 32 banks.
+template <int kCount, bool kAlongDepth>
+struct Tile {
+  static constexpr int kLines = kAlongDepth ? kCount : kDepth;
+  static constexpr int kLength = kAlongDepth ? kDepth : kCount;
+  static constexpr int kStride = kLength + (kAlongDepth ? 4 : 8);
+  alignas(16) float value[kLines * kStride];
+
+  EMB_DEVICE float at(int i, int k) const {
+    return value[kAlongDepth ? i * kStride + k : k * kStride + i];
+  }
+
+  // Start to copy from global memory: element e of line l from data[line_offset(l) + offset(e)],
+  // zeros where one of them is negative. Four neighbours are copied at once if `vectors`.
+  template <class LineOffset, class Offset>
+  EMB_DEVICE void start_copies(const float* data, bool vectors, const LineOffset& line_offset,
+                               const Offset& offset) {
+    if (vectors) {
+      start_copies_of<4>(data, line_offset, offset);
+    } else {
+      start_copies_of<1>(data, line_offset, offset);
+    }
+  }
+
+ private:
+  // A thread copies the same part of every line that it copies.
+  template <int kPack, class LineOffset, class Offset>
+  EMB_DEVICE void start_copies_of(const float* data, const LineOffset& line_offset,
+                                  const Offset& offset) {
+    constexpr int kPacks = kLength / kPack;
+    [[maybe_unused]] constexpr int kUnroll = kPack == 4 ? 4 : 1;
+    static_assert(kPairThreads % kPacks == 0);
+    const int thread = static_cast<int>(threadIdx.x), element = thread % kPacks * kPack;
+    const int64_t part = offset(element);
+    float* to = value + thread / kPacks * kStride + element;
+#pragma unroll kUnroll
+    for (int l = thread / kPacks; l < kLines; l += kPairThreads / kPacks) {
+      const int64_t line = line_offset(l);
+      const bool inside = line >= 0 && part >= 0;
+      simt::copy_async<kPack * 4>(to, data + (inside ? line + part : 0), inside);
+      to += kPairThreads / kPacks * kStride;
+    }
+  }
+};
+
+// Where the lines of the halves of an inner row are, kLines at a time. Three such tables take
+// turns: one is written while the copies of the next tile, and the results of this one, use the
+// others.
+template <int kLines>
+struct LineTables {
+  int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line
+  int64_t value[3][kLines];  // elements into the values of halves, likewise
+};
+
+template <class A, class B, int kLines>
+struct PairMemory {
+  A a[2];
+  B b[2];
+  LineTables<kLines> lines;
   int range[2];
 };
 
-// Each thread owns 4 x 4 elements of the kM x kN tile.
-struct PairThread {
-  int m, n;
+// The lane's place in the product that its block computes.
+template <int kN>
+struct PairLane {
+  int row, column;  // of a fragment, see core/mma.cuh
+  int m, n;         // the first of its warp within the tile
 
-  template <int kM, int kN>
-  EMB_DEVICE static PairThread of(const PairTiles<kM, kN>&) {
-    static_assert(kM / 4 * (kN / 4) == kPairThreads);
-    return {static_cast<int>(threadIdx.x) / (kN / 4) * 4,
-            static_cast<int>(threadIdx.x) % (kN / 4) * 4};
+  EMB_DEVICE PairLane() {
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+    const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
+    row = lane / 4;
+    column = lane % 4;
+    m = warp / (kN / kWarpN) * kWarpM;
+    n = warp % (kN / kWarpN) * kWarpN;
   }
 };
 
-template <int kM, int kN>
-EMB_DEVICE void multiply_tiles(const PairTiles<kM, kN>& tiles, const PairThread& thread,
-                               float (&sums)[4][4]) {
-#pragma unroll 4
-  for (int k = 0; k < kDepth; ++k) {
-    float a[4], b[4];
-    read_columns(&tiles.a[k][thread.m], 4, a);
-    read_columns(&tiles.b[k][thread.n], 4, b);
+// The sums of a warp: two by two tiles of 16 x 8.
+struct PairSums {
+  float sum[2][2][4] = {};
+
+  // Add the product of two tiles, of which the first `depth` along k are used.
+  template <class Products, class A, class B, class Lane>
+  EMB_DEVICE void multiply_add(const A& a, const B& b, const Lane& lane, int depth) {
+#pragma unroll 2
+    for (int k = 0; k < depth; k += 8) {
+      const auto load_a = [&](int i) {
+        const int m = lane.m + i * 16 + lane.row, first = k + lane.column;
+        const float x[4] = {a.at(m, first), a.at(m + 8, first), a.at(m, first + 4),
+                            a.at(m + 8, first + 4)};
+        return typename Products::A(x);
+      };
+      const auto load_b = [&](int j) {
+        const int n = lane.n + j * 8 + lane.row, first = k + lane.column;
+        const float x[2] = {b.at(n, first), b.at(n, first + 4)};
+        return typename Products::B(x);
+      };
+      const typename Products::A left[2] = {load_a(0), load_a(1)};
+      const typename Products::B right[2] = {load_b(0), load_b(1)};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sums[i][j] += a[i] * b[j];
+        for (int j = 0; j < 2; ++j) Products::multiply_add(sum[i][j], left[i], right[j]);
+      }
     }
   }
-}
 
-// Find the halves [begin, end) that share inner row `inner`; called by all threads of the block.
-template <class Tiles>
-EMB_DEVICE void find_group(const TtHalves& halves, int64_t inner, Tiles* tiles, int64_t* begin,
-                           int64_t* end) {
-  __syncthreads();
-  if (threadIdx.x < 2) {
-    tiles->range[threadIdx.x] =
-        halves.lower_bound((inner + static_cast<int64_t>(threadIdx.x)) * halves.half.outer_rows);
-  }
-  __syncthreads();
-  *begin = tiles->range[0];
-  *end = tiles->range[1];
-}
-
-// Compute the offsets of lines [first, first + count) of a group: of their outer rows, and in the
-// values.
-template <class Tiles>
-EMB_DEVICE void locate_lines(const TtHalves& halves, int64_t inner, int64_t begin, int64_t first,
-                             int count, int64_t lines, Tiles* tiles) {
-  const int q = halves.half.q_outer;
-  for (int i = threadIdx.x; i < count; i += kPairThreads) {
-    const int64_t line = first + i < lines ? first + i : 0;
-    const int64_t u = begin + line / q;
-    const int column = static_cast<int>(line % q);
-    const int64_t row = halves.ids[u] - halves.first_id - inner * halves.half.outer_rows;
-    tiles->first_offset[i] = row * halves.half.outer_size() + column * halves.half.inner_rank;
-    tiles->second_offset[i] = halves.line_offset(u, column);
-  }
-}
-
-// values[line, n] = sum over k of outer[line, k] * inner[k, n].
-[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
-    expand_kernel(TtHalves halves, float* values) {
-  constexpr int kM = 32, kN = 64;
-  __shared__ PairTiles<kM, kN> tiles;
-  const PairThread thread = PairThread::of(tiles);
-  const int64_t depth = halves.half.inner_rank, width = halves.width();
-  const int64_t inner = blockIdx.x, column = static_cast<int64_t>(blockIdx.y) * kN;
-  const float* row = halves.inner + inner * halves.half.inner_size();
-  int64_t begin, end;
-  find_group(halves, inner, &tiles, &begin, &end);
-  const int64_t lines = (end - begin) * halves.half.q_outer;
-  for (int64_t first = 0; first < lines; first += kM) {
-    locate_lines(halves, inner, begin, first, kM, lines, &tiles);
-    float sums[4][4] = {};
-    for (int64_t k0 = 0; k0 < depth; k0 += kDepth) {
-      __syncthreads();
-      for (int e = threadIdx.x; e < kM * kDepth; e += kPairThreads) {
-        const int m = e / kDepth, k = e % kDepth;
-        const bool inside = first + m < lines && k0 + k < depth;
-        tiles.a[k][m] = inside ? halves.outer[tiles.first_offset[m] + k0 + k] : 0.0f;
+  // Call store(m, n, first, second) for each pair of neighbours of the tile.
+  template <class Lane, class Store>
+  EMB_DEVICE void for_pairs(const Lane& lane, const Store& store) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          store(lane.m + i * 16 + half * 8 + lane.row, lane.n + j * 8 + lane.column * 2,
+                sum[i][j][half * 2], sum[i][j][half * 2 + 1]);
+        }
       }
-      for (int e = threadIdx.x; e < kN * kDepth; e += kPairThreads) {
-        const int k = e / kN, n = e % kN;
-        const bool inside = k0 + k < depth && column + n < width;
-        tiles.b[k][n] = inside ? row[(k0 + k) * width + column + n] : 0.0f;
-      }
-      __syncthreads();
-      multiply_tiles(tiles, thread, sums);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int64_t n = column + thread.n + j;
-        if (first + thread.m + i >= lines || n >= width) continue;
-        values[tiles.second_offset[thread.m + i] + halves.element_offset(n)] = sums[i][j];
-      }
+  }
+};
+
+// Write two neighbours, of which the first `valid` exist.
+EMB_DEVICE void store_pair(float* address, int valid, bool vectors, float first, float second) {
+  if (vectors && valid >= 2) {
+    struct alignas(8) Pair {
+      float x, y;
+    };
+    *reinterpret_cast<Pair*>(address) = {first, second};
+    return;
+  }
+  if (valid >= 1) address[0] = first;
+  if (valid >= 2) address[1] = second;
+}
+
+EMB_DEVICE void TtHalves::store_pair_of(float* line, int n, bool vectors, float first,
+                                        float second) const {
+  if (vectors) return store_pair(line + element_offset(n), width() - n, true, first, second);
+  line[element_offset(n)] = first;
+  if (n + 1 < width()) line[element_offset(n + 1)] = second;
+}
+
+// One chunk of kDepth along k of one tile; a tile has `chunks` of them.
+struct TileStep {
+  int tile = 0, chunk = 0;
+
+  EMB_DEVICE TileStep next(int chunks) const {
+    return chunk + 1 < chunks ? TileStep{tile, chunk + 1} : TileStep{tile + 1, 0};
+  }
+};
+
+// Run all steps of `tiles` tiles: prepare(step) writes its table of lines, start(step, stage)
+// starts its copies, and compute(step, stage) runs while the copies of the next step are under way.
+template <class Prepare, class Start, class Compute>
+EMB_DEVICE void run_steps(int tiles, int chunks, const Prepare& prepare, const Start& start,
+                          const Compute& compute) {
+  if (tiles == 0) return;
+  TileStep now, next;
+  prepare(now);
+  __syncthreads();
+  start(now, 0);
+  simt::commit_copies();
+  for (int stage = 0; now.tile < tiles; now = next, stage ^= 1) {
+    next = now.next(chunks);
+    const bool is_last = next.tile == tiles;
+    if (!is_last) prepare(next);
+    simt::wait_for_copies<0>();
+    __syncthreads();
+    if (!is_last) {
+      start(next, stage ^ 1);
+      simt::commit_copies();
+    }
+    compute(now, stage);
+  }
+}
+
+// The halves that share an inner row, from `begin` on, as lines: q_outer for each half.
+struct InnerGroup {
+  int inner, begin, lines;
+
+  // Find them; all threads of the block call this.
+  EMB_DEVICE InnerGroup(const TtHalves& halves, int inner_row, int (&range)[2]) : inner(inner_row) {
+    if (threadIdx.x < 2) {
+      range[threadIdx.x] =
+          halves.lower_bound((int64_t{inner} + threadIdx.x) * halves.half.outer_rows);
     }
     __syncthreads();
+    begin = range[0];
+    lines = (range[1] - begin) * halves.half.q_outer;
   }
+
+  // Write table `t` for the lines from `first` on.
+  template <int kLines>
+  EMB_DEVICE void locate(const TtHalves& halves, int first, int t,
+                         LineTables<kLines>* tables) const {
+    static_assert(kLines <= kPairThreads);
+    const int i = static_cast<int>(threadIdx.x), line = first + i;
+    if (i >= kLines) return;
+    tables->outer[t][i] = tables->value[t][i] = -1;
+    if (line >= lines) return;
+    const int u = begin + line / halves.half.q_outer, column = line % halves.half.q_outer;
+    const int64_t row = halves.ids[u] - halves.first_id - inner * halves.half.outer_rows;
+    tables->outer[t][i] = row * halves.half.outer_size() + column * halves.half.inner_rank;
+    tables->value[t][i] = halves.line_offset(u, column);
+  }
+};
+
+EMB_HD int tiles_of(int n, int tile) { return n / tile + (n % tile != 0); }
+
+// values[line, n] = sum over k of outer[line, k] * inner[k, n].
+template <class Products>
+__global__ void __launch_bounds__(kPairThreads, kPairBlocks)
+    expand_kernel(TtHalves halves, float* values) {
+  constexpr int kM = 32, kN = 64;
+  __shared__ PairMemory<Tile<kM, true>, Tile<kN, false>, kM> memory;
+  const PairLane<kN> lane;
+  const InnerGroup group(halves, static_cast<int>(blockIdx.x), memory.range);
+  const int depth = halves.half.inner_rank, width = halves.width();
+  const int column = static_cast<int>(blockIdx.y) * kN;
+  const int chunks = tiles_of(depth, kDepth);
+  const bool vectors = halves.has_vectors(values);
+  const float* row = halves.inner + group.inner * halves.half.inner_size();
+  PairSums sums;
+  run_steps(
+      tiles_of(group.lines, kM), chunks,
+      [&](TileStep step) {
+        if (step.chunk > 0) return;
+        group.locate(halves, step.tile * kM, step.tile % 3, &memory.lines);
+      },
+      [&](TileStep step, int stage) {
+        const int k0 = step.chunk * kDepth;
+        const int64_t* lines = memory.lines.outer[step.tile % 3];
+        memory.a[stage].start_copies(
+            halves.outer, vectors, [&](int m) { return lines[m]; },
+            [&](int k) { return k0 + k < depth ? k0 + k : -1; });
+        // Up to two chunks of the inner row stay where they are.
+        if (chunks <= 2 && step.tile * chunks + step.chunk >= 2) return;
+        memory.b[stage].start_copies(
+            row, vectors, [&](int k) { return k0 + k < depth ? (k0 + k) * width : -1; },
+            [&](int n) { return column + n < width ? column + n : -1; });
+      },
+      [&](TileStep step, int stage) {
+        const int rest = depth - step.chunk * kDepth;
+        sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
+                                    rest < kDepth ? rest : kDepth);
+        if (step.chunk + 1 < chunks) return;
+        const int64_t* lines = memory.lines.value[step.tile % 3];
+        sums.for_pairs(lane, [&](int m, int n, float first, float second) {
+          if (lines[m] < 0 || column + n >= width) return;
+          halves.store_pair_of(values + lines[m], column + n, vectors, first, second);
+        });
+        sums = {};
+      });
 }
 
 // grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n]; zero if no half
 // uses the row.
-[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
+template <class Products>
+__global__ void __launch_bounds__(kPairThreads, kPairBlocks)
     inner_grads_kernel(TtHalves halves, const float* value_grads, float* grads) {
   constexpr int kM = 32, kN = 64;
-  __shared__ PairTiles<kM, kN> tiles;
-  const PairThread thread = PairThread::of(tiles);
-  const int64_t height = halves.half.inner_rank, width = halves.width();
-  const int64_t inner = blockIdx.x, column = static_cast<int64_t>(blockIdx.y) * kN;
-  const int64_t line_of_tile = static_cast<int64_t>(blockIdx.z) * kM;
-  int64_t begin, end;
-  find_group(halves, inner, &tiles, &begin, &end);
-  const int64_t lines = (end - begin) * halves.half.q_outer;
-  for (int n = threadIdx.x; n < kN; n += kPairThreads) {
-    tiles.element[n] = halves.element_offset(column + n < width ? column + n : 0);
-  }
-  float sums[4][4] = {};
-  for (int64_t k0 = 0; k0 < lines; k0 += kDepth) {
-    __syncthreads();
-    locate_lines(halves, inner, begin, k0, kDepth, lines, &tiles);
-    __syncthreads();
-    for (int e = threadIdx.x; e < kM * kDepth; e += kPairThreads) {
-      const int k = e / kM, m = e % kM;
-      const bool inside = k0 + k < lines && line_of_tile + m < height;
-      tiles.a[k][m] = inside ? halves.outer[tiles.first_offset[k] + line_of_tile + m] : 0.0f;
-    }
-    for (int e = threadIdx.x; e < kN * kDepth; e += kPairThreads) {
-      const int k = e / kN, n = e % kN;
-      const bool inside = k0 + k < lines && column + n < width;
-      tiles.b[k][n] = inside ? value_grads[tiles.second_offset[k] + tiles.element[n]] : 0.0f;
-    }
-    __syncthreads();
-    multiply_tiles(tiles, thread, sums);
-  }
-  float* row = grads + inner * halves.half.inner_size();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int64_t m = line_of_tile + thread.m + i;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int64_t n = column + thread.n + j;
-      if (m < height && n < width) row[m * width + n] = sums[i][j];
-    }
-  }
+  __shared__ PairMemory<Tile<kM, false>, Tile<kN, false>, kDepth> memory;
+  const PairLane<kN> lane;
+  const InnerGroup group(halves, static_cast<int>(blockIdx.x), memory.range);
+  const int height = halves.half.inner_rank, width = halves.width();
+  const int column = static_cast<int>(blockIdx.y) * kN,
+            line_of_tile = static_cast<int>(blockIdx.z) * kM;
+  const bool vectors = halves.has_vectors(value_grads);
+  PairSums sums;
+  // Chunks of lines are tiles of one chunk here: each has a table.
+  run_steps(
+      tiles_of(group.lines, kDepth), 1,
+      [&](TileStep step) {
+        group.locate(halves, step.tile * kDepth, step.tile % 3, &memory.lines);
+      },
+      [&](TileStep step, int stage) {
+        const int table = step.tile % 3;
+        const int64_t *outer = memory.lines.outer[table], *value = memory.lines.value[table];
+        memory.a[stage].start_copies(
+            halves.outer, vectors, [&](int k) { return outer[k]; },
+            [&](int m) { return line_of_tile + m < height ? line_of_tile + m : -1; });
+        memory.b[stage].start_copies(
+            value_grads, vectors, [&](int k) { return value[k]; },
+            [&](int n) -> int64_t {
+              return column + n < width ? halves.element_offset(column + n) : -1;
+            });
+      },
+      [&](TileStep step, int stage) {
+        const int rest = group.lines - step.tile * kDepth;
+        sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
+                                    rest < kDepth ? rest : kDepth);
+      });
+  float* row = grads + group.inner * halves.half.inner_size();
+  const bool has_pairs = vectors && is_aligned(grads, 8);
+  sums.for_pairs(lane, [&](int m, int n, float first, float second) {
+    if (line_of_tile + m >= height) return;
+    store_pair(row + (line_of_tile + m) * width + column + n, width - column - n, has_pairs, first,
+               second);
+  });
 }
 
 // outer_values[u - range[0]][jo, m] = sum over n of value_grads[line, n] * inner[m, n].
-[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
+template <class Products>
+__global__ void __launch_bounds__(kPairThreads, kPairBlocks)
     outer_values_kernel(TtHalves halves, const float* value_grads, float* outer_values) {
   constexpr int kM = 64, kN = 32;
-  __shared__ PairTiles<kM, kN> tiles;
-  const PairThread thread = PairThread::of(tiles);
-  const int64_t height = halves.half.inner_rank, width = halves.width();
-  const int64_t inner = blockIdx.x, column = static_cast<int64_t>(blockIdx.y) * kN;
-  const float* row = halves.inner + inner * halves.half.inner_size();
-  int64_t begin, end;
-  find_group(halves, inner, &tiles, &begin, &end);
-  const int64_t lines = (end - begin) * halves.half.q_outer;
-  for (int64_t first = 0; first < lines; first += kM) {
-    locate_lines(halves, inner, begin, first, kM, lines, &tiles);
-    float sums[4][4] = {};
-    for (int64_t k0 = 0; k0 < width; k0 += kDepth) {
-      __syncthreads();
-      for (int e = threadIdx.x; e < kM * kDepth; e += kPairThreads) {
-        const int m = e / kDepth, k = e % kDepth;
-        const bool inside = first + m < lines && k0 + k < width;
-        tiles.a[k][m] =
-            inside ? value_grads[tiles.second_offset[m] + halves.element_offset(k0 + k)] : 0.0f;
-      }
-      for (int e = threadIdx.x; e < kN * kDepth; e += kPairThreads) {
-        const int n = e / kDepth, k = e % kDepth;
-        const bool inside = k0 + k < width && column + n < height;
-        tiles.b[k][n] = inside ? row[(column + n) * width + k0 + k] : 0.0f;
-      }
-      __syncthreads();
-      multiply_tiles(tiles, thread, sums);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t line = first + thread.m + i;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int64_t n = column + thread.n + j;
-        if (line >= lines || n >= height) continue;
-        const int64_t first_half = (begin - halves.range[0]) * halves.half.outer_size();
-        outer_values[first_half + line * height + n] = sums[i][j];
-      }
-    }
-    __syncthreads();
-  }
+  __shared__ PairMemory<Tile<kM, true>, Tile<kN, true>, kM> memory;
+  const PairLane<kN> lane;
+  const InnerGroup group(halves, static_cast<int>(blockIdx.x), memory.range);
+  const int height = halves.half.inner_rank, width = halves.width();
+  const int column = static_cast<int>(blockIdx.y) * kN;
+  const int chunks = tiles_of(width, kDepth);
+  const bool vectors = halves.has_vectors(value_grads);
+  const float* row = halves.inner + group.inner * halves.half.inner_size();
+  float* out = outer_values + (group.begin - halves.range[0]) * halves.half.outer_size();
+  const bool has_pairs = vectors && is_aligned(outer_values, 8);
+  PairSums sums;
+  run_steps(
+      tiles_of(group.lines, kM), chunks,
+      [&](TileStep step) {
+        if (step.chunk > 0) return;
+        group.locate(halves, step.tile * kM, step.tile % 3, &memory.lines);
+      },
+      [&](TileStep step, int stage) {
+        const int k0 = step.chunk * kDepth;
+        const int64_t* lines = memory.lines.value[step.tile % 3];
+        memory.a[stage].start_copies(
+            value_grads, vectors, [&](int m) { return lines[m]; },
+            [&](int k) -> int64_t { return k0 + k < width ? halves.element_offset(k0 + k) : -1; });
+        if (chunks <= 2 && step.tile * chunks + step.chunk >= 2) return;
+        memory.b[stage].start_copies(
+            row, vectors, [&](int n) { return column + n < height ? (column + n) * width : -1; },
+            [&](int k) { return k0 + k < width ? k0 + k : -1; });
+      },
+      [&](TileStep step, int stage) {
+        const int rest = width - step.chunk * kDepth;
+        sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
+                                    rest < kDepth ? rest : kDepth);
+        if (step.chunk + 1 < chunks) return;
+        sums.for_pairs(lane, [&](int m, int n, float first, float second) {
+          const int line = step.tile * kM + m;
+          if (line >= group.lines) return;
+          store_pair(out + int64_t{line} * height + column + n, height - column - n, has_pairs,
+                     first, second);
+        });
+        sums = {};
+      });
 }
 
 // grads[outer row] = sum, in order, of the outer values of the halves that use it. A block takes an
@@ -316,30 +480,33 @@ void launch_widen_core(const Launcher& launcher, const TtWidenArgs& args) {
   launcher(widen_core_kernel, blocks_for(args.rows, 1, launcher.blocks(64)), kPairThreads, args);
 }
 
-inline unsigned tiles_of(int64_t n, int64_t tile) {
-  return static_cast<unsigned>((n + tile - 1) / tile);
-}
-
 template <class Launcher>
-void launch_expand(const Launcher& launcher, const TtHalves& halves, float* values) {
+void launch_expand(const Launcher& launcher, MatmulPrecision precision, const TtHalves& halves,
+                   float* values) {
   const TtHalf& half = halves.half;
   const simt::Dim3 grid(static_cast<unsigned>(half.inner_rows),
-                        tiles_of(int64_t{1} * half.q_inner * half.rank, 64));
-  launcher(expand_kernel, grid, kPairThreads, halves, values);
+                        tiles_of(half.q_inner * half.rank, 64));
+  with_products(precision, [&](auto products) {
+    launcher(expand_kernel<decltype(products)>, grid, kPairThreads, halves, values);
+  });
 }
 
 // `outer_values` is scratch: one outer row per half.
 template <class Launcher>
-void launch_contract(const Launcher& launcher, const TtHalves& halves, const float* value_grads,
-                     float* outer_values, float* outer_grads, float* inner_grads) {
+void launch_contract(const Launcher& launcher, MatmulPrecision precision, const TtHalves& halves,
+                     const float* value_grads, float* outer_values, float* outer_grads,
+                     float* inner_grads) {
   const TtHalf& half = halves.half;
   const auto inner_rows = static_cast<unsigned>(half.inner_rows);
-  const int64_t width = int64_t{1} * half.q_inner * half.rank;
-  launcher(inner_grads_kernel,
-           simt::Dim3(inner_rows, tiles_of(width, 64), tiles_of(half.inner_rank, 32)), kPairThreads,
-           halves, value_grads, inner_grads);
-  launcher(outer_values_kernel, simt::Dim3(inner_rows, tiles_of(half.inner_rank, 32)), kPairThreads,
-           halves, value_grads, outer_values);
+  const int width = half.q_inner * half.rank;
+  with_products(precision, [&](auto products) {
+    using Products = decltype(products);
+    launcher(inner_grads_kernel<Products>,
+             simt::Dim3(inner_rows, tiles_of(width, 64), tiles_of(half.inner_rank, 32)),
+             kPairThreads, halves, value_grads, inner_grads);
+    launcher(outer_values_kernel<Products>, simt::Dim3(inner_rows, tiles_of(half.inner_rank, 32)),
+             kPairThreads, halves, value_grads, outer_values);
+  });
   launcher(sum_outer_kernel, blocks_for(half.outer_rows, 1, launcher.blocks(64)), kPairThreads,
            halves, static_cast<const float*>(outer_values), outer_grads);
 }

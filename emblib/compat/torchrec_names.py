@@ -230,7 +230,7 @@ DIFFERS = {
     "quantize_inference_model": "`quantization_mapping` raises: `quantize_embeddings` has "
     "`additional_mapping`",
     "shard_quant_model": "whole tables on devices, rows are kept; works on CPUs without a flag",
-    "get_table_to_weights_from_tbe": "rows, and their scales and offsets, pairs of float16; both as bytes",
+    "get_table_to_weights_from_tbe": "rows, and their scales and offsets in float16, as bytes",
     "assign_weights_to_tbe": "not needed after `shard_quant_model`",
     "ShardedQuantEmbeddingBagCollection": "whole tables on devices; over processes by rows as well",
     "ShardedQuantEmbeddingCollection": "as above",

@@ -21,6 +21,7 @@ from emblib.ops.cache import COUNTERS
 from emblib.optim import Optimizer
 from emblib.specs import (
     BoundsCheck,
+    MatmulPrecision,
     Pooling,
     Precision,
     TableSpec,
@@ -64,7 +65,8 @@ class CachedTTEmbeddingBags(nn.Module):
         feature_tables: the table of each feature; by default feature i reads table i.
         init: of the cores, as in `TableBatchedTTEmbeddingBags`.
         precision: dtypes of cores and stored rows (`weights`), output and optimizer state, and how
-            updates are rounded. What goes from rows into cores and back is rounded to nearest.
+            updates are rounded, and how exact products of cores are on a GPU (`matmul`). What goes
+            from rows into cores and back is rounded to nearest.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: of everything but spilled rows; not meta.
         include_last_offset: False for offsets without their last entry, the number of indices, as
@@ -158,6 +160,8 @@ class CachedTTEmbeddingBags(nn.Module):
             for rows, spec in zip(self.stored_rows, self.tables, strict=True)
         ]
         cache = self.cache.row_cache(self.tables)
+        precision = replace(options["precision"], matmul=MatmulPrecision.FLOAT32)
+        options = {**options, "precision": precision}
         return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
 
     def _by_feature(self) -> dict[str, list[int]]:

@@ -15,6 +15,7 @@ BOUNDS_CHECK = _number("fatal", "warning", "ignore")
 CACHE_POLICY = _number("lru", "lfu")
 HASH_ORDER = _number("none", "lru", "lfu", "lru_lfu", "assigned")
 INSERT_POLICY = _number("wins", "competes")
+MATMUL_PRECISION = _number("float32", "tf32", "bf16")
 OPTIMIZER = _number(
     "sgd",
     "adagrad",

@@ -13,17 +13,20 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
   whose neighbours share cores; -1 stays, any other id outside the table becomes that of row 0
 - `tt_plan(keys, count, tables, left_ids, right_ids)`: eight int32 tensors, `TTPlan`: which halves
   the distinct rows share. Here keys are those of all tables, one table after the other
-- `tt_rows(cores, plan, row_factors, dim_factors, num_cores, num_saved)`: rows `[L, D]` in key
-  order, those from M on and columns beyond the dim of their table unspecified; and the values of
-  the first `num_saved` left halves, `[num_saved, largest Q_l * rank]`, for backward
-- `tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors, num_cores)`: gradients
-  of all cores
+- `tt_rows(cores, plan, row_factors, dim_factors, num_cores, num_saved, matmul_precision=0)`: rows
+  `[L, D]` in key order, those from M on and columns beyond the dim of their table unspecified; and
+  the values of the first `num_saved` left halves, `[num_saved, largest Q_l * rank]`, for backward
+- `tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors, num_cores,
+  matmul_precision=0)`: gradients of all cores
 - `tt_update_(cores, states, hyper, optimizer, plan, ...)`, then as `tt_core_grads`: the optimizer
   on the rows of the cores that the batch uses, as `update_rows_` with these gradients; `states` are
   those of the first core, then those of the second, ...
 - `update_rows_(weights, states, hyper, optimizer, grads, first_row)`: the optimizer, a number of
   `emblib.ops.codes`, on the rows of a matrix whose gradient is not zero throughout; `first_row` is
   the id of its first row in the random numbers of stochastic rounding
+
+`matmul_precision`, a number of `emblib.ops.codes`, is how exact products are at least: on a GPU,
+those on tensor cores; all others, and those of the CPU, are float32.
 
 Cores are `[p_k, R_k * q_k * R_{k+1}]`, all float32, all float16 or all bfloat16; rows and gradients
 are float32. Core rows in 16 bits are converted as they are read, and an update rounds the rows that
@@ -129,7 +132,7 @@ def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
 def make_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Made:
     """Group the lookups and make the distinct rows, keeping `num_saved` left-half values."""
     groups, plan = _group(batch)
-    rows, prefixes = _ops.tt_rows(cores, plan, *batch.layout[:3], num_saved)
+    rows, prefixes = _ops.tt_rows(cores, plan, *batch.layout[:3], num_saved, batch.matmul_code)
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
     return Made(groups, plan, prefixes, rows, inverse)
 
@@ -164,6 +167,7 @@ def look_up(
         layout.dim_factors,
         layout.num_cores,
         num_saved,
+        batch.matmul_code,
     )
     return out, Made(tbe.Groups(*groups), TTPlan(*plan), prefixes)
 
@@ -405,7 +409,8 @@ class FusedTTLookup(torch.autograd.Function):
             return None, None, None, None, None, None, sample_grad, None, None
         if ctx.versions and ctx.versions != [core._version for core in cores]:
             # Another backward pass has moved the cores: values kept from forward no longer fit.
-            _, prefixes = _ops.tt_rows(cores, made.plan, *batch.layout[:3], made.prefixes.size(0))
+            kept = made.prefixes.size(0)
+            _, prefixes = _ops.tt_rows(cores, made.plan, *batch.layout[:3], kept, batch.matmul_code)
             made = made._replace(prefixes=prefixes)
         grad = autograd.clip_gradient(grad, ctx.rule)
         if scale is None and not ctx.shares and not ctx.frozen_cores:
@@ -498,6 +503,7 @@ def _update(
             made.plan,
             made.prefixes,
             *batch.layout[:3],
+            batch.matmul_code,
         )
         torch.autograd.graph.increment_version(cores)
         return
@@ -513,6 +519,7 @@ def _update(
             made.prefixes,
             row_grads,
             *batch.layout[:3],
+            batch.matmul_code,
         )
     except BaseException:
         hyper[Hyper.STEP].sub_(1)
@@ -583,7 +590,9 @@ def _row_grads(grad: Tensor, made: Made, batch: TTLookup, sample_weights: Tensor
 def _core_grads(
     row_grads: Tensor, made: Made, batch: TTLookup, cores: Sequence[Tensor]
 ) -> list[Tensor]:
-    return _ops.tt_core_grads(cores, made.plan, made.prefixes, row_grads, *batch.layout[:3])
+    return _ops.tt_core_grads(
+        cores, made.plan, made.prefixes, row_grads, *batch.layout[:3], batch.matmul_code
+    )
 
 
 def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:

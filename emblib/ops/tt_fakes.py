@@ -55,6 +55,7 @@ def _(
     dim_factors: Sequence[int],
     num_cores: Sequence[int],
     num_saved: int,
+    matmul_precision: int = 0,
 ) -> tuple[Tensor, Tensor]:
     like = cores[0].new_empty(0, dtype=torch.float32)
     rows = like.new_empty(plan[2].numel(), _widest(dim_factors, num_cores))
@@ -89,6 +90,7 @@ def _(
     dim_factors: Sequence[int],
     num_cores: Sequence[int],
     num_saved: int,
+    matmul_precision: int = 0,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
     variable = bag_layout is not None
     shape = tbe.output_shape(features, indices, offsets, pooling, output_dim, variable=variable)

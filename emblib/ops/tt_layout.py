@@ -14,7 +14,7 @@ from torch import Tensor
 
 from emblib.columns import BagColumn, FeatureColumn, TTTableColumn
 from emblib.ops import codes, tbe
-from emblib.specs import Pooling, TTSpec
+from emblib.specs import MatmulPrecision, Pooling, TTSpec
 
 # Scratch memory of a chunk in bytes, apart from cores and their gradients.
 CHUNK_BYTES = 128 << 20
@@ -103,6 +103,12 @@ class TTLookup(NamedTuple):
     output_dim: int
     output_dtype: torch.dtype
     repaired: bool = False
+    matmul: MatmulPrecision = MatmulPrecision.FLOAT32
+
+    @property
+    def matmul_code(self) -> int:
+        """Return the precision of products as the ops take it."""
+        return codes.MATMUL_PRECISION[self.matmul.value]
 
 
 class Chunk(NamedTuple):

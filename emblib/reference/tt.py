@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emblib.reference import tbe
 from emblib.reference.optim import update_rows_ as update_rows_
-from emblib.specs import Pooling
+from emblib.specs import MatmulPrecision, Pooling
 
 
 def ranks(cores: Sequence[Tensor], dim_factors: Sequence[int]) -> tuple[int, ...]:
@@ -33,6 +33,21 @@ def digits(ids: Tensor, row_factors: Sequence[int]) -> list[Tensor]:
         found.append(ids % factor)
         ids = ids // factor
     return found[::-1]
+
+
+def matmul_operand(values: Tensor, precision: MatmulPrecision) -> Tensor:
+    """Return float32 `values` as products of a precision read them.
+
+    TF32 has 11 significant bits, rounded to nearest with ties away from zero, BF16 has 8, with
+    ties to even. FLOAT32 reads them as they are.
+    """
+    if precision is MatmulPrecision.BF16:
+        return values.bfloat16().float()
+    if precision is MatmulPrecision.FLOAT32:
+        return values
+    rounded = (values.view(torch.int32).long() + 0x1000) & ~0x1FFF
+    rounded = (rounded + 2**31) % 2**32 - 2**31  # a NaN may carry into the sign
+    return torch.where(values.isnan(), values, rounded.to(torch.int32).view(torch.float32))
 
 
 def rows(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from emblib.dynamic import TTCache
 from emblib.optim import Optimizer
-from emblib.specs import IdOrder, Pooling, TTSpec, check_count
+from emblib.specs import IdOrder, MatmulPrecision, Pooling, TTSpec, check_count
 from emblib.storage import cached_train
 from emblib.storage.base import (
     CutUnits,
@@ -58,6 +58,7 @@ class TensorTrain(Storage):
             `spill_rows` are one number. None stores no rows. Tables whose caches agree in
             `eviction` and `every` share a kernel and the memory of their counts. Such a table is
             not sharded.
+        matmul: how exact products of cores are on a GPU, see `MatmulPrecision`.
 
     Example:
         >>> storage.TensorTrain((32, 32), cache=emblib.TTCache(10_000, every=1000))
@@ -70,6 +71,7 @@ class TensorTrain(Storage):
     ids: IdOrder = IdOrder.AS_GIVEN
     seed: int = 0
     cache: TTCache | None = None
+    matmul: MatmulPrecision = MatmulPrecision.FLOAT32
 
     plan_name: ClassVar[str] = "TensorTrain"
     is_alternative: ClassVar[bool] = True
@@ -86,6 +88,7 @@ class TensorTrain(Storage):
                 )
         find_initializer(self.init)
         object.__setattr__(self, "ids", IdOrder(self.ids))
+        object.__setattr__(self, "matmul", MatmulPrecision(self.matmul))
         if self.cache is not None:
             cached_train.check_cache(self.cache)
 
@@ -233,7 +236,7 @@ class TensorTrain(Storage):
         dim = part.dim if pooling is Pooling.NONE else 0
         cache = self.cache
         times = None if cache is None else (cache.eviction, cache.every)
-        return ("tensor_train", stored_as(part), optimizer, dim, times)
+        return ("tensor_train", stored_as(part), self.matmul, optimizer, dim, times)
 
     def make_kernel(
         self,

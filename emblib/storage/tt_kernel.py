@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,12 +46,13 @@ class TTKernel(TableBatchedTTEmbeddingBags):
     ) -> None:
         self._parts, self.seeds = tuple(parts), tuple(seeds)
         self._handled: dict[int, Cores] = {}
+        storage: Any = parts[0].storage
         super().__init__(
             [part.spec for part in parts],
             optimizer,
             pooling=pooling,
             feature_tables=reads,
-            precision=stored_as(parts[0]),
+            precision=replace(stored_as(parts[0]), matmul=storage.matmul),
             device=device,
         )
 

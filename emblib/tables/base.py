@@ -30,7 +30,14 @@ from emblib.optim import (
     Optimizer,
     check_learning_rate,
 )
-from emblib.specs import BoundsCheck, Pooling, Precision, brief, check_count
+from emblib.specs import (
+    BoundsCheck,
+    MatmulPrecision,
+    Pooling,
+    Precision,
+    brief,
+    check_count,
+)
 from emblib.tables import parameters
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
 from emblib.tables.locks import ModuleLock, atomic
@@ -74,6 +81,8 @@ class FusedTables(nn.Module):
     spec_kind: ClassVar[SpecKind]
     has_row_gradients: ClassVar[bool] = True
     """Whether gradients are of rows, so that External() leaves sparse ones."""
+    has_matrix_products: ClassVar[bool] = False
+    """Whether rows are products of matrices, which `Precision.matmul` is about."""
     parameter_class: type[parameters.TableParameter] = parameters.TableParameter
     """The class of parameters that backward updates."""
     _layout: list[tuple[int, ...]]
@@ -97,6 +106,11 @@ class FusedTables(nn.Module):
             raise TypeError(
                 "precision must be a Precision, e.g. Precision(weights=torch.float16), got "
                 f"{precision!r}"
+            )
+        if not self.has_matrix_products and precision.matmul is not MatmulPrecision.FLOAT32:
+            raise ValueError(
+                f"Precision(matmul={precision.matmul.value!r}) is for tensor trains, whose rows "
+                f"are products of matrices; {type(self).__name__} has none: leave matmul out"
             )
         self._lock = ModuleLock()  # for changes of more than the weights of the rows of a lookup
         self.optimizer = SGD(0.01) if optimizer is None else optimizer

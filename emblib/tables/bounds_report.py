@@ -63,7 +63,7 @@ class BoundsReport:
 
     def _start(self, counts: Tensor) -> None:
         with torch.cuda.device(counts.device):
-            pinned = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            pinned = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
             pinned.copy_(counts, non_blocking=True)
             event = torch.cuda.Event()
             event.record()

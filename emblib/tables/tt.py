@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +15,15 @@ from emblib import ops
 from emblib.columns import TTTableColumn
 from emblib.ops import autograd, tt
 from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec, brief, check_float_dtype
+from emblib.specs import (
+    BoundsCheck,
+    MatmulPrecision,
+    Pooling,
+    Precision,
+    TTSpec,
+    brief,
+    check_float_dtype,
+)
 from emblib.tables import optimizer_hooks
 from emblib.tables.base import (
     FusedTables,
@@ -29,6 +38,7 @@ from emblib.tt.initializers import CoreLayout, find_initializer
 from emblib.tt.shapes import check_ranks
 from emblib.tt.work import TTWork
 
+_LOG = logging.getLogger(__name__)
 _DENSE_CHUNK = 1 << 18  # rows made at a time by to_dense
 _ASSIGN = "assign_to_params_buffers"  # of a module's metadata, by load_state_dict(assign=True)
 
@@ -70,8 +80,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             rows the standard deviation 1/sqrt(3 * rows), that of a dense table's uniform start.
             FBTT-Embedding's five, with the scales that they have there, are "fbtt:uniform",
             "fbtt:naive-uniform", "fbtt:normal", "fbtt:approx-uniform" and "fbtt:approx-normal".
-        precision: dtypes of cores (`weights`), output and optimizer state, and how updates of cores
-            are rounded; rows and sums are float32 in any case.
+        precision: dtypes of cores (`weights`), output and optimizer state, how updates of cores are
+            rounded, and how exact products are on a GPU (`matmul`); rows and sums are float32 in
+            any case. On the CPU products are float32 whatever `matmul` says, which is logged.
         output_dtype: short for `Precision(output=...)`, if `precision` does not say it.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: of the cores.
@@ -100,6 +111,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     tables: tuple[TTSpec, ...]
     spec_kind = SpecKind(TTSpec, "TTSpec(1000, 64, ranks=(8, 8))", "use TableBatchedEmbeddingBags")
     has_row_gradients = False
+    has_matrix_products = True
     table_ids: Tensor
     feature_table_ids: Tensor
     _frozen_cores: frozenset[int] = frozenset()
@@ -137,6 +149,11 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         self.core_layout = tt.layout_of(self.tables)
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
+        matmul = self.precision.matmul
+        if device.type == "cpu" and matmul is not MatmulPrecision.FLOAT32:
+            _LOG.info(
+                "products of cores are float32 on the CPU, matmul=%r is for GPUs", matmul.value
+            )
         self._allocate(device)
         self.reset_parameters()
 
@@ -352,6 +369,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             output_dim,
             self.output_dtype,
             repaired=self.bounds_check is not BoundsCheck.NONE,
+            matmul=self.precision.matmul,
         )
 
     def _all_cores(self) -> list[nn.Parameter]:
@@ -377,7 +395,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return [dict(zip(names, all_states[k], strict=True)) for k in numbers]
 
     def to_dense(self, table: int) -> Tensor:
-        """Return a table as a dense float32 `[rows, D]` matrix."""
+        """Return a table as a dense float32 `[rows, D]` matrix, as exact as float32 is."""
         spec, device = self.tables[table], self.features.device
         layout = tt.layout_of([spec])
         ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)

@@ -89,8 +89,8 @@ def _device_source(path: Path) -> Source:
     if path.name in OF_TORCH:
         headers = [header for header in sorted(HERE.glob("*.h")) if header.name not in OF_RUNTIME]
         return Source(path, [*flags, *TORCH_FLAGS, *TORCH_API], headers)
-    emulation = ROOT / "csrc" / "core" / "simt_host.h"
-    return Source(path, flags, [*_headers(HERE), emulation])
+    emulation = [ROOT / "csrc" / "core" / name for name in ("fiber.h", "simt_host.h")]
+    return Source(path, flags, [*_headers(HERE), *emulation])
 
 
 def _compile(source: Source) -> Path:

@@ -12,6 +12,7 @@ import subprocess
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tests.simt.library import HEADERS, ROOT
 
@@ -33,6 +34,9 @@ class Compiled:
         wide: accesses of global memory of 16 bytes per thread among them.
         in_flight: the most loads of read-only memory that are issued without arithmetic on floats
             between them.
+        tensor: products on tensor cores among them.
+        copies: asynchronous copies to shared memory among them.
+        loop: instructions of the shortest loop with the most products, and these products.
     """
 
     name: str
@@ -42,6 +46,9 @@ class Compiled:
     instructions: int | None = None
     wide: int | None = None
     in_flight: int | None = None
+    tensor: int | None = None
+    copies: int | None = None
+    loop: list[int] | None = None
 
 
 @cache
@@ -113,25 +120,68 @@ def _parse(log: str, sass: str) -> list[Compiled]:
     kernels = []
     for (entry, architecture, stores, loads, registers), name in zip(found, names, strict=True):
         numbers = int(registers), int(stores) + int(loads)
-        code = codes.get((entry, architecture))
         kernel = Compiled(name, architecture, *numbers)
-        if code is not None:
-            wide = sum(instruction in _WIDE for instruction in code)
-            kernel = replace(kernel, instructions=len(code), wide=wide, in_flight=_in_flight(code))
+        if (code := codes.get((entry, architecture))) is not None:
+            kernel = replace(kernel, **_counts(code))
         kernels.append(kernel)
     return sorted(kernels, key=lambda kernel: (kernel.name, kernel.architecture))
 
 
-def _instructions(sass: str) -> dict[tuple[str, str], list[str]]:
-    """Return the names of the instructions of each function and architecture."""
+class _Instruction(NamedTuple):
+    """An instruction: its address, its name and the rest of it."""
+
+    address: int
+    name: str
+    arguments: str
+
+
+def _counts(code: list[_Instruction]) -> dict[str, Any]:
+    """Count instructions, those of 16 bytes, loads in flight, products, copies, the main loop."""
+    names = [instruction.name for instruction in code]
+    return {
+        "instructions": len(names),
+        "wide": sum(name in _WIDE for name in names),
+        "in_flight": _in_flight(names),
+        "tensor": sum(_is_product(instruction) for instruction in code),
+        "copies": sum(name.startswith("LDGSTS") for name in names),
+        "loop": _main_loop(code),
+    }
+
+
+def _is_product(instruction: _Instruction) -> bool:
+    return instruction.name.startswith("HMMA")
+
+
+def _main_loop(code: list[_Instruction]) -> list[int]:
+    """Return the instructions and products of the shortest loop with products, none without."""
+    numbers = {instruction.address: i for i, instruction in enumerate(code)}
+    found = []
+    for end, instruction in enumerate(code):
+        target = re.search(r"0x([0-9a-f]+)", instruction.arguments)
+        if instruction.name.startswith("BRA") and target is not None:
+            begin = numbers.get(int(target[1], 16), end)
+            products = sum(_is_product(step) for step in code[begin : end + 1])
+            if begin < end and products:
+                found.append((end + 1 - begin, products))
+    most = max((products for _, products in found if products), default=0)
+    # A loop that is unrolled has its rest behind it, with fewer products.
+    whole = [loop for loop in found if loop[1] >= most / 2]
+    return list(min(whole, default=(0, 0)))
+
+
+def _instructions(sass: str) -> dict[tuple[str, str], list[_Instruction]]:
+    """Return the instructions of each function and architecture."""
     found = {}
     architecture = ""
     for part in re.split(r"^\s*(?=Function : |arch = )", sass, flags=re.MULTILINE):
         if part.startswith("arch = "):
             architecture = part.split()[2]
         elif part.startswith("Function : "):
-            pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)"
-            found[part.split()[2], architecture] = re.findall(pattern, part, re.MULTILINE)
+            pattern = r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*)"
+            found[part.split()[2], architecture] = [
+                _Instruction(int(address, 16), name, rest)
+                for address, name, rest in re.findall(pattern, part, re.MULTILINE)
+            ]
     return found
 
 

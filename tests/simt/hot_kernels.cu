@@ -8,7 +8,6 @@
 #include "tbe/lookup.cuh"
 #include "tbe/sample_weights.cuh"
 #include "tbe/update.cuh"
-#include "tt/forward_backward.cuh"
 #include "tt/plan.cuh"
 
 namespace emb::cuda {

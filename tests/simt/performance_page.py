@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.kernel_times import GATHER, SHAPES, Shape, model_us
 from tests.simt.compiled import ARCHITECTURES, NVCC, Compiled, compiled_kernels, cuobjdump
+from tests.simt.tt_model import byte_table, loop_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_performance.md"
 COMMAND = "python -m tests.simt.performance_page"
@@ -46,6 +47,42 @@ says of the next row while they update a row, and weights and states of a row be
 gradients.
 """
 _NUMBERS = ("registers", "warps", "instructions", "16 B")
+_TENSOR = """
+## Tensor trains on tensor cores
+
+Products of the cores of tensor trains run on tensor cores as products of TF32 values, by default
+three for each, so that results are as exact as in float32 (`csrc/core/mma.cuh`, `Tf32x3`);
+`Precision(matmul="tf32")` and `"bf16"` take one (`Tf32`, `Bf16`). The kernels of pairs of cores
+(`expand_kernel`, `inner_grads_kernel`, `outer_values_kernel`) multiply tiles of 32 x 64 or 64 x 32
+from shared memory, into which `cp.async` copies the next 32 values along k meanwhile; tiles of
+inner rows of up to 64 values along k stay there for all lines of a block. The kernels of rows
+(`mma_rows_kernel`, `mma_left_grads_kernel`) load operands into registers, 16 bytes per lane: no two
+warps of a block need the same ones, so that shared memory would only add a copy.
+
+This table is read from the compiled code: products are instructions on tensor cores in the
+whole kernel, a loop is the instructions of the main loop and the products among them, copies are
+`cp.async`. The columns *model* are the multiply-adds per clock of a multiprocessor that this loop
+allows, if nothing else costs time: its instructions at four per clock, or its products at the rate
+of the tensor cores (published by NVIDIA: 512 for TF32 on A100, 1,024 on H100, twice that for BF16),
+and this rate in the peak of float32 arithmetic (64 and 128). On H100 `mma.sync`, which all of them
+use, may not reach the published rate, which is that of `wgmma`. No GPU has confirmed the model.
+
+"""
+_BYTES = """
+The next table counts the multiply-adds (MACs) per distinct left half, as many again for each of two
+gradients, and per distinct row, by dim and rank of three cores. Bytes are those that a kernel loads
+or stores at least: the value of a left half; a row and its right half; for right gradients, the
+gradient of a row and the value of its left half. Most come from the second-level cache.
+
+That cache delivers some 24 bytes per clock and multiprocessor (an assumption: 5.5 TB/s on an H100),
+so a product needs about five MACs per byte to be bound by float32 arithmetic. Left halves of rank
+32 and more do: there tensor cores help most. Rows and gradients of left halves are bound by bytes;
+tensor cores and wide loads save instructions there (`tt_rows_kernel` and `left_grads_kernel`, for
+ranks or right columns that are no multiples of four, take more than twice as many). Gradients of
+right halves (`right_partials_kernel`) have about one MAC per byte, and four right columns fill
+half a fragment: they stay in float32 arithmetic, as do sums of outer rows.
+
+"""
 
 
 def page() -> str:
@@ -55,7 +92,9 @@ def page() -> str:
     rows = [f"| kernel | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
     rows += [f"| `{name}` | {' | '.join(numbers)} |" for name, numbers in cells().items()]
     table = f"{_TABLE}\nnvcc {nvcc_release()}.\n\n"
-    return _HEAD + "\n".join(models) + "\n" + table + "\n".join(rows) + "\n"
+    parts = [_HEAD + "\n".join(models), table + "\n".join(rows)]
+    parts += [_TENSOR + "\n".join(loop_table()), _BYTES + "\n".join(byte_table())]
+    return "\n".join(parts) + "\n"
 
 
 def _model(shape: Shape) -> str:
@@ -83,9 +122,20 @@ def _numbers(kernel: Compiled) -> list[str]:
 
 
 def recorded() -> dict[str, list[str]]:
-    """Return the cells of the page's second table by kernel."""
-    rows = re.findall(r"^\| `(\w+_kernel.*?)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    """Return the cells of the page's table of all kernels by kernel."""
+    text = PAGE.read_text().partition(_TENSOR)[0]
+    rows = re.findall(r"^\| `(\w+_kernel.*?)` \| (.*) \|$", text, re.MULTILINE)
     return {name: cells.split(" | ") for name, cells in rows}
+
+
+def recorded_tensor_part() -> str:
+    """Return what the page says of kernels with products on tensor cores."""
+    return "".join(PAGE.read_text().partition(_TENSOR)[1:])
+
+
+def tensor_part() -> str:
+    """Return what it should say."""
+    return "".join(page().partition(_TENSOR)[1:])
 
 
 def nvcc_release() -> str:

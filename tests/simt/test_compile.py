@@ -9,7 +9,16 @@ import pytest
 
 import emblib
 from tests.simt.compiled import ARCHITECTURES, NVCC, compiled_kernels, cuobjdump
-from tests.simt.performance_page import COMMAND, PAGE, cells, nvcc_release, recorded
+from tests.simt.performance_page import (
+    COMMAND,
+    PAGE,
+    cells,
+    nvcc_release,
+    recorded,
+    recorded_tensor_part,
+    tensor_part,
+)
+from tests.simt.tt_model import PEAKS, multiply_adds
 from tests.test_schema import CPU_ONLY
 
 MOST_REGISTERS = 96
@@ -53,6 +62,23 @@ def test_the_page_on_performance_is_of_these_kernels() -> None:
     if f"nvcc {nvcc_release()}." not in PAGE.read_text():
         pytest.skip("the page is of another compiler")
     assert recorded() == cells(), f"if that is meant: {COMMAND}"
+    assert recorded_tensor_part() == tensor_part(), f"if that is meant: {COMMAND}"
+
+
+@needs_nvcc
+@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
+def test_products_of_tensor_trains_run_on_tensor_cores() -> None:
+    """And the loops of tiles do more per clock than float32 arithmetic could, by the model."""
+    kernels = [kernel for kernel in compiled_kernels() if kernel.tensor]
+    names = {kernel.name.partition("<")[0] for kernel in kernels}
+    tiled = {"expand_kernel", "inner_grads_kernel", "outer_values_kernel"}
+    assert names == tiled | {"mma_rows_kernel", "mma_left_grads_kernel"}
+    assert len(kernels) == len(names) * len(ARCHITECTURES) * 3
+    for kernel in kernels:
+        if kernel.name.partition("<")[0] not in tiled:
+            continue
+        assert kernel.copies, f"{kernel.name} does not copy asynchronously"
+        assert multiply_adds(kernel) > PEAKS[kernel.architecture].float32, kernel
 
 
 def test_cuda_library_has_every_op() -> None:

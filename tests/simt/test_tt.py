@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import TTTableColumn
+from emblib.ops.codes import MATMUL_PRECISION
 from emblib.ops.tt import layout_of
 from emblib.reference import tt
 from emblib.specs import TTSpec
@@ -93,9 +94,12 @@ def plan_of(case: Case, batch: Batch) -> list[Tensor]:
     return plan
 
 
-def batch_words(case: Case, batch: Batch, plan: list[Tensor]) -> tuple[Word, ...]:
+def batch_words(
+    case: Case, batch: Batch, plan: list[Tensor], precision: str = "float32"
+) -> tuple[Word, ...]:
     dtype = DTYPES[batch.cores[0].dtype]
-    return (*shape_words(case), case.lookups, dtype, *batch.cores, *plan)
+    products = MATMUL_PRECISION[precision]
+    return (*shape_words(case), case.lookups, products, dtype, *batch.cores, *plan)
 
 
 def assert_near(got: Tensor, want: Tensor) -> None:
@@ -137,15 +141,22 @@ class Passes(NamedTuple):
     grads: list[Tensor]
 
 
-def run_passes(case: Case, batch: Batch, plan: list[Tensor]) -> Passes:
-    words = batch_words(case, batch, plan)
+def run_passes(
+    case: Case,
+    batch: Batch,
+    plan: list[Tensor],
+    precision: str = "float32",
+    row_grads: Tensor | None = None,
+) -> Passes:
+    words = batch_words(case, batch, plan, precision)
     dim = math.prod(case.q)
     lefts = min(case.lookups, math.prod(case.p[:2]))
     rank = case.ranks[0] if len(case.p) == 2 else case.ranks[1]
     left_values = torch.full((lefts, math.prod(case.q[:2]) * rank), 1e30)
     rows = torch.full((case.lookups, dim), 1e30)
     library().call("tt_rows", *words, left_values, rows)
-    row_grads = torch.randn(case.lookups, dim, generator=torch.Generator().manual_seed(1))
+    if row_grads is None:
+        row_grads = torch.randn(case.lookups, dim, generator=torch.Generator().manual_seed(1))
     grads = [torch.zeros(core.shape) for core in batch.cores]
     library().call("tt_core_grads", *words, left_values, row_grads, *grads)
     return Passes(rows, row_grads, grads)
@@ -162,6 +173,50 @@ def test_passes_match_the_reference(case: Case) -> None:
     want = tt.core_grads(double, batch.distinct, grads, case.p, case.q)
     for mine, wanted in zip(made.grads, want, strict=True):
         assert_near(mine, wanted)
+
+
+def magnitudes(case: Case, batch: Batch, row_grads: Tensor) -> list[Tensor]:
+    """Return the sums of absolute products of rows and of the gradients of cores."""
+    cores = [core.double().abs() for core in batch.cores]
+    grads = row_grads.double().abs()
+    rows = tt.rows(cores, batch.distinct, case.p, case.q)
+    return [rows, *tt.core_grads(cores, batch.distinct, grads, case.p, case.q)]
+
+
+def errors(case: Case, batch: Batch, made: Passes) -> list[float]:
+    """Return the largest error of rows, and of the gradients of each core, in these magnitudes."""
+    count, cores = int(batch.count), [core.double() for core in batch.cores]
+    row_grads = made.row_grads[:count]
+    exact = [
+        tt.rows(cores, batch.distinct, case.p, case.q),
+        *tt.core_grads(cores, batch.distinct, row_grads.double(), case.p, case.q),
+    ]
+    got = [made.rows[:count], *made.grads]
+    found = []
+    for mine, want, scale in zip(got, exact, magnitudes(case, batch, row_grads), strict=True):
+        assert (mine[scale == 0] == 0).all()
+        found.append(float(((mine - want).abs() / scale.clamp_min(1e-300)).max()))
+    return found
+
+
+@every_case()
+def test_tensor_cores_are_as_exact_as_float32(case: Case) -> None:
+    """Each pass is a chain of up to four products, each of which may err by 2^-21."""
+    batch = make_batch(case)
+    assert max(errors(case, batch, run_passes(case, batch, plan_of(case, batch)))) < 4 * 2.0**-21
+
+
+@every_case()
+@pytest.mark.parametrize(("precision", "bits"), [("tf32", 11), ("bf16", 8)])
+def test_lower_precision_has_the_error_of_its_operands(
+    case: Case, precision: str, bits: int
+) -> None:
+    """Two operands of each of up to four products in a chain are rounded."""
+    batch = make_batch(case)
+    found = errors(case, batch, run_passes(case, batch, plan_of(case, batch), precision))
+    assert max(found) < 8 * 2.0**-bits
+    if len(case.p) > 2 or case.ranks[0] % 4 == 0:  # else all products are in float32
+        assert max(found) > 2.0 ** -(bits + 6)
 
 
 @every_case()
@@ -192,35 +247,39 @@ def test_an_empty_batch_has_no_halves() -> None:
 
 MIXED = [CASES[name] for name in ("two_cores_odd", "three_cores", "four_cores_odd", "dim_one")]
 MIXED += [CASES["three_cores"], CASES["one_row"]]
+# Values, rows and gradients of the second table begin where four neighbours are not aligned.
+ODD_STRIDES = [CASES["two_cores_odd"], Case((5, 6, 7), (1, 2, 4), (4, 4), 60)]
 
 
-def test_a_batch_of_several_tables() -> None:
-    """Keys, plan, rows and gradients of tables of different shapes, each as on its own."""
-    layout = layout_of([case.spec for case in MIXED])
-    batches = [make_batch(case, seed) for seed, case in enumerate(MIXED)]
+@pytest.mark.parametrize("mixed", [MIXED, ODD_STRIDES], ids=["mixed", "odd strides"])
+def test_a_batch_of_several_tables(mixed: list[Case]) -> None:
+    """Keys, plan, rows and gradients of tables of different shapes, with the bits of each alone."""
+    layout = layout_of([case.spec for case in mixed])
+    batches = [make_batch(case, seed) for seed, case in enumerate(mixed)]
     tables, firsts = (
         torch.tensor(layout.tables),
         [row[TTTableColumn.FIRST_KEY] for row in layout.tables],
     )
-    n = sum(case.lookups for case in MIXED)
+    n = sum(case.lookups for case in mixed)
     count = sum(int(batch.count) for batch in batches)
     keys = torch.zeros(n, dtype=torch.int64)
     distinct = zip(batches, firsts, strict=True)
     keys[:count] = torch.cat([batch.keys[: int(batch.count)] + first for batch, first in distinct])
-    sizes = (n, n + 1, n, n, n + 1, n, n, 3 * (len(MIXED) + 1))
+    sizes = (n, n + 1, n, n, n + 1, n, n, 3 * (len(mixed) + 1))
     plan = [torch.full((size,), 7, dtype=torch.int32) for size in sizes]
     ids, counts = (layout.left_ids, layout.right_ids), torch.tensor([count], dtype=torch.int32)
-    library().call("tt_plan", tables, len(MIXED), *ids, keys, counts, n, *plan)
+    library().call("tt_plan", tables, len(mixed), *ids, keys, counts, n, *plan)
     want = torch.ops.emblib.tt_plan(keys, counts, tables, *ids)
     rows, lefts, rights = want[7].view(3, -1)[:, -1].tolist()
     used = (lefts, lefts + 1, rows, rights, rights + 1, rows, rows, plan[7].numel())
     for mine, theirs, length in zip(plan, want, used, strict=True):
         assert torch.equal(mine[:length], theirs[:length])
 
-    shapes = [word for case in MIXED for word in shape_words(case)[1:]]
+    shapes = [word for case in mixed for word in shape_words(case)[1:]]
     cores = [core for batch in batches for core in batch.cores]
-    words = (len(MIXED), *shapes, n, DTYPES[torch.float32], *cores, *plan)
-    widest = max(_left_size(case) for case in MIXED)
+    products = MATMUL_PRECISION["float32"]
+    words = (len(mixed), *shapes, n, products, DTYPES[torch.float32], *cores, *plan)
+    widest = max(_left_size(case) for case in mixed)
     left_values = torch.full((min(n, layout.left_ids), widest), 1e30)
     out = torch.full((n, layout.dim), 1e30)
     library().call("tt_rows", *words, left_values, out)
@@ -230,15 +289,23 @@ def test_a_batch_of_several_tables() -> None:
 
     flat, _ = torch.ops.emblib.tt_rows(cores, want, *layout[:3], 0)
     first, grad = 0, iter(grads)
-    for case, batch in zip(MIXED, batches, strict=True):
+    for case, batch in zip(mixed, batches, strict=True):
         dim, last = math.prod(case.q), first + int(batch.count)
         double = [core.double() for core in batch.cores]
         exact = tt.rows(double, batch.distinct, case.p, case.q)
         assert_near(out[first:last, :dim], exact)
         assert_near(flat[first:last, :dim], exact)
         mine = row_grads[first:last, :dim].double()
-        for wanted in tt.core_grads(double, batch.distinct, mine, case.p, case.q):
-            assert_near(next(grad), wanted)
+        found = [next(grad) for _ in case.p]
+        for got, wanted in zip(
+            found, tt.core_grads(double, batch.distinct, mine, case.p, case.q), strict=True
+        ):
+            assert_near(got, wanted)
+        own_grads = torch.zeros(case.lookups, dim)
+        own_grads[: last - first] = row_grads[first:last, :dim]
+        alone = run_passes(case, batch, plan_of(case, batch), row_grads=own_grads)
+        assert torch.equal(alone.rows[: last - first], out[first:last, :dim])
+        assert all(torch.equal(a, b) for a, b in zip(alone.grads, found, strict=True))
         first = last
 
 

@@ -21,12 +21,14 @@ std::vector<TtShape> read_shapes(Words* words) {
   return shapes;
 }
 
-// Words: shapes, capacity, dtype and data of the cores of all tables, eight plan tensors.
+// Words: shapes, capacity, precision of products, dtype and data of the cores of all tables, eight
+// plan tensors.
 TtBatches read_batches(Words* words) {
   const std::vector<TtShape> shapes = read_shapes(words);
   TtPlan plan{};
   plan.capacity = words->number();
   plan.tables = static_cast<int64_t>(shapes.size());
+  const auto precision = static_cast<emb::MatmulPrecision>(words->number());
   const emb::Dtype type = words->dtype();
   std::vector<const void*> cores;
   for (const TtShape& shape : shapes) {
@@ -41,7 +43,7 @@ TtBatches read_batches(Words* words) {
   plan.row_rights = next();
   plan.right_rows = next();
   plan.starts = next();
-  return {shapes, cores, type, plan};
+  return {shapes, cores, type, plan, precision};
 }
 
 // Memory of exactly the requested size, so that the sanitizer detects every access outside.

@@ -1,0 +1,136 @@
+// Fibers: threads of execution that take turns on one system thread, with a stack each.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+#if !defined(__x86_64__)
+#include <ucontext.h>
+#endif
+
+namespace emb::simt {
+
+// A fiber is a stack and a saved stack pointer. Switching costs a few nanoseconds on x86-64; on
+// other processors it goes through ucontext. Every switch is announced to AddressSanitizer, so that
+// it knows the current stack.
+
+inline constexpr size_t kStackBytes = 256 * 1024;
+inline constexpr size_t kGuardBytes = 4096;
+
+#if defined(__x86_64__)
+
+// Save the callee-saved registers on this stack and continue on the other one.
+__attribute__((naked, noinline, weak)) void swap_stacks(void** save, void* load);
+__attribute__((naked, noinline, weak)) void swap_stacks(void**, void*) {
+  asm volatile(
+      "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
+      "movq %rsp, (%rdi)\n movq %rsi, %rsp\n"
+      "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
+}
+
+class Context {
+ public:
+  void start(char* stack, size_t bytes, void (*entry)()) {
+    // `entry` expects the stack as after a call: 8 bytes off a multiple of 16, with a return
+    // address that ends backtraces. Below it are six registers for swap_stacks to pop.
+    auto* top = reinterpret_cast<uint64_t*>(stack + bytes);
+    top[-1] = 0;
+    top[-2] = reinterpret_cast<uint64_t>(entry);
+    for (int i = 3; i <= 8; ++i) top[-i] = 0;
+    pointer_ = top - 8;
+  }
+  void swap(Context& to) { swap_stacks(&pointer_, to.pointer_); }
+
+ private:
+  void* pointer_ = nullptr;
+};
+
+#else
+
+class Context {
+ public:
+  void start(char* stack, size_t bytes, void (*entry)()) {
+    getcontext(&context_);
+    context_.uc_stack.ss_sp = stack;
+    context_.uc_stack.ss_size = bytes;
+    context_.uc_link = nullptr;
+    makecontext(&context_, entry, 0);
+  }
+  void swap(Context& to) { swapcontext(&context_, &to.context_); }
+
+ private:
+  ucontext_t context_;
+};
+
+#endif
+
+// A fiber owns its stack for its whole life and runs `entry`, which must never return.
+class Fiber {
+ public:
+  Fiber() = default;
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+  ~Fiber() {
+    if (memory_ != nullptr) munmap(memory_, kGuardBytes + kStackBytes);
+  }
+
+  void start(void (*entry)()) {
+    if (memory_ == nullptr) {
+      void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (memory == MAP_FAILED) throw std::runtime_error("simt: no memory for a fiber's stack");
+      memory_ = static_cast<char*>(memory);
+      mprotect(memory_, kGuardBytes, PROT_NONE);
+    }
+    fake_stack_ = nullptr;
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(memory_ + kGuardBytes, kStackBytes);
+#endif
+    context_.start(memory_ + kGuardBytes, kStackBytes, entry);
+  }
+
+  // Leave this fiber for `to`; return when another fiber switches back to this one.
+  void switch_to(Fiber& to) {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(&fake_stack_, to.bottom_ ? to.bottom_ : to.stack(),
+                                   to.bottom_ ? to.bytes_ : kStackBytes);
+    Fiber* self = this;
+    arriving_from() = self;
+    context_.swap(to.context_);
+    self->arrive();
+#else
+    context_.swap(to.context_);
+#endif
+  }
+
+  // Tell the sanitizer that the switch has happened; `entry` calls it first.
+  void arrive() {
+#if defined(__SANITIZE_ADDRESS__)
+    // The fiber just left reports its stack: the only way to learn that of the main fiber.
+    Fiber* from = arriving_from();
+    __sanitizer_finish_switch_fiber(fake_stack_, &from->bottom_, &from->bytes_);
+#endif
+  }
+
+ private:
+  const void* stack() const { return memory_ + kGuardBytes; }
+  static Fiber*& arriving_from() {
+    static Fiber* from = nullptr;
+    return from;
+  }
+
+  Context context_;
+  char* memory_ = nullptr;
+  void* fake_stack_ = nullptr;
+  const void* bottom_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace emb::simt
