@@ -235,25 +235,29 @@ void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n
   });
 }
 
-// Insert `pending`, the admitted misses of a table, in rounds.
-void insert_all(const HashInsertion& insertion, std::vector<int64_t> pending) {
-  const int64_t round = round_size(insertion.table.buckets);
-  std::vector<Choice> choices(std::min<int64_t>(round, pending.size()));
-  size_t begin = 0;  // misses before it are done
-  while (begin < pending.size()) {
-    const int64_t n = std::min<int64_t>(round, pending.size() - begin);
-    run_round(insertion, pending.data() + begin, n, choices.data());
-    // Those without a slot stay in front of the others, in order.
-    int64_t left = n;
-    for (int64_t i = n - 1; i >= 0; --i) {
-      const int64_t miss = pending[begin + i];
+// Insert the admitted ones of misses [begin, end), those of a table, in rounds.
+void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t begin, int64_t end) {
+  std::vector<int64_t> pending;
+  std::vector<Choice> choices;
+  int64_t next = begin;
+  for (int round = 0; next < end || !pending.empty(); ++round) {
+    const int64_t choose = std::min(choosers(insertion.table.buckets, round), end - begin);
+    for (; next < begin + choose; ++next) {
+      if (misses.is_admitted(next)) pending.push_back(next);
+    }
+    const auto n = static_cast<int64_t>(pending.size());
+    choices.resize(n);
+    run_round(insertion, pending.data(), n, choices.data());
+    size_t left = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t miss = pending[i];
       if (choices[i].mode == Choice::kRefused) {
         insertion.status[miss] = static_cast<uint8_t>(InsertStatus::kRefused);
       } else if (insertion.slots[miss] == kNoSlot) {
-        pending[begin + --left] = miss;
+        pending[left++] = miss;
       }
     }
-    begin += left;
+    pending.resize(left);
   }
 }
 
@@ -297,13 +301,8 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
   auto* statuses = static_cast<uint8_t*>(status.mutable_data_ptr());
   std::fill(slot_data, slot_data + n, kNoSlot);
   for (int64_t t = 0; t < index.num_tables; ++t) {
-    std::vector<int64_t> pending;
     for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
-      if (misses.is_admitted(i)) {
-        pending.push_back(i);
-      } else {
-        statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
-      }
+      if (!misses.is_admitted(i)) statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
     }
     const HashInsertion insertion{index.table(t),
                                   scoring.order,
@@ -316,7 +315,7 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
                                   slot_data,
                                   statuses,
                                   evicted.mutable_data_ptr<int64_t>()};
-    insert_all(insertion, std::move(pending));
+    insert_all(insertion, misses, misses.begin(t), misses.end(t));
     count_statuses(index, t, statuses + misses.begin(t), misses.end(t) - misses.begin(t));
   }
   return {slots, status, evicted};

@@ -114,8 +114,7 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Ten
   Growth growth{};
   growth.index = device_index(call);
   growth.buffers = device_buffers(call.op, call.index, rows, row_layout, ids);
-  growth.offsets = misses.offsets();
-  growth.admitted = misses.admitted();
+  growth.misses = {misses.offsets(), misses.admitted()};
   launch_grow(work, growth, key_batch(call), slots.mutable_data_ptr<int64_t>(),
               call.index.slots / kSlots);
 }
@@ -144,12 +143,12 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
   insertion.first = optional_longs(op, "first", first, n, ids);
   insertion.totals = optional_longs(op, "totals", totals, n, ids);
   const Misses misses(op, index, ids, offsets, admitted);
+  insertion.misses = {misses.offsets(), misses.admitted()};
   insertion.slots = slots.mutable_data_ptr<int64_t>();
   insertion.status = static_cast<uint8_t*>(status.mutable_data_ptr());
   insertion.evicted = evicted.mutable_data_ptr<int64_t>();
   DeviceWork work(ids);
-  launch_insert(work, insertion, AdmittedMisses{misses.offsets(), misses.admitted()}, n,
-                index.slots / kSlots);
+  launch_insert(work, insertion, n, index.slots / kSlots);
   return {slots, status, evicted};
 }
 

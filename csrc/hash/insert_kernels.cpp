@@ -9,9 +9,11 @@ namespace {
 
 constexpr int kAhead = 8;  // keys between a prefetch and the read
 
+// The entry of a bucket to evict, and the number of those that can be evicted.
 struct Candidate {
   int64_t slot = kNoSlot;
   EntryRank rank = {};
+  int count = 0;
 };
 
 // Narrow `alive` (-1 or 0, by slot) to the entries with the minimum of a word. The loops over all
@@ -31,12 +33,12 @@ EMB_HD Candidate min_value(const HashInsertion& insertion, int64_t bucket) {
   if (insertion.order == Order::kNone) return {};
   const HashTable& table = insertion.table;
   const int64_t* entries = table.entry(bucket * kSlots);
-  int64_t alive[kSlots], any = 0;
+  int64_t alive[kSlots], count = 0;
   for (int way = 0; way < kSlots; ++way) {
     alive[way] = -int64_t{entries[way * table.words + kStamp] < insertion.stamp};
-    any |= alive[way];
+    count -= alive[way];
   }
-  if (any == 0) return {};
+  if (count == 0) return {};
   const bool scored = has_scores(insertion.order);
   if (scored) keep_minimum(entries, table.words, kScore, alive);
   if (insertion.order != Order::kLfu) keep_minimum(entries, table.words, kStamp, alive);
@@ -45,7 +47,8 @@ EMB_HD Candidate min_value(const HashInsertion& insertion, int64_t bucket) {
   while (alive[way] == 0) ++way;
   const int64_t* entry = entries + way * table.words;
   return {bucket * kSlots + way,
-          entry_rank(insertion.order, entry[kKey], entry[kStamp], scored ? entry[kScore] : 0)};
+          entry_rank(insertion.order, entry[kKey], entry[kStamp], scored ? entry[kScore] : 0),
+          static_cast<int>(count)};
 }
 
 EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss, const Candidate& candidate) {
@@ -69,19 +72,24 @@ EMB_HD int free_slots(const HashTable& table, int64_t bucket) {
   return __builtin_popcount(match(table.tags + bucket * kSlots, kEmptyTag));
 }
 
+EMB_HD Choice choice_of(int64_t slot, Choice::Mode mode, int room) {
+  return {slot, mode, room - slots_of_round(room)};
+}
+
 EMB_HD Choice choose_one(const HashInsertion& insertion, int64_t miss) {
   const auto [first, second] = buckets_of(insertion, miss);
   const int in_first = free_slots(insertion.table, first);
-  if (in_first > kPreferFirstBucket) return {first * kSlots, Choice::kFree};
+  if (in_first > kPreferFirstBucket) return choice_of(first * kSlots, Choice::kFree, in_first);
   const int in_second = free_slots(insertion.table, second);
   if (in_first + in_second > 0) {
-    return {(in_first >= in_second ? first : second) * kSlots, Choice::kFree};
+    if (in_first >= in_second) return choice_of(first * kSlots, Choice::kFree, in_first);
+    return choice_of(second * kSlots, Choice::kFree, in_second);
   }
   const Candidate a = min_value(insertion, first), b = min_value(insertion, second);
   const bool take_second = b.slot != kNoSlot && (a.slot == kNoSlot || less(b.rank, a.rank));
   const Candidate& candidate = take_second ? b : a;
-  if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused};
-  return {candidate.slot, Choice::kEvict};
+  if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused, 0};
+  return choice_of(candidate.slot, Choice::kEvict, candidate.count);
 }
 
 EMB_HD void prefetch_tags(const HashInsertion& insertion, int64_t miss) {
@@ -134,7 +142,9 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
   const int64_t bucket = choice.slot / kSlots;
   if (choice.mode == Choice::kFree) {
     const uint32_t empty = match(table.tags + bucket * kSlots, kEmptyTag);
-    if (empty != 0) fill(insertion, miss, bucket * kSlots + lowest(empty), InsertStatus::kNew);
+    if (__builtin_popcount(empty) > choice.left) {
+      fill(insertion, miss, bucket * kSlots + lowest(empty), InsertStatus::kNew);
+    }
     return;
   }
   // The lowest entry of the bucket remains the lowest until it is replaced.
@@ -142,8 +152,9 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
     return fill(insertion, miss, choice.slot, InsertStatus::kEvicting);
   }
   const Candidate candidate = min_value(insertion, bucket);
-  if (can_evict(insertion, miss, candidate))
+  if (candidate.count > choice.left && can_evict(insertion, miss, candidate)) {
     fill(insertion, miss, candidate.slot, InsertStatus::kEvicting);
+  }
 }
 
 void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
