@@ -321,6 +321,24 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
   return {slots, status, evicted};
 }
 
+Tensor hash_fill_slots(const Tensor& slots, const Tensor& inserted, const Tensor& groups) {
+  const char* op = "hash_fill_slots";
+  const SlotsToFill in(op, slots, inserted, groups);
+  for (int64_t i = 0; i < in.n; ++i) {
+    STD_TORCH_CHECK(in.groups[i] < in.num_inserted, op, ": groups must be below the number of ",
+                    "inserted slots, ", in.num_inserted, ", got ", in.groups[i]);
+  }
+  Tensor filled = allocate(slots, {in.n});
+  int64_t* out = filled.mutable_data_ptr<int64_t>();
+  const auto each = [](int64_t i) { return i; };
+  parallel_balanced(in.n, kGrain, each, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      out[i] = in.groups[i] < 0 ? in.slots[i] : in.inserted[in.groups[i]];
+    }
+  });
+  return filled;
+}
+
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables) {
   const HashCall call("hash_erase_", tensors, ids, starts, tables);
@@ -382,6 +400,7 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, hash_misses);
   EMB_IMPL(m, emb, hash_grow_);
   EMB_IMPL(m, emb, hash_insert_);
+  EMB_IMPL(m, emb, hash_fill_slots);
   EMB_IMPL(m, emb, hash_erase_);
   EMB_IMPL(m, emb, hash_expire_);
 }

@@ -152,6 +152,14 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
   return {slots, status, evicted};
 }
 
+Tensor hash_fill_slots(const Tensor& slots, const Tensor& inserted, const Tensor& groups) {
+  const SlotsToFill in("hash_fill_slots", slots, inserted, groups);
+  Tensor filled = allocate(slots, {in.n});
+  launch_fill_slots(CudaLauncher(slots), in.slots, in.inserted, in.num_inserted, in.groups, in.n,
+                    filled.mutable_data_ptr<int64_t>());
+  return filled;
+}
+
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables) {
   const HashCall call("hash_erase_", tensors, ids, starts, tables);
@@ -208,6 +216,7 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, hash_misses);
   EMB_IMPL(m, emb::cuda, hash_grow_);
   EMB_IMPL(m, emb::cuda, hash_insert_);
+  EMB_IMPL(m, emb::cuda, hash_fill_slots);
   EMB_IMPL(m, emb::cuda, hash_erase_);
   EMB_IMPL(m, emb::cuda, hash_expire_);
   EMB_IMPL(m, emb::cuda, hash_initial_rows_);

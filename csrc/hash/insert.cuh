@@ -416,4 +416,22 @@ void launch_insert(Work& work, Insertion insertion, int64_t n, int64_t buckets) 
   launcher(hash_outcome_kernel, blocks, kTileThreads, insertion);
 }
 
+// Write the slot of every position: that of its miss, where it has one.
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
+    hash_fill_slots_kernel(const int64_t* slots, const int64_t* inserted, int64_t num_inserted,
+                           const int32_t* groups, int64_t n, int64_t* out) {
+  for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
+    const int32_t group = groups[i];
+    out[i] = group >= 0 && group < num_inserted ? inserted[group] : slots[i];
+  }
+}
+
+template <class Launcher>
+void launch_fill_slots(const Launcher& launcher, const int64_t* slots, const int64_t* inserted,
+                       int64_t num_inserted, const int32_t* groups, int64_t n, int64_t* out) {
+  if (n == 0) return;
+  launcher(hash_fill_slots_kernel, key_blocks(launcher, n), kTileThreads, slots, inserted,
+           num_inserted, groups, n, out);
+}
+
 }  // namespace emb::cuda

@@ -400,6 +400,13 @@ def positions(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple
     return list(zip(tables.tolist(), ids.tolist(), strict=True))
 
 
+def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
+    """Return the slot of every position; `inserted` is by miss, the others by position."""
+    filled = slots.clone()
+    filled[groups >= 0] = inserted[groups[groups >= 0].long()]
+    return filled
+
+
 _MASK = 0xFFFFFFFF
 UNIFORM, NORMAL, CONSTANT, DEBUG = range(4)
 

@@ -131,6 +131,18 @@ extern "C" const char* simt_hash_insert(const int64_t* call) {
   });
 }
 
+// slots, inserted, groups, number of inserted, of slots, result
+extern "C" const char* simt_hash_fill_slots(const int64_t* call) {
+  return worked(call, [](HostWork& work, Words& words) {
+    const auto* slots = words.pointer<const int64_t>();
+    const auto* inserted = words.pointer<const int64_t>();
+    const auto* groups = words.pointer<const int32_t>();
+    const int64_t num_inserted = words.number(), n = words.number();
+    launch_fill_slots(work.launcher(), slots, inserted, num_inserted, groups, n,
+                      words.pointer<int64_t>());
+  });
+}
+
 // index, batch, slots
 extern "C" const char* simt_hash_erase(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
