@@ -41,9 +41,9 @@ template void sort_pairs(const CudaLauncher&, const torch::stable::Tensor&,
 template <class Key>
 void sort_keys(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                const SortBuffers<Key>& in) {
-  sort_pairs(launcher, like,
-             SortPairs<Key>{in.keys, in.sorted_keys, in.positions, in.sorted_positions, in.n,
-                            in.limit});
+  sort_pairs(
+      launcher, like,
+      SortPairs<Key>{in.keys, in.sorted_keys, in.positions, in.sorted_positions, in.n, in.limit});
   const int n = static_cast<int>(in.n);
   with_scratch(like, [&](void* scratch, size_t& bytes) {
     return cub::DeviceSelect::UniqueByKey(scratch, bytes, in.sorted_keys,

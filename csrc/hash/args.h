@@ -186,7 +186,8 @@ struct HashInsertion {
 };
 
 // The choice of a pending key: the slot of the entry to evict, or any slot of a bucket with a free
-// one; and how many free slots, or entries that can be evicted, the bucket has left after the round.
+// one; and how many free slots, or entries that can be evicted, the bucket has left after the
+// round.
 struct Choice {
   enum Mode : int32_t { kFree, kEvict, kRefused };
   int64_t slot;

@@ -81,9 +81,8 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
       const int64_t* offsets = growth.misses.offsets;
       const int64_t more = growth.misses.admitted == nullptr ? offsets[t + 1] - offsets[t]
                                                              : growth.admitted_misses[t];
-      const int64_t wanted =
-          wanted_buckets(index.field(t, kSize) + more, old, index.field(t, kMaxBuckets),
-                         index.field(t, kMaxLoad));
+      const int64_t wanted = wanted_buckets(index.field(t, kSize) + more, old,
+                                            index.field(t, kMaxBuckets), index.field(t, kMaxLoad));
       growth.old_buckets[t] = old;
       index.field(t, kBuckets) = wanted;
       gained = wanted - old;

@@ -1,9 +1,10 @@
 // `hash_insert_` on the GPU: insert the admitted misses of a batch.
 //
-// Keys choose buckets, one lane per key; then every chosen bucket serves its keys in order, as far as
-// its share of the round goes. The keys that chose a bucket form a chain in scratch memory, in no
-// order; the founder of the chain handles the bucket. One lane assigns empty slots to a few keys;
-// for more keys, or if entries are evicted, the whole warp works on the bucket, one lane per slot.
+// Keys choose buckets, one lane per key; then every chosen bucket serves its keys in order, as far
+// as its share of the round goes. The keys that chose a bucket form a chain in scratch memory, in
+// no order; the founder of the chain handles the bucket. One lane assigns empty slots to a few
+// keys; for more keys, or if entries are evicted, the whole warp works on the bucket, one lane per
+// slot.
 #pragma once
 
 #include "hash/device_index.cuh"
@@ -141,8 +142,8 @@ EMB_DEVICE void choose_bucket(const Insertion& insertion, int64_t miss, int t, b
   insertion.before[miss] = atomicExch(insertion.chains + wanted, static_cast<int32_t>(miss));
 }
 
-// Return the first 32 members of a chain that come after `last`, one per lane, in order; INT32_MAX in
-// lanes beyond them.
+// Return the first 32 members of a chain that come after `last`, one per lane, in order; INT32_MAX
+// in lanes beyond them.
 EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket, int32_t last) {
   int32_t of_lane = INT32_MAX;
   for (int32_t member = insertion.chains[bucket]; member >= 0; member = insertion.before[member]) {
@@ -211,8 +212,8 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
   return true;
 }
 
-// Replace the share of a round of the entries of a full bucket by members in order, the lowest entry
-// first. Return whether no entry is left that this batch may evict.
+// Replace the share of a round of the entries of a full bucket by members in order, the lowest
+// entry first. Return whether no entry is left that this batch may evict.
 EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t bucket) {
   Candidate self = lane_entry(insertion, bucket, *insertion.index.clock);
   Candidate candidate = min_over_warp(self);
@@ -304,7 +305,8 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
     const int64_t end = tile + tile_size < count ? tile + tile_size : count, miss = tile + self;
     const TileSearch search(start, num_tables, tile, end, shared);
     const int t = lane_in_warp() < lanes && miss < end ? search.find(start, miss) : -1;
-    body(miss, t, t >= 0 && miss - offsets[t] < choosers(insertion.index.field(t, kBuckets), round));
+    body(miss, t,
+         t >= 0 && miss - offsets[t] < choosers(insertion.index.field(t, kBuckets), round));
   }
 }
 
@@ -326,8 +328,8 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
   });
 }
 
-// Run the remaining rounds of one table in one block until no key is pending. Keys before `low`, the
-// first that was pending one round ago, are skipped. Neighbouring keys go to different warps.
+// Run the remaining rounds of one table in one block until no key is pending. Keys before `low`,
+// the first that was pending one round ago, are skipped. Neighbouring keys go to different warps.
 [[maybe_unused]] static __global__ void __launch_bounds__(kFinishThreads)
     hash_finish_kernel(Insertion insertion, int first_round) {
   __shared__ int low, next_low;

@@ -80,8 +80,8 @@ inline int64_t num_cells(int64_t n) {
   }
 }
 
-// Number the misses, whose tables are the sorted keys: the cell of a key now holds its number. Write
-// where each table begins among them.
+// Number the misses, whose tables are the sorted keys: the cell of a key now holds its number.
+// Write where each table begins among them.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_number_kernel(SortPairs<uint32_t> sort, KeyCells keys, MissOutput out) {
   for (int64_t i = simt::global_thread(); i <= sort.n; i += simt::threads_in_grid()) {

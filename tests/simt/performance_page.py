@@ -36,11 +36,11 @@ _LAUNCHES = """
 ## Launches of a training step of dynamic tables
 
 What a step has the device do, forward, backward and update with row-wise Adagrad, as
-`tests/pretend/test_hash_launches.py` counts it: kernels, fills, copies and sorts of CUB, each of which
-starts one or a few kernels. It does not depend on what is in the tables, as the host waits for
-nothing: only on whether tables may grow, and on how many keys the batch has per bucket. A batch of
-up to 8 keys per bucket is inserted in two rounds on the whole device, a larger one in up to five; one
-block per table does what is left.
+`tests/pretend/test_hash_launches.py` counts it: kernels, fills, copies and sorts of CUB, each of
+which starts one or a few kernels. It does not depend on what is in the tables, as the host waits
+for nothing: only on whether tables may grow, and on how many keys the batch has per bucket. A batch
+of up to 8 keys per bucket is inserted in two rounds on the whole device, a larger one in up to
+five; one block per table does what is left.
 
 | step | operations | kernels of the hash index |
 | --- | ---: | --- |

@@ -103,7 +103,7 @@ def test_crowds_at_one_bucket(order: str, insert_policy: str) -> None:
 @pytest.mark.parametrize("insert_policy", ["wins", "competes"])
 @pytest.mark.parametrize("order", ["none", "lfu"])
 def test_many_new_keys_in_small_tables(order: str, insert_policy: str) -> None:
-    """More keys than the wide rounds let choose, most of which find no entry that they may evict."""
+    """More keys than the wide rounds let choose; most find no entry that they may evict."""
     twin = Twin(Tables(((1, 1, 1024), (2, 2, 1024)), order, insert_policy), OPS)
     twin.train(Batch.of((0, range(40)), (1, range(40))))
     twin.train(Batch.of((0, range(100, 3_000)), (1, range(100, 700))))
