@@ -28,8 +28,9 @@ struct Insertion {
   uint8_t* status;
   int64_t* evicted;
   // Scratch. By bucket: the last member of its chain, or what `Chain` says. By miss: the previous
-  // member of the chain, negative for its founder, and the chosen bucket.
-  int32_t *chains, *before, *wanted;
+  // member of the chain, negative for its founder, and the chosen bucket. By table: the last round
+  // that left a key of a chain without a slot.
+  int32_t *chains, *before, *wanted, *left_over;
 
   EMB_DEVICE bool is_pending(int64_t miss) const {
     return status[miss] == static_cast<uint8_t>(InsertStatus::kMiss);
@@ -175,7 +176,8 @@ EMB_DEVICE void write_entry(const Insertion& insertion, int t, int64_t bucket, i
 }
 
 // Assign the share of a round of the empty slots of a bucket to the first members of its chain.
-EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
+// Return whether they are all.
+EMB_DEVICE bool fill_bucket(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   const int32_t member = next_members(insertion, bucket, -1);
   const int share = slots_of_round(__popc(empty));
   const bool gets_slot = lane_in_warp() < share && member != INT32_MAX;
@@ -184,10 +186,11 @@ EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, u
     const int way = __ffs(static_cast<int>(empty)) - 1;  // the lane-th empty slot
     write_entry(insertion, t, bucket, way, new_entry(insertion, member, t), InsertStatus::kNew);
   }
+  return !__any_sync(simt::kFullMask, member != INT32_MAX && !gets_slot);
 }
 
-// The same by one lane for a chain of up to kFew members; for longer ones do nothing and return
-// false.
+// The same by one lane, for a chain of up to kFew members that all get a slot; otherwise do nothing
+// and return false.
 EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   constexpr int kFew = 4;
   int32_t members[kFew] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};  // in order
@@ -204,7 +207,11 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
   const int share = slots_of_round(__popc(empty));
 #pragma unroll
   for (int k = 0; k < kFew; ++k) {
-    if (members[k] == INT32_MAX || k >= share) break;
+    if (k >= share && members[k] != INT32_MAX) return false;
+  }
+#pragma unroll
+  for (int k = 0; k < kFew; ++k) {
+    if (members[k] == INT32_MAX) break;
     const int way = __ffs(static_cast<int>(empty)) - 1;
     write_entry(insertion, t, bucket, way, new_entry(insertion, members[k], t), InsertStatus::kNew);
     empty &= empty - 1;
@@ -212,15 +219,23 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
   return true;
 }
 
+// What became of a chain: whether all members got a slot, and whether the bucket has no entry left
+// that this batch may evict.
+struct Service {
+  bool is_complete, exhausts;
+};
+
 // Replace the share of a round of the entries of a full bucket by members in order, the lowest
-// entry first. Return whether no entry is left that this batch may evict.
-EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t bucket) {
+// entry first.
+EMB_DEVICE Service replace_in_bucket(const Insertion& insertion, int t, int64_t bucket) {
   Candidate self = lane_entry(insertion, bucket, *insertion.index.clock);
   Candidate candidate = min_over_warp(self);
   int share = slots_of_round(__popc(__ballot_sync(simt::kFullMask, self.way >= 0)));
+  bool is_complete = false;
   for (int32_t last = -1; share > 0;) {
     const int32_t member = next_members(insertion, bucket, last);
     const int members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
+    int served = 0;
     for (int k = 0; k < members && share > 0; ++k) {
       const NewEntry to = new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), t);
       if (!can_evict(insertion, candidate, to)) continue;
@@ -228,17 +243,20 @@ EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t buc
         write_entry(insertion, t, bucket, candidate.way, to, InsertStatus::kEvicting);
         self.way = -1;  // belongs to this batch now
       }
+      ++served;
       --share;
       candidate = min_over_warp(self);
     }
+    is_complete = last < 0 && members < kSlots && served == members;
     if (members < kSlots) break;
     last = __shfl_sync(simt::kFullMask, member, kSlots - 1);
   }
-  return candidate.way < 0;
+  return {is_complete, candidate.way < 0};
 }
 
 // Serve the chains that this warp's lanes founded. Called by the whole warp.
-EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool active) {
+EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool active,
+                              int round) {
   const bool founds = active && insertion.is_pending(miss) && insertion.before[miss] < 0;
   const int32_t wanted = founds ? insertion.wanted[miss] : 0;
   bool served = false;
@@ -254,14 +272,16 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
     const int table = __shfl_sync(simt::kFullMask, t, lane);
     const uint32_t empty = match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag);
     __syncwarp();  // all lanes have read the tags before any lane writes one
-    bool is_exhausted = false;
+    Service service{false, false};
     if (empty != 0) {
-      fill_bucket(insertion, table, bucket, empty);
+      service.is_complete = fill_bucket(insertion, table, bucket, empty);
     } else {
-      is_exhausted = replace_in_bucket(insertion, table, bucket);
+      service = replace_in_bucket(insertion, table, bucket);
     }
     __syncwarp();
-    if (lane_in_warp() == 0) insertion.chains[bucket] = is_exhausted ? kExhausted : kNoChain;
+    if (lane_in_warp() != 0) continue;
+    insertion.chains[bucket] = service.exhausts ? kExhausted : kNoChain;
+    if (!service.is_complete) insertion.left_over[table] = round;
   }
 }
 
@@ -278,6 +298,9 @@ inline constexpr int kMaxWideRounds = 5;
   const DeviceMisses& misses = insertion.misses;
   const int64_t step = simt::threads_in_grid(), count = misses.offsets[insertion.index.num_tables];
   for (int64_t i = simt::global_thread(); i < buckets; i += step) insertion.chains[i] = kNoChain;
+  for (int64_t t = simt::global_thread(); t < insertion.index.num_tables; t += step) {
+    insertion.left_over[t] = -1;
+  }
   for (int64_t i = simt::global_thread(); i < n; i += step) {
     const bool kept_out = i < count && misses.admitted != nullptr && !misses.admitted[i];
     insertion.slots[i] = kNoSlot;
@@ -324,7 +347,7 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
     hash_serve_kernel(Insertion insertion, int round) {
   __shared__ int range[2];
   for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool active) {
-    serve_buckets(insertion, miss, t, active);
+    serve_buckets(insertion, miss, t, active, round);
   });
 }
 
@@ -340,7 +363,9 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
        t += static_cast<int>(gridDim.x)) {
     const int64_t first = offsets[t], last = offsets[t + 1];
     const int64_t buckets = insertion.index.field(t, kBuckets);
-    if (threadIdx.x == 0) low = static_cast<int>(first);
+    const bool is_done = insertion.left_over[t] < first_round - 1 &&
+                         choosers(buckets, first_round - 1) >= last - first;
+    if (threadIdx.x == 0) low = static_cast<int>(is_done ? last : first);
     __syncthreads();
     for (int round = first_round; low < last; ++round) {
       const int64_t begin = low, choose = choosers(buckets, round);
@@ -356,7 +381,7 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
       }
       __syncthreads();
       for (int64_t tile = begin; tile < end; tile += kFinishThreads) {
-        serve_buckets(insertion, tile + self, t, tile + self < end);
+        serve_buckets(insertion, tile + self, t, tile + self < end, round);
       }
       if (threadIdx.x == 0) low = next_low;
       __syncthreads();
@@ -405,6 +430,7 @@ void launch_insert(Work& work, Insertion insertion, int64_t n, int64_t buckets) 
   insertion.chains = work.template scratch<int32_t>(buckets);
   insertion.before = work.template scratch<int32_t>(n);
   insertion.wanted = work.template scratch<int32_t>(n);
+  insertion.left_over = work.template scratch<int32_t>(insertion.index.num_tables);
   const unsigned blocks = key_blocks(launcher, n);
   launcher(hash_begin_kernel, key_blocks(launcher, n + buckets), kTileThreads, insertion, n,
            buckets);

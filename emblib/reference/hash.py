@@ -1,7 +1,7 @@
 """The hash table of dynamic tables as lists of slots, key by key: the definition of correct.
 
-`HashModel` is the state of all tables of an index. A training step calls `use`, `misses`, `grow`
-and `place` on a batch, a list of (table, key) by position; `find`, `erase` and `expire` are
+`HashModel` is the state of all tables of an index. A training step calls `touch`, `misses`,
+`grow` and `insert` on a batch, a list of (table, key) by position; `find`, `erase` and `expire` are
 separate calls. `index` returns the same state as the tensors of `emblib.ops.hash`, and
 `HashModel.of` reads them. Keys, stamps and scores are signed: an unsigned id is the int64 of the
 same bits. `values` defines the initial rows of new keys. The kernels of `csrc/hash` share no code
