@@ -185,6 +185,20 @@ struct HashInsertion {
   }
 };
 
+// The entry of a bucket that is evicted first, and the number of those that can be evicted.
+struct EvictionCandidate {
+  int64_t slot = kNoSlot;
+  EntryRank rank = {};
+  int count = 0;
+};
+
+// A bucket at the beginning of a round; `candidate` is unset if a slot is free. `share` is how many
+// slots it can still give away in the round.
+struct BucketState {
+  int free, share;
+  EvictionCandidate candidate;
+};
+
 // The choice of a pending key: the slot of the entry to evict, or any slot of a bucket with a free
 // one; and how many free slots, or entries that can be evicted, the bucket has left after the
 // round.
@@ -211,11 +225,15 @@ struct HashFindKernels {
 };
 
 struct HashInsertKernels {
-  // Choose for `pending` [0, n), from the present state of the table.
-  void (*choose)(const HashInsertion&, const int64_t* pending, int64_t n, Choice* choices);
-  // Carry out, in order, the choices whose bucket is in [begin, end).
-  void (*commit)(const HashInsertion&, const int64_t* pending, int64_t n, const Choice* choices,
-                 int64_t begin, int64_t end);
+  // Read the states of buckets [begin, end).
+  void (*read_states)(const HashInsertion&, int64_t begin, int64_t end, BucketState* states);
+  // Choose for `pending` [0, n), from the present state of the table: that in `states`, by bucket,
+  // unless it is null.
+  void (*choose)(const HashInsertion&, const BucketState* states, const int64_t* pending, int64_t n,
+                 Choice* choices);
+  // Carry out, in order, the choices whose bucket is in [begin, end); `states` is as above.
+  void (*commit)(const HashInsertion&, BucketState* states, const int64_t* pending, int64_t n,
+                 const Choice* choices, int64_t begin, int64_t end);
   // Fill buckets [begin, end), the new ones of a table that had `old`, from the buckets that they
   // are split from.
   void (*split)(const HashTable&, int64_t old, const RowBuffer* buffers, int num_buffers,

@@ -220,18 +220,24 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Ten
 }
 
 // Run one round: `pending` [0, n) choose buckets, then the choices are carried out, both in
-// parallel.
+// parallel. With more keys than buckets, each bucket is read once instead of once for every key.
 void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
   const HashInsertKernels& kernels = hash_insert_kernels();
   const auto each = [](int64_t i) { return i; };
+  const int64_t buckets = insertion.table.buckets;
+  std::vector<BucketState> states(n > buckets ? buckets : 0);
+  parallel_balanced(static_cast<int64_t>(states.size()), kBucketGrain, each,
+                    [&](int64_t begin, int64_t end) {
+                      kernels.read_states(insertion, begin, end, states.data());
+                    });
   parallel_balanced(n, kKeyGrain, each, [&](int64_t begin, int64_t end) {
-    kernels.choose(insertion, pending + begin, end - begin, choices + begin);
+    kernels.choose(insertion, states.empty() ? nullptr : states.data(), pending + begin,
+                   end - begin, choices + begin);
   });
   const int64_t parts = std::clamp<int64_t>(n / kKeyGrain, 1, num_threads());
-  const int64_t buckets = insertion.table.buckets;
   parallel_tasks(parts, [&](int64_t part) {
-    kernels.commit(insertion, pending, n, choices, buckets * part / parts,
-                   buckets * (part + 1) / parts);
+    kernels.commit(insertion, states.empty() ? nullptr : states.data(), pending, n, choices,
+                   buckets * part / parts, buckets * (part + 1) / parts);
   });
 }
 

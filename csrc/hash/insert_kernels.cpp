@@ -9,13 +9,6 @@ namespace {
 
 constexpr int kAhead = 8;  // keys between a prefetch and the read
 
-// The entry of a bucket to evict, and the number of those that can be evicted.
-struct Candidate {
-  int64_t slot = kNoSlot;
-  EntryRank rank = {};
-  int count = 0;
-};
-
 // Narrow `alive` (-1 or 0, by slot) to the entries with the minimum of a word. The loops over all
 // slots have no branch, so that they vectorise.
 EMB_HD void keep_minimum(const int64_t* entries, int64_t words, int word, int64_t* alive) {
@@ -29,7 +22,7 @@ EMB_HD void keep_minimum(const int64_t* entries, int64_t words, int word, int64_
 }
 
 // Return the entry of a full bucket to evict: the lowest that this batch has not used.
-EMB_HD Candidate min_value(const HashInsertion& insertion, int64_t bucket) {
+EMB_HD EvictionCandidate min_value(const HashInsertion& insertion, int64_t bucket) {
   if (insertion.order == Order::kNone) return {};
   const HashTable& table = insertion.table;
   const int64_t* entries = table.entry(bucket * kSlots);
@@ -51,7 +44,8 @@ EMB_HD Candidate min_value(const HashInsertion& insertion, int64_t bucket) {
           static_cast<int>(count)};
 }
 
-EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss, const Candidate& candidate) {
+EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
+                      const EvictionCandidate& candidate) {
   if (candidate.slot == kNoSlot) return false;
   if (!insertion.competes) return true;
   return !less(
@@ -72,22 +66,41 @@ EMB_HD int free_slots(const HashTable& table, int64_t bucket) {
   return __builtin_popcount(match(table.tags + bucket * kSlots, kEmptyTag));
 }
 
+EMB_HD int free_slots(const HashInsertion& insertion, const BucketState* states, int64_t bucket) {
+  return states == nullptr ? free_slots(insertion.table, bucket) : states[bucket].free;
+}
+
+EMB_HD EvictionCandidate min_value(const HashInsertion& insertion, const BucketState* states,
+                                   int64_t bucket) {
+  return states == nullptr ? min_value(insertion, bucket) : states[bucket].candidate;
+}
+
+void read_states(const HashInsertion& insertion, int64_t begin, int64_t end, BucketState* states) {
+  for (int64_t bucket = begin; bucket < end; ++bucket) {
+    BucketState state{free_slots(insertion.table, bucket), 0, {}};
+    if (state.free == 0) state.candidate = min_value(insertion, bucket);
+    state.share = slots_of_round(state.free == 0 ? state.candidate.count : state.free);
+    states[bucket] = state;
+  }
+}
+
 EMB_HD Choice choice_of(int64_t slot, Choice::Mode mode, int room) {
   return {slot, mode, room - slots_of_round(room)};
 }
 
-EMB_HD Choice choose_one(const HashInsertion& insertion, int64_t miss) {
+EMB_HD Choice choose_one(const HashInsertion& insertion, const BucketState* states, int64_t miss) {
   const auto [first, second] = buckets_of(insertion, miss);
-  const int in_first = free_slots(insertion.table, first);
+  const int in_first = free_slots(insertion, states, first);
   if (in_first > kPreferFirstBucket) return choice_of(first * kSlots, Choice::kFree, in_first);
-  const int in_second = free_slots(insertion.table, second);
+  const int in_second = free_slots(insertion, states, second);
   if (in_first + in_second > 0) {
     if (in_first >= in_second) return choice_of(first * kSlots, Choice::kFree, in_first);
     return choice_of(second * kSlots, Choice::kFree, in_second);
   }
-  const Candidate a = min_value(insertion, first), b = min_value(insertion, second);
+  const EvictionCandidate a = min_value(insertion, states, first);
+  const EvictionCandidate b = min_value(insertion, states, second);
   const bool take_second = b.slot != kNoSlot && (a.slot == kNoSlot || less(b.rank, a.rank));
-  const Candidate& candidate = take_second ? b : a;
+  const EvictionCandidate& candidate = take_second ? b : a;
   if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused, 0};
   return choice_of(candidate.slot, Choice::kEvict, candidate.count);
 }
@@ -112,11 +125,16 @@ EMB_HD void prefetch_if_full(const HashInsertion& insertion, int64_t miss) {
   prefetch_entries(insertion.table, second);
 }
 
-void choose(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
+void choose(const HashInsertion& insertion, const BucketState* states, const int64_t* pending,
+            int64_t n, Choice* choices) {
+  if (states != nullptr) {
+    for (int64_t i = 0; i < n; ++i) choices[i] = choose_one(insertion, states, pending[i]);
+    return;
+  }
   for (int64_t i = -2 * kAhead; i < n; ++i) {
     if (i + 2 * kAhead < n) prefetch_tags(insertion, pending[i + 2 * kAhead]);
     if (i + kAhead >= 0 && i + kAhead < n) prefetch_if_full(insertion, pending[i + kAhead]);
-    if (i >= 0) choices[i] = choose_one(insertion, pending[i]);
+    if (i >= 0) choices[i] = choose_one(insertion, nullptr, pending[i]);
   }
 }
 
@@ -151,13 +169,13 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
   if (table.entry(choice.slot)[kStamp] < insertion.stamp) {
     return fill(insertion, miss, choice.slot, InsertStatus::kEvicting);
   }
-  const Candidate candidate = min_value(insertion, bucket);
+  const EvictionCandidate candidate = min_value(insertion, bucket);
   if (candidate.count > choice.left && can_evict(insertion, miss, candidate)) {
     fill(insertion, miss, candidate.slot, InsertStatus::kEvicting);
   }
 }
 
-void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
+void commit(const HashInsertion& insertion, BucketState* states, const int64_t* pending, int64_t n,
             const Choice* choices, int64_t begin, int64_t end) {
   const auto is_mine = [&](const Choice& choice) {
     return choice.mode != Choice::kRefused && choice.slot >= begin * kSlots &&
@@ -168,7 +186,11 @@ void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
       __builtin_prefetch(insertion.table.entry(choices[i + kAhead].slot), 1);
       __builtin_prefetch(insertion.table.tags + choices[i + kAhead].slot, 1);
     }
-    if (is_mine(choices[i])) commit_one(insertion, pending[i], choices[i]);
+    if (!is_mine(choices[i])) continue;
+    BucketState* state = states == nullptr ? nullptr : states + choices[i].slot / kSlots;
+    if (state != nullptr && state->share == 0) continue;
+    commit_one(insertion, pending[i], choices[i]);
+    if (state != nullptr) state->share -= insertion.slots[pending[i]] != kNoSlot;
   }
 }
 
@@ -224,6 +246,6 @@ void split(const HashTable& table, int64_t old, const RowBuffer* buffers, int nu
 }  // namespace
 
 extern const HashInsertKernels kHashInsertKernels;
-const HashInsertKernels kHashInsertKernels = {choose, commit, split};
+const HashInsertKernels kHashInsertKernels = {read_states, choose, commit, split};
 
 }  // namespace emb::EMB_ISA
