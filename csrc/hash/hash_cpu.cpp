@@ -225,19 +225,19 @@ void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n
   const HashInsertKernels& kernels = hash_insert_kernels();
   const auto each = [](int64_t i) { return i; };
   const int64_t buckets = insertion.table.buckets;
-  std::vector<BucketState> states(n > buckets ? buckets : 0);
-  parallel_balanced(static_cast<int64_t>(states.size()), kBucketGrain, each,
-                    [&](int64_t begin, int64_t end) {
-                      kernels.read_states(insertion, begin, end, states.data());
-                    });
+  const int64_t num_states = n > buckets ? buckets : 0;
+  std::vector<BucketState> memory(num_states);
+  BucketState* states = num_states > 0 ? memory.data() : nullptr;
+  parallel_balanced(num_states, kBucketGrain, each, [&](int64_t begin, int64_t end) {
+    kernels.read_states(insertion, begin, end, states);
+  });
   parallel_balanced(n, kKeyGrain, each, [&](int64_t begin, int64_t end) {
-    kernels.choose(insertion, states.empty() ? nullptr : states.data(), pending + begin,
-                   end - begin, choices + begin);
+    kernels.choose(insertion, states, pending + begin, end - begin, choices + begin);
   });
   const int64_t parts = std::clamp<int64_t>(n / kKeyGrain, 1, num_threads());
   parallel_tasks(parts, [&](int64_t part) {
-    kernels.commit(insertion, states.empty() ? nullptr : states.data(), pending, n, choices,
-                   buckets * part / parts, buckets * (part + 1) / parts);
+    kernels.commit(insertion, states, pending, n, choices, buckets * part / parts,
+                   buckets * (part + 1) / parts);
   });
 }
 
