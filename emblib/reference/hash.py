@@ -251,15 +251,16 @@ class HashModel:
             else:
                 chosen_by.setdefault(choice, []).append((miss, entry))
         for (bucket, evict), chosen in chosen_by.items():
-            self._serve(table, bucket, evict, chosen)
+            self._serve(table, bucket, chosen, evict=evict)
         return [miss for miss in pending if miss.slot < 0 and miss.status != REFUSED]
 
     def _serve(
         self,
         table: ReferenceHashTable,
         bucket: int,
-        evict: bool,
         chosen: Sequence[tuple[Miss, HashEntry]],
+        *,
+        evict: bool,
     ) -> None:
         """Give half of what a bucket has to the keys that chose it, in order, at least one slot."""
         room = len(self._older(table, bucket)) if evict else table.bucket(bucket).count(None)

@@ -530,7 +530,7 @@ def test_one_batch_fills_a_table(buckets: int) -> None:
 def test_a_batch_of_many_times_the_capacity(
     device: torch.device, order: str, insert_policy: str
 ) -> None:
-    """The old keys give way, the new ones fill every slot, and the rest is refused."""
+    """All old keys are evicted, new ones fill every slot, and the others are refused."""
     twin = Twin(Tables(((2, 2, 1024),), order, insert_policy), _ops(device))
     twin.train(Batch.of((0, range(100))))
     twin.train(Batch.of((0, range(200, 2_200))))
