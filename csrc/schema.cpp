@@ -80,6 +80,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "hash_insert_(Tensor(a!)[] index, Tensor ids, Tensor first, Tensor totals, Tensor offsets,"
       " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy)"
       " -> (Tensor slots, Tensor status, Tensor evicted)");
+  m.def("hash_fill_slots(Tensor slots, Tensor inserted, Tensor groups) -> Tensor");
   m.def("hash_erase_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"

@@ -21,12 +21,13 @@ from emblib.reference.hash import (
     Miss,
     ReferenceHashTable,
     addresses,
+    fill_slots,
     mix,
     positions,
 )
 
 Op = Callable[..., Any]
-OPS = ("find", "touch_", "misses", "grow_", "insert_", "erase_", "expire_")
+OPS = ("find", "touch_", "misses", "grow_", "insert_", "fill_slots", "erase_", "expire_")
 
 # Keys at the ends of the range and around zero; -1 is also the greatest unsigned one.
 EDGE_KEYS = (*range(-4, 5), -(2**63), -(2**63) + 1, 2**63 - 2, 2**63 - 1)
@@ -271,7 +272,7 @@ class Twin:
         found = self.ops["misses"](*batch.keys, slots, batch.counts, len(self.tables.sizes))
         misses = self.model.misses(batch.positions, want, batch.uses)
         self._compare_misses(found, misses)
-        first, _, totals, offsets = found
+        first, groups, totals, offsets = found
         if admitted is not None:
             for miss, into in zip(_flat(misses), admitted.tolist(), strict=False):
                 miss.admitted = into
@@ -281,6 +282,8 @@ class Twin:
         placed = self.ops["insert_"](self.index, batch.ids, first, totals, offsets, *ways)
         self.model.insert(misses, scores)
         self._compare_placed(placed, misses)
+        filled = self.ops["fill_slots"](slots, placed[0], groups)
+        assert filled.tolist() == fill_slots(slots, placed[0], groups).tolist()
         for t, missing in enumerate(misses):
             gone = [(miss.slot, miss.evicted.key) for miss in missing if miss.evicted is not None]
             # Rows of what gave way are still there to be read.

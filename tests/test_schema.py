@@ -31,6 +31,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "hash_misses": key_table.HashModel.misses,
     "hash_grow_": key_table.HashModel.grow,
     "hash_insert_": key_table.HashModel.insert,
+    "hash_fill_slots": key_table.fill_slots,
     "hash_erase_": key_table.HashModel.erase,
     "hash_expire_": key_table.HashModel.expire,
     "hash_initial_rows_": hash.initial_rows_,

@@ -14,7 +14,15 @@
 
 namespace emb::cuda {
 
-// Sort by key, stable, and find the runs of equal keys. Nothing waits for the device.
+// Sort by key, stable. Nothing waits for the device.
+template <class Key>
+void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
+                const SortPairs<Key>& pairs);
+
+extern template void sort_pairs(const CudaLauncher&, const torch::stable::Tensor&,
+                                const SortPairs<uint32_t>&);
+
+// The same, and find the runs of equal keys.
 template <class Key>
 void sort_keys(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                const SortBuffers<Key>& buffers);
@@ -70,7 +78,7 @@ class DeviceWork {
     return reinterpret_cast<T*>(scratch_tensors_.back().mutable_data_ptr());
   }
 
-  void sort(const SortBuffers<uint32_t>& buffers) { sort_keys(launcher_, like_, buffers); }
+  void sort(const SortPairs<uint32_t>& pairs) { sort_pairs(launcher_, like_, pairs); }
 
  private:
   torch::stable::Tensor like_;

@@ -25,14 +25,26 @@ void with_scratch(const torch::stable::Tensor& like, const Algorithm& run) {
 }
 
 template <class Key>
-void sort_keys(const CudaLauncher& launcher, const torch::stable::Tensor& like,
-               const SortBuffers<Key>& in) {
+void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
+                const SortPairs<Key>& in) {
   const int bits = std::max(1, static_cast<int>(std::bit_width(in.limit)));
   const int n = static_cast<int>(in.n);
   with_scratch(like, [&](void* scratch, size_t& bytes) {
     return cub::DeviceRadixSort::SortPairs(scratch, bytes, in.keys, in.sorted_keys, in.positions,
                                            in.sorted_positions, n, 0, bits, launcher.stream());
   });
+}
+
+template void sort_pairs(const CudaLauncher&, const torch::stable::Tensor&,
+                         const SortPairs<uint32_t>&);
+
+template <class Key>
+void sort_keys(const CudaLauncher& launcher, const torch::stable::Tensor& like,
+               const SortBuffers<Key>& in) {
+  sort_pairs(
+      launcher, like,
+      SortPairs<Key>{in.keys, in.sorted_keys, in.positions, in.sorted_positions, in.n, in.limit});
+  const int n = static_cast<int>(in.n);
   with_scratch(like, [&](void* scratch, size_t& bytes) {
     return cub::DeviceSelect::UniqueByKey(scratch, bytes, in.sorted_keys,
                                           thrust::counting_iterator<int32_t>(0), in.run_keys,

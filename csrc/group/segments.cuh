@@ -11,7 +11,16 @@
 
 namespace emb::cuda {
 
-// The input and output of the sort, all on the device; n elements each, `runs` one.
+// The input and output of a stable sort by key, all on the device; n elements each.
+template <class Key>
+struct SortPairs {
+  Key *keys, *sorted_keys;
+  int32_t *positions, *sorted_positions;
+  int64_t n;
+  Key limit;  // the greatest key
+};
+
+// The same for a sort that finds the runs of equal keys as well; `runs` has one element.
 template <class Key>
 struct SortBuffers {
   Key *keys, *sorted_keys, *run_keys;

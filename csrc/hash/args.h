@@ -25,6 +25,8 @@ inline constexpr uint8_t kEmptyTag = 0;
 inline constexpr int kPreferFirstBucket =
     16;  // free slots above which the first bucket is taken without looking at the second
 inline constexpr int64_t kNoSlot = -1;
+inline constexpr int64_t kFirstChoosers = 8;  // keys per bucket that may choose in round 0
+inline constexpr int kMoreChoosersLog2 = 2;   // each round has four times those of the one before
 
 // Columns of the tensor `tables`: where the buckets of a table begin, their number and maximum
 // number, its number of keys, the load (in 1024ths of its slots) above which it grows, and the
@@ -107,9 +109,16 @@ EMB_HD bool less(const EntryRank& a, const EntryRank& b) {
   return a.key < b.key;
 }
 
-// Return how many missing keys choose their buckets in one round, from the same state of the table;
-// see `hash_insert_`.
-EMB_HD int64_t round_size(int64_t buckets) { return buckets < 2 ? 1 : buckets / 2; }
+// Return how many missing keys of a table of `buckets` may choose their buckets in a round, the
+// first of which is 0: all of them choose from the same state of the table; see `hash_insert_`.
+EMB_HD int64_t choosers(int64_t buckets, int round) {
+  constexpr int kMaxRound = 14;  // by then there are more than 2^31 keys
+  return kFirstChoosers * buckets << kMoreChoosersLog2 * (round < kMaxRound ? round : kMaxRound);
+}
+
+// Return how many of `room` slots a bucket gives away in a round. Keys that choose at the same time
+// do not see each other, so without a limit a bucket would be filled while its neighbours are not.
+EMB_HD int slots_of_round(int room) { return (room + 1) / 2; }
 
 // Return how many buckets a table of `buckets` must have for `keys` keys: never fewer, at most
 // `max_buckets`.
@@ -176,12 +185,28 @@ struct HashInsertion {
   }
 };
 
+// The entry of a bucket that is evicted first, and the number of those that can be evicted.
+struct EvictionCandidate {
+  int64_t slot = kNoSlot;
+  EntryRank rank = {};
+  int count = 0;
+};
+
+// A bucket at the beginning of a round; `candidate` is unset if a slot is free. `share` is how many
+// slots it can still give away in the round.
+struct BucketState {
+  int free, share;
+  EvictionCandidate candidate;
+};
+
 // The choice of a pending key: the slot of the entry to evict, or any slot of a bucket with a free
-// one.
+// one; and how many free slots, or entries that can be evicted, the bucket has left after the
+// round.
 struct Choice {
   enum Mode : int32_t { kFree, kEvict, kRefused };
   int64_t slot;
   Mode mode;
+  int32_t left;
 };
 
 // An array of values by slot that moves with the entries: the address of row 0, and bytes per row.
@@ -200,11 +225,15 @@ struct HashFindKernels {
 };
 
 struct HashInsertKernels {
-  // Choose for `pending` [0, n), from the present state of the table.
-  void (*choose)(const HashInsertion&, const int64_t* pending, int64_t n, Choice* choices);
-  // Carry out, in order, the choices whose bucket is in [begin, end).
-  void (*commit)(const HashInsertion&, const int64_t* pending, int64_t n, const Choice* choices,
-                 int64_t begin, int64_t end);
+  // Read the states of buckets [begin, end).
+  void (*read_states)(const HashInsertion&, int64_t begin, int64_t end, BucketState* states);
+  // Choose for `pending` [0, n), from the present state of the table: that in `states`, by bucket,
+  // unless it is null.
+  void (*choose)(const HashInsertion&, const BucketState* states, const int64_t* pending, int64_t n,
+                 Choice* choices);
+  // Carry out, in order, the choices whose bucket is in [begin, end); `states` is as above.
+  void (*commit)(const HashInsertion&, BucketState* states, const int64_t* pending, int64_t n,
+                 const Choice* choices, int64_t begin, int64_t end);
   // Fill buckets [begin, end), the new ones of a table that had `old`, from the buckets that they
   // are split from.
   void (*split)(const HashTable&, int64_t old, const RowBuffer* buffers, int num_buffers,

@@ -275,6 +275,24 @@ struct MissTensors {
   }
 };
 
+// The arguments of hash_fill_slots: slots and groups are by position, inserted is by miss.
+struct SlotsToFill {
+  const int64_t *slots, *inserted;
+  const int32_t* groups;
+  int64_t n, num_inserted;
+
+  SlotsToFill(const char* op, const Tensor& slots_, const Tensor& inserted_, const Tensor& groups_)
+      : slots(optional_longs(op, "slots", slots_, groups_.numel(), slots_)),
+        inserted(optional_longs(op, "inserted", inserted_, inserted_.numel(), slots_)),
+        n(slots_.numel()),
+        num_inserted(inserted_.numel()) {
+    check_dtype(op, "groups", groups_, ScalarType::Int, "int32");
+    check_same_device(op, "groups", groups_, slots_);
+    STD_TORCH_CHECK(groups_.is_contiguous(), op, ": groups must be contiguous");
+    groups = groups_.const_data_ptr<int32_t>();
+  }
+};
+
 // The arrays of values that move with the entries. For each table and array, row_layout int64
 // [T, P, 2] holds the byte at which its row 0 begins and the bytes per row.
 struct RowBuffers {

@@ -40,6 +40,13 @@ struct KeyBatch {
   int segments;
 };
 
+// The misses of a batch by table: those of table t are [offsets[t], offsets[t + 1]). `admitted` is
+// by miss, null if all are.
+struct DeviceMisses {
+  const int64_t* offsets;
+  const bool* admitted;
+};
+
 EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
 
 EMB_DEVICE void add_to(int64_t* sum, int64_t n) {

@@ -20,10 +20,9 @@ struct DeviceRowBuffers {
 struct Growth {
   DeviceIndex index;
   DeviceRowBuffers buffers;
-  const int64_t* offsets;  // of the misses by table
-  const bool* admitted;    // null if all are
-  // Scratch by table: the number of admitted misses, the buckets before, and the table's range
-  // [first_new[t], first_new[t + 1]) of all new buckets.
+  DeviceMisses misses;
+  // Scratch by table: the number of admitted misses if not all are, the buckets before, and the
+  // table's range [first_new[t], first_new[t + 1]) of all new buckets.
   int64_t *admitted_misses, *old_buckets, *first_new;
 };
 
@@ -31,10 +30,11 @@ struct Growth {
     hash_wanted_kernel(Growth growth) {
   __shared__ int range[2];
   const int num_tables = growth.index.num_tables;
-  const auto start = [&](int t) { return growth.offsets[t]; };
+  const DeviceMisses& misses = growth.misses;
+  const auto start = [&](int t) { return misses.offsets[t]; };
   TableTally admitted_misses(growth.admitted_misses, 1);
-  for_each_of(start, num_tables, growth.offsets[num_tables], range, [&](int64_t miss, int t) {
-    admitted_misses.add(t, t >= 0 && growth.admitted[miss]);
+  for_each_of(start, num_tables, misses.offsets[num_tables], range, [&](int64_t miss, int t) {
+    admitted_misses.add(t, t >= 0 && misses.admitted[miss]);
   });
   admitted_misses.flush();
 }
@@ -43,8 +43,7 @@ struct Growth {
     hash_no_wanted_kernel(Growth growth) {
   for (int64_t t = simt::global_thread(); t < growth.index.num_tables;
        t += simt::threads_in_grid()) {
-    growth.admitted_misses[t] =
-        growth.admitted == nullptr ? growth.offsets[t + 1] - growth.offsets[t] : 0;
+    growth.admitted_misses[t] = 0;
   }
 }
 
@@ -79,12 +78,14 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
     int64_t gained = 0;
     if (t < index.num_tables) {
       const int64_t old = index.field(t, kBuckets);
-      const int64_t admitted_misses =
-          wanted_buckets(index.field(t, kSize) + growth.admitted_misses[t], old,
-                         index.field(t, kMaxBuckets), index.field(t, kMaxLoad));
+      const int64_t* offsets = growth.misses.offsets;
+      const int64_t more = growth.misses.admitted == nullptr ? offsets[t + 1] - offsets[t]
+                                                             : growth.admitted_misses[t];
+      const int64_t wanted = wanted_buckets(index.field(t, kSize) + more, old,
+                                            index.field(t, kMaxBuckets), index.field(t, kMaxLoad));
       growth.old_buckets[t] = old;
-      index.field(t, kBuckets) = admitted_misses;
-      gained = admitted_misses - old;
+      index.field(t, kBuckets) = wanted;
+      gained = wanted - old;
     }
     int64_t total;
     const int64_t first = before + exclusive_sum(gained, sums, &total);
@@ -192,9 +193,11 @@ void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slot
   growth.admitted_misses = work.template scratch<int64_t>(num_tables);
   growth.old_buckets = work.template scratch<int64_t>(num_tables);
   growth.first_new = work.template scratch<int64_t>(num_tables + 1);
-  launcher(hash_no_wanted_kernel, blocks_for(num_tables, kTileThreads, launcher.blocks(1)),
-           kTileThreads, growth);
-  if (growth.admitted != nullptr && batch.n > 0) {
+  if (growth.misses.admitted != nullptr) {
+    launcher(hash_no_wanted_kernel, blocks_for(num_tables, kTileThreads, launcher.blocks(1)),
+             kTileThreads, growth);
+  }
+  if (growth.misses.admitted != nullptr && batch.n > 0) {
     launcher(hash_wanted_kernel, key_blocks(launcher, batch.n), kTileThreads, growth);
   }
   launcher(hash_plan_kernel, 1, kTileThreads, growth);

@@ -220,40 +220,50 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Ten
 }
 
 // Run one round: `pending` [0, n) choose buckets, then the choices are carried out, both in
-// parallel.
+// parallel. With more keys than buckets, each bucket is read once instead of once for every key.
 void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
   const HashInsertKernels& kernels = hash_insert_kernels();
   const auto each = [](int64_t i) { return i; };
+  const int64_t buckets = insertion.table.buckets;
+  const int64_t num_states = n > buckets ? buckets : 0;
+  std::vector<BucketState> memory(num_states);
+  BucketState* states = num_states > 0 ? memory.data() : nullptr;
+  parallel_balanced(num_states, kBucketGrain, each, [&](int64_t begin, int64_t end) {
+    kernels.read_states(insertion, begin, end, states);
+  });
   parallel_balanced(n, kKeyGrain, each, [&](int64_t begin, int64_t end) {
-    kernels.choose(insertion, pending + begin, end - begin, choices + begin);
+    kernels.choose(insertion, states, pending + begin, end - begin, choices + begin);
   });
   const int64_t parts = std::clamp<int64_t>(n / kKeyGrain, 1, num_threads());
-  const int64_t buckets = insertion.table.buckets;
   parallel_tasks(parts, [&](int64_t part) {
-    kernels.commit(insertion, pending, n, choices, buckets * part / parts,
+    kernels.commit(insertion, states, pending, n, choices, buckets * part / parts,
                    buckets * (part + 1) / parts);
   });
 }
 
-// Insert `pending`, the admitted misses of a table, in rounds.
-void insert_all(const HashInsertion& insertion, std::vector<int64_t> pending) {
-  const int64_t round = round_size(insertion.table.buckets);
-  std::vector<Choice> choices(std::min<int64_t>(round, pending.size()));
-  size_t begin = 0;  // misses before it are done
-  while (begin < pending.size()) {
-    const int64_t n = std::min<int64_t>(round, pending.size() - begin);
-    run_round(insertion, pending.data() + begin, n, choices.data());
-    // Those without a slot stay in front of the others, in order.
-    int64_t left = n;
-    for (int64_t i = n - 1; i >= 0; --i) {
-      const int64_t miss = pending[begin + i];
+// Insert the admitted ones of misses [begin, end), those of a table, in rounds.
+void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t begin, int64_t end) {
+  std::vector<int64_t> pending;
+  std::vector<Choice> choices;
+  int64_t next = begin;
+  for (int round = 0; next < end || !pending.empty(); ++round) {
+    const int64_t choose = std::min(choosers(insertion.table.buckets, round), end - begin);
+    for (; next < begin + choose; ++next) {
+      if (misses.is_admitted(next)) pending.push_back(next);
+    }
+    const auto n = static_cast<int64_t>(pending.size());
+    choices.resize(n);
+    run_round(insertion, pending.data(), n, choices.data());
+    size_t left = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t miss = pending[i];
       if (choices[i].mode == Choice::kRefused) {
         insertion.status[miss] = static_cast<uint8_t>(InsertStatus::kRefused);
       } else if (insertion.slots[miss] == kNoSlot) {
-        pending[begin + --left] = miss;
+        pending[left++] = miss;
       }
     }
-    begin += left;
+    pending.resize(left);
   }
 }
 
@@ -297,13 +307,8 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
   auto* statuses = static_cast<uint8_t*>(status.mutable_data_ptr());
   std::fill(slot_data, slot_data + n, kNoSlot);
   for (int64_t t = 0; t < index.num_tables; ++t) {
-    std::vector<int64_t> pending;
     for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
-      if (misses.is_admitted(i)) {
-        pending.push_back(i);
-      } else {
-        statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
-      }
+      if (!misses.is_admitted(i)) statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
     }
     const HashInsertion insertion{index.table(t),
                                   scoring.order,
@@ -316,10 +321,28 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
                                   slot_data,
                                   statuses,
                                   evicted.mutable_data_ptr<int64_t>()};
-    insert_all(insertion, std::move(pending));
+    insert_all(insertion, misses, misses.begin(t), misses.end(t));
     count_statuses(index, t, statuses + misses.begin(t), misses.end(t) - misses.begin(t));
   }
   return {slots, status, evicted};
+}
+
+Tensor hash_fill_slots(const Tensor& slots, const Tensor& inserted, const Tensor& groups) {
+  const char* op = "hash_fill_slots";
+  const SlotsToFill in(op, slots, inserted, groups);
+  for (int64_t i = 0; i < in.n; ++i) {
+    STD_TORCH_CHECK(in.groups[i] < in.num_inserted, op, ": groups must be below the number of ",
+                    "inserted slots, ", in.num_inserted, ", got ", in.groups[i]);
+  }
+  Tensor filled = allocate(slots, {in.n});
+  int64_t* out = filled.mutable_data_ptr<int64_t>();
+  const auto each = [](int64_t i) { return i; };
+  parallel_balanced(in.n, kGrain, each, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      out[i] = in.groups[i] < 0 ? in.slots[i] : in.inserted[in.groups[i]];
+    }
+  });
+  return filled;
 }
 
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
@@ -383,6 +406,7 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, hash_misses);
   EMB_IMPL(m, emb, hash_grow_);
   EMB_IMPL(m, emb, hash_insert_);
+  EMB_IMPL(m, emb, hash_fill_slots);
   EMB_IMPL(m, emb, hash_erase_);
   EMB_IMPL(m, emb, hash_expire_);
 }

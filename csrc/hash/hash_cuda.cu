@@ -114,8 +114,7 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Ten
   Growth growth{};
   growth.index = device_index(call);
   growth.buffers = device_buffers(call.op, call.index, rows, row_layout, ids);
-  growth.offsets = misses.offsets();
-  growth.admitted = misses.admitted();
+  growth.misses = {misses.offsets(), misses.admitted()};
   launch_grow(work, growth, key_batch(call), slots.mutable_data_ptr<int64_t>(),
               call.index.slots / kSlots);
 }
@@ -144,13 +143,21 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
   insertion.first = optional_longs(op, "first", first, n, ids);
   insertion.totals = optional_longs(op, "totals", totals, n, ids);
   const Misses misses(op, index, ids, offsets, admitted);
+  insertion.misses = {misses.offsets(), misses.admitted()};
   insertion.slots = slots.mutable_data_ptr<int64_t>();
   insertion.status = static_cast<uint8_t*>(status.mutable_data_ptr());
   insertion.evicted = evicted.mutable_data_ptr<int64_t>();
   DeviceWork work(ids);
-  launch_insert(work, insertion, AdmittedMisses{misses.offsets(), misses.admitted()}, n,
-                index.slots / kSlots);
+  launch_insert(work, insertion, n, index.slots / kSlots);
   return {slots, status, evicted};
+}
+
+Tensor hash_fill_slots(const Tensor& slots, const Tensor& inserted, const Tensor& groups) {
+  const SlotsToFill in("hash_fill_slots", slots, inserted, groups);
+  Tensor filled = allocate(slots, {in.n});
+  launch_fill_slots(CudaLauncher(slots), in.slots, in.inserted, in.num_inserted, in.groups, in.n,
+                    filled.mutable_data_ptr<int64_t>());
+  return filled;
 }
 
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
@@ -209,6 +216,7 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, hash_misses);
   EMB_IMPL(m, emb::cuda, hash_grow_);
   EMB_IMPL(m, emb::cuda, hash_insert_);
+  EMB_IMPL(m, emb::cuda, hash_fill_slots);
   EMB_IMPL(m, emb::cuda, hash_erase_);
   EMB_IMPL(m, emb::cuda, hash_expire_);
   EMB_IMPL(m, emb::cuda, hash_initial_rows_);

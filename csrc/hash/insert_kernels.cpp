@@ -9,11 +9,6 @@ namespace {
 
 constexpr int kAhead = 8;  // keys between a prefetch and the read
 
-struct Candidate {
-  int64_t slot = kNoSlot;
-  EntryRank rank = {};
-};
-
 // Narrow `alive` (-1 or 0, by slot) to the entries with the minimum of a word. The loops over all
 // slots have no branch, so that they vectorise.
 EMB_HD void keep_minimum(const int64_t* entries, int64_t words, int word, int64_t* alive) {
@@ -27,16 +22,16 @@ EMB_HD void keep_minimum(const int64_t* entries, int64_t words, int word, int64_
 }
 
 // Return the entry of a full bucket to evict: the lowest that this batch has not used.
-EMB_HD Candidate min_value(const HashInsertion& insertion, int64_t bucket) {
+EMB_HD EvictionCandidate min_value(const HashInsertion& insertion, int64_t bucket) {
   if (insertion.order == Order::kNone) return {};
   const HashTable& table = insertion.table;
   const int64_t* entries = table.entry(bucket * kSlots);
-  int64_t alive[kSlots], any = 0;
+  int64_t alive[kSlots], count = 0;
   for (int way = 0; way < kSlots; ++way) {
     alive[way] = -int64_t{entries[way * table.words + kStamp] < insertion.stamp};
-    any |= alive[way];
+    count -= alive[way];
   }
-  if (any == 0) return {};
+  if (count == 0) return {};
   const bool scored = has_scores(insertion.order);
   if (scored) keep_minimum(entries, table.words, kScore, alive);
   if (insertion.order != Order::kLfu) keep_minimum(entries, table.words, kStamp, alive);
@@ -45,10 +40,12 @@ EMB_HD Candidate min_value(const HashInsertion& insertion, int64_t bucket) {
   while (alive[way] == 0) ++way;
   const int64_t* entry = entries + way * table.words;
   return {bucket * kSlots + way,
-          entry_rank(insertion.order, entry[kKey], entry[kStamp], scored ? entry[kScore] : 0)};
+          entry_rank(insertion.order, entry[kKey], entry[kStamp], scored ? entry[kScore] : 0),
+          static_cast<int>(count)};
 }
 
-EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss, const Candidate& candidate) {
+EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
+                      const EvictionCandidate& candidate) {
   if (candidate.slot == kNoSlot) return false;
   if (!insertion.competes) return true;
   return !less(
@@ -69,19 +66,43 @@ EMB_HD int free_slots(const HashTable& table, int64_t bucket) {
   return __builtin_popcount(match(table.tags + bucket * kSlots, kEmptyTag));
 }
 
-EMB_HD Choice choose_one(const HashInsertion& insertion, int64_t miss) {
-  const auto [first, second] = buckets_of(insertion, miss);
-  const int in_first = free_slots(insertion.table, first);
-  if (in_first > kPreferFirstBucket) return {first * kSlots, Choice::kFree};
-  const int in_second = free_slots(insertion.table, second);
-  if (in_first + in_second > 0) {
-    return {(in_first >= in_second ? first : second) * kSlots, Choice::kFree};
+EMB_HD int free_slots(const HashInsertion& insertion, const BucketState* states, int64_t bucket) {
+  return states == nullptr ? free_slots(insertion.table, bucket) : states[bucket].free;
+}
+
+EMB_HD EvictionCandidate min_value(const HashInsertion& insertion, const BucketState* states,
+                                   int64_t bucket) {
+  return states == nullptr ? min_value(insertion, bucket) : states[bucket].candidate;
+}
+
+void read_states(const HashInsertion& insertion, int64_t begin, int64_t end, BucketState* states) {
+  for (int64_t bucket = begin; bucket < end; ++bucket) {
+    BucketState state{free_slots(insertion.table, bucket), 0, {}};
+    if (state.free == 0) state.candidate = min_value(insertion, bucket);
+    state.share = slots_of_round(state.free == 0 ? state.candidate.count : state.free);
+    states[bucket] = state;
   }
-  const Candidate a = min_value(insertion, first), b = min_value(insertion, second);
+}
+
+EMB_HD Choice choice_of(int64_t slot, Choice::Mode mode, int room) {
+  return {slot, mode, room - slots_of_round(room)};
+}
+
+EMB_HD Choice choose_one(const HashInsertion& insertion, const BucketState* states, int64_t miss) {
+  const auto [first, second] = buckets_of(insertion, miss);
+  const int in_first = free_slots(insertion, states, first);
+  if (in_first > kPreferFirstBucket) return choice_of(first * kSlots, Choice::kFree, in_first);
+  const int in_second = free_slots(insertion, states, second);
+  if (in_first + in_second > 0) {
+    if (in_first >= in_second) return choice_of(first * kSlots, Choice::kFree, in_first);
+    return choice_of(second * kSlots, Choice::kFree, in_second);
+  }
+  const EvictionCandidate a = min_value(insertion, states, first);
+  const EvictionCandidate b = min_value(insertion, states, second);
   const bool take_second = b.slot != kNoSlot && (a.slot == kNoSlot || less(b.rank, a.rank));
-  const Candidate& candidate = take_second ? b : a;
-  if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused};
-  return {candidate.slot, Choice::kEvict};
+  const EvictionCandidate& candidate = take_second ? b : a;
+  if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused, 0};
+  return choice_of(candidate.slot, Choice::kEvict, candidate.count);
 }
 
 EMB_HD void prefetch_tags(const HashInsertion& insertion, int64_t miss) {
@@ -104,11 +125,16 @@ EMB_HD void prefetch_if_full(const HashInsertion& insertion, int64_t miss) {
   prefetch_entries(insertion.table, second);
 }
 
-void choose(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
+void choose(const HashInsertion& insertion, const BucketState* states, const int64_t* pending,
+            int64_t n, Choice* choices) {
+  if (states != nullptr) {
+    for (int64_t i = 0; i < n; ++i) choices[i] = choose_one(insertion, states, pending[i]);
+    return;
+  }
   for (int64_t i = -2 * kAhead; i < n; ++i) {
     if (i + 2 * kAhead < n) prefetch_tags(insertion, pending[i + 2 * kAhead]);
     if (i + kAhead >= 0 && i + kAhead < n) prefetch_if_full(insertion, pending[i + kAhead]);
-    if (i >= 0) choices[i] = choose_one(insertion, pending[i]);
+    if (i >= 0) choices[i] = choose_one(insertion, nullptr, pending[i]);
   }
 }
 
@@ -134,19 +160,22 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
   const int64_t bucket = choice.slot / kSlots;
   if (choice.mode == Choice::kFree) {
     const uint32_t empty = match(table.tags + bucket * kSlots, kEmptyTag);
-    if (empty != 0) fill(insertion, miss, bucket * kSlots + lowest(empty), InsertStatus::kNew);
+    if (__builtin_popcount(empty) > choice.left) {
+      fill(insertion, miss, bucket * kSlots + lowest(empty), InsertStatus::kNew);
+    }
     return;
   }
   // The lowest entry of the bucket remains the lowest until it is replaced.
   if (table.entry(choice.slot)[kStamp] < insertion.stamp) {
     return fill(insertion, miss, choice.slot, InsertStatus::kEvicting);
   }
-  const Candidate candidate = min_value(insertion, bucket);
-  if (can_evict(insertion, miss, candidate))
+  const EvictionCandidate candidate = min_value(insertion, bucket);
+  if (candidate.count > choice.left && can_evict(insertion, miss, candidate)) {
     fill(insertion, miss, candidate.slot, InsertStatus::kEvicting);
+  }
 }
 
-void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
+void commit(const HashInsertion& insertion, BucketState* states, const int64_t* pending, int64_t n,
             const Choice* choices, int64_t begin, int64_t end) {
   const auto is_mine = [&](const Choice& choice) {
     return choice.mode != Choice::kRefused && choice.slot >= begin * kSlots &&
@@ -157,7 +186,11 @@ void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
       __builtin_prefetch(insertion.table.entry(choices[i + kAhead].slot), 1);
       __builtin_prefetch(insertion.table.tags + choices[i + kAhead].slot, 1);
     }
-    if (is_mine(choices[i])) commit_one(insertion, pending[i], choices[i]);
+    if (!is_mine(choices[i])) continue;
+    BucketState* state = states == nullptr ? nullptr : states + choices[i].slot / kSlots;
+    if (state != nullptr && state->share == 0) continue;
+    commit_one(insertion, pending[i], choices[i]);
+    if (state != nullptr) state->share -= insertion.slots[pending[i]] != kNoSlot;
   }
 }
 
@@ -213,6 +246,6 @@ void split(const HashTable& table, int64_t old, const RowBuffer* buffers, int nu
 }  // namespace
 
 extern const HashInsertKernels kHashInsertKernels;
-const HashInsertKernels kHashInsertKernels = {choose, commit, split};
+const HashInsertKernels kHashInsertKernels = {read_states, choose, commit, split};
 
 }  // namespace emb::EMB_ISA

@@ -71,7 +71,7 @@ inline int64_t num_cells(int64_t n) {
 
 // Give first positions their table as the key of a sort.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_first_kernel(KeyCells keys, SortBuffers<uint32_t> sort) {
+    hash_first_kernel(KeyCells keys, SortPairs<uint32_t> sort) {
   for (int64_t i = simt::global_thread(); i < sort.n; i += simt::threads_in_grid()) {
     const int t = keys.tables[i];
     const bool is_first = t >= 0 && keys.cells[keys.cell_of[i]] == i;
@@ -80,25 +80,20 @@ inline int64_t num_cells(int64_t n) {
   }
 }
 
-// Write where each table begins among sorted keys that are numbers of tables, `limit` for none.
+// Number the misses, whose tables are the sorted keys: the cell of a key now holds its number.
+// Write where each table begins among them.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_offsets_kernel(const uint32_t* keys, int64_t n, uint32_t limit, int64_t* offsets) {
-  for (int64_t i = simt::global_thread(); i <= n; i += simt::threads_in_grid()) {
-    const int64_t last = i == n ? limit : keys[i];
-    for (int64_t t = i == 0 ? 0 : int64_t{keys[i - 1]} + 1; t <= last; ++t) offsets[t] = i;
-  }
-}
-
-// Number the misses: the cell of a key now holds its number.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_number_kernel(const int32_t* sorted_positions, int64_t n, int num_tables, KeyCells keys,
-                       MissOutput out) {
-  const int64_t count = out.offsets[num_tables];
-  for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
-    const int32_t first = i < count ? sorted_positions[i] : 0;
+    hash_number_kernel(SortPairs<uint32_t> sort, KeyCells keys, MissOutput out) {
+  for (int64_t i = simt::global_thread(); i <= sort.n; i += simt::threads_in_grid()) {
+    const int64_t last = i == sort.n ? sort.limit : sort.sorted_keys[i];
+    const int64_t before = i == 0 ? -1 : int64_t{sort.sorted_keys[i - 1]};
+    for (int64_t t = before + 1; t <= last; ++t) out.offsets[t] = i;
+    if (i == sort.n) continue;
+    const bool is_miss = last < sort.limit;
+    const int32_t first = is_miss ? sort.sorted_positions[i] : 0;
     out.first[i] = first;
     out.totals[i] = 0;
-    if (i < count) keys.cells[keys.cell_of[first]] = static_cast<int32_t>(i);
+    if (is_miss) keys.cells[keys.cell_of[first]] = static_cast<int32_t>(i);
   }
 }
 
@@ -120,28 +115,12 @@ inline int64_t num_cells(int64_t n) {
   }
 }
 
-// Return scratch for a sort of n keys below `limit`; the sorted positions are its result.
+// Return scratch for a sort of n keys up to `limit`.
 template <class Work>
-SortBuffers<uint32_t> sort_scratch(Work& work, int64_t n, int64_t limit) {
-  SortBuffers<uint32_t> sort{};
-  sort.keys = work.template scratch<uint32_t>(n);
-  sort.sorted_keys = work.template scratch<uint32_t>(n);
-  sort.run_keys = sort.keys;  // once sorted, the input is not needed any more
-  sort.positions = work.template scratch<int32_t>(n);
-  sort.sorted_positions = work.template scratch<int32_t>(n);
-  sort.run_starts = sort.positions;
-  sort.runs = work.template scratch<int32_t>(1);
-  sort.n = n;
-  sort.limit = static_cast<uint32_t>(limit);
-  return sort;
-}
-
-template <class Work>
-void launch_offsets(Work& work, const SortBuffers<uint32_t>& sort, int64_t* offsets) {
-  const auto& launcher = work.launcher();
-  if (sort.n > 0) work.sort(sort);
-  launcher(hash_offsets_kernel, blocks_for(sort.n + 1, kTileSize, launcher.blocks(8)), kTileThreads,
-           sort.sorted_keys, sort.n, sort.limit, offsets);
+SortPairs<uint32_t> sort_scratch(Work& work, int64_t n, int64_t limit) {
+  auto* keys = work.template scratch<uint32_t>(2 * n);
+  auto* positions = work.template scratch<int32_t>(2 * n);
+  return {keys, keys + n, positions, positions + n, n, static_cast<uint32_t>(limit)};
 }
 
 // Make the cells of all keys of the batch that have a slot, or of those that have none.
@@ -164,15 +143,17 @@ KeyCells launch_cells(Work& work, const KeyBatch& batch, int num_tables, const i
 template <class Work>
 void launch_misses(Work& work, const KeyBatch& batch, int num_tables, const int64_t* slots,
                    const int64_t* counts, const MissOutput& out) {
-  const SortBuffers<uint32_t> sort = sort_scratch(work, batch.n, num_tables);
-  if (batch.n == 0) return launch_offsets(work, sort, out.offsets);
   const auto& launcher = work.launcher();
+  const SortPairs<uint32_t> sort = sort_scratch(work, batch.n, num_tables);
   const unsigned blocks = key_blocks(launcher, batch.n);
-  const KeyCells keys = launch_cells(work, batch, num_tables, slots, false);
-  launcher(hash_first_kernel, blocks, kTileThreads, keys, sort);
-  launch_offsets(work, sort, out.offsets);
-  launcher(hash_number_kernel, blocks, kTileThreads, sort.sorted_positions, batch.n, num_tables,
-           keys, out);
+  KeyCells keys{};
+  if (batch.n > 0) {
+    keys = launch_cells(work, batch, num_tables, slots, false);
+    launcher(hash_first_kernel, blocks, kTileThreads, keys, sort);
+    work.sort(sort);
+  }
+  launcher(hash_number_kernel, key_blocks(launcher, batch.n + 1), kTileThreads, sort, keys, out);
+  if (batch.n == 0) return;
   launcher(hash_total_kernel, blocks, kTileThreads, counts, batch.n, keys, out);
 }
 

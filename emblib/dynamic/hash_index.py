@@ -275,7 +275,7 @@ class HashIndex(nn.Module):
         )
         if self._watchers:
             self._last = LastInsertion(self.version, keys, misses, result)
-        slots = hash.fill_missing_slots(slots, result.slots, misses.groups)
+        slots = hash.hash_fill_slots(slots, result.slots, misses.groups)
         return InsertedBatch(slots, misses, result)
 
     def watch(self, watcher: object) -> None:

@@ -22,10 +22,16 @@ in `emblib.ops.codes`.
 
 A training step is `touch_`, which finds and stamps the keys that hit; `misses`, the distinct
 missing keys; `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and
-`insert_`, which inserts them. The misses of a table choose between their buckets in rounds of half
-as many as there are buckets, by the state at the beginning of the round: the first one if it has
-more than 16 free slots or no fewer than the other, else the second; if both are full, the one with
-the lesser least entry. Within a bucket they are then served in order.
+`insert_`, which inserts them; `fill_slots(slots, inserted, groups)` then returns the slot of each
+position: that of its miss, by `groups`, where it has one.
+
+The misses of a table are inserted in rounds. In the first, its first 8 misses per bucket choose
+between their buckets; in each later one four times as many, without those that are done. They
+choose by the state at the beginning of the round: the first bucket if it has more than 16 free
+slots or no fewer than the other, else the second; if both are full, the one with the lesser least
+entry. A bucket then serves those that chose it in order, until half of its free slots (of its
+entries that may be evicted, if no slot is free), rounded up, are taken; the others choose again in
+the next round. The limit keeps misses that cannot see each other from filling some buckets.
 
 `initial_rows_(row_buffers, layout, rules, ids, first, offsets, slots, seed)` writes the initial
 values of row `slots[i]` of each row buffer for missing key i, where that is not -1: missing keys
@@ -124,6 +130,7 @@ hash_touch_ = torch.ops.emblib.hash_touch_.default
 hash_misses = torch.ops.emblib.hash_misses.default
 hash_grow_ = torch.ops.emblib.hash_grow_.default
 hash_insert_ = torch.ops.emblib.hash_insert_.default
+hash_fill_slots = torch.ops.emblib.hash_fill_slots.default
 hash_erase_ = torch.ops.emblib.hash_erase_.default
 hash_expire_ = torch.ops.emblib.hash_expire_.default
 
@@ -139,16 +146,6 @@ def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
     over = max(0, keys * 1024 - level * per_bucket)
     limit = 2 * level if 4 * level <= most else most
     return max(buckets, min(limit, level + -(-4 * over // per_bucket)))
-
-
-def fill_missing_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
-    """Return the slots of all positions `[L]`: those that were found, and those of inserted keys.
-
-    `slots` and `groups` are by position, `inserted` by miss.
-    """
-    if not inserted.numel():
-        return slots
-    return torch.where(groups < 0, slots, inserted[groups.clamp(min=0).long()])
 
 
 @torch.library.register_fake("emblib::hash_find")
@@ -218,6 +215,11 @@ def _(
         torch.empty_like(ids, dtype=torch.uint8),
         ids.new_empty((ids.numel(), 3)),
     )
+
+
+@torch.library.register_fake("emblib::hash_fill_slots")
+def _(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
+    return torch.empty_like(slots)
 
 
 @torch.library.register_fake("emblib::hash_erase_")

@@ -1,7 +1,7 @@
 """The hash table of dynamic tables as lists of slots, key by key: the definition of correct.
 
-`HashModel` is the state of all tables of an index. A training step calls `use`, `misses`, `grow`
-and `place` on a batch, a list of (table, key) by position; `find`, `erase` and `expire` are
+`HashModel` is the state of all tables of an index. A training step calls `touch`, `misses`,
+`grow` and `insert` on a batch, a list of (table, key) by position; `find`, `erase` and `expire` are
 separate calls. `index` returns the same state as the tensors of `emblib.ops.hash`, and
 `HashModel.of` reads them. Keys, stamps and scores are signed: an unsigned id is the int64 of the
 same bits. `values` defines the initial rows of new keys. The kernels of `csrc/hash` share no code
@@ -26,6 +26,7 @@ from emblib.reference.random import philox_counters
 
 SLOTS = 32  # of a bucket
 PREFER_FIRST = 16  # with more free slots than these a first bucket is taken
+FIRST_CHOOSERS, MORE_CHOOSERS = 8, 4  # keys per bucket that may choose in a round: first, growth
 ORDERS = ("none", "lru", "lfu", "lru_lfu", "assigned")
 COUNTERS = (
     "lookups",
@@ -69,9 +70,12 @@ def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
     return first, second
 
 
-def round_size(buckets: int) -> int:
-    """Return how many missing keys choose their buckets by one state of a table."""
-    return max(1, buckets // 2)
+def choosers(buckets: int, number: int) -> int:
+    """Return how many missing keys of a table may choose their buckets in a round, the first is 0.
+
+    Rounds are few: each has several times as many keys as the one before it.
+    """
+    return FIRST_CHOOSERS * buckets * MORE_CHOOSERS**number
 
 
 def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
@@ -222,10 +226,13 @@ class HashModel:
     def insert(self, misses: Sequence[Sequence[Miss]], batch_scores: Sequence[int]) -> None:
         """Insert or refuse every miss, into a free slot or by eviction; set the status of each."""
         for table, missing, score in zip(self.tables, misses, batch_scores, strict=True):
-            pending = [miss for miss in missing if miss.admitted]
-            while pending:
-                size = round_size(table.buckets)
-                pending = self._round(table, pending[:size], score) + pending[size:]
+            pending: list[Miss] = []
+            begin = number = 0
+            while pending or begin < len(missing):
+                end = choosers(table.buckets, number)
+                pending += [miss for miss in missing[begin:end] if miss.admitted]
+                pending = self._round(table, pending, score)
+                begin, number = end, number + 1
             for miss in missing:
                 placed = miss.status in (NEW, EVICTING)
                 table.counters["inserted"] += placed
@@ -235,21 +242,32 @@ class HashModel:
 
     def _round(self, table: ReferenceHashTable, pending: list[Miss], score: int) -> list[Miss]:
         """Run one round of a table's missing keys; return those left for the next."""
-        choosers: dict[tuple[int, bool], list[tuple[Miss, HashEntry]]] = {}
+        chosen_by: dict[tuple[int, bool], list[tuple[Miss, HashEntry]]] = {}
         for miss in pending:
             entry = HashEntry(miss.key, self.tick, self._first_score(miss, score))
             choice = self._choose(table, entry)
             if choice is None:
                 miss.status = REFUSED
             else:
-                choosers.setdefault(choice, []).append((miss, entry))
-        placed = {
-            miss.key
-            for (bucket, evict), chosen in choosers.items()
-            for miss, entry in chosen
-            if (self._replace if evict else self._fill)(table, bucket, (miss, entry))
-        }
-        return [miss for miss in pending if miss.key not in placed and miss.status != REFUSED]
+                chosen_by.setdefault(choice, []).append((miss, entry))
+        for (bucket, evict), chosen in chosen_by.items():
+            self._serve(table, bucket, chosen, evict=evict)
+        return [miss for miss in pending if miss.slot < 0 and miss.status != REFUSED]
+
+    def _serve(
+        self,
+        table: ReferenceHashTable,
+        bucket: int,
+        chosen: Sequence[tuple[Miss, HashEntry]],
+        *,
+        evict: bool,
+    ) -> None:
+        """Give half of what a bucket has to the keys that chose it, in order, at least one slot."""
+        room = len(self._older(table, bucket)) if evict else table.bucket(bucket).count(None)
+        left = (room + 1) // 2
+        for new in chosen:
+            if left and (self._replace if evict else self._fill)(table, bucket, new):
+                left -= 1
 
     def _first_score(self, miss: Miss, batch_score: int) -> int:
         if self.order in ("lfu", "lru_lfu"):
@@ -299,8 +317,13 @@ class HashModel:
 
     def _candidate(self, table: ReferenceHashTable, number: int) -> HashEntry | None:
         """Return the bucket's eviction candidate: the least entry that this batch did not use."""
-        older = [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
-        return None if self.order == "none" else min(older, key=self._rank, default=None)
+        return min(self._older(table, number), key=self._rank, default=None)
+
+    def _older(self, table: ReferenceHashTable, number: int) -> list[HashEntry]:
+        """Return the entries of a bucket that may be evicted."""
+        if self.order == "none":
+            return []
+        return [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
 
     def _gives_up(self, new: HashEntry, candidate: tuple[int, int, int]) -> bool:
         return self.insert_policy == "competes" and self._rank(new) < candidate
@@ -376,6 +399,13 @@ def positions(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple
     lengths = starts.diff()
     tables = segment_tables.repeat_interleave(lengths)
     return list(zip(tables.tolist(), ids.tolist(), strict=True))
+
+
+def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
+    """Return the slot of every position; `inserted` is by miss, the others by position."""
+    filled = slots.clone()
+    filled[groups >= 0] = inserted[groups[groups >= 0].long()]
+    return filled
 
 
 _MASK = 0xFFFFFFFF

@@ -266,6 +266,17 @@ def _hash_place(draw: random.Random) -> Call:
     return Call("hash_insert_", call, check)
 
 
+def _hash_fill_slots(draw: random.Random) -> Call:
+    case = _hash(draw)
+    groups = case.missing[1]
+    inserted = torch.arange(groups.numel()) * 3 - 1
+
+    def check(_: Arguments, got: Any) -> None:
+        same(got, hash.fill_slots(case.slots, inserted, groups))
+
+    return Call("hash_fill_slots", (case.slots, inserted, groups), check)
+
+
 def _hash_erase(draw: random.Random) -> Call:
     case = _hash(draw)
     model = case.model
@@ -324,6 +335,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "hash_misses": _hash_misses,
     "hash_grow_": _hash_grow,
     "hash_insert_": _hash_place,
+    "hash_fill_slots": _hash_fill_slots,
     "hash_erase_": _hash_erase,
     "hash_expire_": _hash_expire,
     "hash_initial_rows_": _hash_initial_rows,

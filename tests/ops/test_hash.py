@@ -517,6 +517,29 @@ def test_no_key_is_lost_before_the_table_is_well_filled(buckets: int, start: str
     assert table.index[2][0, 1] == buckets
 
 
+@pytest.mark.parametrize("buckets", [64, 1024])
+def test_one_batch_fills_a_table(buckets: int) -> None:
+    """Keys that choose at the same time spread as well as keys that come one by one."""
+    for seed in range(4):
+        table = Index(Tables(((buckets, buckets, 1024),), "none"))
+        assert bool(table.insert(_random_keys(buckets * SLOTS * 7 // 8, seed)).all())
+
+
+@pytest.mark.parametrize("insert_policy", ["wins", "competes"])
+@pytest.mark.parametrize("order", ["lru", "lfu"])
+def test_a_batch_of_many_times_the_capacity(
+    device: torch.device, order: str, insert_policy: str
+) -> None:
+    """All old keys are evicted, new ones fill every slot, and the others are refused."""
+    twin = Twin(Tables(((2, 2, 1024),), order, insert_policy), _ops(device))
+    twin.train(Batch.of((0, range(100))))
+    twin.train(Batch.of((0, range(200, 2_200))))
+    (table,) = twin.model.tables
+    assert table.size == 2 * SLOTS
+    assert table.counters["evicted"] == 2 * SLOTS
+    assert table.counters["refused"] == 100 + 2_000 - 4 * SLOTS
+
+
 def test_small_tables_fill_up() -> None:
     """A bucket takes 32 keys of any kind, and two hold most of what is meant for them."""
     for seed in range(20):

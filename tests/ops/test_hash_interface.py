@@ -24,7 +24,7 @@ def _cases() -> dict[str, tuple[Any, ...]]:
     batch.counts = torch.arange(1, 55)
     keys, rows, scores = batch.keys, Rows(TABLES), batch.batch_scores
     slots = hash.hash_find(index, *keys)
-    first, _, totals, offsets = hash.hash_misses(*keys, slots, batch.counts, 2)
+    first, groups, totals, offsets = hash.hash_misses(*keys, slots, batch.counts, 2)
     admitted = torch.arange(54) % 5 != 0
     return {
         "hash_find": (index, *keys),
@@ -35,6 +35,7 @@ def _cases() -> dict[str, tuple[Any, ...]]:
             *(index, batch.ids, first, totals, offsets, admitted, scores),
             *(HASH_ORDER["assigned"], INSERT_POLICY["wins"]),
         ),
+        "hash_fill_slots": (slots, torch.arange(54), groups),
         "hash_erase_": (index, *keys),
         "hash_expire_": (index, 0, 0, 1, 5),
     }
@@ -125,12 +126,11 @@ def _refused(name: str, arguments: list[Any], message: str) -> None:
 
 def test_wrong_tables_and_keys_are_refused() -> None:
     for name, arguments in _cases().items():
-        if name != "hash_misses":
+        if isinstance(arguments[0], list):
             for index, message in _wrong_index(arguments[0]):
                 _refused(name, [index, *arguments[1:]], message)
-        at = {"hash_misses": 0, "hash_grow_": 3, "hash_insert_": -1, "hash_expire_": -1}.get(
-            name, 1
-        )
+        without_keys = dict.fromkeys(("hash_insert_", "hash_fill_slots", "hash_expire_"), -1)
+        at = {"hash_misses": 0, "hash_grow_": 3, **without_keys}.get(name, 1)
         if at >= 0:
             for keys, message in _wrong_keys(arguments[at : at + 3]):
                 _refused(name, [*arguments[:at], *keys, *arguments[at + 3 :]], message)
@@ -170,6 +170,10 @@ def test_wrong_input_is_refused() -> None:
         ("hash_insert_", 6, None, "order assigned needs batch_scores"),
         ("hash_insert_", 7, -1, "order must be one of .*, got -1"),
         ("hash_insert_", 8, 2, "insert_policy must be one of .*, got 2"),
+        ("hash_fill_slots", 0, short, "slots must be contiguous with 54 entries, got 3"),
+        ("hash_fill_slots", 1, torch.zeros(9), "inserted must be int64, got float32"),
+        ("hash_fill_slots", 1, short, "groups must be below the number of inserted slots, 3"),
+        ("hash_fill_slots", 2, torch.zeros(54).long(), "groups must be int32, got int64"),
         ("hash_expire_", 1, 2, r"table must be in \[0, 2\), got 2"),
         ("hash_expire_", 1, -1, r"table must be in \[0, 2\), got -1"),
         ("hash_expire_", 2, -1, r"must lie in \[0, 3\), got -1 and 1"),

@@ -98,6 +98,14 @@ def insert_(
     return InsertResult(*out)
 
 
+def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
+    """Emulated `hash_fill_slots`."""
+    filled = torch.full_like(slots, 7)
+    sizes = (inserted.numel(), slots.numel())
+    library().call("hash_fill_slots", slots, inserted, groups, *sizes, filled)
+    return filled
+
+
 def erase_(index: Sequence[Tensor], *keys: Tensor) -> Tensor:
     """Emulated `hash_erase_`."""
     slots = torch.full_like(keys[0], 7)
@@ -137,6 +145,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "misses": misses,
     "grow_": grow_,
     "insert_": insert_,
+    "fill_slots": fill_slots,
     "erase_": erase_,
     "expire_": expire_,
 }

@@ -98,8 +98,8 @@ extern "C" const char* simt_hash_grow(const int64_t* call) {
     growth.index = read_index(&words, &buckets);
     const KeyBatch batch = read_batch(&words);
     auto* slots = words.pointer<int64_t>();
-    growth.offsets = words.pointer<const int64_t>();
-    growth.admitted = words.pointer<const bool>();
+    growth.misses.offsets = words.pointer<const int64_t>();
+    growth.misses.admitted = words.pointer<const bool>();
     growth.buffers.layout = words.pointer<const int64_t>();
     growth.buffers.count = static_cast<int>(words.number());
     for (int p = 0; p < growth.buffers.count; ++p)
@@ -119,15 +119,27 @@ extern "C" const char* simt_hash_insert(const int64_t* call) {
     const int64_t n = words.number();
     insertion.first = words.pointer<const int64_t>();
     insertion.totals = words.pointer<const int64_t>();
-    const auto* offsets = words.pointer<const int64_t>();
-    const AdmittedMisses misses{offsets, words.pointer<const bool>()};
+    insertion.misses.offsets = words.pointer<const int64_t>();
+    insertion.misses.admitted = words.pointer<const bool>();
     insertion.batch_scores = words.pointer<const int64_t>();
     insertion.order = static_cast<emb::Order>(words.number());
     insertion.competes = words.number() != 0;
     insertion.slots = words.pointer<int64_t>();
     insertion.status = words.pointer<uint8_t>();
     insertion.evicted = words.pointer<int64_t>();
-    launch_insert(work, insertion, misses, n, buckets);
+    launch_insert(work, insertion, n, buckets);
+  });
+}
+
+// slots, inserted, groups, number of inserted, of slots, result
+extern "C" const char* simt_hash_fill_slots(const int64_t* call) {
+  return worked(call, [](HostWork& work, Words& words) {
+    const auto* slots = words.pointer<const int64_t>();
+    const auto* inserted = words.pointer<const int64_t>();
+    const auto* groups = words.pointer<const int32_t>();
+    const int64_t num_inserted = words.number(), n = words.number();
+    launch_fill_slots(work.launcher(), slots, inserted, num_inserted, groups, n,
+                      words.pointer<int64_t>());
   });
 }
 

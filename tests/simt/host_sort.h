@@ -29,6 +29,18 @@ void host_sort(const SortBuffers<Key>& in) {
 }
 
 template <class Key>
+void host_sort(const SortPairs<Key>& in) {
+  std::vector<int32_t> order(in.n);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t a, int32_t b) { return in.keys[a] < in.keys[b]; });
+  for (int64_t j = 0; j < in.n; ++j) {
+    in.sorted_keys[j] = in.keys[order[j]];
+    in.sorted_positions[j] = in.positions[order[j]];
+  }
+}
+
+template <class Key>
 class HostSort {
  public:
   // `sorted_positions` is the op's output; everything else is scratch.

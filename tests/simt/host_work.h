@@ -25,7 +25,7 @@ class HostWork {
     return reinterpret_cast<T*>(bytes);
   }
 
-  void sort(const SortBuffers<uint32_t>& buffers) { host_sort(buffers); }
+  void sort(const SortPairs<uint32_t>& pairs) { host_sort(pairs); }
 
  private:
   simt::HostLauncher launcher_;

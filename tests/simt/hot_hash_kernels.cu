@@ -11,7 +11,7 @@ namespace emb::cuda {
 [[maybe_unused]] void* const kHashKernels[] = {
     reinterpret_cast<void*>(hash_find_kernel),    reinterpret_cast<void*>(hash_touch_kernel),
     reinterpret_cast<void*>(hash_claim_kernel),   reinterpret_cast<void*>(hash_total_kernel),
-    reinterpret_cast<void*>(hash_choose_kernel),  reinterpret_cast<void*>(hash_commit_kernel),
+    reinterpret_cast<void*>(hash_choose_kernel),  reinterpret_cast<void*>(hash_serve_kernel),
     reinterpret_cast<void*>(hash_finish_kernel),  reinterpret_cast<void*>(hash_split_kernel),
     reinterpret_cast<void*>(initial_rows_kernel),
 };

@@ -91,13 +91,23 @@ def test_crowds_at_one_bucket(order: str, insert_policy: str) -> None:
     twin.index = twin.model.index()
     crowd = [unmix(high << 40 | 3) for high in range(100, 220)]
     assert {addresses(key, 80)[0] for key in crowd} == {3}
-    _train(twin, crowd, 16)  # 40 of them in a round
+    _train(twin, crowd, 16)  # all of them in the first round
     own = [entry.key for entry in table.bucket(3) if entry is not None]
     competes = insert_policy == "competes" and order != "lru"
     assert len(set(own) & set(crowd)) in ((16, 17) if competes else (32,))
     twin.erase(Batch.of((0, own)))
     _train(twin, crowd[::-1], 16)
     assert None not in table.bucket(3)
+
+
+@pytest.mark.parametrize("insert_policy", ["wins", "competes"])
+@pytest.mark.parametrize("order", ["none", "lfu"])
+def test_many_new_keys_in_small_tables(order: str, insert_policy: str) -> None:
+    """More keys than the wide rounds let choose; most find no entry that they may evict."""
+    twin = Twin(Tables(((1, 1, 1024), (2, 2, 1024)), order, insert_policy), OPS)
+    twin.train(Batch.of((0, range(40)), (1, range(40))))
+    twin.train(Batch.of((0, range(100, 3_000)), (1, range(100, 700))))
+    assert all(table.counters["refused"] > 500 for table in twin.model.tables)
 
 
 @pytest.mark.parametrize("order", ["lfu", "lru_lfu"])

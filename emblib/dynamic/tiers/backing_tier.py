@@ -194,7 +194,7 @@ class BackingTier:
             counts["demoted"] += self._demoted[-1].keys.numel()
             counts["served_in_place"] += refused_keys.numel()
         status[status == hash.REFUSED] = hash.NEW
-        slots = hash.fill_missing_slots(inserted.slots, result.slots, misses.groups)
+        slots = hash.hash_fill_slots(inserted.slots, result.slots, misses.groups)
         inserted.slots.copy_(slots)
         self._overflow_is_dirty = any(rows.keys.numel() for rows in self._overflow)
 
