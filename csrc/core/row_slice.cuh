@@ -115,7 +115,7 @@ EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
 template <class T, int N>
 EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
-  using Pack = std::conditional_t<kBytes < 16, simt::Pack8, simt::Pack16>;
+  using Pack = std::conditional_t < kBytes<16, simt::Pack8, simt::Pack16>;
   constexpr int kPacks = kBytes / static_cast<int>(sizeof(Pack));
   constexpr int kEach = N / kPacks, kWords = static_cast<int>(sizeof(Pack)) / 4;
   if (valid < N || !is_aligned(address, alignof(Pack))) {
@@ -133,9 +133,9 @@ EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) 
       if constexpr (sizeof(T) == 4) {
         pack.word[w] = float_bits(values[p * kEach + w]);
       } else {
-        const float *pair = values + p * kEach + 2 * w;
-        pack.word[w] = from_float<T>(pair[0]).bits |
-                       static_cast<uint32_t>(from_float<T>(pair[1]).bits) << 16;
+        const float* pair = values + p * kEach + 2 * w;
+        pack.word[w] =
+            from_float<T>(pair[0]).bits | static_cast<uint32_t>(from_float<T>(pair[1]).bits) << 16;
       }
     }
     simt::store_streaming(reinterpret_cast<Pack*>(address) + p, pack);

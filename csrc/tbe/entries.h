@@ -14,11 +14,13 @@ struct Grouping {
   const Tensor &rows, &segments, &lookups, &bags, &count;
 };
 
-// `repaired` says that `offsets` never decrease and end with the number of indices, as `bounds_check`
-// returns them.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
-    const Tensor& features, const Tensor& indices, const Tensor& offsets,
-    std::optional<Tensor> bag_layout, int64_t total_rows, bool repaired);
+// `repaired` says that `offsets` never decrease and end with the number of indices, as
+// `bounds_check` returns them.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
+                                                             const Tensor& indices,
+                                                             const Tensor& offsets,
+                                                             std::optional<Tensor> bag_layout,
+                                                             int64_t total_rows, bool repaired);
 
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,

@@ -30,17 +30,18 @@ Tensor repair_offsets(const CudaLauncher& launcher, const Tensor& features, cons
   const int64_t num_bags = offsets.numel() - 1;
   Tensor repaired = allocate(indices, {num_bags + 1}, ScalarType::Int);
   Tensor tile_max = allocate(indices, {offset_tiles(num_bags)}, ScalarType::Int);
-  launch_repair_offsets(launcher,
-                        BoundsArgs{index_array(indices), index_array(offsets),
-                                   feature_array(features), indices.numel(), num_bags, map, false,
-                                   tile_max.mutable_data_ptr<int32_t>(),
-                                   repaired.mutable_data_ptr<int32_t>(), nullptr});
+  launch_repair_offsets(launcher, BoundsArgs{index_array(indices), index_array(offsets),
+                                             feature_array(features), indices.numel(), num_bags,
+                                             map, false, tile_max.mutable_data_ptr<int32_t>(),
+                                             repaired.mutable_data_ptr<int32_t>(), nullptr});
   return repaired;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
-    const Tensor& features, const Tensor& indices, const Tensor& offsets,
-    std::optional<Tensor> bag_layout, int64_t total_rows, bool repaired) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
+                                                             const Tensor& indices,
+                                                             const Tensor& offsets,
+                                                             std::optional<Tensor> bag_layout,
+                                                             int64_t total_rows, bool repaired) {
   const char* op = "tbe_group";
   check_features(op, features);
   check_lookups(op, indices, offsets);

@@ -435,8 +435,8 @@ struct MixedSlice {
   }
 };
 
-// The address of the row of lookup i in one word, which lanes can pass on: bit 0 says that the cache
-// has it, since addresses of rows are even; 0 is a lookup to skip.
+// The address of the row of lookup i in one word, which lanes can pass on: bit 0 says that the
+// cache has it, since addresses of rows are even; 0 is a lookup to skip.
 EMB_DEVICE int64_t mixed_address(const LookupArgs& args, const Feature& feature, int64_t i) {
   const int64_t row = repair_index(args.indices[i], feature.rows);
   if (row < 0 || row >= feature.rows) return 0;

@@ -47,7 +47,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
     const int64_t first =
         map.layout ? 0 : map.element(static_cast<uint32_t>(begin), feature[f].column);
     SampleWeightArgs args{
-        rows,    in.bags, in.pooling, map.layout, gradient + first * grad.element_size(),
+        rows,        in.bags, in.pooling, map.layout, gradient + first * grad.element_size(),
         map.columns, begin,   result};
     const bool mixed = rows.caching == Caching::kMixed;
     const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);

@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Selection>)
         if constexpr (!Selection::kHasOptimizer) {
           if (valid > 0) {
             stream_columns(static_cast<float*>(tier.weights) + segment.element + column, valid,
-                          gradient);
+                           gradient);
           }
         } else {
           if constexpr (!kReadsAhead) {

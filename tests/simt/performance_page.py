@@ -38,8 +38,8 @@ _LAUNCHES = """
 ## Launches of a training step
 
 What a step has the device do, forward, backward and update with row-wise Adagrad, as
-`tests/pretend/test_tbe_launches.py` and `test_hash_launches.py` count it: kernels, fills, copies and
-sorts of CUB, each of which starts one or a few kernels. Plain tables take {checked} operations,
+`tests/pretend/test_tbe_launches.py` and `test_hash_launches.py` count it: kernels, fills, copies
+and sorts of CUB, each of which starts one or a few kernels. Plain tables take {checked} operations,
 {unchecked} without a bounds check.
 
 For dynamic tables the number does not depend on what is in the tables, as the host waits
