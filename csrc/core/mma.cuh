@@ -9,9 +9,8 @@
 // The order of k is free as long as a and b agree, so kernels choose it such that loads are wide.
 //
 // A type chooses how exact the products are:
-//   * Tf32x3: each operand is the sum of two TF32 values, big = x rounded to 11 bits and small =
-//   the
-//     rest, truncated to 11 bits; a b is big big + big small + small big. Against the exact product
+//   * Tf32x3: each operand is the sum of two TF32 values: big, x rounded to 11 bits, and small, the
+//     rest truncated to 11 bits; a b is big big + big small + small big. Against the exact product
 //     this misses at most 2^-21 of it: the last bit of either operand (2^-23), and small small
 //     (2^-22). The tensor core adds the products of one call only; sums of many calls are added in
 //     float32, rounded to nearest, since the tensor core truncates its sums, which in a long sum
