@@ -110,22 +110,29 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-# Files that take minutes and would take CI over its limit; `make nightly` sets EMBLIB_NIGHTLY.
+# Files and tests that take minutes and would take CI over its limit; `make nightly` sets
+# EMBLIB_NIGHTLY.
 NIGHTLY = (
     "experiments/test_launch.py",
+    "experiments/bundle/test_verify.py",
+    "pretend/test_mistakes.py",
+    "pretend/test_races.py",
+    "pretend/test_short_set.py",
+    "sanitize/test_hash.py",
     "sharding/test_restarts.py",
+    "test_house_rules.py::test_headers_compile_alone",
 )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests run last, so that a mistake shows soon."""
+    here = Path(__file__).parent
     if "EMBLIB_NIGHTLY" not in os.environ:
-        late = {Path(__file__).parent / name for name in NIGHTLY}
         for item in items:
-            if item.path in late:
+            path = item.path.relative_to(here).as_posix()
+            if path in NIGHTLY or f"{path}::{item.name}" in NIGHTLY:
                 item.add_marker(pytest.mark.skip(reason="minutes long: in make nightly"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     if hasattr(config, "workerinput"):
-        here = Path(__file__).parent
         names = {item.path: item.path.relative_to(here).as_posix() for item in items}
         items.sort(key=lambda item: -LONG.get(names[item.path], 1000))

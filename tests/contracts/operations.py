@@ -420,7 +420,7 @@ def _meta(s: Subject) -> None:
 @operation("Modules", "`load_state_dict(strict=True)` of missing and unexpected keys")
 def _strict(s: Subject) -> None:
     state = dict(s.module.state_dict())
-    name = next(k for k in state if "weight" in k or "cores." in k or "values" in k)
+    name = next(k for k in state if "weight" in k or "cores." in k or "packed" in k)
     before = s.rows()
     for wrong in ({k: v for k, v in state.items() if k != name}, {**state, "other": IDS}):
         try:

@@ -68,6 +68,7 @@ def run_one(op: str, seed: str) -> None:
     with contextlib.suppress(*REFUSED), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         function(*arguments)
+    written = written[: len(arguments)]  # without defaults
     shared = {a for a, w in zip(arguments, written, strict=True) if w for a in _addresses(a)}
     for k, (argument, before, output) in enumerate(zip(arguments, kept, written, strict=True)):
         if output or _addresses(argument) & shared:

@@ -338,7 +338,7 @@ def test_rows_are_chosen_in_time_for_each_table() -> None:
 
 
 def test_to_dense_has_what_stored_rows_learned_and_so_has_a_quantized_collection() -> None:
-    model = collection(caches(), optim.SGD(1.0))
+    model = collection(caches(), optim.SGD(0.05))
     train(model, range(2))
     populate(model)
     train(model, range(2, 6))
