@@ -70,7 +70,8 @@ nightly: native ## every experiment, pages of all reports, pretend GPU, an hour 
 	@status=0; VENV="$(VENV)" scripts/nightly.sh $(ARGS) || status=$$?; \
 	  EMBLIB_NIGHTLY=1 $(BIN)/python -m pytest -q tests/simt/test_variants.py \
 	  tests/experiments/test_launch.py tests/experiments/bundle/test_verify.py tests/pretend \
-	  tests/sanitize tests/sharding/test_restarts.py tests/test_house_rules.py || status=$$?; \
+	  tests/sanitize tests/sharding/test_restarts.py tests/tables/test_disk_training.py \
+	  tests/test_house_rules.py || status=$$?; \
 	  $(BIN)/python -m tests.pretend.session matrix || status=$$?; \
 	  $(BIN)/python -m tests.pretend.session wide || status=$$?; \
 	  EMBLIB_FUZZ_SECONDS=$(FUZZ_SECONDS) EMBLIB_FUZZ_SEED=$$(date +%F) \

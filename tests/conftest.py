@@ -120,6 +120,8 @@ NIGHTLY = (
     "pretend/test_short_set.py",
     "sanitize/test_hash.py",
     "sharding/test_restarts.py",
+    "simt/test_variants.py",
+    "tables/test_disk_training.py",
     "test_house_rules.py::test_headers_compile_alone",
 )
 
