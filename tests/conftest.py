@@ -115,6 +115,7 @@ def pytest_collection() -> Iterator[None]:
 NIGHTLY = (
     "experiments/test_launch.py",
     "experiments/bundle/test_verify.py",
+    "experiments/report/test_pages.py",
     "pretend/test_mistakes.py",
     "pretend/test_races.py",
     "pretend/test_short_set.py",
