@@ -111,7 +111,7 @@ EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
   }
 }
 
-// As write_columns, for outputs: they stream past the L2 cache, which keeps the rows of hot ids.
+// As write_columns, for outputs, with `store_streaming`.
 template <class T, int N>
 EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));

@@ -169,7 +169,7 @@ def get_unwrapped_module(module: nn.Module) -> nn.Module:
 def get_module(module: nn.Module) -> nn.Module:
     """Return the model inside `DistributedModelParallel`, with its data-parallel wrapper."""
     while isinstance(module, sharding.DistributedModelParallel):
-        module = module._modules["_wrapped"]  # type: ignore[assignment]
+        module = module.wrapped
     return module
 
 

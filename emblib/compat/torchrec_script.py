@@ -26,6 +26,20 @@ from emblib.sharding.awaitables import LazyAwaitable, ReadyAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
 
 
+def _lengths_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
+    if lengths is not None:
+        return lengths
+    assert offsets is not None
+    return offsets.diff()
+
+
+def _offsets_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
+    if offsets is not None:
+        return offsets
+    assert lengths is not None
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
 class ScriptJaggedTensor:
     """Compile as `JaggedTensor`, with its attributes."""
 
@@ -47,21 +61,11 @@ class ScriptJaggedTensor:
 
     def lengths(self) -> Tensor:
         """Return the lengths of the bags."""
-        lengths = self._lengths
-        if lengths is not None:
-            return lengths
-        offsets = self._offsets
-        assert offsets is not None
-        return offsets.diff()
+        return _lengths_of(self._lengths, self._offsets)
 
     def offsets(self) -> Tensor:
         """Return the offsets of the bags, and the end of the last."""
-        offsets = self._offsets
-        if offsets is not None:
-            return offsets
-        lengths = self._lengths
-        assert lengths is not None
-        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return _offsets_of(self._lengths, self._offsets)
 
 
 class ScriptKeyedJaggedTensor:
@@ -107,21 +111,11 @@ class ScriptKeyedJaggedTensor:
 
     def lengths(self) -> Tensor:
         """Return the lengths of the bags."""
-        lengths = self._lengths
-        if lengths is not None:
-            return lengths
-        offsets = self._offsets
-        assert offsets is not None
-        return offsets.diff()
+        return _lengths_of(self._lengths, self._offsets)
 
     def offsets(self) -> Tensor:
         """Return the offsets of the bags, and the end of the last."""
-        offsets = self._offsets
-        if offsets is not None:
-            return offsets
-        lengths = self._lengths
-        assert lengths is not None
-        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return _offsets_of(self._lengths, self._offsets)
 
 
 class ScriptKeyedTensor:

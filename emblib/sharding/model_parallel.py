@@ -139,6 +139,11 @@ class DistributedModelParallel(nn.Module):
         return unwrapped(self._wrapped)
 
     @property
+    def wrapped(self) -> nn.Module:
+        """The model with its sharded collections, in the wrapper of its dense part, if any."""
+        return self._wrapped
+
+    @property
     def plan(self) -> ShardingPlan:
         """The sharding of every table."""
         modules = {path: m.plan for path, m in sharded_modules(self.module).items()}

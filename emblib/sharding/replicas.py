@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,11 +28,10 @@ _CHUNK = 1 << 23  # float32 values per message
 class ReplicatedModelParallel(DistributedModelParallel):
     """Shards the tables over groups of ranks; each group has a replica of all tables.
 
-    An exchange takes part of the ranks only, which pays where it does not scale to all of them, at
-    the price of the memory of the replicas. Gradients of the dense part are averaged over all ranks
-    in every step. Replicas of the tables drift apart until `sync()` averages them: call it every
-    few steps, and before a checkpoint or an evaluation. With plain SGD and a `sync` per step the
-    result is that of `DistributedModelParallel`.
+    Ids and rows are exchanged within a group only; each replica takes memory. Gradients of the
+    dense part are averaged over all ranks in every step. Replicas of the tables drift apart until
+    `sync()` averages them: call it every few steps, and before a checkpoint or an evaluation. With
+    plain SGD and a `sync` per step the result is that of `DistributedModelParallel`.
 
     Args:
         module: the model, as for `DistributedModelParallel`. All tables need a fused optimizer.
@@ -114,28 +113,39 @@ class ReplicatedModelParallel(DistributedModelParallel):
         Values in 16 bits are averaged in float32 and rounded to nearest.
 
         Args:
-            optimizer_states: whether those of the tables are averaged too, as TorchRec does.
+            optimizer_states: whether those of the tables are averaged too.
         """
         if self.replicas.size == 1:
             return
-        for chunk in _chunks(self._replicated_values(optimizer_states=optimizer_states)):
-            buffer = torch.cat([part.float().reshape(-1) for part in chunk])
+
+        def average(buffer: Tensor) -> None:
             dist.all_reduce(buffer, group=self.replicas.group)
             buffer /= self.replicas.size
-            _write_back(buffer, chunk)
-        self._commit()
+
+        self._exchange_tables(average, optimizer_states=optimizer_states)
 
     @torch.no_grad()
     def _copy_tables_from_first(self) -> None:
         """Give all replicas the tables and optimizer states of the first."""
         if self.replicas.size == 1:
             return
-        source = self.replicas.global_rank(0)
-        for chunk in _chunks(self._replicated_values(optimizer_states=True)):
+        source, group = self.replicas.global_rank(0), self.replicas.group
+        self._exchange_tables(
+            lambda buffer: dist.broadcast(buffer, source, group=group), optimizer_states=True
+        )
+
+    def _exchange_tables(
+        self, collective: Callable[[Tensor], object], *, optimizer_states: bool
+    ) -> None:
+        """Change the values that replicas share by a collective on float32 buffers of them."""
+        for chunk in _chunks(self._replicated_values(optimizer_states=optimizer_states)):
             buffer = torch.cat([part.float().reshape(-1) for part in chunk])
-            dist.broadcast(buffer, source, group=self.replicas.group)
-            _write_back(buffer, chunk)
-        self._commit()
+            collective(buffer)
+            for part, values in zip(chunk, buffer.split([p.numel() for p in chunk]), strict=True):
+                part.copy_(values.view_as(part))
+        for groups in self._table_groups():
+            for handle in groups.handles:
+                handle.commit()
 
     def _table_groups(self) -> Iterator[TableGroups]:
         """Yield the kernels of all tables on this rank, replicated tables included."""
@@ -150,11 +160,6 @@ class ReplicatedModelParallel(DistributedModelParallel):
                 for name, view in views.items():
                     if view.is_floating_point() and (optimizer_states or name in trained):
                         yield view.detach()
-
-    def _commit(self) -> None:
-        for groups in self._table_groups():
-            for handle in groups.handles:
-                handle.commit()
 
     def _check_tables(self) -> None:
         """Raise ValueError for tables whose replicas cannot be averaged."""
@@ -179,14 +184,13 @@ class ReplicatedModelParallel(DistributedModelParallel):
     def _description_of_shards(self, _: None) -> fingerprint.Description:
         """Describe the tables and their plan, which must be equal in all groups."""
         return {
-            f"table {name} of {path or 'the model'}": {
+            f"table {config.name} of {path or 'the model'}": {
                 "rows": config.num_embeddings,
                 "dim": config.embedding_dim,
-                "sharding": str(part.plan[name]),
+                "sharding": str(part.plan[config.name]),
             }
             for path, part in sharded_modules(self.module).items()
             for config in part.configs
-            for name in [config.name]
         }
 
 
@@ -206,8 +210,3 @@ def _chunks(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
                 chunk, free = [], _CHUNK
     if chunk:
         yield chunk
-
-
-def _write_back(buffer: Tensor, chunk: list[Tensor]) -> None:
-    for part, values in zip(chunk, buffer.split([p.numel() for p in chunk]), strict=True):
-        part.copy_(values.view_as(part))
