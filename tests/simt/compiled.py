@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.simt.library import HEADERS, ROOT
 
 NVCC = shutil.which("nvcc")
 ARCHITECTURES = ("sm_80", "sm_90")
+BLACKWELL = ("sm_100", "sm_120")
 _WIDE = ("LDG.E.128", "LD.E.128", "STG.E.128", "STG.E.EF.128", "ST.E.128")
 
 
@@ -58,6 +60,18 @@ def compiled_kernels() -> tuple[Compiled, ...]:
     return tuple(kernel for source in sources for kernel in _kernels_of(source))
 
 
+@cache
+def blackwell_kernels() -> tuple[Compiled, ...]:
+    """Compile the sources hot_*.cu for `BLACKWELL`, without counting instructions."""
+    folder = ROOT / "build" / "simt"
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = []
+    for source in sorted(Path(__file__).parent.glob("hot_*.cu")):
+        log = _compile(source, folder / f"{source.stem}-blackwell.fatbin", BLACKWELL)
+        kernels += _parse(log, "")
+    return tuple(kernels)
+
+
 def _kernels_of(source: Path) -> list[Compiled]:
     tool = cuobjdump()
     files = (source, Path(__file__), *HEADERS)
@@ -68,7 +82,7 @@ def _kernels_of(source: Path) -> list[Compiled]:
         return [Compiled(**kernel) for kernel in json.loads(kept.read_text())]
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / f"{source.stem}.fatbin"
-    log = _compile(source, output)
+    log = _compile(source, output, ARCHITECTURES)
     sass = "" if tool is None else _sass(tool, output)
     kernels = _parse(log, sass)
     for old in folder.glob(f"compiled-{source.stem}-*.json"):
@@ -77,12 +91,12 @@ def _kernels_of(source: Path) -> list[Compiled]:
     return kernels
 
 
-def _compile(source: Path, output: Path) -> str:
+def _compile(source: Path, output: Path, architectures: Sequence[str]) -> str:
     """Return what ptxas -v says."""
     assert NVCC is not None
     # No kernel differs between these architectures before ptxas: one PTX serves both. A fatbin is
     # the device code alone: the host compiler does not run.
-    codes = [f"-gencode=arch=compute_80,code={a}" for a in ARCHITECTURES]
+    codes = [f"-gencode=arch=compute_80,code={a}" for a in architectures]
     include = ["-I", str(ROOT / "csrc")]
     flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", *codes, *include]
     command = [NVCC, *flags, "-fatbin", str(source), "-o", str(output)]
