@@ -19,7 +19,7 @@ from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
-from emblib.sharding.sharded_tables import GradientReduction
+from emblib.sharding.sharded_tables import GradientReduction, check_not_shared
 from emblib.sharding.sharding_types import ParameterSharding, Rule, World
 
 SHARDED: dict[type[nn.Module], type[nn.Module]] = {
@@ -266,6 +266,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
     """Raise TypeError for what was put on a collection and its sharded form would lack."""
     where = f"the collection{f' at {path!r}' if path else ''}"
+    check_not_shared(source, where)
     methods = sorted(name for name in vars(source) if isfunction(getattr(base, name, None)))
     if methods:
         raise TypeError(

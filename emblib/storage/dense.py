@@ -283,6 +283,10 @@ class DenseKernel(TableBatchedEmbeddingBags):
         """Return the parameters of a table of a collection, with their numbers here."""
         return {"weight": index}
 
+    def feature_row(self, column: int) -> tuple[int, ...]:
+        """Return a row of `features` that reads the first table, for columns from `column` on."""
+        return self._memory.layout.offsets[0].feature(column)
+
     def redraw(self, seeds: Sequence[int]) -> None:
         """Draw the initial values again, one seed per table."""
         self._seeds = list(seeds)
