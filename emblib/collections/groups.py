@@ -18,7 +18,7 @@ from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, brief, check_float_dtype
 from emblib.storage import Storage, TableHandle, TableSlice
-from emblib.storage.base import NO_UPDATE, TableDescription
+from emblib.storage.base import NO_UPDATE
 from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
 from emblib.tables.locks import ModuleLock
@@ -59,9 +59,12 @@ class Grouping:
 class SharedSlice:
     """A whole table that other `TableGroups` have, and that several read."""
 
-    config: TableDescription
     groups: TableGroups
-    handle: TableHandle
+
+    @property
+    def handle(self) -> TableHandle:
+        """Return the handle of the table."""
+        return self.groups.handles[0]
 
     def reader(self, num_features: int, pooling: Pooling) -> nn.Module:
         """Return the kernel with which units read the table."""

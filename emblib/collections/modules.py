@@ -193,11 +193,7 @@ class TableCollection(nn.Module):
                 f"{optimizer!r}; for one of torch.optim leave it out and give it the parameters"
             )
         self.optimizer = optimizer
-        self._shared: dict[str, SharedTable] = {}
-        for config in self.configs if shared is not None else ():
-            if config.name in shared:
-                shared[config.name].check_reader(config)
-                self._shared[config.name] = shared[config.name]
+        self._shared = {} if shared is None else shared.read_by(self.configs)
         self._units = table_features(self.configs)
         self._set_groups(self._make_groups(device, None))
 

@@ -100,6 +100,18 @@ class SharedTables:
         """Return the configuration with which an `EmbeddingCollection` reads a table."""
         return EmbeddingConfig(**self[name].values(), feature_names=tuple(feature_names))
 
+    def read_by(self, configs: Sequence[TableConfig]) -> dict[str, SharedTable]:
+        """Return the tables that configurations name, by name.
+
+        Raises:
+            ValueError: a configuration of this name is of another table.
+        """
+        found = {c.name: self._tables[c.name] for c in configs if c.name in self._tables}
+        for config in configs:
+            if config.name in found:
+                found[config.name].check_reader(config)
+        return found
+
 
 class SharedTable(SharedSlice):
     """One shared table: its memory, and the handle that all collections list."""
@@ -113,7 +125,7 @@ class SharedTable(SharedSlice):
                 "give one collection all features of the table, which any storage can have, or "
                 "make the table dense"
             )
-        self.config = replace(config, optimizer=config.optimizer or optimizer)
+        self.config: TableConfig = replace(config, optimizer=config.optimizer or optimizer)
         self._check_optimizer()
         self._set_groups(self._make(device, None))
 
@@ -134,11 +146,6 @@ class SharedTable(SharedSlice):
         kernel, index = groups.module_of(0)
         groups.replace_handle(0, handle or SharedHandle(self.config.storage, kernel, index))
         self.joint = JointStep(kernel)
-
-    @property
-    def handle(self) -> TableHandle:
-        """Return the handle that all collections list."""
-        return self.groups.handles[0]
 
     @property
     def weight(self) -> nn.Parameter:
@@ -168,7 +175,7 @@ class SharedTable(SharedSlice):
             text = ", ".join(f"{k} {has!r}, not {got!r}" for k, (has, got) in differs.items())
             raise ValueError(
                 f"table {config.name!r} is shared and has {text}: make the configuration with "
-                f"SharedTables.pooled({config.name!r}, ...) or .unpooled(...), or leave shared= out "
+                f"SharedTables.pooled({config.name!r}, ...) or .unpooled(...); or omit shared= "
                 "for a table of this collection alone"
             )
 
@@ -218,9 +225,9 @@ class SharedReader(nn.Module):
         features, device = self._features, kernel.hyperparams.device
         dim = table.config.embedding_dim
         if features is None or features.device != device:
-            step = 0 if self._pooling is Pooling.NONE else dim
-            rows = [kernel.feature_row(f * step) for f in range(self._num_features)]
-            features = self._features = torch.tensor(rows, device=device)
+            features = self._features = TableReading.features_of(
+                kernel.first_table, self._num_features, self._pooling, device
+            )
         joint = table.joint if autograd.updates_in_backward(kernel.optimizer) else None
         return TableReading(features, dim, self._pooling, joint)
 
@@ -259,7 +266,7 @@ class SharedReader(nn.Module):
         return f"{self._table.config.name} (shared), pooling={self._pooling.value}"
 
 
-class _Loading(NamedTuple):
+class _FirstLoad(NamedTuple):
     """The first load of a table in one `load_state_dict`, which is known by its list of errors."""
 
     errors: list[str]
@@ -271,7 +278,7 @@ class SharedHandle(DenseHandle):
     """A dense table that several collections list: saved once, under the first of their names."""
 
     _saved: tuple[Any, str] | None = None
-    _loading: _Loading | None = None
+    _loading: _FirstLoad | None = None
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -289,18 +296,18 @@ class SharedHandle(DenseHandle):
         key, before = f"{prefix}weight", self._loading
         given = state_dict.get(key)
         if before is None or before.errors is not errors or before.key == key:
-            self._loading = _Loading(errors, key, given is None)
+            self._loading = _FirstLoad(errors, key, given is None)
             super()._load_from_state_dict(state_dict, prefix, *arguments)
         elif given is None:
             return  # the other entry is loaded, or reported
         elif before.is_missing:
             if before.key in missing:
                 missing.remove(before.key)
-            self._loading = _Loading(errors, key, is_missing=False)
+            self._loading = _FirstLoad(errors, key, is_missing=False)
             super()._load_from_state_dict(state_dict, prefix, *arguments)
         elif not self._equals(given):
             errors.append(
-                f"{key}: the state dict has other rows here than at {before.key}, but these are one "
+                f"{key}: the state dict has other rows here than at {before.key}, but both are one "
                 "shared table now: remove one of the two entries from the state dict, or average "
                 "them"
             )
@@ -333,6 +340,4 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
                 one = owned[config.name] if isinstance(owned, dict) else part
                 key = (config.name, config.num_embeddings, config.embedding_dim)
                 found.setdefault(key, {}).setdefault(id(one), path)
-    return {
-        name: sorted(paths.values()) for (name, _, _), paths in found.items() if len(paths) > 1
-    }
+    return {name: sorted(paths.values()) for (name, _, _), paths in found.items() if len(paths) > 1}

@@ -41,7 +41,8 @@ class JointStep:
     def __init__(self, table: JointTable) -> None:
         self._table = weakref.ref(table)
         self._anchor: Tensor | None = None
-        self._waiting: OrderedDict[int, list[autograd.Contribution]] = OrderedDict()  # by graph task
+        # By graph task.
+        self._waiting: OrderedDict[int, list[autograd.Contribution]] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._table(),)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch import Tensor
 from emblib import ops
 from emblib.columns import FeatureColumn, Tier
 from emblib.ops import autograd, joint, tbe
-from emblib.ops.joint import JointStep
 from emblib.optim import Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks, parameters
@@ -29,7 +28,7 @@ from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
-from emblib.tables.reading import TableReading
+from emblib.tables.reading import LookupArgs, TableReading
 from emblib.tables.reporting import Reporting, StatsReporter
 from emblib.tables.short_calls import ShortCalls
 
@@ -267,17 +266,16 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Return the batch as the kernels take it: repaired offsets and bag layout."""
         if not self.include_last_offset:
             offsets = base.append_last_offset(indices, offsets)
+        source = self if reading is None else reading
         lay_out = self._bag_layout if reading is None else reading.layout_of_bags
-        features = self.features if reading is None else reading.features
-        pooling = self.pooling if reading is None else reading.pooling
         bag_layout, output_dim = lay_out(offsets, batch_sizes, indices.device)
-        offsets = base.check_bounds(self, indices, offsets, features, bag_layout)
+        offsets = base.check_bounds(self, indices, offsets, source.features, bag_layout)
         return autograd.Lookup(
-            features,
+            source.features,
             indices,
             offsets,
             bag_layout,
-            pooling,
+            source.pooling,
             self.total_rows,
             output_dim,
             repaired=self.bounds_check is not BoundsCheck.NONE,
@@ -292,27 +290,21 @@ class TableBatchedEmbeddingBags(FusedTables):
         batch_sizes: Sequence[Sequence[int]] | None,
         sample_weights: Tensor | None,
     ) -> Tensor:
-        """Look up a batch by other features and with another pooling than those of the module.
-
-        The only table of the module is read. Gradients of all readings are applied together, in one
-        step per backward; this is outside compiled graphs, since the step counts in Python.
-        """
-        args = LookupArgs(sample_weights, None, None)
-        return self._look_up(batch_id, batch_sizes, args, reading)
+        """Look up a batch in the only table, with other features and pooling; see `ops.joint`."""
+        return self._look_up(batch_id, batch_sizes, LookupArgs(sample_weights, None, None), reading)
 
     @atomic
     def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
         """Make one step with the sum of the gradients of several readings of the only table."""
-        feature = self._memory.layout.offsets[0].feature(0)
-        overflow = joint.apply_contributions(
-            self._tiers(), self.optimizer, contributions, feature, self._locate
-        )
+        table, tiers = self._memory.layout.offsets[0].feature(0), self._tiers()
+        apply = joint.apply_contributions
+        overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
         self._applied_steps = self._forwards
         if self._prefetcher is not None:
             self._prefetcher.used()
         if overflow is not None:  # for a GradScaler, see FusedOptimizer
-            anchor = self.grad_anchor
-            anchor.grad = overflow if anchor.grad is None else anchor.grad + overflow
+            before = self.grad_anchor.grad
+            self.grad_anchor.grad = overflow if before is None else before + overflow
 
     def _look_up(
         self,
@@ -330,10 +322,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self._is_periodic and trains and self._begins_step(batch):
             with self._lock:
                 self._before_forward(tiers)
+        read: Callable[..., Tensor] = self._read
         if not autograd.updates_in_backward(self.optimizer):
-            read: Callable[..., Tensor] = partial(self._read_for_gradients, unique=args.unique)
-        else:
-            read = self._read
+            read = partial(self._read_for_gradients, unique=args.unique)
         if self._prefetcher is not None:
             with self._lock:  # until the slots of the batch have been read
                 batch = self._prefetcher.take(batch, tiers, batch_id)
@@ -378,12 +369,10 @@ class TableBatchedEmbeddingBags(FusedTables):
         if trains or (weighted and torch.is_grad_enabled()):
             if trains and self._untrained:
                 batch = batch._replace(trained_features=self._trained_features())
-            joint_step: JointStep | None = batch.joint
             grad_anchor = self.grad_anchor
-            if joint_step is not None:
-                grad_anchor = joint_step.anchor(grad_anchor.device)
-            if not trains:
-                grad_anchor = grad_anchor.detach()
+            if batch.joint is not None:
+                grad_anchor = batch.joint.anchor(grad_anchor.device)
+            grad_anchor = grad_anchor if trains else grad_anchor.detach()
             return autograd.fused_lookup(
                 grad_anchor, tiers, self.optimizer, batch, sample_weights, factors
             )
@@ -445,8 +434,8 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _begins_step(self, batch: autograd.Lookup) -> bool:
         """Return whether a training forward is the first one of a step."""
-        every = not self.optimizer.deferred and batch.joint is None
-        return every or self._forwards == self._applied_steps
+        has_step = not self.optimizer.deferred and batch.joint is None
+        return has_step or self._forwards == self._applied_steps
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         if self._prefetcher is None:
@@ -481,7 +470,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         batch_id: BatchId,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> None:
-        """Prefetch for `look_up_as`, or without a reading for `forward`."""
+        """Prefetch for `look_up_as`; without a reading, for `forward`."""
         if self._prefetcher is not None:
             self._prefetch(self._prefetcher, reading, batch_id, batch_sizes)
 
@@ -706,11 +695,3 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self.row_cache is not None:
             parts.append(brief(self.cache))
         return ", ".join(parts)
-
-
-class LookupArgs(NamedTuple):
-    """The optional arguments of `forward`."""
-
-    sample_weights: Tensor | None
-    feature_requires_grad: Tensor | None
-    unique: int | None
