@@ -21,6 +21,7 @@ from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import unscaled
 from emblib.optim import Optimizer
+from emblib.specs import Pooling
 
 _MAX_BACKWARDS = 16  # whose gradients are waiting: nested ones, those of threads, and failed ones
 
@@ -138,6 +139,8 @@ def _row_gradients(
     batch, grad, is_finite = one.batch, one.grad, None
     if one.scale is not None:
         grad, is_finite = unscaled(grad, one.scale)
+    if batch.pooling is Pooling.NONE and one.row_weights is None:  # already one per lookup
+        return batch.indices.long(), autograd.clip_gradient(grad, rule).float(), is_finite
     locations = None if batch.hooks is None else batch.hooks.before_update()
     groups = autograd.groups_of(batch) if locations is None else locations.groups
     values = tbe.tbe_row_grads(

@@ -414,6 +414,7 @@ def _renamed(batch: KeyedJaggedTensor, name: str) -> KeyedJaggedTensor:
     return KeyedJaggedTensor([name], batch.values(), None, batch.lengths())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_breaks_its_graph_at_the_table() -> None:
     model = make(optim.SGD(0.1))
     reference = Reference(model, OPTIMIZERS[0][1])
