@@ -18,6 +18,8 @@ from emblib.collections import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    SharedTables,
+    duplicate_tables,
 )
 from emblib.dynamic import (
     BackingStore,
@@ -112,6 +114,7 @@ __all__ = [
     "QuantizedEmbeddingBags",
     "RowEviction",
     "RowStore",
+    "SharedTables",
     "SqliteRows",
     "StochasticRounding",
     "TTCache",
@@ -126,6 +129,7 @@ __all__ = [
     "Verify",
     "checkpoints",
     "collections",
+    "duplicate_tables",
     "dynamic",
     "init",
     "jagged",

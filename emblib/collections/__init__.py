@@ -8,6 +8,7 @@ from emblib.collections.feature_processors import (
 )
 from emblib.collections.groups import GroupInfo, TableGroups
 from emblib.collections.modules import EmbeddingBagCollection, EmbeddingCollection
+from emblib.collections.shared import SharedTable, SharedTables, duplicate_tables
 
 __all__ = [
     "EmbeddingBagCollection",
@@ -18,6 +19,9 @@ __all__ = [
     "GroupInfo",
     "PositionWeightedModule",
     "PositionWeightedProcessor",
+    "SharedTable",
+    "SharedTables",
     "TableConfig",
     "TableGroups",
+    "duplicate_tables",
 ]

@@ -56,6 +56,21 @@ class Grouping:
     optimizer: Optimizer
 
 
+class SharedSlice:
+    """A whole table that other `TableGroups` have, and that several read."""
+
+    groups: TableGroups
+
+    @property
+    def handle(self) -> TableHandle:
+        """Return the handle of the table."""
+        return self.groups.handles[0]
+
+    def reader(self, num_features: int, pooling: Pooling) -> nn.Module:
+        """Return the kernel with which units read the table."""
+        raise NotImplementedError
+
+
 class TableGroups(nn.Module):
     """Look up units, each of which reads one slice of a table, and pool their bags.
 
@@ -78,6 +93,8 @@ class TableGroups(nn.Module):
             seed of the hash, unless their storage has one.
         bags: SUM or MEAN. For slices of rows or columns of a table it must be SUM: the caller
             adds the slices up and divides.
+        shared: the tables that are read elsewhere too, by name: they have their own memory, and
+            their optimizer instead of that of these groups.
 
     Attributes:
         order: the units in the order of `forward`.
@@ -102,8 +119,10 @@ class TableGroups(nn.Module):
         device: torch.device | str | None = None,
         seeds: Mapping[str, int] | None = None,
         bags: Pooling = Pooling.SUM,
+        shared: Mapping[str, SharedSlice] | None = None,
     ) -> None:
         super().__init__()
+        self._shared = dict(shared or {})
         self.slices, self.reads = tuple(slices), tuple(reads)
         for u, s in enumerate(self.reads):
             if not 0 <= s < len(self.slices):
@@ -114,7 +133,9 @@ class TableGroups(nn.Module):
         self.optimizer, self.output_dtype = optimizer, torch.float32
         self.device = torch.empty(0, device=device).device
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
-        self._groupings = group(self.slices, self.reads, optimizer, self.pooling)
+        self._groupings = group(
+            self.slices, self.reads, optimizer, self.pooling, frozenset(self._shared)
+        )
         self._prefetched: list[tuple[Tensor, list[GroupInput]]] = []
         self._lock = (
             ModuleLock()
@@ -127,6 +148,9 @@ class TableGroups(nn.Module):
     def _make(self, number: int, device: torch.device) -> nn.Module:
         grouping = self._groupings[number]
         parts = [self.slices[s] for s in grouping.slices]
+        shared = self._shared.get(parts[0].config.name)
+        if shared is not None:
+            return shared.reader(len(grouping.units), self.pooling)
         reads = [grouping.slices.index(self.reads[u]) for u in grouping.units]
         seeds = [self.seeds[part.config.name] for part in parts]
         make = parts[0].storage.make_kernel
@@ -151,11 +175,15 @@ class TableGroups(nn.Module):
         self.handles: list[TableHandle] = []
         for s in range(len(self.slices)):
             g, k = self._locations[s]
-            self.handles.append(self._storage_of(g).make_handle(self._kernels[g], k))
+            shared = self._shared.get(self.slices[s].config.name)
+            if shared is not None:
+                self.handles.append(shared.handle)
+            else:
+                self.handles.append(self._storage_of(g).make_handle(self._kernels[g], k))
 
     def _bind(self) -> None:
         """Bind handles and parameters to the memory that the kernels have now."""
-        for s, handle in enumerate(self.handles):
+        for s, handle in self._own_handles():
             g, k = self._locations[s]
             handle.attach(self._kernels[g], k)
             handle.bind()
@@ -165,9 +193,28 @@ class TableGroups(nn.Module):
         ]
         self.active = [info for info in self.groups if info.units]
         self.is_one = len(self.active) == 1
-        self._views = parameters.registered(m for h in self.handles for m in h.checked_modules())
+        self._views = parameters.registered(
+            module for _, handle in self._own_handles() for module in handle.checked_modules()
+        )
         # Not `self._only = ...`, which would make it a child of this module.
         object.__setattr__(self, "_only", self.active[0].module if self.is_one else None)
+
+    def _own_handles(self) -> list[tuple[int, TableHandle]]:
+        """Return the handles of slices that are not shared, with the numbers of the slices."""
+        return [
+            (s, handle)
+            for s, handle in enumerate(self.handles)
+            if self.slices[s].config.name not in self._shared
+        ]
+
+    def replace_handle(self, part: int, handle: TableHandle) -> None:
+        """List a slice under another handle from now on."""
+        self.handles[part] = handle
+        self._bind()
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError where a parameter of a table was replaced."""
+        parameters.check_registered(self._views)
 
     # Lookup
 
@@ -271,9 +318,13 @@ class TableGroups(nn.Module):
 
     def all_views(self) -> list[dict[str, Tensor]]:
         """Return the `views` of every slice."""
-        by_kernel = [self._storage_of(g).views(k) for g, k in enumerate(self._kernels)]
+        owned = {self._locations[s][0] for s, _ in self._own_handles()}
+        by_kernel = {g: self._storage_of(g).views(self._kernels[g]) for g in owned}
         locations = (self._locations[s] for s in range(len(self.slices)))
-        return [by_kernel[g][k] for g, k in locations]
+        return [
+            by_kernel[g][k] if g in owned else self.handles[s].views()
+            for s, (g, k) in enumerate(locations)
+        ]
 
     def _storage_of(self, number: int) -> Storage:
         return self.slices[self._groupings[number].slices[0]].storage
@@ -287,7 +338,10 @@ class TableGroups(nn.Module):
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
         for g, (grouping, kernel) in enumerate(zip(self._groupings, self._kernels, strict=True)):
             names = [self.slices[s].config.name for s in grouping.slices]
-            self._storage_of(g).reset(kernel, [self.seeds[name] for name in names])
+            if names[0] in self._shared:
+                self._shared[names[0]].groups.reset_parameters({names[0]: self.seeds[names[0]]})
+            else:
+                self._storage_of(g).reset(kernel, [self.seeds[name] for name in names])
 
     @torch.no_grad()
     def adopt(self, other: TableGroups) -> None:
@@ -295,8 +349,8 @@ class TableGroups(nn.Module):
 
         Optimizer states stay as they are here. `other` must not be used afterwards.
         """
-        for handle, theirs in zip(self.handles, other.handles, strict=True):
-            handle.adopt(theirs)
+        for s, handle in self._own_handles():
+            handle.adopt(other.handles[s])
         self._bind()
 
     def prefetch(
@@ -352,7 +406,8 @@ class TableGroups(nn.Module):
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, device=self.device)).device
         for g, kernel in enumerate(self._kernels):
-            if self._storage_of(g).is_placeholder(kernel) and device.type != "meta":
+            is_placeholder = self._storage_of(g).is_placeholder(kernel)
+            if is_placeholder and device.type != "meta":
                 self._kernels[g] = self._make(g, device)
                 self._kernels[g].train(self.training)
             else:
@@ -386,10 +441,16 @@ def group(
     reads: Sequence[int],
     optimizer: Optimizer | None,
     pooling: Pooling,
+    shared: frozenset[str] = frozenset(),
 ) -> list[Grouping]:
-    """Return the groups in the order in which units first need them, those without units last."""
+    """Return the groups in the order in which units first need them, those without units last.
+
+    Slices of the tables named in `shared` are groups of their own.
+    """
     optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
     for part, own in zip(slices, optimizers, strict=True):
+        if part.config.name in shared:
+            continue
         if part.config.rounding is not None and not autograd.is_fused(own):
             raise ValueError(
                 f"rounding of {part.config.name!r} is of updates that emblib makes, but "
@@ -397,7 +458,10 @@ def group(
                 "emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
             )
     keys: list[Hashable] = [
-        part.storage.group_key(part, i, optimizers[i], pooling) for i, part in enumerate(slices)
+        ("shared", i)
+        if part.config.name in shared
+        else part.storage.group_key(part, i, optimizers[i], pooling)
+        for i, part in enumerate(slices)
     ]
     names: dict[Hashable, set[str]] = {}
     for i, part in enumerate(slices):

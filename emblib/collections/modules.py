@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from emblib.collections.groups import TableGroups
+from emblib.collections.shared import SharedTable, SharedTables
 from emblib.columns import PieceColumn, TargetColumn
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops import autograd, route
@@ -180,6 +181,7 @@ class TableCollection(nn.Module):
         tables: Sequence[TableConfig],
         device: torch.device | str | None,
         optimizer: Optimizer | None,
+        shared: SharedTables | None = None,
     ) -> None:
         super().__init__()
         self.configs = _sequence_of(tables, self.config_type)
@@ -191,6 +193,7 @@ class TableCollection(nn.Module):
                 f"{optimizer!r}; for one of torch.optim leave it out and give it the parameters"
             )
         self.optimizer = optimizer
+        self._shared = {} if shared is None else shared.read_by(self.configs)
         self._units = table_features(self.configs)
         self._set_groups(self._make_groups(device, None))
 
@@ -219,6 +222,7 @@ class TableCollection(nn.Module):
             device=device,
             seeds=seeds,
             bags=self._bag_pooling(),
+            shared=self._shared,
         )
 
     def _bag_pooling(self) -> Pooling:
@@ -294,6 +298,10 @@ class TableCollection(nn.Module):
         """Return the device of the tables."""
         return self.groups.device
 
+    def shared_tables(self) -> Mapping[str, SharedTable]:
+        """Return the tables that other collections read too, by name."""
+        return dict(self._shared)
+
     def handles(self) -> Mapping[str, TableHandle]:
         """Return the handle of each table, by its name."""
         found: Any = self._modules[self.handles_name]
@@ -309,6 +317,8 @@ class TableCollection(nn.Module):
     def set_optimizers(self, optimizers: Mapping[str, Optimizer | None]) -> None:
         """Change the optimizers of tables; weights are kept, optimizer states are reset.
 
+        That of a shared table changes for all collections that read it.
+
         New kernels are made, which takes the memory of all tables once more for a moment. The
         parameters stay the same objects.
 
@@ -323,6 +333,11 @@ class TableCollection(nn.Module):
         unknown = sorted(optimizers.keys() - names)
         if unknown:
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
+        for name in optimizers.keys() & self._shared.keys():
+            self._shared[name].set_optimizer(optimizers[name])
+        optimizers = {k: v for k, v in optimizers.items() if k not in self._shared}
+        if not optimizers:
+            return
         before, configs = self.groups, self.configs
         self.configs = tuple(
             replace(config, optimizer=optimizers[config.name])
@@ -429,6 +444,7 @@ class EmbeddingBagCollection(TableCollection):
         device: of the tables.
         is_weighted: whether batches have weights, which scale the rows.
         optimizer: one of `emblib.optim`, of tables whose configuration has none.
+        shared: tables that other collections read too; those that `tables` names are read.
     """
 
     handles_name = "embedding_bags"
@@ -442,9 +458,10 @@ class EmbeddingBagCollection(TableCollection):
         *,
         is_weighted: bool = False,
         optimizer: Optimizer | None = None,
+        shared: SharedTables | None = None,
     ) -> None:
         self._weighted = is_weighted
-        super().__init__(tables, device, optimizer)
+        super().__init__(tables, device, optimizer, shared)
 
     def _bag_pooling(self) -> Pooling:
         """Return MEAN if all tables have it; of a mixture the sums are divided afterwards."""
@@ -594,6 +611,7 @@ class EmbeddingCollection(TableCollection):
         device: of the tables.
         need_indices: whether the result has the ids as its weights.
         optimizer: one of `emblib.optim`, of tables whose configuration has none.
+        shared: tables that other collections read too; those that `tables` names are read.
     """
 
     handles_name = "embeddings"
@@ -607,9 +625,10 @@ class EmbeddingCollection(TableCollection):
         *,
         need_indices: bool = False,
         optimizer: Optimizer | None = None,
+        shared: SharedTables | None = None,
     ) -> None:
         self._need_indices = need_indices
-        super().__init__(tables, device, optimizer)
+        super().__init__(tables, device, optimizer, shared)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the vectors `[L, D]`, float32, by feature (`feature@table` if several have it).

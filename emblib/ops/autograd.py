@@ -67,6 +67,8 @@ class Lookup(NamedTuple):
     """Rows that `slots` refer to where there is no cache; read, never updated."""
     repaired: bool = False
     """Whether `check_bounds` returned `offsets`."""
+    joint: Any = None
+    """The `JointStep` of a table that several lookups read; None updates at once."""
 
 
 class Tiers(NamedTuple):
@@ -200,10 +202,28 @@ class FusedLookup(torch.autograd.Function):
         batch, _, row_weights = _saved(ctx)
         wanted = Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[4])
         scale = scale_of_backward() if wanted.update else None
+        if batch.joint is not None and wanted.update:
+            anchor_grad = batch.joint.add(Contribution(batch, row_weights, grad, scale))
+            if not wanted.sample_grad:
+                return anchor_grad, None, None, None, None, None
+            wanted = Wanted(update=False, sample_grad=True)
+            _, sample_grad = update_in_backward(
+                ctx.tiers, ctx.rule, batch, row_weights, grad, scale, wanted
+            )
+            return anchor_grad, None, None, None, sample_grad, None
         overflow, sample_grad = update_in_backward(
             ctx.tiers, ctx.rule, batch, row_weights, grad, scale, wanted
         )
         return overflow, None, None, None, sample_grad, None
+
+
+class Contribution(NamedTuple):
+    """The gradient of the output of one lookup, and all that its update needs."""
+
+    batch: Lookup
+    row_weights: Tensor | None
+    grad: Tensor
+    scale: Tensor | None
 
 
 class Wanted(NamedTuple):

@@ -1,5 +1,6 @@
 """`shard`: replace the collections of a model by sharded ones, according to a plan."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
+from emblib.collections import EmbeddingBagCollection, EmbeddingCollection, duplicate_tables
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint, sharding_types
@@ -19,8 +20,9 @@ from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
-from emblib.sharding.sharded_tables import GradientReduction
+from emblib.sharding.sharded_tables import GradientReduction, check_not_shared
 from emblib.sharding.sharding_types import ParameterSharding, Rule, World
+from emblib.tables.parameters import caller_level
 
 SHARDED: dict[type[nn.Module], type[nn.Module]] = {
     EmbeddingBagCollection: ShardedEmbeddingBagCollection,
@@ -110,6 +112,7 @@ def shard(
             _description(module, plan, chosen, optimizer),
         ),
     )
+    _warn_of_duplicates(module)
     made = []
     for one in chosen:
         sharded = one.make(
@@ -129,6 +132,18 @@ def shard(
         _replace(module, one.source, sharded)
     mark_dense(module, ranks)
     return module
+
+
+def _warn_of_duplicates(module: nn.Module) -> None:
+    """Warn of tables that several collections have under one name, each with its own rows."""
+    for name, paths in duplicate_tables(module).items():
+        warnings.warn(
+            f"emblib: the collections {paths} each have a table {name!r} of equal size. These are "
+            "separate tables, with separate rows, optimizer states and entries in checkpoints: if "
+            "one is meant, give one collection all features of the table, or train it in one "
+            "process as emblib.SharedTables; if not, other names tell them apart",
+            stacklevel=caller_level(),
+        )
 
 
 @dataclass(frozen=True)
@@ -266,6 +281,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
     """Raise TypeError for what was put on a collection and its sharded form would lack."""
     where = f"the collection{f' at {path!r}' if path else ''}"
+    check_not_shared(source, where)
     methods = sorted(name for name in vars(source) if isfunction(getattr(base, name, None)))
     if methods:
         raise TypeError(

@@ -245,6 +245,18 @@ class Settings:
     gradients: GradientReduction
 
 
+def check_not_shared(source: Any, where: str) -> None:
+    """Raise TypeError for a collection with tables that other collections read too."""
+    names = sorted(source.shared_tables())
+    if names:
+        raise TypeError(
+            f"{where} reads shared tables {names}, which cannot be sharded: two sharded "
+            "collections would update two copies. Leave the collections that read them out of the "
+            "plan and train in one process, or give one EmbeddingCollection all their features, "
+            "and pool its vectors in the model; without shared=, each collection has its own table"
+        )
+
+
 def agreed_settings(
     source: Any,
     plan: Mapping[str, ParameterSharding],
@@ -262,6 +274,7 @@ def agreed_settings(
     """
 
     def checked() -> Settings:
+        check_not_shared(source, "the collection")
         default = optimizer or source.optimizer
         how = GradientReduction(gradients)
         return Settings(trained_configs(source), default, check_comm_precision(comm_precision), how)

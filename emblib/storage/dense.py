@@ -36,6 +36,7 @@ from emblib.storage.handles import TableHandle, bind_view
 from emblib.storage.initial_values import draw
 from emblib.tables import TableBatchedEmbeddingBags, parameters
 from emblib.tables.locks import atomic
+from emblib.tables.memory import TableOffset
 
 _CACHE_WAYS = 32  # rows of one set of a cache
 _CACHE_SLOT = 16  # bytes of tag and stamp per cached row
@@ -282,6 +283,11 @@ class DenseKernel(TableBatchedEmbeddingBags):
     def tables_of(self, index: int) -> dict[str, int]:
         """Return the parameters of a table of a collection, with their numbers here."""
         return {"weight": index}
+
+    @property
+    def first_table(self) -> TableOffset:
+        """Return where the first table is."""
+        return self._memory.layout.offsets[0]
 
     def redraw(self, seeds: Sequence[int]) -> None:
         """Draw the initial values again, one seed per table."""

@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from emblib import ops
 from emblib.columns import FeatureColumn, Tier
-from emblib.ops import autograd, tbe
+from emblib.ops import autograd, joint, tbe
 from emblib.optim import Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks, parameters
@@ -28,6 +28,7 @@ from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
+from emblib.tables.reading import LookupArgs, TableReading
 from emblib.tables.reporting import Reporting, StatsReporter
 from emblib.tables.short_calls import ShortCalls
 
@@ -256,40 +257,74 @@ class TableBatchedEmbeddingBags(FusedTables):
                 parameters.refuse_replacement("weights")
 
     def _batch(
-        self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        reading: TableReading | None = None,
     ) -> autograd.Lookup:
         """Return the batch as the kernels take it: repaired offsets and bag layout."""
         if not self.include_last_offset:
             offsets = base.append_last_offset(indices, offsets)
-        bag_layout, output_dim = self._bag_layout(offsets, batch_sizes, indices.device)
-        offsets = base.check_bounds(self, indices, offsets, self.features, bag_layout)
+        source = self if reading is None else reading
+        lay_out = self._bag_layout if reading is None else reading.layout_of_bags
+        bag_layout, output_dim = lay_out(offsets, batch_sizes, indices.device)
+        offsets = base.check_bounds(self, indices, offsets, source.features, bag_layout)
         return autograd.Lookup(
-            self.features,
+            source.features,
             indices,
             offsets,
             bag_layout,
-            self.pooling,
+            source.pooling,
             self.total_rows,
             output_dim,
             repaired=self.bounds_check is not BoundsCheck.NONE,
+            joint=None if reading is None else reading.joint,
         )
 
-    def _look_up(
-        self, batch_id: BatchId, batch_sizes: Sequence[Sequence[int]] | None, args: LookupArgs
+    @graph_break
+    def look_up_as(
+        self,
+        reading: TableReading,
+        batch_id: BatchId,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        sample_weights: Tensor | None,
     ) -> Tensor:
-        batch = self._batch(*batch_id, batch_sizes)
+        """Look up a batch in the only table, with other features and pooling; see `ops.joint`."""
+        return self._look_up(batch_id, batch_sizes, LookupArgs(sample_weights, None, None), reading)
+
+    @atomic
+    def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
+        """Make one step with the sum of the gradients of several readings of the only table."""
+        table, tiers = self._memory.layout.offsets[0].feature(0), self._tiers()
+        apply = joint.apply_contributions
+        overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
+        self._applied_steps = self._forwards
+        if self._prefetcher is not None:
+            self._prefetcher.used()
+        if overflow is not None:  # for a GradScaler, see FusedOptimizer
+            before = self.grad_anchor.grad
+            self.grad_anchor.grad = overflow if before is None else before + overflow
+
+    def _look_up(
+        self,
+        batch_id: BatchId,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        args: LookupArgs,
+        reading: TableReading | None = None,
+    ) -> Tensor:
+        batch = self._batch(*batch_id, batch_sizes, reading)
         if args.feature_requires_grad is not None:
             masked = self._masked_features(args.feature_requires_grad)
             batch = batch._replace(sample_features=masked)
         sample_weights, tiers = args.sample_weights, self._tiers()
         trains = torch.is_grad_enabled() and not self._frozen
-        if self._is_periodic and trains and self._begins_step():
+        if self._is_periodic and trains and self._begins_step(batch):
             with self._lock:
                 self._before_forward(tiers)
+        read: Callable[..., Tensor] = self._read
         if not autograd.updates_in_backward(self.optimizer):
-            read: Callable[..., Tensor] = partial(self._read_for_gradients, unique=args.unique)
-        else:
-            read = self._read
+            read = partial(self._read_for_gradients, unique=args.unique)
         if self._prefetcher is not None:
             with self._lock:  # until the slots of the batch have been read
                 batch = self._prefetcher.take(batch, tiers, batch_id)
@@ -334,7 +369,10 @@ class TableBatchedEmbeddingBags(FusedTables):
         if trains or (weighted and torch.is_grad_enabled()):
             if trains and self._untrained:
                 batch = batch._replace(trained_features=self._trained_features())
-            grad_anchor = self.grad_anchor if trains else self.grad_anchor.detach()
+            grad_anchor = self.grad_anchor
+            if batch.joint is not None:
+                grad_anchor = batch.joint.anchor(grad_anchor.device)
+            grad_anchor = grad_anchor if trains else grad_anchor.detach()
             return autograd.fused_lookup(
                 grad_anchor, tiers, self.optimizer, batch, sample_weights, factors
             )
@@ -394,9 +432,10 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._memory.verify()  # the hooks read whole tables
         optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self.table_views())
 
-    def _begins_step(self) -> bool:
+    def _begins_step(self, batch: autograd.Lookup) -> bool:
         """Return whether a training forward is the first one of a step."""
-        return not self.optimizer.deferred or self._forwards == self._applied_steps
+        has_step = not self.optimizer.deferred and batch.joint is None
+        return has_step or self._forwards == self._applied_steps
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         if self._prefetcher is None:
@@ -423,13 +462,23 @@ class TableBatchedEmbeddingBags(FusedTables):
         evicted. `forward` itself fetches the rows of a batch that was not prefetched. Without a
         cached table this does nothing.
         """
+        self.prefetch_as(None, BatchId(indices, offsets), batch_sizes)
+
+    def prefetch_as(
+        self,
+        reading: TableReading | None,
+        batch_id: BatchId,
+        batch_sizes: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Prefetch for `look_up_as`; without a reading, for `forward`."""
         if self._prefetcher is not None:
-            self._prefetch(self._prefetcher, BatchId(indices, offsets), batch_sizes)
+            self._prefetch(self._prefetcher, reading, batch_id, batch_sizes)
 
     @graph_break
     def _prefetch(
         self,
         prefetcher: Prefetcher,
+        reading: TableReading | None,
         batch_id: BatchId,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> None:
@@ -438,7 +487,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self._reporting is not None:
             timed = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
         with torch.no_grad(), timed:
-            prefetcher.prefetch(self._batch(*batch_id, batch_sizes), self._tiers(), batch_id)
+            batch = self._batch(*batch_id, batch_sizes, reading)
+            prefetcher.prefetch(batch, self._tiers(), batch_id)
 
     def flush(self) -> None:
         """Write cached rows and their optimizer state back to their tables.
@@ -645,11 +695,3 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self.row_cache is not None:
             parts.append(brief(self.cache))
         return ", ".join(parts)
-
-
-class LookupArgs(NamedTuple):
-    """The optional arguments of `forward`."""
-
-    sample_weights: Tensor | None
-    feature_requires_grad: Tensor | None
-    unique: int | None

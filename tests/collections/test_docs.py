@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "collections.md"
 def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     for example in examples:
         exec(example, names)
     printed = capsys.readouterr().out.splitlines()

@@ -64,8 +64,15 @@ class FusedOptimizer(KeyedOptimizer):
     def __init__(self, modules: Mapping[str, HasFusedTables]) -> None:
         self._modules_by_path = dict(modules)
         found: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
+        self._first_names: dict[str, str] = {}  # of further names of shared tables
+        listed: dict[int, str] = {}
         for path, module in modules.items():
             for table in module.fused_tables():
+                again = {k: id(p) for k, p in table.parameters.items() if id(p) in listed}
+                self._first_names.update((_joined(path, k), listed[i]) for k, i in again.items())
+                if again:
+                    continue
+                listed.update((id(p), _joined(path, k)) for k, p in table.parameters.items())
                 found.setdefault(table.optimizer, []).append((_joined(path, ""), table))
         self._names, self._kernels, groups = [], [], []
         params: dict[str, nn.Parameter] = {}
@@ -118,10 +125,13 @@ class FusedOptimizer(KeyedOptimizer):
             _joined(path, name): dict(states)
             for path, module in self._modules_by_path.items()
             for name, states in module.optimizer_state().items()
+            if _joined(path, name) not in self._first_names
         }
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Write states and hyperparameters into the tables."""
+        firsts = self._first_names.items()
+        state = {**state, **{name: state[first] for name, first in firsts if first in state}}
         for path, module in self._modules_by_path.items():
             prefix = _joined(path, "")
             own = {

@@ -1,0 +1,343 @@
+"""Shared tables: one table that several collections of a model read.
+
+`SharedTables` makes the tables. A collection that gets them as `shared=` reads those that its
+configurations name, with its own features and pooling, and has no memory of its own for them. A
+backward makes one update with the gradients of all lookups.
+
+All collections list the same handle, so `named_parameters` has a shared table once, under the first
+collection in the order of the model. A state dict has it there too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
+from emblib.collections.groups import SharedSlice, TableGroups
+from emblib.ops import autograd
+from emblib.ops.joint import JointStep
+from emblib.optim import Optimizer
+from emblib.specs import Pooling
+from emblib.storage import Dense, TableHandle, TableSlice
+from emblib.storage.dense import DenseHandle
+from emblib.tables.cache import BatchId
+from emblib.tables.optimizer_hooks import global_decay
+from emblib.tables.reading import TableReading
+
+__all__ = ["SharedTable", "SharedTables", "duplicate_tables"]
+
+_READERS_CHOOSE = ("feature_names", "pooling", "optimizer")
+
+
+class SharedTables:
+    """Tables for several collections: one memory, one optimizer state, one update per backward.
+
+    This is no module: the model has the tables through the collections that read them.
+
+    Args:
+        tables: their configurations; features and pooling are those of the collections.
+        device: of the tables.
+        optimizer: one of `emblib.optim`, of tables whose configuration has none. Without one, the
+            parameters get dense gradients, which autograd adds up.
+
+    Raises:
+        ValueError: a storage other than `Dense`, an optimizer with `GlobalDecay`, or a name twice.
+
+    Example:
+        >>> shared = emblib.SharedTables([emblib.EmbeddingConfig(1000, 16, "item")])
+        >>> item = shared.pooled("item", ["basket"])
+        >>> bags = emblib.EmbeddingBagCollection([item], shared=shared)
+        >>> item = shared.unpooled("item", ["history"])
+        >>> history = emblib.EmbeddingCollection([item], shared=shared)
+        >>> bags.embedding_bags["item"].weight is history.embeddings["item"].weight
+        True
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        device: torch.device | str | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        configs = [tables] if isinstance(tables, TableConfig) else list(tables)
+        self._tables: dict[str, SharedTable] = {}
+        for config in configs:
+            if config.name in self._tables:
+                raise ValueError(f"shared tables must differ in name, got {config.name!r} twice")
+            self._tables[config.name] = SharedTable(config, optimizer, device)
+
+    def __getitem__(self, name: str) -> SharedTable:
+        """Return the table of a name."""
+        if name not in self._tables:
+            raise KeyError(f"there is no shared table {name!r}; there are {sorted(self._tables)}")
+        return self._tables[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def pooled(
+        self, name: str, feature_names: Sequence[str], pooling: Pooling = Pooling.SUM
+    ) -> EmbeddingBagConfig:
+        """Return the configuration with which an `EmbeddingBagCollection` reads a table."""
+        values = self[name].values() | {"feature_names": tuple(feature_names), "pooling": pooling}
+        return EmbeddingBagConfig(**values)
+
+    def unpooled(self, name: str, feature_names: Sequence[str]) -> EmbeddingConfig:
+        """Return the configuration with which an `EmbeddingCollection` reads a table."""
+        return EmbeddingConfig(**self[name].values(), feature_names=tuple(feature_names))
+
+    def read_by(self, configs: Sequence[TableConfig]) -> dict[str, SharedTable]:
+        """Return the tables that configurations name, by name.
+
+        Raises:
+            ValueError: a configuration of this name is of another table.
+        """
+        found = {c.name: self._tables[c.name] for c in configs if c.name in self._tables}
+        for config in configs:
+            if config.name in found:
+                found[config.name].check_reader(config)
+        return found
+
+
+class SharedTable(SharedSlice):
+    """One shared table: its memory, and the handle that all collections list."""
+
+    def __init__(
+        self, config: TableConfig, optimizer: Optimizer | None, device: torch.device | str | None
+    ) -> None:
+        if type(config.storage) is not Dense:
+            raise ValueError(
+                f"shared table {config.name!r} must have storage=Dense(), got {config.storage}: "
+                "give one collection all features of the table, which any storage can have, or "
+                "make the table dense"
+            )
+        self.config: TableConfig = replace(config, optimizer=config.optimizer or optimizer)
+        self._check_optimizer()
+        self._set_groups(self._make(device, None))
+
+    def _check_optimizer(self) -> None:
+        optimizer = self.config.optimizer
+        if optimizer is not None and global_decay(optimizer) is not None:
+            raise ValueError(
+                f"shared table {self.config.name!r} cannot have GlobalDecay, which scales rows as "
+                "one lookup pools them: leave global_decay out"
+            )
+
+    def _make(self, device: Any, seeds: Any) -> TableGroups:
+        whole = TableSlice.whole(self.config)
+        return TableGroups([whole], [], pooled=False, device=device, seeds=seeds)
+
+    def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
+        self.groups = groups
+        kernel, index = groups.module_of(0)
+        groups.replace_handle(0, handle or SharedHandle(self.config.storage, kernel, index))
+        self.joint = JointStep(kernel)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Return the parameter `[rows, dim]`."""
+        return self.handle.get_parameter("weight")
+
+    @property
+    def kernel(self) -> Any:
+        """Return the module that has the memory."""
+        return self.groups.module_of(0)[0]
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields of the configuration that all collections have in common."""
+        names = (f.name for f in fields(TableConfig) if f.name not in _READERS_CHOOSE)
+        return {name: getattr(self.config, name) for name in names}
+
+    def check_reader(self, config: TableConfig) -> None:
+        """Raise ValueError for a configuration of another table than this one."""
+        differs = {
+            name: (value, getattr(config, name))
+            for name, value in self.values().items()
+            if getattr(config, name) != value
+        }
+        if config.optimizer not in (None, self.config.optimizer):
+            differs["optimizer"] = (self.config.optimizer, config.optimizer)
+        if differs:
+            text = ", ".join(f"{k} {has!r}, not {got!r}" for k, (has, got) in differs.items())
+            raise ValueError(
+                f"table {config.name!r} is shared and has {text}: make the configuration with "
+                f"SharedTables.pooled({config.name!r}, ...) or .unpooled(...); or omit shared= "
+                "for a table of this collection alone"
+            )
+
+    def set_optimizer(self, optimizer: Optimizer | None) -> None:
+        """Change the optimizer, for all collections; weights are kept, states are reset."""
+        before, config = self.groups, self.config
+        self.config = replace(config, optimizer=optimizer)
+        try:
+            self._check_optimizer()
+            made = self._make(before.device, before.seeds)
+        except Exception:
+            self.config = config
+            raise
+        made.adopt(before)
+        handle = before.handles[0]
+        self._set_groups(made, handle)
+
+    def reader(self, num_features: int, pooling: Pooling) -> SharedReader:
+        """Return the kernel with which a collection reads the table."""
+        return SharedReader(self, num_features, pooling)
+
+
+class SharedReader(nn.Module):
+    """The lookups of one collection in a shared table, in the form of a kernel."""
+
+    def __init__(self, table: SharedTable, num_features: int, pooling: Pooling) -> None:
+        super().__init__()
+        self._table, self._num_features, self._pooling = table, num_features, pooling
+        self.output_dtype = torch.float32
+        self._features: Tensor | None = None
+
+    @property
+    def row_cache(self) -> Any:
+        """Return the cache of the table, if it has one."""
+        return self._table.kernel.row_cache
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Return the optimizer of the table."""
+        kernel: Any = self._table.kernel
+        found: Optimizer = kernel.optimizer
+        return found
+
+    def _reading(self) -> TableReading:
+        table = self._table
+        kernel = table.kernel
+        features, device = self._features, kernel.hyperparams.device
+        dim = table.config.embedding_dim
+        if features is None or features.device != device:
+            features = self._features = TableReading.features_of(
+                kernel.first_table, self._num_features, self._pooling, device
+            )
+        joint = table.joint if autograd.updates_in_backward(kernel.optimizer) else None
+        return TableReading(features, dim, self._pooling, joint)
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Look up a batch, as a kernel does."""
+        self._table.groups.check_parameters()
+        kernel = self._table.kernel
+        batch_id = BatchId(ids, offsets)
+        out: Tensor = kernel.look_up_as(self._reading(), batch_id, batch_sizes, weights)
+        return out if out.dtype is self.output_dtype else out.to(self.output_dtype)
+
+    def prefetch(
+        self, ids: Tensor, offsets: Tensor, *, batch_sizes: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Fetch the rows of a later batch into the cache, as a kernel does."""
+        kernel = self._table.kernel
+        kernel.prefetch_as(self._reading(), BatchId(ids, offsets), batch_sizes)
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of the table: every collection that reads it counts them."""
+        return self._table.groups.nbytes()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._table.groups._apply(fn, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        """Describe the table."""
+        return f"{self._table.config.name} (shared), pooling={self._pooling.value}"
+
+
+class _FirstLoad(NamedTuple):
+    """The first load of a table in one `load_state_dict`, which is known by its list of errors."""
+
+    errors: list[str]
+    key: str
+    is_missing: bool
+
+
+class SharedHandle(DenseHandle):
+    """A dense table that several collections list: saved once, under the first of their names."""
+
+    _saved: tuple[Any, str] | None = None
+    _loading: _FirstLoad | None = None
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        if self._saved is not None:
+            target, first = self._saved
+            if target() is destination and first != prefix and f"{first}weight" in destination:
+                return
+        if isinstance(destination, OrderedDict):
+            self._saved = weakref.ref(destination), prefix
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        *_, missing, _, errors = arguments
+        key, before = f"{prefix}weight", self._loading
+        given = state_dict.get(key)
+        if before is None or before.errors is not errors or before.key == key:
+            self._loading = _FirstLoad(errors, key, given is None)
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
+        elif given is None:
+            return  # the other entry is loaded, or reported
+        elif before.is_missing:
+            if before.key in missing:
+                missing.remove(before.key)
+            self._loading = _FirstLoad(errors, key, is_missing=False)
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
+        elif not self._equals(given):
+            errors.append(
+                f"{key}: the state dict has other rows here than at {before.key}, but both are one "
+                "shared table now: remove one of the two entries from the state dict, or average "
+                "them"
+            )
+
+    def _equals(self, given: Tensor) -> bool:
+        rows = self.views()["weight"]
+        if given.shape != rows.shape:
+            return False
+        return torch.equal(rows, given.detach().to(rows))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_saved": None, "_loading": None}
+
+
+def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
+    """Return the tables that several collections of a model have under one name, unshared.
+
+    Each of them has its own memory, optimizer state and entry in a checkpoint, and learns from its
+    own collection alone. Where one table is meant, make it with `SharedTables`.
+
+    Returns:
+        For each such name with equal sizes, the paths of the collections.
+    """
+    found: dict[tuple[str, int, int], dict[int, str]] = {}
+    for path, part in model.named_modules():
+        handles: Any = getattr(part, "handles", None)
+        for config in getattr(part, "configs", ()) if callable(handles) else ():
+            if isinstance(config, TableConfig):
+                owned = handles()
+                one = owned[config.name] if isinstance(owned, dict) else part
+                key = (config.name, config.num_embeddings, config.embedding_dim)
+                found.setdefault(key, {}).setdefault(id(one), path)
+    return {name: sorted(paths.values()) for (name, _, _), paths in found.items() if len(paths) > 1}

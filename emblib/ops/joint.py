@@ -1,0 +1,157 @@
+"""Joint steps: one update per backward for a table that several lookups read.
+
+A backward of a `FusedLookup` updates its rows at once, so that two lookups of one table in a loss
+would be two steps. A lookup whose batch has a `JointStep` records its gradient there instead. All
+such lookups depend on one scalar, the anchor: autograd accumulates the gradient of a leaf after all
+of its consumers, so the hook of the anchor runs when every gradient of this backward is known, and
+makes one step with their sum.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from emblib.columns import FeatureColumn, Hyper
+from emblib.ops import autograd, codes, tbe
+from emblib.ops.scaled_gradients import unscaled
+from emblib.optim import Optimizer
+from emblib.specs import Pooling
+
+_MAX_BACKWARDS = 16  # whose gradients are waiting: nested ones, those of threads, and failed ones
+
+
+class JointTable(Protocol):
+    """A module with one table, which makes the joint steps."""
+
+    def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
+        """Make one step with the sum of the gradients of several lookups."""
+
+
+class JointStep:
+    """The gradients of a table in the running backward, and the anchor that completes them.
+
+    A copy or pickle is an empty one of the copied module.
+    """
+
+    def __init__(self, table: JointTable) -> None:
+        self._table = weakref.ref(table)
+        self._anchor: Tensor | None = None
+        # By graph task.
+        self._waiting: OrderedDict[int, list[autograd.Contribution]] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._table(),)
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """Return the scalar that lookups depend on."""
+        if self._anchor is None or self._anchor.device != device:
+            anchor = torch.zeros((), device=device, requires_grad=True)
+            itself = weakref.ref(self)
+
+            def complete(leaf: Tensor) -> None:
+                leaf.grad = None
+                step = itself()
+                if step is not None:
+                    step.complete()
+
+            anchor.register_post_accumulate_grad_hook(complete)
+            self._anchor = anchor
+        return self._anchor
+
+    def add(self, contribution: autograd.Contribution) -> Tensor:
+        """Record a gradient of the running backward; return the gradient of the anchor."""
+        task = torch._C._current_graph_task_id()
+        self._waiting.setdefault(task, []).append(contribution)
+        while len(self._waiting) > _MAX_BACKWARDS:
+            self._waiting.popitem(last=False)
+        return contribution.grad.new_zeros((), dtype=torch.float32)
+
+    def complete(self) -> None:
+        """Make the step of the running backward."""
+        contributions = self._waiting.pop(torch._C._current_graph_task_id(), None)
+        table = self._table()
+        if contributions and table is not None:
+            with torch.no_grad():
+                table.apply_joint(contributions)
+
+
+def apply_contributions(
+    tiers: autograd.Tiers,
+    optimizer: Optimizer,
+    contributions: Sequence[autograd.Contribution],
+    feature: tuple[int, ...],
+    locate: Callable[[tbe.Groups], autograd.RowLocations],
+) -> Tensor | None:
+    """Make one step with the sum of the gradients of several lookups of one table.
+
+    The gradients of a row are added up in the order of the backward. A lookup alone is updated as
+    without a joint step, to the same bits.
+
+    Args:
+        tiers: the memory of the table.
+        optimizer: of the table.
+        contributions: the lookups.
+        feature: a row of `features` of the table, which is the only one of its module.
+        locate: returns where rows are now.
+
+    Returns:
+        0, or infinity for scaled gradients that are not finite; None if they are not scaled.
+    """
+    rule = autograd.UpdateRule.of(optimizer)
+    if len(contributions) == 1:
+        (one,) = contributions
+        wanted = autograd.Wanted()
+        batch, weights = one.batch, one.row_weights
+        return autograd.update_in_backward(
+            tiers, rule, batch, weights, one.grad, one.scale, wanted
+        )[0]
+    found = [_row_gradients(one, rule, feature[FeatureColumn.DIM]) for one in contributions]
+    rows, values, finite = zip(*found, strict=True)
+    batch = autograd.lookup_of_rows([feature], [torch.cat(rows)], feature[FeatureColumn.ROWS])
+    groups = autograd.groups_of(batch)
+    known = [one for one in finite if one is not None]
+    is_finite = torch.stack(known).all() if known else None
+    if is_finite is not None:  # without rows nothing is updated
+        groups = groups._replace(count=groups.count * is_finite)
+    autograd.apply_row_gradients(tiers, optimizer, batch, locate(groups), torch.cat(values))
+    for one in contributions:
+        if one.batch.hooks is not None:
+            one.batch.hooks.after_update()
+    if is_finite is None:
+        return None
+    tiers.hyperparams[Hyper.STEP].add_(is_finite).sub_(1)
+    return torch.where(is_finite, 0.0, torch.inf)
+
+
+def _row_gradients(
+    one: autograd.Contribution, rule: autograd.UpdateRule, dim: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return rows `[L]`, -1 where there is none, their gradients `[L, dim]`, and if all are finite.
+
+    Nothing is read back from the device.
+    """
+    batch, grad, is_finite = one.batch, one.grad, None
+    if one.scale is not None:
+        grad, is_finite = unscaled(grad, one.scale)
+    if batch.pooling is Pooling.NONE and one.row_weights is None:  # already one per lookup
+        return batch.indices.long(), autograd.clip_gradient(grad, rule).float(), is_finite
+    locations = None if batch.hooks is None else batch.hooks.before_update()
+    groups = autograd.groups_of(batch) if locations is None else locations.groups
+    values = tbe.tbe_row_grads(
+        autograd.clip_gradient(grad, rule),
+        batch.features,
+        *groups,
+        batch.offsets,
+        batch.bag_layout,
+        one.row_weights,
+        codes.POOLING[batch.pooling.value],
+        dim,
+    )
+    number = torch.arange(groups.rows.numel(), device=groups.rows.device)
+    return torch.where(number < groups.count, groups.rows, -1), values, is_finite

@@ -1,0 +1,60 @@
+"""Readings: lookups of one table by features and with a pooling that its module does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib.columns import FeatureColumn
+from emblib.ops.joint import JointStep
+from emblib.specs import Pooling
+from emblib.tables.base import variable_batch
+from emblib.tables.memory import TableOffset
+
+
+class TableReading(NamedTuple):
+    """How features read the only table of a module.
+
+    Args:
+        features: `[F, columns]`, see `emblib.columns.FeatureColumn`.
+        dim: columns of the table.
+        pooling: of the features.
+        joint: the steps of the table, if backward updates it.
+    """
+
+    features: Tensor
+    dim: int
+    pooling: Pooling
+    joint: JointStep | None
+
+    @staticmethod
+    def features_of(
+        table: TableOffset, count: int, pooling: Pooling, device: torch.device
+    ) -> Tensor:
+        """Return the `features` of `count` features that read a table, one after the other."""
+        width = 0 if pooling is Pooling.NONE else table.dim
+        rows = [table.feature(number * width) for number in range(count)]
+        return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, len(FeatureColumn))
+
+    def layout_of_bags(
+        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
+    ) -> tuple[Tensor | None, int]:
+        """Return where each bag goes with unequal batch sizes, and the size of the output."""
+        unpooled = self.pooling is Pooling.NONE
+        output_dim = self.dim if unpooled else self.dim * len(self.features)
+        if batch_sizes is None:
+            return None, output_dim
+        dims = [self.dim] * len(self.features)
+        layout, elements = variable_batch(batch_sizes, dims, max(len(offsets) - 1, 0), device)
+        return layout, output_dim if unpooled else elements
+
+
+class LookupArgs(NamedTuple):
+    """The optional arguments of `TableBatchedEmbeddingBags.forward`."""
+
+    sample_weights: Tensor | None
+    feature_requires_grad: Tensor | None
+    unique: int | None
