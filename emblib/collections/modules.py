@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from emblib.collections.groups import TableGroups
 from emblib.columns import PieceColumn, TargetColumn
+from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops import autograd, route
 from emblib.optim import Optimizer
@@ -298,6 +299,20 @@ class TableCollection(nn.Module):
         """Return the handle of each table, by its name."""
         found: Any = self._modules[self.handles_name]
         return dict(found.items())
+
+    @property
+    def tables(self) -> DynamicTables:
+        """Return the handles of dynamic tables, by name (docs/dynamic.md#handles)."""
+        return self.table_handles()
+
+    def table_handles(self) -> DynamicTables:
+        """Return the handles of dynamic tables, by name."""
+        handles = self.handles()
+        keyed = {config.name: config.storage.is_keyed for config in self.configs}
+        return DynamicTables(
+            {name: DynamicTable(name, {0: handles[name]}) for name in keyed if keyed[name]},
+            {c.name: type(c.storage).__name__ for c in self.configs if not keyed[c.name]},
+        )
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
         """Draw initial values, from a seed per table; left out, from torch's generator.
