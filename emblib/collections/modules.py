@@ -338,6 +338,8 @@ class TableCollection(nn.Module):
         unknown = sorted(optimizers.keys() - names)
         if unknown:
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
+        for config in self.configs:
+            config.storage.check_copied(config)
         before, configs = self.groups, self.configs
         self.configs = tuple(
             replace(config, optimizer=optimizers[config.name])
@@ -366,6 +368,8 @@ class TableCollection(nn.Module):
         Raises:
             KeyError: there is no such table.
         """
+        for config in self.configs:
+            config.storage.check_copied(config)
         made = self._like(self.quantized_configs(bits))
         made.groups.set_output_dtype(self.groups.output_dtype)
         made.copy_rows(self)

@@ -444,9 +444,9 @@ class DynamicTable:
         if self.ranks is None:
             return found[0]
         first = sum(part.numel() for part in asked[: self.ranks.rank])
-        mine = slice(first, first + own.numel())
-        of_rank = torch.tensor(self.owners)[owner[mine]]
-        return torch.stack([part[mine] for part in found])[of_rank, torch.arange(own.numel())]
+        at = slice(first, first + own.numel())
+        of_rank = torch.tensor(self.owners)[owner[at]]
+        return torch.stack([part[at] for part in found])[of_rank, torch.arange(own.numel())]
 
 
 def _contains(kernel: DynamicEmbeddingBags, index: int, keys: Tensor) -> Tensor:
