@@ -4,7 +4,7 @@
 is a `DynamicTable`. It reaches the table through its shards: a table in one process has one, a
 sharded table one per block of keys, of which this rank has some. Methods of a sharded table are
 collectives over all its ranks and treat the table as a whole; `local` is the handle of the shards
-of this rank alone, which communicates with nobody.
+of this rank alone, without communication.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DynamicTable:
     """A dynamic table as a whole, wherever its shards are.
 
     If the table is sharded over several ranks, all ranks call a method together (except the setters
-    and properties, which communicate with nobody but must be used alike on all ranks), and an error
+    and properties, which do not communicate but must be used alike on all ranks), and an error
     on one rank is raised on all. Keys are passed by each rank as it has them, also none; answers
     are for the keys of this rank. What a method returns for the whole table is the same on all
     ranks. `local` acts on the shards of this rank alone.
@@ -177,7 +177,7 @@ class DynamicTable:
     def set_score(self, score: int) -> None:
         """Set the score that keys get from the next batch on, for `Eviction.CUSTOM`.
 
-        This communicates with nobody: call it with the same score on all ranks.
+        This does not communicate: call it with the same score on all ranks.
         """
         for kernel, index in self._kernels():
             kernel.set_eviction_score({index: score})
@@ -426,7 +426,7 @@ class DynamicTable:
         answer: Callable[[DynamicEmbeddingBags, int, Tensor], Tensor],
         missing: bool | int,
     ) -> Tensor:
-        """Let the owner of each key answer; keys that nobody here owns are `missing`."""
+        """Let the owner of each key answer; keys that no shard here owns are `missing`."""
         own = routing.as_keys(keys).detach().cpu().view(-1)
         asked = self._gather(method, own)
         every = torch.cat(asked)

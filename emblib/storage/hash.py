@@ -115,8 +115,9 @@ class Hash(Storage):
 
     def spec(self, rows: int, dim: int, name: str) -> DynamicSpec:
         """Return a table of this storage as the table modules take it."""
-        other = ("backing", "seed")
-        choices = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in other}
+        own = {f.name for f in fields(self)}
+        names = [f.name for f in fields(DynamicSpec) if f.name in own]
+        choices = {choice: getattr(self, choice) for choice in names}
         return DynamicSpec(rows, dim, name=name, **choices)
 
     def check_slice(self, part: TableSlice) -> None:
@@ -277,7 +278,7 @@ class Hash(Storage):
         if device != "cpu":  # on a CPU they take address space only
             fast += row * self.backing.overflow_rows(torch.device(device))
         if not isinstance(self.backing.store, HostRows):
-            return MemoryBytes(fast)  # files grow with the number of keys, which nobody knows
+            return MemoryBytes(fast)  # files grow with the number of keys, which is not known
         capacity = self.backing.store.capacity
         assert isinstance(capacity, int)
         share = part.num_rows / part.config.num_embeddings
