@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.dynamic import keys as routing
+from emblib.dynamic.eviction import assign_key_scores
 from emblib.dynamic.saving import checkpoint, table_dumps
 from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.entries import Changes, Entries, concatenate
@@ -181,6 +182,36 @@ class DynamicTable:
         """
         for kernel, index in self._kernels():
             kernel.set_eviction_score({index: score})
+
+    def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
+        """Give keys scores of their own, for `Eviction.CUSTOM`; return which are there, bool `[n]`.
+
+        Right after the forward of a batch this is the same as scores per lookup, since keys of a
+        batch never evict each other: with a feature of scores beside one of ids, pass the values of
+        both. A key that occurs more than once, on any rank, gets the largest of its scores; the
+        next batch that uses it assigns that of `set_score` again.
+
+        Args:
+            keys: of this rank.
+            scores: int64 `[n]`, or one number for all.
+
+        Raises:
+            ValueError: eviction is not by assigned scores, or another number of scores than of
+                keys.
+        """
+        given = torch.as_tensor(scores, dtype=torch.int64).cpu()
+        if given.dim() and given.numel() != keys.numel():
+            raise ValueError(
+                f"scores must be one number, or one per key = {keys.numel()}, got {given.numel()}"
+            )
+
+        def of_shard(
+            kernel: DynamicEmbeddingBags, index: int, asked: Tensor, values: Tensor
+        ) -> Tensor:
+            return assign_key_scores(kernel, index, asked, values)
+
+        own = given.reshape(-1).expand(keys.numel()).contiguous()
+        return self._ask("set_key_scores", keys, of_shard, missing=False, values=own)
 
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`, on all ranks."""
@@ -423,12 +454,17 @@ class DynamicTable:
         self,
         method: str,
         keys: Tensor,
-        answer: Callable[[DynamicEmbeddingBags, int, Tensor], Tensor],
+        answer: Callable[..., Tensor],
         missing: bool | int,
+        values: Tensor | None = None,
     ) -> Tensor:
-        """Let the owner of each key answer; keys that no shard here owns are `missing`."""
+        """Let the owner of each key answer; keys that no shard here owns are `missing`.
+
+        `answer` is called with kernel, number in it, keys, and their `values` if there are any.
+        """
         own = routing.as_keys(keys).detach().cpu().view(-1)
-        asked = self._gather(method, own)
+        asked, given = zip(*self._gather(method, (own, values)), strict=True)
+        every_value = None if values is None else torch.cat(given)
         every = torch.cat(asked)
         owner = routing.owner(every, len(self.owners))
 
@@ -437,7 +473,8 @@ class DynamicTable:
             result = torch.full(every.shape, missing, dtype=dtype)
             for number, kernel, index in self._numbered():
                 at = (owner == number).nonzero().view(-1)
-                result[at] = answer(kernel, index, every[at]).cpu()
+                more = [] if every_value is None else [every_value[at]]
+                result[at] = answer(kernel, index, every[at], *more).cpu()
             return result
 
         found = self._together(method, answers)

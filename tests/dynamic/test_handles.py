@@ -106,6 +106,35 @@ def test_scores(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tiered", [False, True])
+def test_scores_of_keys(device: torch.device, tiered: bool) -> None:
+    """A full table then evicts the keys with the lowest scores, wherever they were."""
+    backing = BackingStore(HostRows(32, Eviction.CUSTOM, seed=0)) if tiered else None
+    spec = DynamicSpec(32, 4, name="item", eviction=Eviction.CUSTOM)
+    bags = DynamicEmbeddingBags([spec], optim.SGD(0.1), seed=3, device=device, backing=backing)
+    item, offsets = bags.tables["item"], torch.tensor([0, 16], device=device)
+    item.set_score(100)
+    first = torch.arange(64 if tiered else 32)
+    for part in first.split(16):
+        bags(part.to(device), offsets).sum().backward()
+    assert item.size() == first.numel()
+    some = torch.tensor([3, 1000, 5, 3])
+    assert item.set_key_scores(some, torch.tensor([7, 1, 8, 2])).tolist() == [1, 0, 1, 1]
+    entries = item.entries()
+    scores = dict(zip(entries.keys.tolist(), entries.scores.tolist(), strict=True))
+    assert (scores.pop(3), scores.pop(5)) == (7, 8)
+    assert set(scores.values()) == {100}
+    bags.track_evictions()
+    bags(torch.tensor([2000, 2001], device=device), torch.tensor([0, 2], device=device)).sum()
+    if not tiered:
+        assert item.evicted(item.step()).tolist() == [3, 5]
+    with pytest.raises(ValueError, match="one per key = 4, got 3"):
+        item.set_key_scores(some, torch.tensor([1, 2, 3]))
+    plain = module(device)
+    with pytest.raises(ValueError, match="'item' evicts by lru"):
+        plain.tables["item"].set_key_scores(some, 1)
+
+
+@pytest.mark.parametrize("tiered", [False, True])
 def test_changes_reach_a_copy(device: torch.device, tiered: bool) -> None:
     """Of each table alone, whatever the other one does; the copy may have a store or not."""
     bags = module(device)

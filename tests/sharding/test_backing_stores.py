@@ -135,7 +135,9 @@ def train_beside_oracle(ranks: RankGroup, kind: str, path: Path) -> None:
         assert_same(content(user), content(whole.tables["user"]))
     stats = user.tier_stats()
     assert user.size() > 2 * FAST
-    assert stats.demoted > 0 and stats.promoted > 0 and stats.dropped == 0
+    assert stats.demoted > 0
+    assert stats.promoted > 0
+    assert stats.dropped == 0
     keys = user.local.entries().keys
     assert bool((owner(keys, ranks.size) == ranks.rank).all())
     model.eval()

@@ -70,6 +70,11 @@ def content(table: DynamicTable) -> dict[int, Any]:
     return dict(zip(found.keys.tolist(), rounded, strict=True))
 
 
+def scores_of(table: DynamicTable) -> dict[int, int]:
+    found = table.entries()
+    return dict(zip(found.keys.tolist(), found.scores.tolist(), strict=True))
+
+
 def ask_and_change(ranks: RankGroup) -> None:
     """What all ranks ask together is answered as by one process."""
     case = Trained(ranks)
@@ -92,6 +97,15 @@ def ask_and_change(ranks: RankGroup) -> None:
         status = table.key_status(keys)
         assert torch.equal(status, oracle.key_status(keys))
         assert last or {KeyStatus.HIT, KeyStatus.ABSENT} <= set(status.tolist())
+        if name == "whole":
+            both = [torch.tensor([-3, r, 1000]) for r in range(ranks.size)]
+            found = [table.set_key_scores(both[ranks.rank], 50 + ranks.rank)]
+            found.append(oracle.set_key_scores(both[ranks.rank], 50 + ranks.rank))
+            for rank, keys in enumerate(both):
+                oracle.set_key_scores(keys[1:], 50 + rank)
+            oracle.set_key_scores(both[0][:1], 49 + ranks.size)  # the largest of all ranks
+            assert torch.equal(*found)
+            assert scores_of(table) == scores_of(oracle)
         mine = torch.tensor([ranks.rank, -1, 1000])
         for_all = torch.cat(ranks.gather_objects(mine))
         at = slice(3 * ranks.rank, 3 * ranks.rank + 3)
