@@ -327,6 +327,14 @@ SHARDING = (
         "which the rows of a table pass all ranks, one file at a time",
     ),
     Option(
+        "state_dict",
+        "",
+        "Of a sharded collection has all rows of dynamic tables, for "
+        "`emblib.sharding.checkpoints`; `torch.save` writes none of them, with a warning (there: "
+        "one number), and loading what it wrote with `strict=False` empties the tables: call "
+        "DynamicEmbLoad after it, as there",
+    ),
+    Option(
         "DynamicEmbParameterSharding",
         "`sharding.ParameterSharding`",
         "The entry of a dynamic table in a plan",

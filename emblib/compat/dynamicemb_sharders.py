@@ -36,6 +36,7 @@ from emblib.dynamic.saving.entries import Entries, concatenate
 from emblib.optim import Optimizer
 from emblib.sharding import RankGroup, fingerprint
 from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.checkpoints.sharded_table import KeyedRows
 from emblib.storage import Hash
 from emblib.tables.parameters import caller_level
 
@@ -209,7 +210,41 @@ class _DynamicSharder:
             ranks = ranks_of(env, device)
             module = fingerprint.agree(ranks, lambda: self.dynamic_collection(module, params))
         made: nn.Module = parent.shard(module, params, env, device, module_fqn)
+        self.finish(made)
         return made
+
+    def finish(self, model: nn.Module) -> None:
+        """Let `torch.save` take state dicts of a sharded model, without rows of dynamic tables."""
+        for part in model.modules():
+            if dynamic_tables_in(part) is not None:
+                part.register_state_dict_post_hook(_leave_rows_to_dump)
+
+
+class RowsLeftToDump(KeyedRows):
+    """Rows of a dynamic table in a state dict, of which pickles have none.
+
+    In DynamicEmb, state dicts have one number in place of a table, whose rows `DynamicEmbDump` has.
+    `emblib.sharding.checkpoints.save` has all rows.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        warnings.warn(
+            "rows of dynamic tables are not in what torch.save writes, as in DynamicEmb: use "
+            "DynamicEmbDump for them, or emblib.sharding.checkpoints.save for the whole model",
+            stacklevel=2,
+        )
+        return torch.empty(0, *self.size()[1:], dtype=self.dtype).__reduce_ex__(protocol)
+
+
+def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    tables = dynamic_tables_in(module)
+    assert tables is not None
+    prefixes = tuple(f"{prefix}{module.handles_name}.{name}." for name in tables.table_names)
+    for key, value in state.items():
+        if key.startswith(prefixes) and isinstance(value, KeyedRows):
+            state[key] = RowsLeftToDump(
+                value.size(), value.shards, value.parts, value.ranks, value.dtype
+            )
 
 
 def _counts_uses(options: DynamicEmbTableOptions) -> bool:

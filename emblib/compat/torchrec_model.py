@@ -308,6 +308,9 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
             comm_precision=comm_precision,
             init_parameters=init_parameters,
         )
+        for sharder in sharders:
+            if hasattr(sharder, "finish"):
+                sharder.finish(self)
         if any(getattr(s, "options", {}).get("use_index_dedup") for s in sharders):
             for part in self.modules():
                 if isinstance(part, sharding.ShardedEmbeddingCollection):
