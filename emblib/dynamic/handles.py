@@ -253,7 +253,7 @@ class DynamicTable:
         and `save` writes a table of any size.
         """
         found = self._everywhere("entries", lambda kernel, index: _copied(kernel, index, since))
-        return concatenate(found) if found else _no_entries()
+        return _on_cpu(concatenate(found)) if found else _no_entries()
 
     def set_entries(self, entries: Entries) -> Loaded:
         """Replace the entries; every shard takes its own, so pass all of them on all ranks.
@@ -287,7 +287,7 @@ class DynamicTable:
         def of_shard(kernel: DynamicEmbeddingBags, index: int) -> ChangeSet:
             found = table_dumps.changes_since(kernel, step, [index])
             (changes,) = found.tables.values()
-            entries = changes.upserts.take(torch.arange(len(changes.upserts)))
+            entries = _on_cpu(changes.upserts)
             return found._replace(tables={self.name: Changes(entries, changes.removed)})
 
         parts = self._everywhere("changes_since", of_shard)
@@ -494,11 +494,11 @@ def _contains(kernel: DynamicEmbeddingBags, index: int, keys: Tensor) -> Tensor:
 
 
 def _copied(kernel: DynamicEmbeddingBags, index: int, since: int | None) -> Entries:
-    entries = checkpoint.table_entries(kernel, index, since)
-    return _on_cpu(entries.take(torch.arange(len(entries))))
+    return _on_cpu(checkpoint.table_entries(kernel, index, since))
 
 
 def _on_cpu(entries: Entries) -> Entries:
+    """Return copies of entries, with rows as tensors."""
     rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
     return Entries(entries.keys, entries.stamps, entries.scores, rows)
 
@@ -512,7 +512,7 @@ def _joined(name: str, parts: Sequence[ChangeSet]) -> ChangeSet:
     """Return the changes of all shards as those of one table."""
     tables = [part.tables[name] for part in parts]
     changes = Changes(
-        concatenate([table.upserts for table in tables]),
+        _on_cpu(concatenate([table.upserts for table in tables])),
         torch.cat([table.removed for table in tables]),
     )
     first = parts[0]

@@ -43,7 +43,7 @@ def train(bags: DynamicEmbeddingBags, ids: Tensor = IDS) -> None:
 
 def rows_by_key(table: DynamicTable) -> dict[int, list[float]]:
     found = table.entries()
-    weights = found.rows["weight"][torch.arange(len(found))]
+    weights = found.rows["weight"]
     return dict(zip(found.keys.tolist(), weights.tolist(), strict=True))
 
 

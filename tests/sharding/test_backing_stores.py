@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from emblib.sharding import (
     row_wise,
 )
 from emblib.sharding.ranks import RankGroup
-from emblib.storage import Hash
+from emblib.storage import Hash, TableSlice
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import joined
 
@@ -102,7 +103,7 @@ def train(model: Any, ranks: RankGroup, steps: range) -> None:
 def content(table: DynamicTable) -> dict[int, Any]:
     found = table.entries()
     assert len(set(found.keys.tolist())) == len(found), "a key is there twice"
-    rows = {n: part[torch.arange(len(found))].double() for n, part in found.rows.items()}
+    rows = {name: part.double() for name, part in found.rows.items()}
     columns = [found.stamps.view(-1, 1).double(), *(part.flatten(1) for part in rows.values())]
     return dict(zip(found.keys.tolist(), torch.cat(columns, 1).tolist(), strict=True))
 
@@ -255,6 +256,24 @@ def test_what_needs_a_second_owner_is_refused(tmp_path: Path) -> None:
         Hash(backing=HostRows(10))
     with pytest.raises(ValueError, match="a store of one table has one capacity"):
         Hash(backing=BackingStore(HostRows([10, 20]))).backing.for_shard(StoreShard("user"))
+
+
+def test_bytes_that_a_planner_counts(tmp_path: Path) -> None:
+    """Rows in host memory count there, those in files do not, and a shard has its share."""
+
+    def nbytes(kind: str, device: str, **part: Any) -> Any:
+        storage = Hash(backing=backing(kind, tmp_path))
+        config = EmbeddingBagConfig(FAST, 4, "user", storage=storage)
+        whole = TableSlice.whole(config)
+        return storage.nbytes(replace(whole, **part), optim.Adam(0.1), device)
+
+    plain, host, disk = (nbytes(kind, "cpu") for kind in ("none", "host", "disk"))
+    row = 4 * (4 + 8)  # weights and two moments
+    assert disk == plain
+    assert host.device == plain.device + 10 * KEYS * (row + 33)
+    on_gpu, half = nbytes("host", "cuda"), nbytes("host", "cuda", rows=(0, FAST // 2))
+    assert on_gpu.host == 2 * half.host == 10 * KEYS * (row + 33)
+    assert on_gpu.device == plain.device + (1 << 16) * row
 
 
 class Unsharded(HostRows):

@@ -64,7 +64,7 @@ class Trained:
 def content(table: DynamicTable) -> dict[int, Any]:
     """Row and stamp by key, rounded: sums of gradients have another order over ranks."""
     found = table.entries()
-    rows = found.rows["weight"][torch.arange(len(found))]
+    rows = found.rows["weight"]
     values = zip(found.stamps.tolist(), rows.tolist(), strict=True)
     rounded = [(stamp, [round(x, 3) for x in row]) for stamp, row in values]
     return dict(zip(found.keys.tolist(), rounded, strict=True))
