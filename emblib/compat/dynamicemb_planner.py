@@ -39,7 +39,6 @@ from emblib.compat.torchrec_sharding import ShardingPlan, ShardingType
 from emblib.compat.torchrec_types import data_type_to_dtype
 from emblib.sharding import RankGroup, planner
 from emblib.sharding.shard import collections_of
-from emblib.tables.parameters import caller_level
 
 DEFAULT_BUCKET_CAPACITY = 128
 
@@ -106,7 +105,7 @@ def get_constraint_capacity(
         warnings.warn(
             f"{memory_bytes} bytes are less than the {row_bytes * bucket_capacity} bytes of a "
             "bucket, and are rounded up to one bucket",
-            stacklevel=caller_level(),
+            stacklevel=3,
         )
     return max(buckets, 1) * bucket_capacity
 

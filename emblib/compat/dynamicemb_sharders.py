@@ -38,7 +38,6 @@ from emblib.sharding import RankGroup, fingerprint
 from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.checkpoints.sharded_table import KeyedRows
 from emblib.storage import Hash
-from emblib.tables.parameters import caller_level
 
 DYNAMICEMB_KERNEL = "DynamicEmb"
 """The customized_compute_kernel of a table that is dynamic."""
@@ -193,7 +192,7 @@ class _DynamicSharder:
             warnings.warn(
                 f"use_index_dedup has no effect here: tables {counting} count how often a key is "
                 "used (LFU or admission), so every id is sent",
-                stacklevel=caller_level(),
+                stacklevel=3,
             )
 
     def shard(

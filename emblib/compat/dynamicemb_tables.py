@@ -33,8 +33,8 @@ from emblib.compat.fbgemm_types import (
     EmbOptimType,
     WeightDecayMode,
 )
-from emblib.specs import SLOTS
-from emblib.tables.parameters import caller_level
+
+_BUCKET = 32  # rows
 
 
 def split(
@@ -89,13 +89,13 @@ def _rows_there(
             f"memory; give it at least the {row_bytes * 32} bytes of a bucket, and at most the "
             f"{row_bytes * spec.rows} bytes of all rows"
         )
-    if given < SLOTS * row_bytes:
+    if given < _BUCKET * row_bytes:
         warnings.warn(
             f"local_hbm_for_values of table {spec.name!r} is {given} bytes, and a bucket of "
-            f"{SLOTS} rows takes {SLOTS * row_bytes}: it is rounded up to one bucket",
-            stacklevel=caller_level(),
+            f"{_BUCKET} rows takes {_BUCKET * row_bytes}: it is rounded up to one bucket",
+            stacklevel=3,
         )
-    return min(max(given // row_bytes // SLOTS, 1) * SLOTS, spec.rows)
+    return min(max(given // row_bytes // _BUCKET, 1) * _BUCKET, spec.rows)
 
 
 def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:

@@ -187,8 +187,8 @@ class DynamicTable:
         """Give keys scores of their own, for `Eviction.CUSTOM`; return which are there, bool `[n]`.
 
         Right after the forward of a batch this is the same as scores per lookup, since keys of a
-        batch never evict each other: with a feature of scores beside one of ids, pass the values of
-        both. A key that occurs more than once, on any rank, gets the largest of its scores; the
+        batch never evict each other: with a feature of ids and one of their scores, pass the values
+        of both. A key that occurs more than once, on any rank, gets the largest of its scores; the
         next batch that uses it assigns that of `set_score` again.
 
         Args:
