@@ -36,7 +36,11 @@ from emblib.compat.dynamicemb import (
     set_score,
 )
 from emblib.compat.dynamicemb_dump import modules_of
-from emblib.compat.dynamicemb_sharders import DynamicEmbHash, DynamicEmbParameterSharding
+from emblib.compat.dynamicemb_sharders import (
+    DynamicEmbHash,
+    DynamicEmbParameterSharding,
+    RowsLeftToDump,
+)
 from emblib.compat.fbgemm_types import SparseType
 from emblib.compat.torchrec import (
     DistributedModelParallel,
@@ -358,6 +362,10 @@ def pooled(ranks: RankGroup) -> None:
     out = made(KeyedJaggedTensor(["a", "b", "c"], ids, lengths=torch.full((6,), 1)))
     out.values().sum().backward()
     assert made.tables["a"].contains(torch.tensor([2**62, 3])).tolist() == [True, False]
+    again = EmbeddingBagCollection(tables, device=torch.device("meta"))
+    alone = sharders[0].shard(again, plan.plan[""], ShardingEnv(ranks))
+    assert alone.tables["a"].size() == 0
+    assert isinstance(alone.state_dict()["embedding_bags.a.weight"], RowsLeftToDump)
 
 
 def test_get_planner_and_bags() -> None:
