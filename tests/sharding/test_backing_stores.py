@@ -124,10 +124,10 @@ def oracle(steps: int, path: Path) -> dict[int, Any]:
 
 
 def train_beside_oracle(ranks: RankGroup, kind: str, path: Path) -> None:
-    model, whole = model_of(ranks, kind, path), collection("none", path)
+    model, whole = model_of(ranks, kind, path), collection("none", path).to(ranks.device)
     user = model.tables["user"]
     for step in range(4):
-        batches = [batch(rank, step) for rank in range(2)]
+        batches = [batch(rank, step).to(ranks.device) for rank in range(2)]
         outputs = whole(joined(batches))["u"].split(BATCH)
         own = model(batches[ranks.rank])["u"]  # the other table is drawn elsewhere
         torch.testing.assert_close(own, outputs[ranks.rank], rtol=1e-5, atol=1e-6)
@@ -160,7 +160,7 @@ def train_save_and_die(ranks: RankGroup, kind: str, path: Path) -> None:
     state = {"model": model, "tables": model.fused_optimizer}
     checkpoints.save(state, path / "step_3", ranks)
     train(model, ranks, range(3, 4))
-    out = model(batch(ranks.rank, 4)).values()
+    out = model(batch(ranks.rank, 4).to(ranks.device)).values()
     if ranks.rank == 1:
         out.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     out.sum().backward()
@@ -287,7 +287,7 @@ def pipelined(ranks: RankGroup, path: Path, *, prefetches: bool) -> dict[int, An
     batches = [batch(ranks.rank, step) for step in range(5)]
     if not prefetches:
         for one in batches:
-            model(one).values().sum().backward()
+            model(one.to(ranks.device)).values().sum().backward()
     else:
         pipeline = PrefetchTrainPipelineSparseDist(
             model,
@@ -318,7 +318,7 @@ def sequences(ranks: RankGroup, path: Path) -> None:
     made = EmbeddingCollection([table], "meta", optimizer=optim.SGD(0.1))
     model = DistributedModelParallel(made, ranks, plan={"": {"user": row_wise()}})
     for step in range(4):
-        out = model(batch(ranks.rank, step))
+        out = model(batch(ranks.rank, step).to(ranks.device))
         out["u"].values().sum().backward()
     assert model.tables["user"].size() > FAST
 
