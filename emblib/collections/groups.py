@@ -363,6 +363,8 @@ class TableGroups(nn.Module):
     ) -> None:
         """Load the rows of a later batch into the caches of the tables that have one.
 
+        Of hash tables with a backing store, rows that are in the store are read into memory.
+
         `forward` must get the same tensors, and batches in the same order, as with
         `TableBatchedEmbeddingBags.prefetch`. Without cached tables this does nothing.
         """
@@ -539,5 +541,5 @@ def by_rank(
 
 
 def is_cached(module: Any) -> bool:
-    """Return whether tables of a module have a cache."""
-    return getattr(module, "row_cache", None) is not None
+    """Return whether tables of a module have a cache, or a store behind them."""
+    return any(getattr(module, name, None) is not None for name in ("row_cache", "backing"))

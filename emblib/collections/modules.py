@@ -17,6 +17,7 @@ from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, Tabl
 from emblib.collections.groups import TableGroups
 from emblib.collections.shared import SharedTable, SharedTables
 from emblib.columns import PieceColumn, TargetColumn
+from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops import autograd, route
 from emblib.optim import Optimizer
@@ -307,6 +308,20 @@ class TableCollection(nn.Module):
         found: Any = self._modules[self.handles_name]
         return dict(found.items())
 
+    @property
+    def tables(self) -> DynamicTables:
+        """Return the handles of dynamic tables, by name (docs/dynamic.md#handles)."""
+        return self.table_handles()
+
+    def table_handles(self) -> DynamicTables:
+        """Return the handles of dynamic tables, by name."""
+        handles = self.handles()
+        keyed = {config.name: config.storage.is_keyed for config in self.configs}
+        return DynamicTables(
+            {name: DynamicTable(name, {0: handles[name]}) for name in keyed if keyed[name]},
+            {c.name: type(c.storage).__name__ for c in self.configs if not keyed[c.name]},
+        )
+
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
         """Draw initial values, from a seed per table; left out, from torch's generator.
 
@@ -338,6 +353,8 @@ class TableCollection(nn.Module):
         optimizers = {k: v for k, v in optimizers.items() if k not in self._shared}
         if not optimizers:
             return
+        for config in self.configs:
+            config.storage.check_copied(config)
         before, configs = self.groups, self.configs
         self.configs = tuple(
             replace(config, optimizer=optimizers[config.name])
@@ -366,6 +383,8 @@ class TableCollection(nn.Module):
         Raises:
             KeyError: there is no such table.
         """
+        for config in self.configs:
+            config.storage.check_copied(config)
         made = self._like(self.quantized_configs(bits))
         made.groups.set_output_dtype(self.groups.output_dtype)
         made.copy_rows(self)

@@ -91,7 +91,7 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
 def _check(options: DynamicEmbTableOptions, name: str) -> None:
     for field in ("dim", "max_capacity"):
         if getattr(options, field) is None:
-            raise ValueError(f"table {name!r} needs {field}: no planner fills it in here")
+            raise ValueError(f"table {name!r} needs {field}: without a planner, set it")
     if options.index_type not in (None, torch.int64, torch.uint64):
         raise ValueError(
             f"index_type must be torch.int64 or torch.uint64, got {options.index_type}"
@@ -255,6 +255,22 @@ def optimizer(a: SimpleNamespace) -> optim.Optimizer:
         case EmbOptimType.EXACT_ROWWISE_ADAGRAD:
             return optim.RowwiseAdagrad(eps=a.eps, **common)
     return optim.SGD(**common)
+
+
+def default_optimizer(kind: EmbOptimType) -> optim.Optimizer:
+    """Return the optimizer of a kind with its default numbers, e.g. for the bytes of its states."""
+    return optimizer(
+        SimpleNamespace(
+            **_DEFAULTS,
+            optimizer=kind,
+            learning_rate=0.01,
+            gradient_clipping=False,
+            max_gradient=1.0,
+            weight_decay_mode=WeightDecayMode.NONE,
+            counter_based_regularization=None,
+            cowclip_regularization=None,
+        )
+    )
 
 
 def _check_decay(a: SimpleNamespace, kind: EmbOptimType) -> None:

@@ -4,32 +4,43 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2, Saved, agree
+from emblib.compat.dynamicemb_functions import DynamicEmbTables, Saved, agree
+from emblib.compat.dynamicemb_sharders import dynamic_tables_in
+from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import Part
 from emblib.dynamic.saving.dynamicemb import read_dynamicemb, set_dynamicemb, stage_dynamicemb
 from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable
+from emblib.sharding.dense import unwrapped
 from emblib.sharding.ranks import RankGroup
 
 Scores = int | Mapping[str, Mapping[str, int]]
-_Named = tuple[Path, BatchedDynamicEmbeddingTablesV2, str]  # directory and name of a table
+_Named = tuple[Path, DynamicEmbTables, str]  # directory and name of a table
 
 
-def modules_of(model: nn.Module) -> Iterator[tuple[str, str, BatchedDynamicEmbeddingTablesV2]]:
-    """Path (from `model` on), name and module of all modules of dynamic tables in a model."""
-    for path, module in model.named_modules(prefix="model"):
-        if isinstance(module, BatchedDynamicEmbeddingTablesV2):
-            yield path, path.rpartition(".")[2], module
+def modules_of(model: nn.Module) -> Iterator[tuple[str, str, DynamicEmbTables]]:
+    """Path (from `model` on), name and tables of all that have dynamic tables in a model.
+
+    These are modules of tables, and sharded collections with tables that a planner of DynamicEmb
+    made dynamic. Wrappers such as `DistributedModelParallel` are not part of the path.
+    """
+    for path, module in unwrapped(model).named_modules(prefix="model"):
+        tables: Any = module
+        if not isinstance(module, BatchedDynamicEmbeddingTablesV2):
+            tables = dynamic_tables_in(module)
+        if tables is not None:
+            yield path, path.rpartition(".")[2], tables
 
 
 def _by_module(
     model: nn.Module, numbers: Scores
-) -> Iterator[tuple[str, BatchedDynamicEmbeddingTablesV2, dict[str, int]]]:
+) -> Iterator[tuple[str, DynamicEmbTables, dict[str, int]]]:
     """Return the numbers of each module's tables; modules are given by path or by name.
 
     Raises:
@@ -114,6 +125,41 @@ def DynamicEmbDump(
     """
     ranks, root = RankGroup.from_value(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
+    left_out = _left_out(states=optim, counts=counter)
+    _dump(ranks, root, tables, left_out, allow_overwrite=allow_overwrite)
+
+
+def dump_module(
+    save_dir: str,
+    module: DynamicEmbTables,
+    table_names: Sequence[str] | None,
+    *,
+    optim: bool,
+    counter: bool,
+    pg: Any,
+) -> None:
+    """Write tables of one module to a directory, which may have older files of them."""
+    ranks, root = RankGroup.from_value(pg), Path(save_dir)
+    tables = [(root, module, name) for name in _chosen(module, table_names)]
+    left_out = _left_out(states=optim, counts=counter)
+    _dump(ranks, root, tables, left_out, allow_overwrite=True)
+
+
+def _chosen(module: DynamicEmbTables, names: Sequence[str] | None) -> list[str]:
+    wanted = module.table_names if names is None else list(names)
+    if unknown := sorted(set(wanted) - set(module.table_names)):
+        raise ValueError(f"there are no tables {unknown}, there are {module.table_names}")
+    return wanted
+
+
+def _dump(
+    ranks: RankGroup,
+    root: Path,
+    tables: Sequence[_Named],
+    left_out: Sequence[str],
+    *,
+    allow_overwrite: bool,
+) -> None:
     names = [(directory, name) for directory, _, name in tables]
     _check_same(ranks, root, tables)
     with _together(ranks):
@@ -122,17 +168,19 @@ def DynamicEmbDump(
         root.mkdir(parents=True, exist_ok=True)
         _discard(ranks, names)
     written_by = dynamicemb_files.dump_argument([_label(*table) for table in names])
-    part, left_out = Part(ranks.rank, ranks.size), _left_out(states=optim, counts=counter)
+    part = Part(ranks.rank, ranks.size)
     try:
-        with _together(ranks):
-            for directory, module, name in tables:
+        for directory, module, name in tables:
+            with _together(ranks):
+                found = module.saved_entries(name, ranks, left_out)
+                arguments = {**module.opt_args(name), **written_by}
+                kernel, index = module.kernel_of(name)
                 stage_dynamicemb(
-                    module.bags,
+                    kernel,
                     directory,
-                    name,
-                    {**module.opt_args(name), **written_by},
+                    index,
+                    replace(found, arguments=arguments),
                     part=part,
-                    leave_out=left_out,
                     uses_first=module.uses_first(name),
                 )
         with _together(ranks):
@@ -190,7 +238,7 @@ def _together(ranks: RankGroup, outcome: str = "nothing was changed here") -> It
 class _Found(NamedTuple):
     """What was read of a table, and checked."""
 
-    module: BatchedDynamicEmbeddingTablesV2
+    module: DynamicEmbTables
     name: str
     saved: Saved
     entries: DynamicEmbTable
@@ -220,48 +268,65 @@ def DynamicEmbLoad(
         RuntimeError: another rank failed; the message says whether tables were changed, which only
             happens where a rank runs out of memory.
     """
-    ranks = RankGroup.from_value(pg)
     tables = list(_tables_of(Path(path), model, table_names))
-    _check_same(ranks, Path(path), tables)
     left_out = _left_out(states=optim, counts=counter)
+    _load(RankGroup.from_value(pg), Path(path), tables, left_out)
+
+
+def load_module(
+    save_dir: str,
+    module: DynamicEmbTables,
+    table_names: Sequence[str] | None,
+    *,
+    optim: bool,
+    counter: bool,
+    pg: Any,
+) -> None:
+    """Read tables of one module from the directory that `dump_module` wrote."""
+    tables = [(Path(save_dir), module, name) for name in _chosen(module, table_names)]
+    left_out = _left_out(states=optim, counts=counter)
+    _load(RankGroup.from_value(pg), Path(save_dir), tables, left_out)
+
+
+def _load(ranks: RankGroup, root: Path, tables: Sequence[_Named], left_out: Sequence[str]) -> None:
+    _check_same(ranks, root, tables)
+    optim = "states" not in left_out
     found, arguments = [], {}
     with _together(ranks):
         for directory, module, name in tables:
             file = dynamicemb_files.arguments_path(directory, name)
             content = dynamicemb_files.arguments_of(directory, name)
             arguments[_label(directory, name)] = (file, content)
-            saved = module.check_opt_args(name, file, content, with_optimizer=bool(optim))
+            saved = module.check_opt_args(name, file, content, with_optimizer=optim)
             entries = _read(ranks, directory, module, name, left_out)
             found.append(_Found(module, name, saved, entries))
         dynamicemb_files.check_one_dump(arguments)
     with _together(ranks, "some tables were changed already: load again"):
         for table in found:
-            set_dynamicemb(table.module.bags, table.name, table.entries)
+            set_dynamicemb(*table.module.kernel_of(table.name), table.entries)
             table.module.take_opt_args(table.name, table.saved)
 
 
 def _read(
     ranks: RankGroup,
     directory: Path,
-    module: BatchedDynamicEmbeddingTablesV2,
+    module: DynamicEmbTables,
     name: str,
     left_out: Sequence[str],
 ) -> DynamicEmbTable:
     """Read the entries of a table that this rank owns."""
-    own = dynamicemb_files.world_size(directory, name) == ranks.size
+    same = dynamicemb_files.world_size(directory, name) == ranks.size
+    own = same and module.reads_own_files
+    kernel, index = module.kernel_of(name)
     found = read_dynamicemb(
-        module.bags,
+        kernel,
         directory,
-        name,
+        index,
         rank=ranks.rank if own else None,
         leave_out=left_out,
         uses_first=module.uses_first(name),
     )
-    if own or ranks.size == 1:
-        return found
-    dist_type = str(found.arguments.get("dist_type", module.dist_type(name)))
-    owner = dynamicemb_files.owner
-    return found.owned(lambda keys: owner(keys, ranks.size, dist_type) == ranks.rank)
+    return found if own or ranks.size == 1 else module.owned(name, ranks, found)
 
 
 def _left_out(**wanted: bool | None) -> list[str]:
@@ -271,7 +336,7 @@ def _left_out(**wanted: bool | None) -> list[str]:
 
 def _tables_of(
     root: Path, model: nn.Module, names: Mapping[str, Sequence[str]] | None
-) -> Iterator[tuple[Path, BatchedDynamicEmbeddingTablesV2, str]]:
+) -> Iterator[_Named]:
     """Directory, module and name of each table that is meant."""
     modules = list(modules_of(model))
     if not modules:

@@ -24,8 +24,8 @@ TABLES = (
     Option(
         "max_capacity",
         "`DynamicSpec(capacity=)`",
-        "Maximum number of rows, rounded up to a multiple of 32; required, because there is no "
-        "planner",
+        "Maximum number of rows (per rank), rounded up to a multiple of 32; required, unless a "
+        "planner fills it in",
     ),
     Option(
         "init_capacity",
@@ -113,8 +113,9 @@ TABLES = (
         "local_hbm_for_values, global_hbm_for_values",
         "`DynamicEmbeddingBags(backing=)`",
         "Bytes of device memory for rows and states; global is used if local is 0. Rows that "
-        "do not fit are in a `HostRows` store, and both have max_capacity rows. 0: on a CPU no "
-        "limit, on a GPU it raises (there: all rows in host memory)",
+        "do not fit are in a `HostRows` store, and both have max_capacity rows. A budget below a "
+        "bucket of 32 rows is rounded up to one, with a warning. 0: on a CPU no limit, on a GPU it "
+        "raises (there: all rows in host memory)",
     ),
     Option(
         "caching",
@@ -294,7 +295,92 @@ FUNCTIONS = (
     ),
 )
 
-GROUPS = {"Tables": TABLES, "Module": MODULE, "Optimizer": OPTIMIZER, "Functions": FUNCTIONS}
+SHARDING = (
+    Option(
+        "DynamicEmbParameterConstraints",
+        "`storage=Hash(...)`",
+        "`use_dynamicemb` makes a table dynamic, with `dynamicemb_options`; row-wise over all "
+        "ranks only, as there. `enforce_hbm` and `bounds_check_mode` of such a table have no "
+        "effect: its options say where rows are, and every id is valid",
+    ),
+    Option(
+        "DynamicEmbeddingShardingPlanner",
+        "`sharding.planner.Planner`",
+        "Fills in the options of dynamic tables as there, and plans all tables with the memory "
+        "of dynamic ones counted (there: earlier versions ignore it). `eb_configs` may be left "
+        "out. `proposer`, `partitioner`, `performance_model` and `stats` raise",
+    ),
+    Option(
+        "DynamicEmbeddingEnumerator",
+        "–",
+        "Takes topology, batch size and constraints, which must be those of the planner; "
+        "`enumerate` raises, since emblib's planner enumerates itself",
+    ),
+    Option(
+        "DynamicEmbeddingCollectionSharder, DynamicEmbeddingBagCollectionSharder",
+        "`DistributedModelParallel(optimizer=)`",
+        "TorchRec's arguments; `fused_params` with the arguments of the optimizer, "
+        "`initial_accumulator_value` and `output_dtype=FP32`. A collection with dynamic tables "
+        "must be on the meta device. `use_index_dedup` is turned off, with a warning, for tables "
+        "that count uses (LFU, admission). Keys are on the rank of emblib's hash, whatever "
+        "`dist_type` is; dumps have each key in the file of the rank that `dist_type` gives, for "
+        "which the rows of a table pass all ranks, one file at a time",
+    ),
+    Option(
+        "state_dict",
+        "",
+        "Of a sharded collection has all rows of dynamic tables, for "
+        "`emblib.sharding.checkpoints`; `torch.save` writes none of them, with a warning (there: "
+        "one number), and loading what it wrote with `strict=False` empties the tables: call "
+        "DynamicEmbLoad after it, as there",
+    ),
+    Option(
+        "DynamicEmbParameterSharding",
+        "`sharding.ParameterSharding`",
+        "The entry of a dynamic table in a plan",
+    ),
+    Option(
+        "get_planner",
+        "",
+        "Makes a planner of tables that are replicated, dynamic, or row-wise. `ddr_cap` is that "
+        "of a rank, and bandwidths are bytes per second; left out, they are measured. `pg` is "
+        "added: the ranks",
+    ),
+    Option(
+        "get_table_value_bytes, get_constraint_capacity",
+        "",
+        "Bytes of the rows of a table over all ranks, and rows per rank in some bytes: at least "
+        "one bucket, with a warning. Optimizer states count as float32, as they are here",
+    ),
+    Option(
+        "get_sharded_table_capacity, align_to_table_size, complete_initializer_args, "
+        "data_type_to_dtype",
+        "",
+        "As there",
+    ),
+    Option(
+        "export_keys_values, fill_tables, dump, load, flush",
+        "",
+        "Methods of `BatchedDynamicEmbeddingTablesV2`, and of the dynamic tables of a sharded "
+        "collection. `fill_tables(load_factor)` inserts random keys by training forwards without "
+        "update",
+    ),
+    Option(
+        "install, uninstall",
+        "",
+        "emblib's own: let `import dynamicemb` find this module and its submodules `planner`, "
+        "`shard`, `incremental_dump`, `dump_load`, `optimizer`, `types`, `dynamicemb_config`, "
+        "`embedding_admission`, `get_planner` and `batched_dynamicemb_tables`",
+    ),
+)
+
+GROUPS = {
+    "Tables": TABLES,
+    "Module": MODULE,
+    "Optimizer": OPTIMIZER,
+    "Functions": FUNCTIONS,
+    "Planner, sharders and capacities": SHARDING,
+}
 
 _INTRODUCTION = """\
 # DynamicEmb's options and their counterparts
@@ -305,8 +391,11 @@ change the import and keep the code. Every option either works or raises with th
 that are hints there and have no effect here are marked. DynamicEmb needs CUDA and was not run for
 this comparison: statements about it (*there*) come from its source.
 
-Not supported: its planner and sharders, and its inference tables. A module has the keys that its
-process looks up; the caller routes keys to ranks, and dumps have the files of all ranks.
+With the planner and sharders, its tables are in the collections of `emblib.compat.torchrec`:
+`EmbeddingCollection` or `EmbeddingBagCollection` on the meta device, constraints, planner, sharder,
+`DistributedModelParallel`. `model.tables["name"]` is emblib's own [handle](dynamic.md#handles) of
+such a table. A module outside of a collection has the keys that its process looks up; the caller
+routes keys to ranks, and dumps have the files of all ranks. Not supported: its inference tables.
 
 This page is generated by `python -m emblib.compat.dynamicemb_option_list docs/dynamicemb.md`.
 """

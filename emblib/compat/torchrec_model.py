@@ -286,6 +286,10 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
                 }
             },
         )
+        if plan is not None:
+            # Sharders of other libraries may change what a plan says of tables.
+            prepares = [s.prepare for s in sharders if hasattr(s, "prepare")]
+            module = fingerprint.agree(ranks, lambda: _prepared(module, plan, prepares))
         if native is None:
             planner = EmbeddingShardingPlanner()
             native = planner.collective_plan(module, sharders, ranks).to_emblib(world)
@@ -304,6 +308,9 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
             comm_precision=comm_precision,
             init_parameters=init_parameters,
         )
+        for sharder in sharders:
+            if hasattr(sharder, "finish"):
+                sharder.finish(self)
         if any(getattr(s, "options", {}).get("use_index_dedup") for s in sharders):
             for part in self.modules():
                 if isinstance(part, sharding.ShardedEmbeddingCollection):
@@ -346,6 +353,13 @@ def _native(plan: Any, optimizer: Optimizer | None, world: World) -> sharding.Sh
     for tables in plan.plan.values():
         check_kernels(tables, optimizer)
     return plan.to_emblib(world)
+
+
+def _prepared(module: nn.Module, plan: Any, prepares: Sequence[Callable[..., Any]]) -> nn.Module:
+    """Return the model, after each sharder has changed the collections that it shards."""
+    for prepare in prepares:
+        module = prepare(module, plan)
+    return module
 
 
 def _one(found: Sequence[Any]) -> Any:

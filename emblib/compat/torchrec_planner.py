@@ -34,7 +34,9 @@ class Topology:
 
     `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
     rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
-    GiB. Bandwidths are not arguments, as `emblib.sharding.planner.Calibration` measures them.
+    GiB. `intra_host_bw` and `inter_host_bw` are bytes per second between the ranks of a host and
+    between hosts; left out, they are those of `emblib.sharding.planner.Calibration`, which also has
+    the bandwidths of memory.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Topology:
         ssd_cap: int | None = None,
         local_world_size: int | None = None,
         calibration: planner.Calibration | None = None,
+        intra_host_bw: float | None = None,
+        inter_host_bw: float | None = None,
     ) -> None:
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
@@ -61,6 +65,11 @@ class Topology:
             changes["host_memory"] = ddr_cap
         if ssd_cap is not None:
             changes["disk"] = ssd_cap
+        rates = {"link_bytes_per_s": intra_host_bw, "network_bytes_per_s": inter_host_bw}
+        given: dict[str, Any] = {n: float(rate) for n, rate in rates.items() if rate is not None}
+        if given:
+            assert found.calibration is not None
+            changes["calibration"] = dataclasses.replace(found.calibration, **given)
         self.native: planner.Topology = dataclasses.replace(found, **changes)
 
 
@@ -245,7 +254,7 @@ class EmbeddingShardingPlanner:
     def _planned(
         self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
     ) -> ShardingPlan:
-        plan = _plan_with_report(native, module, sharders)
+        plan = self._plan_natively(native, module, sharders)
         for callback in self._callbacks:
             plan = callback(plan)
             if not isinstance(plan, ShardingPlan):
@@ -254,15 +263,25 @@ class EmbeddingShardingPlanner:
                 )
         return plan
 
+    def _plan_natively(
+        self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
+    ) -> ShardingPlan:
+        return plan_with_report(native, module, sharders)
 
-def _plan_with_report(
-    native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
+
+def plan_with_report(
+    native: planner.Planner,
+    module: nn.Module,
+    sharders: Sequence[Any],
+    as_planned: Callable[[planner.TableWorkload], planner.TableWorkload] | None = None,
 ) -> ShardingPlan:
-    """Plan with the optimizers of the sharders."""
+    """Plan with the optimizers of the sharders; `as_planned` changes what is planned per table."""
     works = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
         for work in workloads_of(module, native.batch_size, native.constraints)
     ]
+    if as_planned is not None:
+        works = [as_planned(work) for work in works]
     found = native.solve_workloads(works, dense_bytes(module))
     return plan_of(found.plan, native.topology.device, str(found))
 

@@ -7,6 +7,7 @@ checkpoints, `tiers` the stores behind the tables, and `hash_table` one table fo
 """
 
 from emblib.dynamic.cached_tt import CachedTTEmbeddingBags
+from emblib.dynamic.handles import DynamicTable, DynamicTables, TableChanges, tables_of
 from emblib.dynamic.hash_table import HashTable, Insertion, TableRows
 from emblib.dynamic.keys import KeyStatus
 from emblib.dynamic.module import DynamicEmbeddingBags
@@ -17,8 +18,10 @@ from emblib.dynamic.tiers.store import (
     BackingStore,
     FoundRows,
     RowStore,
+    ShardableStore,
     StoredRows,
     StoredTable,
+    StoreShard,
     TierMode,
     TierStats,
 )
@@ -29,6 +32,8 @@ __all__ = [
     "CachedTTEmbeddingBags",
     "DiskRows",
     "DynamicEmbeddingBags",
+    "DynamicTable",
+    "DynamicTables",
     "FoundRows",
     "HashTable",
     "HostRows",
@@ -36,12 +41,16 @@ __all__ = [
     "KeyStatus",
     "RowEviction",
     "RowStore",
+    "ShardableStore",
     "SqliteRows",
+    "StoreShard",
     "StoredRows",
     "StoredTable",
     "TTCache",
     "TTCacheStats",
+    "TableChanges",
     "TableRows",
     "TierMode",
     "TierStats",
+    "tables_of",
 ]

@@ -3,12 +3,14 @@
 import hashlib
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from emblib.dynamic.hash_index import InsertedBatch
 from emblib.ops import hash
+from emblib.ops.hash import Keys
 from emblib.ops.primitives import new_seed
 from emblib.specs import check_count
 
@@ -89,6 +91,7 @@ class KeyStatus(IntEnum):
     REFUSED       rejected: all slots of its buckets hold keys of this batch, keys
                   that rank above it, or keys that are never evicted
     NOT_ADMITTED  not seen often enough yet
+    ABSENT        not in the batch, where single keys are asked for
     ============  =================================================================
 
     All positions of a batch that hold one key have the same status.
@@ -99,6 +102,7 @@ class KeyStatus(IntEnum):
     EVICTING = hash.EVICTING
     REFUSED = hash.REFUSED
     NOT_ADMITTED = hash.NOT_ADMITTED
+    ABSENT = 255
 
 
 def of_insertion(inserted: InsertedBatch) -> Tensor:
@@ -108,6 +112,42 @@ def of_insertion(inserted: InsertedBatch) -> Tensor:
         return hits
     groups = inserted.misses.groups
     return torch.where(groups < 0, hits, inserted.result.status[groups.clamp(min=0).long()])
+
+
+class LastBatch(NamedTuple):
+    """The last training batch: what became of its keys, and the version of their tensor."""
+
+    inserted: InsertedBatch
+    keys: Keys
+    version: int
+
+    @classmethod
+    def of(cls, inserted: InsertedBatch, keys: Keys) -> "LastBatch":
+        """Return the batch as it is now."""
+        return cls(inserted, keys, keys.ids._version)
+
+    def status_of(self, table: int, wanted: Tensor) -> Tensor:
+        """Return the status of keys of one table in the batch, uint8 `[n]` on the CPU.
+
+        Raises:
+            RuntimeError: the ids of the batch were overwritten.
+        """
+        if self.keys.ids._version != self.version:
+            raise RuntimeError(
+                "the ids of the last training batch were changed in place since, so it is not "
+                "known which keys they were; ask before, or pass the batch a copy"
+            )
+        of_table = hash.tables_of(self.keys) == table
+        ids = self.keys.ids[of_table].cpu()
+        status = of_insertion(self.inserted)[of_table].cpu()
+        result = torch.full(wanted.shape, KeyStatus.ABSENT, dtype=torch.uint8)
+        if not ids.numel() or not wanted.numel():
+            return result
+        ordered, order = ids.sort()
+        at = torch.searchsorted(ordered, wanted).clamp_(max=ordered.numel() - 1)
+        known = ordered[at] == wanted
+        result[known] = status[order[at[known]]]
+        return result
 
 
 _SIGN = -(1 << 63)

@@ -6,7 +6,6 @@ those of the next batch, `eviction_log` records keys that left, and `backing` is
 tables. Saving and loading are functions of `emblib.dynamic.saving`.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor
 
 from emblib import ops
-from emblib.dynamic import keys as key_status
 from emblib.dynamic import training
 from emblib.dynamic.admission import Admission
 from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
-from emblib.dynamic.hash_index import HashIndex, InsertedBatch, RowBuffers
-from emblib.dynamic.keys import as_keys, hash_keys_of
+from emblib.dynamic.handles import DynamicTables, ModuleTables
+from emblib.dynamic.hash_index import HashIndex, RowBuffers
+from emblib.dynamic.keys import LastBatch, as_keys, hash_keys_of, of_insertion
 from emblib.dynamic.rows import (
     BatchReads,
     RowInitializer,
@@ -103,7 +102,7 @@ class DynamicEmbeddingBags(FusedTables):
         output.sum().backward()
     """
 
-    tables: tuple[DynamicSpec, ...]
+    tables: ModuleTables
     feature_table: Tensor
     dropped_updates: Tensor
     """Updates of keys that were evicted between their forward and their backward, so far."""
@@ -132,6 +131,7 @@ class DynamicEmbeddingBags(FusedTables):
             check_backing(backing)
             tables = backing.with_insert_policy(tables)
         super().__init__(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
+        self.tables = ModuleTables(self.tables, self)
         self.include_last_offset = include_last_offset
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
         training.check_optimizer(self.optimizer, self.tables, has_backing=backing is not None)
@@ -159,7 +159,7 @@ class DynamicEmbeddingBags(FusedTables):
             self.hooks.append(training.PendingGradients(self))
         self.backing: BackingTier | None = None
         self.expiry = Expiry(self.tables)
-        self.last_insertion: InsertedBatch | None = None
+        self.last_batch: LastBatch | None = None
         self._zeros = torch.zeros(0, dtype=torch.int32, device=device)
         features = torch.tensor(self.feature_tables, dtype=torch.int64, device=device)
         self.register_buffer("feature_table", features, persistent=False)
@@ -221,14 +221,8 @@ class DynamicEmbeddingBags(FusedTables):
         bag_layout, columns = self._bag_layout(offsets, batch_sizes, ids.device)
         valid = self._valid_indices(ids)
         offsets = check_bounds(self, valid, offsets, self.features, bag_layout, _BOUNDS_MESSAGE)
-        features = len(self.feature_tables)
-        if batch_sizes is not None:
-            starts = offsets[[0, *itertools.accumulate(sum(sizes) for sizes in batch_sizes)]]
-        elif offsets.numel() > 1:
-            starts = offsets[:: (offsets.numel() - 1) // features]
-        else:
-            starts = offsets.expand(features + 1)
-        keys = Keys(ids.contiguous(), starts.long().contiguous(), self.feature_table)
+        starts = training.feature_starts(offsets, len(self.feature_tables), batch_sizes)
+        keys = Keys(ids.contiguous(), starts, self.feature_table)
         return keys, autograd.Lookup(
             features=self.features,
             indices=ids,
@@ -270,17 +264,13 @@ class DynamicEmbeddingBags(FusedTables):
             reads = self.row_initializer.reads_of_inserted(keys, inserted)
             update = self._make_update(keys, inserted.slots, reads)
             update.weighted = sample_weights is not None and sample_weights.requires_grad
-        batch = _with_reads(batch, reads)
+        batch = reads.put_into(batch)
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
         if not autograd.updates_in_backward(self.optimizer):
+            memory, dtype = [self.weights], self.output_dtype
             return autograd.lookup(
-                self.weights,
-                [self.weights],
-                batch,
-                self.optimizer,
-                sample_weights,
-                self.output_dtype,
+                self.weights, memory, batch, self.optimizer, sample_weights, dtype
             )
         return autograd.fused_lookup(
             self.grad_anchor, self._tiers(), self.optimizer, batch, sample_weights
@@ -293,7 +283,7 @@ class DynamicEmbeddingBags(FusedTables):
         with torch.no_grad():
             slots = self.index.find(keys) if self.backing is None else self.backing.search(keys)
             reads = self.row_initializer.reads_of_found(keys, slots)
-        batch = _with_reads(batch, reads)
+        batch = reads.put_into(batch)
         memory = self._tiers()
         if sample_weights is None or not torch.is_grad_enabled():
             return autograd.lookup_no_grad(memory.weights, batch, sample_weights, self.output_dtype)
@@ -344,12 +334,27 @@ class DynamicEmbeddingBags(FusedTables):
     @atomic
     def key_status(self) -> Tensor:
         """Return the status of each id of the last training forward: uint8 `[L]` of `KeyStatus`."""
-        if self.last_insertion is None:
+        return of_insertion(self._last().inserted)
+
+    @atomic
+    def status_of(self, table: int | str, ids: Tensor) -> Tensor:
+        """Return the status of ids of a table in the last training forward: uint8 `[n]`, on CPU.
+
+        Ids that were not in it are `KeyStatus.ABSENT`.
+        """
+        return self._last().status_of(self.table_number(table), as_keys(ids).cpu())
+
+    def _last(self) -> LastBatch:
+        if self.last_batch is None:
             raise RuntimeError(
                 "key_status is that of the last training forward, and there was none; call the "
                 "module in training mode, with gradients enabled, first"
             )
-        return key_status.of_insertion(self.last_insertion)
+        return self.last_batch
+
+    def table_handles(self) -> DynamicTables:
+        """Return the handle of each table, by name; `tables[name]` is one of them."""
+        return self.tables.handles()
 
     @atomic
     def set_eviction_score(self, score: int | Mapping[int, int] | Mapping[str, int]) -> None:
@@ -441,16 +446,14 @@ class DynamicEmbeddingBags(FusedTables):
     @atomic
     def erase(self, table: int, ids: Tensor) -> Tensor:
         """Remove keys with their rows; return by position whether one was there (once per key)."""
-        in_store = None
-        if self.backing is not None:
-            with torch.no_grad():
-                ids = as_keys(ids)
-                in_store = self.backing.erase(table, ids)
-                self.record_evictions(table, ids.cpu()[in_store])
+        table, ids = self.table_number(table), as_keys(ids)
         keys = self._keys_of(table, ids)
         erased = self.index.erase(keys) >= 0
+        if self.backing is not None:
+            with torch.no_grad():
+                erased |= self.backing.erase(table, ids).to(erased.device)
         self.record_evictions(table, keys.ids[erased])
-        return erased if in_store is None else erased | in_store.to(erased.device)
+        return erased
 
     @atomic
     def stats(self) -> dict[str, dict[str, int]]:
@@ -654,7 +657,7 @@ class DynamicEmbeddingBags(FusedTables):
         self.index = self.index.copy_to(there)
         # Memory that is reserved and not in use would be taken by a copy.
         self._set_row_buffers([buffer.new_empty(0) for buffer in self.row_buffers()])
-        self.last_insertion = None
+        self.last_batch = None
         super()._apply(fn)
         self._set_row_buffers(self.rows.allocate(there))
         self.rows.restore(self.row_buffers(), rows)
@@ -680,7 +683,7 @@ class DynamicEmbeddingBags(FusedTables):
         names = [f"state_{s.name}" for s in self.optimizer.states]
         state["_parameters"] = {**self._parameters, "weights": None}
         state["_buffers"] = {**self._buffers, **dict.fromkeys(names)}
-        state["last_insertion"] = None
+        state["last_batch"] = None
         state["_zeros"] = self._zeros[:0].clone()
         state["_rows_in_use"] = self.rows.snapshot(self.row_buffers(), self._capacities())
         return state
@@ -688,12 +691,9 @@ class DynamicEmbeddingBags(FusedTables):
     def __setstate__(self, state: dict[str, Any]) -> None:
         rows = state.pop("_rows_in_use")
         super().__setstate__(state)
+        self.tables = ModuleTables(self.tables, self)
         self._register_rows(self.hyperparams.device)
         self.rows.restore(self.row_buffers(), rows)
 
     def _size_of(self, spec: DynamicSpec) -> str:
         return f"{spec.capacity} x {spec.dim}"
-
-
-def _with_reads(batch: autograd.Lookup, reads: BatchReads) -> autograd.Lookup:
-    return batch._replace(indices=reads.indices, slots=reads.slots, default_rows=reads.default_rows)

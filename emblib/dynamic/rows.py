@@ -253,6 +253,12 @@ class BatchReads(NamedTuple):
     slots: Tensor | None = None
     default_rows: Tensor | None = None
 
+    def put_into(self, batch: autograd.Lookup) -> autograd.Lookup:
+        """Return a batch that reads these rows."""
+        return batch._replace(
+            indices=self.indices, slots=self.slots, default_rows=self.default_rows
+        )
+
 
 class RowInitializer(nn.Module):
     """Write the first values of new rows, and choose what keys without a row read.

@@ -1,5 +1,6 @@
 """Insertion of the keys of training batches into the tables of a module, with hooks and checks."""
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.dynamic.hash_index import InsertedBatch
+from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout
 from emblib.ops import hash
 from emblib.ops.autograd import updates_in_backward
@@ -64,7 +66,7 @@ def insert_batch(
             hook.on_insert(keys, inserted)
     if module.expiry:
         _expire(module)
-    module.last_insertion = inserted
+    module.last_batch = LastBatch.of(inserted, keys)
     if inserted.misses is not None:
         _report_failures(module, inserted)
     return inserted
@@ -318,6 +320,19 @@ def check_batch(
         )
     if counts is not None and not counts.is_cuda and counts.numel() and int(counts.min()) < 0:
         raise ValueError(f"counts must be >= 0, got {int(counts.min())}")
+
+
+def feature_starts(
+    offsets: Tensor, features: int, batch_sizes: Sequence[Sequence[int]] | None
+) -> Tensor:
+    """Return where the ids of each feature begin, and their number, int64 `[features + 1]`."""
+    if batch_sizes is not None:
+        starts = offsets[[0, *itertools.accumulate(sum(sizes) for sizes in batch_sizes)]]
+    elif offsets.numel() > 1:
+        starts = offsets[:: (offsets.numel() - 1) // features]
+    else:
+        starts = offsets.expand(features + 1)
+    return starts.long().contiguous()
 
 
 def check_replicas(tags: Tensor, weights: Tensor) -> None:

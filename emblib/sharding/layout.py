@@ -151,14 +151,21 @@ def slices_of(
     configs: Sequence[Config], plan: Mapping[str, ParameterSharding], parts: Sequence[TableShard]
 ) -> list[TableSlice]:
     """Return the shards of a rank as table slices."""
-    return [
-        TableSlice(
-            with_storage(configs[part.table], plan[configs[part.table].name].storage),
-            part.shard.rows,
-            part.shard.columns,
+    slices = []
+    for part in parts:
+        config = configs[part.table]
+        sharding = plan[config.name]
+        shards = sorted(shard.rows for shard in sharding.shards)
+        number = shards.index(part.shard.rows) if shards else 0
+        slices.append(
+            TableSlice(
+                with_storage(config, sharding.storage),
+                part.shard.rows,
+                part.shard.columns,
+                (number, max(len(shards), 1)) if config.storage.is_keyed else None,
+            )
         )
-        for part in parts
-    ]
+    return slices
 
 
 def _rank_layout(

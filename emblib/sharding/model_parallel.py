@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from emblib.dynamic import DynamicTables, tables_of
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.dense import (
@@ -148,6 +149,11 @@ class DistributedModelParallel(nn.Module):
         """The sharding of every table."""
         modules = {path: m.plan for path, m in sharded_modules(self.module).items()}
         return ShardingPlan(modules, World(self.ranks.size, self.ranks.local_size))
+
+    @property
+    def tables(self) -> DynamicTables:
+        """The handles of the model's dynamic tables, by name; their methods are collectives."""
+        return tables_of(self.module)
 
     @cached_property
     def fused_optimizer(self) -> FusedOptimizer:

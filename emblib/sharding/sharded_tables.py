@@ -189,6 +189,8 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
     for i, part in enumerate(groups.slices):
         name = part.config.name
         from_handle, to_handle = source.handles[whole[name]], groups.handles[i]
+        if part.storage.resumes(from_handle, to_handle):
+            continue
         if type(source.slices[whole[name]].storage) is type(part.storage):
             part.storage.copy_slice(part, from_handle, to_handle, blocks.get(name))
         from_kernel, to_kernel = from_handle.kernel, to_handle.kernel

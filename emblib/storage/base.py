@@ -88,13 +88,15 @@ class TableDescription(Protocol):
 class TableSlice:
     """Rows `[r0, r1)` and columns `[c0, c1)` of a table.
 
-    The rows of a hash table are capacity for keys, not a range of keys. A tensor train can be cut
+    The rows of a hash table are capacity for keys, not a range of keys: `shard` is (number, count)
+    of the block of keys of a shard, None for a table that is not sharded. A tensor train can be cut
     only between slices of its first core, see `emblib.storage.TensorTrain`.
     """
 
     config: TableDescription
     rows: Span
     columns: Span
+    shard: tuple[int, int] | None = None
 
     @staticmethod
     def whole(config: TableDescription) -> TableSlice:
@@ -320,6 +322,9 @@ class Storage:
         """Draw the initial values of all tables of a kernel again, one seed per table."""
         raise NotImplementedError
 
+    def check_copied(self, table: TableDescription) -> None:
+        """Raise ValueError for a table whose rows a second kernel cannot have at the same time."""
+
     # Sharding
 
     def check_sharded(self, table: TableDescription) -> None:
@@ -343,6 +348,10 @@ class Storage:
         views, targets = source.views(), target.views()
         for name in targets.keys() & views.keys():
             targets[name].copy_(part.part_of(views[name]))
+
+    def resumes(self, source: TableHandle, target: TableHandle) -> bool:
+        """Return whether `target` has rows of an earlier process, and `source` has none for it."""
+        return False
 
     # Checkpoints
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from emblib.dynamic import DynamicEmbeddingBags, keys
+from emblib.dynamic import BackingStore, DynamicEmbeddingBags, HostRows, keys
 from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.dynamic.saving.checkpoint import (
     child_state,
@@ -18,6 +19,7 @@ from emblib.dynamic.saving.checkpoint import (
     state_names,
     table_entries,
 )
+from emblib.dynamic.tiers.store import StoreShard, check_backing
 from emblib.init import Constant, Initializer, Uniform
 from emblib.ops import autograd
 from emblib.ops.hash import SCORED
@@ -60,6 +62,10 @@ class Hash(Storage):
     """A hash table of rows by key; `num_embeddings` is its capacity. Fields are `DynamicSpec`'s.
 
     Args:
+        backing: the store behind the table, e.g. `BackingStore(DiskRows(directory))`, for tables
+            larger than the device; `num_embeddings` is then the capacity of the fast tier over all
+            ranks. Every shard makes a store of its own like this one, which itself stays unused:
+            host memory with its part of the capacity, files named by table and shard.
         seed: of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where untrusted
             users choose the keys, set one that they do not know. Tables with different seeds do
             not share a kernel. None: initial values are those of seed 0, and keys are hashed by a
@@ -77,6 +83,7 @@ class Hash(Storage):
     admission: FrequencyAdmission | None = None
     ttl: int | None = None
     on_insert_failure: OnInsertFailure = OnInsertFailure.IGNORE
+    backing: BackingStore | None = None
     seed: int | None = field(default=None, repr=False)  # a secret, which must not be logged
 
     plan_name: ClassVar[str] = "Dynamic"
@@ -92,6 +99,9 @@ class Hash(Storage):
             ("on_insert_failure", OnInsertFailure),
         ):
             object.__setattr__(self, name, choice(getattr(self, name)))
+        if self.backing is not None:
+            check_backing(self.backing)
+            self.backing.check_shardable()
 
     # Configuration
 
@@ -105,7 +115,9 @@ class Hash(Storage):
 
     def spec(self, rows: int, dim: int, name: str) -> DynamicSpec:
         """Return a table of this storage as the table modules take it."""
-        choices = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "seed"}
+        own = {f.name for f in fields(self)}
+        names = [f.name for f in fields(DynamicSpec) if f.name in own]
+        choices = {choice: getattr(self, choice) for choice in names}
         return DynamicSpec(rows, dim, name=name, **choices)
 
     def check_slice(self, part: TableSlice) -> None:
@@ -134,11 +146,12 @@ class Hash(Storage):
     ) -> Hashable:
         """Return a key of what tables of one kernel have in common."""
         dim = part.dim if pooling is Pooling.NONE else 0
-        # Counters and assigned scores belong to a module, and so do the states of an optimizer
-        # outside of it.
+        # Counters, assigned scores and stores belong to a module, and so do the states of an
+        # optimizer outside of it.
         order = self.eviction.order
         is_alone = (
             self.admission is not None
+            or self.backing is not None
             or (order == "assigned" and order in SCORED)
             or not autograd.updates_in_backward(optimizer)
         )
@@ -158,7 +171,8 @@ class Hash(Storage):
         if device.type == "meta":
             return MetaPlaceholder(parts, optimizer)
         names = distinct_names([part.config.name for part in parts])
-        return DynamicEmbeddingBags(
+        make = partial(
+            DynamicEmbeddingBags,
             [part.named(name) for part, name in zip(parts, names, strict=True)],
             optimizer,
             pooling=pooling,
@@ -168,6 +182,25 @@ class Hash(Storage):
             device=device,
             hash_seeds=seeds if self.seed is None else None,
         )
+        if self.backing is None:
+            return make()
+        (part,) = parts
+        return self._with_store(make, part, seeds[0] if self.seed is None else self.seed)
+
+    def _with_store(self, make: Callable[..., nn.Module], part: TableSlice, seed: int) -> nn.Module:
+        """Return the module of one slice with a store of its own."""
+        assert self.backing is not None
+        backing = self.backing.for_shard(StoreShard(part.config.name, part.shard, seed))
+        try:
+            return make(backing=backing)
+        except BlockingIOError as error:
+            if part.shard is None:
+                error.add_note(
+                    f"This is the whole table {part.config.name!r}, in a collection that is not "
+                    "sharded: if it is to be sharded, make the collection with device='meta', so "
+                    "that only the shards have stores"
+                )
+            raise
 
     def is_placeholder(self, kernel: nn.Module) -> bool:
         """Return whether `kernel` only stands for a hash table that cannot be on meta."""
@@ -190,7 +223,22 @@ class Hash(Storage):
         if not self.is_placeholder(kernel):
             kernel.reset_parameters()
 
+    def check_copied(self, table: TableDescription) -> None:
+        """Raise ValueError for a table with a backing store, which has one owner."""
+        if self.backing is not None:
+            raise ValueError(
+                f"table {table.name!r} has a backing store, which has one owner, and this makes "
+                "another table with its rows: give the collection its optimizers when it is made, "
+                "and for inference load its state_dict into a collection with another store"
+            )
+
     # Sharding and checkpoints
+
+    def resumes(self, source: TableHandle, target: TableHandle) -> bool:
+        """Return whether the store of a shard has rows, and the table that is sharded has none."""
+        if self.backing is None or not target.kernel.size(target.index):
+            return False
+        return self.is_placeholder(source.kernel) or not source.kernel.size(source.index)
 
     def cut_units(self, table: TableDescription) -> CutUnits:
         """Return that any number of rows can be cut off, and no columns."""
@@ -223,7 +271,19 @@ class Hash(Storage):
         index = spec.rows * (1 + words * _WORD)
         states = state_bytes(optimizer, spec.rows, spec.dim, itemsize)
         values = spec.rows * spec.dim * itemsize + states
-        return MemoryBytes(index + values + _counter_bytes(spec.admission))
+        fast = index + values + _counter_bytes(spec.admission)
+        if self.backing is None:
+            return MemoryBytes(fast)
+        row = spec.dim * itemsize + state_bytes(optimizer, 1, spec.dim, itemsize)
+        if device != "cpu":  # on a CPU they take address space only
+            fast += row * self.backing.overflow_rows(torch.device(device))
+        if not isinstance(self.backing.store, HostRows):
+            return MemoryBytes(fast)  # files grow with the number of keys, which is not known
+        capacity = self.backing.store.capacity
+        assert isinstance(capacity, int)
+        share = part.num_rows / part.config.num_embeddings
+        behind = capacity * share * (row + 1 + 4 * _WORD)
+        return MemoryBytes(fast + behind) if device == "cpu" else MemoryBytes(fast, behind)
 
     def lookup_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates

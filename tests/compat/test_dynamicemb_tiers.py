@@ -119,8 +119,6 @@ def test_tables_that_fit_have_one_tier(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"local_hbm_for_values": 31 * ROW}, ValueError, "a bucket of 32 rows takes 1024"),
-        ({"local_hbm_for_values": 0, "caching": True}, ValueError, "0 bytes with caching"),
         (
             {"score_strategy": DynamicEmbScoreStrategy.NO_EVICTION},
             NotImplementedError,
@@ -134,6 +132,16 @@ def test_memory_that_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         two_tiers(**changes)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_budget_below_a_bucket_is_rounded_up(caching: bool) -> None:
+    given = 0 if caching else 31 * ROW
+    with pytest.warns(UserWarning, match=f"is {given} bytes, and a bucket of 32 rows takes 1024"):
+        module = two_tiers(local_hbm_for_values=given, caching=caching)
+    assert module.bags.tables[0].capacity == 32
+    train(module)
+    assert module.bags.size(0) > 32
 
 
 def test_all_scores_order_both_tiers() -> None:

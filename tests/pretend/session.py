@@ -100,6 +100,8 @@ WIDE: dict[str, Room] = {
             "tests/sharding/test_pipelines.py",
             "tests/sharding/test_sharded_checkpoints.py",
             "tests/sharding/test_collectives.py",
+            "tests/sharding/test_table_handles.py",
+            "tests/sharding/test_backing_stores.py",
         ),
         (),
         RANKS_ON_PRETEND_GPUS,

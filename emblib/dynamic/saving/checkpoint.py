@@ -111,6 +111,12 @@ def set_table_entries(
     return module.backing.load_entries(table, entries, report)
 
 
+@atomic
+def check_entries(module: "DynamicEmbeddingBags", table: int, entries: Entries) -> None:
+    """Raise ValueError if entries do not fit a table; see `set_table_entries`."""
+    loading.check(target_of(module, table), entries)
+
+
 # State dicts
 
 
@@ -305,6 +311,20 @@ def set_child_state(
     Raises:
         DumpError: the state in `directory` does not fit, before anything is changed.
     """
+    given = check_child_state(module, state, directory)
+    for child, part in module.named_children():
+        if given[child]:
+            part.load_state_dict(given[child])
+
+
+def check_child_state(
+    module: "DynamicEmbeddingBags", state: Mapping[str, Tensor], directory: str | Path
+) -> dict[str, dict[str, Tensor]]:
+    """Return the state of each child of a module, after checking it.
+
+    Raises:
+        DumpError: the state in `directory` does not fit.
+    """
     given = {
         child: {
             key.removeprefix(f"{child}."): value
@@ -318,9 +338,7 @@ def set_child_state(
             module.admission.check_state_dict(given["admission"])
         if module.scores is not None and given["scores"]:
             dumps.check_state("scores", given["scores"], module.scores.state_dict())
-    for child, part in module.named_children():
-        if given[child]:
-            part.load_state_dict(given[child])
+    return given
 
 
 def restart_eviction_log(module: "DynamicEmbeddingBags") -> None:

@@ -38,7 +38,7 @@ def save_dynamicemb(
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
     """
     t = module.table_number(table)
-    saved = _export(module, t, arguments, leave_out)
+    saved = export_dynamicemb(module, t, arguments, leave_out=leave_out)
     layout = Layout(module.index.order)
     dynamicemb_files.write(directory, module.table_names[t], layout, saved, module.index.tick)
 
@@ -48,22 +48,29 @@ def stage_dynamicemb(
     module: "DynamicEmbeddingBags",
     directory: str | Path,
     table: int | str,
-    arguments: Mapping[str, Any],
+    found: DynamicEmbTable,
     *,
     part: Part,
-    leave_out: Collection[str] = (),
     uses_first: bool = False,
 ) -> None:
     """Write the files of one rank without replacing the files of the table.
 
     `dynamicemb_files.commit` replaces them, once the files of all ranks are staged.
+
+    Args:
+        module: which has the table, for its name and order of eviction.
+        directory: of the collection.
+        table: its number or name.
+        found: what is written, see `export_dynamicemb`.
+        part: rank and number of ranks.
+        uses_first: see `dynamicemb_files.Layout`.
     """
     t = module.table_number(table)
     dynamicemb_files.stage(
         directory,
         module.table_names[t],
         Layout(module.index.order, uses_first),
-        _export(module, t, arguments, leave_out),
+        found,
         module.index.tick,
         part=part,
     )
@@ -142,12 +149,15 @@ def set_dynamicemb(
     return loaded
 
 
-def _export(
+@atomic
+def export_dynamicemb(
     module: "DynamicEmbeddingBags",
     table: int,
-    arguments: Mapping[str, Any] | None,
-    leave_out: Collection[str],
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    leave_out: Collection[str] = (),
 ) -> DynamicEmbTable:
+    """Return what is saved of a table; rows are copied when they are indexed."""
     _check_left_out(leave_out)
     entries = table_entries(module, table).sorted()
     if "states" in leave_out:

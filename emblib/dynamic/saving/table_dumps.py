@@ -1,27 +1,31 @@
 """Save and load the tables of a module, whole or as changes since a tick."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from emblib.columns import Hyper
 from emblib.dynamic.saving import dump_tables, dumps, loading, snapshots
 from emblib.dynamic.saving.checkpoint import (
     INDEX_HASH_KEYS,
+    check_child_state,
     check_hyperparameters,
     child_state,
     hash_keys_in,
     replace_tables,
     restart_eviction_log,
     set_child_state,
+    set_table_entries,
     table_entries,
     target_of,
 )
 from emblib.dynamic.saving.dump_tables import Dump, DumpedTable, Header
 from emblib.dynamic.saving.dumps import Part, Report
-from emblib.dynamic.saving.entries import Changes
+from emblib.dynamic.saving.entries import Changes, Entries
 from emblib.dynamic.saving.loading import Loaded
 from emblib.tables.locks import atomic
 from emblib.tables.parameters import caller_level
@@ -128,10 +132,8 @@ class ChangeSet(NamedTuple):
 
 
 @atomic
-def changes_since(module: "DynamicEmbeddingBags", since: int) -> ChangeSet:
-    """Return what changed at tick `since` or later, for `apply_changes` to a copy of the tables.
-
-    The batch of that tick is included again: it may have been saved before it was trained.
+def removed_since(module: "DynamicEmbeddingBags", table: int, since: int) -> Tensor:
+    """Return the keys that left a table at tick `since` or later and are not in it again.
 
     Raises:
         RuntimeError: `track_evictions` was not called.
@@ -142,14 +144,61 @@ def changes_since(module: "DynamicEmbeddingBags", since: int) -> ChangeSet:
             "changes need to know which keys left; call track_evictions() before the dump that "
             "they are changes of"
         )
+    log = module.eviction_log.since(table, since)
+    removed = loading.absent(target_of(module, table), log)
+    return removed if module.backing is None else module.backing.absent(table, removed)
+
+
+@atomic
+def changes_since(
+    module: "DynamicEmbeddingBags", since: int, chosen: Sequence[int] | None = None
+) -> ChangeSet:
+    """Return what changed at tick `since` or later, for `apply_changes` to a copy of the tables.
+
+    The batch of that tick is included again: it may have been saved before it was trained.
+
+    Args:
+        module: which has the tables.
+        since: the tick.
+        chosen: the numbers of the tables; None is all.
+
+    Raises:
+        RuntimeError: `track_evictions` was not called.
+        ValueError: the eviction log does not reach back to the tick.
+    """
+    numbers = list(range(len(module.tables)) if chosen is None else chosen)
     tables = {}
-    for t, name in enumerate(module.table_names):
-        removed = loading.absent(target_of(module, t), module.eviction_log.since(t, since))
-        if module.backing is not None:
-            removed = module.backing.absent(t, removed)
-        tables[name] = Changes(table_entries(module, t, since), removed)
-    hyperparameters, hash_keys = module.hyperparams.clone(), module.index.hash_keys
+    for t in numbers:
+        removed = removed_since(module, t, since)
+        tables[module.table_names[t]] = Changes(table_entries(module, t, since), removed)
+    hyperparameters = module.hyperparams.cpu().clone()
+    hash_keys = module.index.hash_keys.cpu()[numbers]
     return ChangeSet(since, module.index.tick, tables, hyperparameters, hash_keys)
+
+
+@atomic
+def check_changes(module: "DynamicEmbeddingBags", changes: ChangeSet) -> dict[int, int]:
+    """Return the hash keys in changes by table.
+
+    Raises:
+        ValueError: see `apply_changes`.
+    """
+    tick = module.index.tick
+    if changes.since > tick:
+        raise ValueError(
+            f"changes begin at tick {changes.since}, these tables are at {tick}; apply those in "
+            "between first"
+        )
+    if changes.until < tick:
+        raise ValueError(
+            f"changes lead to tick {changes.until}, these tables are at {tick} already: rows "
+            "would be older than others; leave these changes out"
+        )
+    check_hyperparameters(module, changes.hyperparameters)
+    upserts = {module.table_number(n): found.upserts for n, found in changes.tables.items()}
+    for t, entries in upserts.items():
+        loading.check(target_of(module, t), entries)
+    return hash_keys_in(module, upserts, changes.hash_keys)
 
 
 @atomic
@@ -166,23 +215,8 @@ def apply_changes(
         ValueError: these tables have not reached the first tick of the changes, or are past the
             last, or the changes do not fit them.
     """
-    tick = module.index.tick
-    if changes.since > tick:
-        raise ValueError(
-            f"changes begin at tick {changes.since}, these tables are at {tick}; apply those in "
-            "between first"
-        )
-    if changes.until < tick:
-        raise ValueError(
-            f"changes lead to tick {changes.until}, these tables are at {tick} already: rows "
-            "would be older than others; leave these changes out"
-        )
-    check_hyperparameters(module, changes.hyperparameters)
+    hash_keys = check_changes(module, changes)
     tables = {module.table_number(name): found for name, found in changes.tables.items()}
-    for t, found in tables.items():
-        loading.check(target_of(module, t), found.upserts)
-    upserts = {t: found.upserts for t, found in tables.items()}
-    hash_keys = hash_keys_in(module, upserts, changes.hash_keys)
     counters = module.index.counters.clone()
     loaded = {}
     for t, found in tables.items():
@@ -215,3 +249,134 @@ def _apply_to_table(
     module.backing.erase(table, removed)
     loading.erase(target, torch.cat([removed, upserts.keys]))
     return module.backing.load_entries(table, upserts, report)
+
+
+# One table of a module
+
+
+class TableDump(NamedTuple):
+    """The part of a dump that one table loads, checked.
+
+    Attributes:
+        directory: of the dump, for errors.
+        entries: of the table.
+        changes: what to apply to the present entries; None for a dump of whole tables.
+        clock: the tick of the dump.
+        hyperparameters: of the optimizer.
+        hash_key: on which the hash of the table depended; None if unknown.
+        others: the state of admission counters and scores.
+    """
+
+    directory: Path
+    entries: Entries
+    changes: ChangeSet | None
+    clock: int
+    hyperparameters: Tensor
+    hash_key: int | None
+    others: dict[str, Tensor]
+
+
+@atomic
+def save_table(
+    module: "DynamicEmbeddingBags",
+    table: int,
+    directory: str | Path,
+    *,
+    name: str,
+    since: int | None,
+    part: Part,
+    identity: str,
+    report: Report | None,
+) -> int:
+    """Save one table to a directory under a name, see `save`.
+
+    Raises:
+        ValueError: the module has other tables with which this one shares counters or scores.
+    """
+    tick, order = module.index.tick, module.index.order
+    others = _state_of_table(module, table)
+    if since is None:
+        nothing = torch.empty(0, dtype=torch.int64)
+        changes = Changes(table_entries(module, table), nothing)
+    else:
+        (changes,) = changes_since(module, since, [table]).tables.values()
+        others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
+    header = Header(identity, tick, since, module.hyperparams.tolist())
+    saved = [DumpedTable(name, order, *changes)]
+    dump_tables.write(directory, saved, header, part, report, others)
+    return tick
+
+
+def _state_of_table(module: "DynamicEmbeddingBags", table: int) -> dict[str, Tensor]:
+    """Return the state of a table besides its entries: hash key, counters and scores."""
+    state = child_state(module)
+    if len(module.tables) == 1:
+        return state
+    if module.admission is not None or module.scores is not None:
+        raise ValueError(
+            f"tables {module.table_names} of one module share admission counters or scores, which "
+            "are not divided: save the module instead, or give this table a module of its own"
+        )
+    return {INDEX_HASH_KEYS: state[INDEX_HASH_KEYS][table : table + 1]}
+
+
+@atomic
+def read_table(
+    module: "DynamicEmbeddingBags",
+    table: int,
+    directory: str | Path,
+    *,
+    name: str,
+    part: Part,
+) -> TableDump:
+    """Read and check what one table loads from a dump, for `set_table`; change nothing.
+
+    Raises:
+        DumpError: there is no whole dump, or it is damaged.
+        ValueError: it has no table of this name, or it does not fit.
+    """
+    if dumps.holds_snapshot(directory):
+        raise ValueError(
+            f"{directory} holds a snapshot of a whole module; load it into the module instead"
+        )
+    dump = dump_tables.read(directory, *part)
+    if name not in dump.tables:
+        raise ValueError(f"{directory} has no table {name!r}, it has {sorted(dump.tables)}")
+    found, numbers = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
+    check_hyperparameters(module, numbers)
+    saved = dump.others.get(INDEX_HASH_KEYS)
+    if saved is not None and len(dump.tables) > 1:
+        at = list(dump.tables).index(name)
+        saved = saved[at : at + 1]
+    hash_key = None if saved is None else int(saved[0])
+    others = dump.others if len(dump.tables) == len(module.tables) == 1 else {}
+    changes = None
+    if dump.since is None:
+        loading.check(target_of(module, table), found.entries)
+        check_child_state(module, others, directory)
+    else:
+        tables = {module.table_names[table]: Changes(found.entries, found.removed)}
+        changes = ChangeSet(dump.since, dump.clock, tables, numbers, saved)
+        check_changes(module, changes)
+    return TableDump(Path(directory), found.entries, changes, dump.clock, numbers, hash_key, others)
+
+
+@atomic
+def set_table(
+    module: "DynamicEmbeddingBags", table: int, dump: TableDump, report: Report | None
+) -> Loaded:
+    """Load what `read_table` returned.
+
+    Hyperparameters belong to all tables of the module: those of the dump are taken if it has made
+    more steps.
+    """
+    if dump.changes is not None:
+        (loaded,) = apply_changes(module, dump.changes, report).values()
+        return loaded
+    loaded = set_table_entries(module, table, dump.entries, report, hash_key=dump.hash_key)
+    set_child_state(module, dump.others, dump.directory)
+    module.index.set_tick(max(dump.clock, module.index.tick))
+    if float(dump.hyperparameters[Hyper.STEP]) > float(module.hyperparams[Hyper.STEP]):
+        module.hyperparams.copy_(dump.hyperparameters)
+    restart_eviction_log(module)
+    return loaded

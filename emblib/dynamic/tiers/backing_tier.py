@@ -443,6 +443,15 @@ class BackingTier:
         erased[firsts] = self.store.erase(table, distinct)
         return erased
 
+    def assign_scores(self, table: int, keys: Tensor, scores: Tensor) -> Tensor:
+        """Set the scores of distinct keys in the store; return which are there, bool `[n]`."""
+        self.drop_overflow_rows()
+        found = self.store.read(table, keys)
+        self._put(table, found.rows._replace(scores=scores[found.positions]))
+        there = torch.zeros(keys.numel(), dtype=torch.bool)
+        there[found.positions] = True
+        return there
+
     def expire(self, table: int, before: int) -> Tensor:
         """Remove rows in the store that were last used before a tick; return their keys."""
         self.write_back()

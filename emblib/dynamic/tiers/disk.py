@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic.hash_index import HashIndex, RowBuffers
-from emblib.dynamic.tiers.store import BATCH, FoundRows, StoredRows, StoredTable, check_row
+from emblib.dynamic.tiers.store import (
+    BATCH,
+    FoundRows,
+    StoredRows,
+    StoredTable,
+    StoreShard,
+    check_row,
+)
 from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction, Verify
 from emblib.tables import durable_files, memory
@@ -410,6 +417,11 @@ class DiskRows:
         self.note = ""
         self._tables: list[StoredTable] = []
         close_in_forks(self)
+
+    def for_shard(self, shard: StoreShard) -> "DiskRows":
+        """Return a store in a subdirectory, called `user` or `user.0_of_4`."""
+        shard.warn_of_others(self.directory)
+        return DiskRows(self.directory / shard.label, self._verify)
 
     def open(self, tables: Sequence[StoredTable]) -> None:
         """See `RowStore`.

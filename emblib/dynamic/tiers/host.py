@@ -8,7 +8,14 @@ from torch import Tensor
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.keys import hash_keys_of
-from emblib.dynamic.tiers.store import BATCH, FoundRows, StoredRows, StoredTable, check_row
+from emblib.dynamic.tiers.store import (
+    BATCH,
+    FoundRows,
+    StoredRows,
+    StoredTable,
+    StoreShard,
+    check_row,
+)
 from emblib.ops import hash
 from emblib.ops.hash import Keys, Misses
 from emblib.specs import DynamicSpec, Eviction, check_count
@@ -44,6 +51,19 @@ class HostRows:
             )
         self.note = ""
         self._tables: list[StoredTable] = []
+
+    def __repr__(self) -> str:
+        return f"HostRows({self.capacity}, {self.eviction.value!r})"
+
+    def for_shard(self, shard: StoreShard) -> "HostRows":
+        """Return a store with a shard's part of the capacity."""
+        if not isinstance(self.capacity, int):
+            raise ValueError(
+                f"a store of one table has one capacity, got {self.capacity}; give each table of "
+                "a collection a BackingStore of its own"
+            )
+        seed = shard.seed if self.seed is None else self.seed
+        return HostRows(shard.divide(self.capacity), self.eviction, seed=seed)
 
     def open(self, tables: Sequence[StoredTable]) -> None:
         """See `RowStore`; opening again with the same tables keeps their rows."""

@@ -23,7 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.dynamic.tiers.store import BATCH, FoundRows, StoredRows, StoredTable, check_row, matched
+from emblib.dynamic.tiers.store import (
+    BATCH,
+    FoundRows,
+    StoredRows,
+    StoredTable,
+    StoreShard,
+    check_row,
+    matched,
+)
 from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, json_checksum
 from emblib.tables.locks import call_in_forks
@@ -54,6 +62,12 @@ class SqliteRows:
         self._tables: list[StoredTable] = []
         self._entries: dict[str, str] = {}  # format and layout
         call_in_forks(self)
+
+    def for_shard(self, shard: StoreShard) -> "SqliteRows":
+        """Return a store in a file next to this one, e.g. `tables.user.0_of_4.db`."""
+        inner = shard._replace(name=f"{self.path.stem}.{shard.name}")
+        inner.warn_of_others(self.path.parent)
+        return SqliteRows(self.path.with_name(inner.label + self.path.suffix), self._verify)
 
     def after_fork(self) -> None:
         """Leave the connection to the parent.

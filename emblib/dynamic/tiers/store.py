@@ -12,18 +12,22 @@ next begins empty.
 
 import concurrent.futures
 import itertools
+import re
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from emblib.specs import Choice, DynamicSpec, InsertPolicy, check_count
 from emblib.tables.locks import call_in_forks
+from emblib.tables.parameters import caller_level
 
 BATCH = 1 << 16  # rows that are moved at a time, where all rows of a table are
 
@@ -154,6 +158,57 @@ def matched(keys: Tensor, rows: StoredRows) -> FoundRows:
     return FoundRows(positions, rows.at(order[at[positions]]))
 
 
+class StoreShard(NamedTuple):
+    """One shard of a table of a collection, which gets a store of its own.
+
+    Attributes:
+        name: of the table.
+        shard: number of the shard and number of shards; None for a table that is not sharded.
+        seed: of hashes that the store needs, the same for all shards.
+    """
+
+    name: str
+    shard: tuple[int, int] | None = None
+    seed: int = 0
+
+    @property
+    def label(self) -> str:
+        """Return a name for files that no other shard has: `user`, or `user.0_of_4`."""
+        if self.shard is None:
+            return self.name
+        number, count = self.shard
+        return f"{self.name}.{number}_of_{count}"
+
+    def divide(self, capacity: int) -> int:
+        """Return the part of a capacity that is the shard's, rounded up."""
+        return capacity if self.shard is None else -(-capacity // self.shard[1])
+
+    def warn_of_others(self, directory: Path) -> None:
+        """Warn once per table if a directory has stores for another number of shards."""
+        if self.shard is None or self.shard[0] or not directory.is_dir():
+            return
+        pattern = re.compile(rf"{re.escape(self.name)}\.\d+_of_(\d+)(\.|$)")
+        counts = {
+            int(match[1]) for path in directory.iterdir() if (match := pattern.match(path.name))
+        }
+        others = sorted(counts - {self.shard[1]})
+        if others:
+            warnings.warn(
+                f"emblib: {directory} has stores of table {self.name!r} for {others} shards, this "
+                f"model has {self.shard[1]}: their rows are not read. Load a checkpoint, which "
+                "has the rows for any number of shards, and then delete them",
+                stacklevel=caller_level(),
+            )
+
+
+@runtime_checkable
+class ShardableStore(Protocol):
+    """A `RowStore` that can make others like it, as tables of collections need."""
+
+    def for_shard(self, shard: StoreShard) -> RowStore:
+        """Return a new store like this one, for one shard of a table alone."""
+
+
 class TierMode(Choice):
     """Which rows of the store are promoted when a batch uses them.
 
@@ -192,6 +247,21 @@ class BackingStore:
         object.__setattr__(self, "mode", TierMode(self.mode))
         if self.max_misses is not None:
             object.__setattr__(self, "max_misses", check_count("max_misses", self.max_misses))
+
+    def check_shardable(self) -> None:
+        """Raise TypeError unless each shard of a table can get a store of its own."""
+        if not isinstance(self.store, ShardableStore):
+            raise TypeError(
+                "every shard of a table of a collection has a store of its own: give "
+                f"{type(self.store).__name__} a method for_shard(shard) that returns the store of "
+                "a shard, known by shard.label, see docs/tiers.md"
+            )
+
+    def for_shard(self, shard: StoreShard) -> "BackingStore":
+        """Return the same with a store of its own for one shard of a table."""
+        self.check_shardable()
+        store: Any = self.store
+        return replace(self, store=store.for_shard(shard))
 
     def overflow_rows(self, device: torch.device) -> int:
         """Return how many overflow rows each table has: `max_misses` or its default."""

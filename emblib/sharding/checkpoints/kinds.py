@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from emblib.collections.groups import TableGroups
 from emblib.collections.modules import HYPER, FusedTableEntry
 from emblib.columns import Hyper
+from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.sharding.checkpoints import keyed, sharded_table
@@ -268,6 +269,10 @@ class KeyedTable(Table):
     def _owners(self) -> list[int]:
         return [shard.rank for shard in sorted(self.shards, key=lambda shard: shard.rows)]
 
+    def handle(self) -> DynamicTable:
+        """Return the handle of the table, whose methods are collectives."""
+        return DynamicTable(self.name, self._numbered(), self._owners() or (0,), self.ranks)
+
     def parameters(self) -> dict[str, Tensor]:
         """Return rows by key over all ranks; of other tensors, the largest values of all shards."""
         states = {number: dict(h.state_dict()) for number, h in self._numbered().items()}
@@ -388,6 +393,15 @@ def _tables(tables: Tables) -> list[Table]:
     ]
 
 
+def table_handles(tables: Tables) -> DynamicTables:
+    """Return the handles of dynamic tables by name, over all ranks."""
+    every = _tables(tables)
+    return DynamicTables(
+        {table.name: table.handle() for table in every if isinstance(table, KeyedTable)},
+        {t.name: type(t.storage).__name__ for t in every if not isinstance(t, KeyedTable)},
+    )
+
+
 class StateOfTables(nn.Module):
     """Base of sharded collections: state dicts with the names of the unsharded collection.
 
@@ -431,6 +445,16 @@ class StateOfTables(nn.Module):
             load_module_state(spread, given)
         except (ValueError, RuntimeError) as error:
             errors.append(f"{prefix}: {error}")
+
+    @property
+    def tables(self) -> DynamicTables:
+        """Return the handles of dynamic tables, by name; their methods are collectives."""
+        return self.table_handles()
+
+    def table_handles(self) -> DynamicTables:
+        """Return the handles of dynamic tables, by name."""
+        spread: Any = self
+        return table_handles(spread)
 
     def fused_tables(self) -> Sequence[FusedTableEntry]:
         """Return the tables that backward updates, in the same order on every rank."""

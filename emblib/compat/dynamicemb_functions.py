@@ -1,0 +1,429 @@
+"""DynamicEmb's functions of the tables of a module, whether it is sharded or not."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib import DynamicEmbeddingBags, optim
+from emblib.checkpoints import table_entries
+from emblib.compat.dynamicemb_arguments import evict_strategy
+from emblib.compat.dynamicemb_types import (
+    BATCH_SIZE_PER_DUMP,
+    COMPOUND,
+    DynamicEmbScoreStrategy,
+    DynamicEmbTableOptions,
+    warns_of_lower_scores,
+)
+from emblib.dynamic.saving import dynamicemb_files
+from emblib.dynamic.saving.dumps import DumpError, field
+from emblib.dynamic.saving.dynamicemb import export_dynamicemb
+from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable
+from emblib.sharding.ranks import RankGroup
+
+_SAVED = {
+    optim.SGD: "sgd",
+    optim.Adam: "adam",
+    optim.Adagrad: "exact_adagrad",
+    optim.RowwiseAdagrad: "exact_row_wise_adagrad",
+}
+
+
+def opt_args(
+    bags: DynamicEmbeddingBags, table: int, options: DynamicEmbTableOptions
+) -> dict[str, Any]:
+    """Return what DynamicEmb saves of an optimizer and a table, by its names."""
+    rule: Any = bags.optimizer
+    saved: dict[str, Any] = {"opt_type": _SAVED[type(rule)], "lr": bags.learning_rate}
+    if isinstance(rule, optim.Adam):
+        decay = rule.weight_decay.rate if rule.weight_decay else 0.0
+        saved |= {"iters": bags.step, "beta1": rule.betas[0], "beta2": rule.betas[1]}
+        saved |= {"eps": rule.eps, "weight_decay": decay}
+    elif not isinstance(rule, optim.SGD):
+        state = bags.tables[table].initial_state
+        saved |= {"eps": rule.eps, "initial_accumulator_value": state}
+    if not isinstance(options.score_strategy, tuple):
+        name = evict_strategy(options.score_strategy).name.title()
+        saved["evict_strategy"] = f"EvictStrategy.K{name}"
+    saved["dist_type"] = options.dist_type
+    return saved
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a table and its optimizer go on from; all of it is checked.
+
+    Attributes:
+        hyper: changes for `set_hyperparameters`.
+        step: for `set_step`; None leaves it.
+        step_score: for `set_eviction_step`; None leaves it.
+    """
+
+    hyper: Mapping[str, Any]
+    step: int | None
+    step_score: int | None
+
+
+def check_kind(
+    table: str,
+    path: Path,
+    content: Mapping[str, Any],
+    current: Mapping[str, Any],
+    with_optimizer: bool,
+) -> None:
+    """Check that a table was dumped by one of the same kind.
+
+    Raises:
+        DumpError: an entry of the file at `path` is no name.
+        ValueError: the table is of another kind.
+    """
+    names = ["evict_strategy", *(["opt_type"] if with_optimizer else [])]
+    for name in names:
+        if name not in content or name not in current:
+            continue
+        saved = field(path, content, name, str)
+        if saved != current[name]:
+            raise ValueError(
+                f"{name} of table {table!r} is {saved} in the dump and {current[name]} here; "
+                "load into a table of the same options"
+                + (", or with optim=False" if name == "opt_type" else "")
+            )
+    if "dist_type" in content and field(path, content, "dist_type", str) == "continuous":
+        raise ValueError(
+            f"table {table!r} was dumped with dist_type continuous, whose files have remainders of "
+            "keys in place of the keys; dump it with another dist_type"
+        )
+
+
+def checked(
+    path: Path, content: Mapping[str, Any], rule: Any, *, counts_steps: bool = False
+) -> Saved:
+    """Read the numbers of the file at `path` that a table takes.
+
+    Args:
+        path: of the file, for errors.
+        content: of the file.
+        rule: the optimizer of the table; None leaves out its numbers.
+        counts_steps: whether the table has a score that counts steps.
+
+    Raises:
+        DumpError: a number is missing, of the wrong type or out of range.
+    """
+    hyper = {} if rule is None else _hyper(path, content, rule)
+    step = score = None
+    if rule is not None and "iters" in content:
+        step = _whole(path, content, "iters", 0, 2**53)
+    if counts_steps and "step_score" in content:
+        score = _whole(path, content, "step_score", -(2**63), 2**63 - 1)
+    return Saved(hyper, step, score)
+
+
+def _hyper(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
+    def number(name: str) -> float:
+        return float(field(path, content, name, int, float))
+
+    def decay() -> dict[str, Any]:
+        rate = number("weight_decay") if "weight_decay" in content else 0.0
+        return {"weight_decay": optim.Decoupled(rate) if rate else None}
+
+    parsers: dict[tuple[str, ...], Callable[[], dict[str, Any]]] = {
+        ("lr",): lambda: {"lr": number("lr")}
+    }
+    if not isinstance(rule, optim.SGD):
+        parsers["eps",] = lambda: {"eps": number("eps")}
+    if isinstance(rule, optim.Adam):
+        parsers["beta1", "beta2"] = lambda: {"betas": (number("beta1"), number("beta2"))}
+        parsers["weight_decay", "beta1"] = decay
+    hyper: dict[str, Any] = {}
+    for names, parse in parsers.items():
+        if not any(name in content for name in names):
+            continue
+        try:
+            change = parse()
+            replace(rule, **change)  # which checks ranges
+        except (TypeError, ValueError, OverflowError) as error:
+            words = " and ".join(map(repr, names))
+            raise DumpError(f"{path} is malformed: {words}: {error}") from error
+        hyper |= change
+    return hyper
+
+
+def _whole(path: Path, content: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    number: int = field(path, content, name, int)
+    if not least <= number <= most:
+        raise DumpError(f"{path} is malformed: {name!r} must be in [{least}, {most}], is {number}")
+    return number
+
+
+class DynamicEmbTables:
+    """Base of what has tables of DynamicEmb: a module, or a sharded collection.
+
+    The tables of this process are parts of `emblib.DynamicEmbeddingBags`.
+    """
+
+    @property
+    def table_names(self) -> list[str]:
+        """The names of the tables."""
+        raise NotImplementedError
+
+    def kernel_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
+        """Return the module that has a table, and its number there."""
+        raise NotImplementedError
+
+    def options_of(self, name: str) -> DynamicEmbTableOptions:
+        """Return the options of a table, with what was left out."""
+        raise NotImplementedError
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.table_names:
+            raise ValueError(f"no table is called {name!r}, there are {self.table_names}")
+
+    def saved_entries(
+        self, name: str, ranks: RankGroup, leave_out: Sequence[str]
+    ) -> DynamicEmbTable:
+        """Return what this rank writes of a table; all ranks call this."""
+        kernel, index = self.kernel_of(name)
+        return export_dynamicemb(kernel, index, {}, leave_out=leave_out)
+
+    def owned(self, name: str, ranks: RankGroup, found: DynamicEmbTable) -> DynamicEmbTable:
+        """Return the entries of a dump of other ranks whose keys this rank has."""
+        dist_type = str(found.arguments.get("dist_type", self.dist_type(name)))
+        return found.owned(
+            lambda keys: dynamicemb_files.owner(keys, ranks.size, dist_type) == ranks.rank
+        )
+
+    @property
+    def reads_own_files(self) -> bool:
+        """Whether as many ranks as dumped read their own files, as DynamicEmb's do."""
+        return True
+
+    def flush(self) -> None:
+        """Have every update in the memory that it belongs to, as it always is without tiers."""
+        for kernel in {id(k): k for k, _ in map(self.kernel_of, self.table_names)}.values():
+            kernel.flush()
+
+    def export_keys_values(
+        self, table_name: str, device: torch.device | str, batch_size: int = 65536
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys of this rank and their rows, float32 `[N, D]`, on `device`.
+
+        `batch_size` rows are copied at a time; keys are in a fixed order.
+        """
+        self._check_name(table_name)
+        kernel, index = self.kernel_of(table_name)
+        entries = export_dynamicemb(kernel, index, {}, leave_out=["states"]).entries
+        rows = entries.rows["weight"]
+        parts = [
+            rows[part].to(device, torch.float32)
+            for part in torch.arange(len(entries)).split(batch_size)
+        ]
+        none = torch.empty(0, kernel.tables[index].dim, device=device)
+        return entries.keys.to(device), torch.cat([none, *parts])
+
+    def fill_tables(self, load_factor: float = 0.95, seed: int = 0) -> None:
+        """Insert random keys until each table of this rank has `load_factor` of max_capacity.
+
+        Rows have their initial values. Each 65536 keys are one forward in training mode, without an
+        update; a table that cannot take more keys is left as it is.
+
+        Raises:
+            ValueError: a load factor outside of (0, 1].
+        """
+        if not 0.0 < load_factor <= 1.0:
+            raise ValueError(f"load_factor must be in (0, 1], got {load_factor}")
+        for number, name in enumerate(self.table_names):
+            kernel, index = self.kernel_of(name)
+            capacity = self.options_of(name).max_capacity
+            assert capacity is not None
+            generator = torch.Generator().manual_seed(seed + number)
+            fill(kernel, index, int(capacity * load_factor), generator, self.owns)
+
+    def owns(self, keys: Tensor) -> Tensor:
+        """Return which keys this rank may have, bool."""
+        return torch.ones_like(keys, dtype=torch.bool)
+
+    def dump(
+        self,
+        save_dir: str,
+        optim: bool = False,
+        counter: bool = False,
+        table_names: Sequence[str] | None = None,
+        pg: Any = None,
+    ) -> None:
+        """Write tables to a directory, as `DynamicEmbDump` does for each module of a model."""
+        from emblib.compat.dynamicemb_dump import dump_module
+
+        dump_module(save_dir, self, table_names, optim=optim, counter=counter, pg=pg)
+
+    def load(
+        self,
+        save_dir: str,
+        optim: bool = False,
+        counter: bool = False,
+        table_names: Sequence[str] | None = None,
+        pg: Any = None,
+    ) -> None:
+        """Read what `dump` wrote, as `DynamicEmbLoad` does."""
+        from emblib.compat.dynamicemb_dump import load_module
+
+        load_module(save_dir, self, table_names, optim=optim, counter=counter, pg=pg)
+
+    def set_score(self, named_score: Mapping[str, int]) -> None:
+        """Scores of CUSTOMIZED tables by name, from the next batch on.
+
+        Raises:
+            ValueError: 0, which DynamicEmb reserves; no such table; not a CUSTOMIZED one.
+        """
+        before: dict[str, int] = self.get_score()
+        scores: dict[int, tuple[DynamicEmbeddingBags, dict[int, int]]] = {}
+        for name, score in named_score.items():
+            self._check_name(name)
+            if score == 0:
+                raise ValueError("a score must not be 0, which DynamicEmb reserves")
+            kernel, index = self.kernel_of(name)
+            scores.setdefault(id(kernel), (kernel, {}))[1][index] = score
+        for kernel, of_kernel in scores.values():
+            kernel.set_eviction_score(of_kernel)
+        for name, score in named_score.items():
+            if name in before and score < before[name] and warns_of_lower_scores():
+                warnings.warn(
+                    f"the score of table {name!r} is less than before: {score} < {before[name]}",
+                    stacklevel=2,
+                )
+
+    def get_score(self) -> dict[str, int]:
+        """Return the next batch's score by table; none for CUSTOMIZED tables without a score."""
+        scores = {}
+        for name in self.table_names:
+            kernel, index = self.kernel_of(name)
+            score = kernel.eviction_score(index)
+            strategy = self.options_of(name).score_strategy
+            if strategy is DynamicEmbScoreStrategy.LFU:
+                score = 1
+            elif score is None and strategy is not DynamicEmbScoreStrategy.CUSTOMIZED:
+                score = kernel.num_training_steps + 1
+            if score is not None:
+                scores[name] = score
+        return scores
+
+    def opt_args(self, table: str) -> dict[str, Any]:
+        """Return what DynamicEmb saves with a table, as it is now; synchronises with the device."""
+        options = self.options_of(table)
+        saved = opt_args(*self.kernel_of(table), options)
+        if options.score_strategy is DynamicEmbScoreStrategy.STEP:
+            saved["step_score"] = self.get_score()[table]
+        return saved
+
+    def check_opt_args(
+        self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
+    ) -> Saved:
+        """Check what was saved with a table, for `take_opt_args`; change nothing.
+
+        Args:
+            table: its name.
+            path: of the file, for errors.
+            content: of the file.
+            with_optimizer: whether the numbers of the optimizer are wanted.
+
+        Raises:
+            DumpError: an entry is missing, of the wrong type or out of range.
+            ValueError: it was saved with another kind of table.
+        """
+        options, (kernel, index) = self.options_of(table), self.kernel_of(table)
+        check_kind(table, path, content, opt_args(kernel, index, options), with_optimizer)
+        counts_steps = options.score_strategy is DynamicEmbScoreStrategy.STEP
+        rule = kernel.optimizer if with_optimizer else None
+        return checked(path, content, rule, counts_steps=counts_steps)
+
+    def take_opt_args(self, table: str, saved: Saved) -> None:
+        """Go on from what `check_opt_args` returned."""
+        kernel, index = self.kernel_of(table)
+        if saved.step_score is not None:
+            kernel.set_eviction_step(index, saved.step_score)
+        if saved.hyper:
+            kernel.set_hyperparameters(**saved.hyper)
+        if saved.step is not None:
+            kernel.set_step(saved.step)
+
+    def incremental_dump(
+        self, named_thresholds: Mapping[str, int], pg: Any = None
+    ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
+        """Keys and rows with a score of at least the threshold, and the scores of the next batch.
+
+        Keys are sorted, rows are `[N, D]`; both are on the CPU. They are those of all ranks of
+        `pg`, which all call this; None is all processes.
+        """
+        ranks = RankGroup.from_value(pg)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, threshold in named_thresholds.items():
+            self._check_name(name)
+            local_rows = self._rows_since(name, threshold)
+            every = ranks.gather_objects(local_rows)
+            keys, rows = (torch.cat(parts) for parts in zip(*every, strict=True))
+            order = keys.argsort()
+            found[name] = (keys[order], rows[order])
+        scores = self.get_score()
+        return found, {name: scores[name] for name in named_thresholds if name in scores}
+
+    def _rows_since(self, name: str, threshold: int) -> tuple[Tensor, Tensor]:
+        found = table_entries(*self.kernel_of(name))
+        is_timed = is_compound(self.options_of(name).score_strategy)
+        scores = found.stamps if found.scores is None or is_timed else found.scores
+        chosen = (scores >= threshold).nonzero().view(-1)
+        return found.keys[chosen], found.rows["weight"][chosen].cpu()
+
+    def uses_first(self, table: str) -> bool:
+        """Whether files have the uses of a key before the time, as (LFU, TIMESTAMP) says."""
+        strategy = self.options_of(table).score_strategy
+        return isinstance(strategy, tuple) and strategy[0] is DynamicEmbScoreStrategy.LFU
+
+    def dist_type(self, table: str) -> str:
+        """How ids are routed to ranks."""
+        return self.options_of(table).dist_type
+
+
+def is_compound(strategy: Any) -> bool:
+    """Whether a strategy is that of time and uses."""
+    return isinstance(strategy, tuple) and frozenset(strategy) == COMPOUND
+
+
+def agree(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
+    """Raise on every rank what went wrong on any, and the outcome; all ranks call this."""
+    messages = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"rank {rank} failed, {outcome}: {message}")
+
+
+def fill(
+    kernel: DynamicEmbeddingBags,
+    index: int,
+    size: int,
+    generator: torch.Generator,
+    owns: Callable[[Tensor], Tensor],
+) -> None:
+    """Insert random keys into a table until it has `size`, by training forwards without update."""
+    feature = kernel.feature_tables.index(index)
+    spec, before = kernel.tables[index], kernel.training
+    kernel.train()
+    try:
+        while (missing := size - kernel.size(index)) > 0:
+            keys = torch.randint(2**62, (min(2 * missing + 64, 1 << 18),), generator=generator)
+            keys = keys[owns(keys)][: min(missing, BATCH_SIZE_PER_DUMP)]
+            offsets = torch.zeros(len(kernel.feature_tables) + 1, dtype=torch.int64)
+            offsets[feature + 1 :] = keys.numel()
+            uses = 1 if spec.admission is None else spec.admission.threshold
+            counts = torch.full_like(keys, uses)
+            here, device = kernel.size(index), kernel.weights.device
+            with torch.enable_grad():
+                kernel(keys.to(device), offsets.to(device), counts=counts.to(device))
+            if kernel.size(index) <= here:
+                return
+    finally:
+        kernel.train(before)

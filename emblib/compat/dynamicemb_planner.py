@@ -1,0 +1,398 @@
+"""DynamicEmb's planner: constraints, capacities and bytes of dynamic tables, and whole plans.
+
+Tables with `use_dynamicemb` are row-wise over all ranks. The plan of all tables is that of
+TorchRec's planner (`emblib.compat.torchrec`), which counts the memory of dynamic tables as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from emblib import optim
+from emblib.compat import dynamicemb_arguments
+from emblib.compat.dynamicemb_sharders import DynamicEmbParameterSharding, dynamic_config
+from emblib.compat.dynamicemb_tables import bytes_per_row
+from emblib.compat.dynamicemb_types import (
+    BUCKET_ALIGNMENT,
+    MAX_BUCKET_CAPACITY,
+    DynamicEmbInitializerArgs,
+    DynamicEmbInitializerMode,
+    DynamicEmbTableOptions,
+)
+from emblib.compat.fbgemm_types import EmbOptimType, as_member
+from emblib.compat.torchrec_planner import (
+    EmbeddingShardingPlanner,
+    HeuristicalStorageReservation,
+    ParameterConstraints,
+    Topology,
+    plan_with_report,
+)
+from emblib.compat.torchrec_sharding import ShardingPlan, ShardingType
+from emblib.compat.torchrec_types import data_type_to_dtype
+from emblib.sharding import RankGroup, planner
+from emblib.sharding.shard import collections_of
+
+DEFAULT_BUCKET_CAPACITY = 128
+
+
+# Capacities and bytes
+
+
+def align_to_table_size(n: int, alignment: int = BUCKET_ALIGNMENT) -> int:
+    """Return `n` rounded up to a multiple of `alignment`, at least one of them."""
+    return max(-(-int(n) // alignment), 1) * alignment
+
+
+def get_sharded_table_capacity(
+    embedding_config: Any, world_size: int, bucket_capacity: int = DEFAULT_BUCKET_CAPACITY
+) -> int:
+    """Return the rows of a table per rank: its share of `num_embeddings` in whole buckets.
+
+    Raises:
+        ValueError: no ranks, or a bucket that is not a multiple of BUCKET_ALIGNMENT.
+    """
+    if world_size <= 0:
+        raise ValueError(f"world_size must be positive, got {world_size}")
+    rows = math.ceil(int(embedding_config.num_embeddings) / world_size)
+    if bucket_capacity == MAX_BUCKET_CAPACITY:
+        return align_to_table_size(rows)
+    if bucket_capacity <= 0 or bucket_capacity % BUCKET_ALIGNMENT:
+        raise ValueError(
+            f"bucket_capacity must be a multiple of {BUCKET_ALIGNMENT}, got {bucket_capacity}"
+        )
+    return align_to_table_size(rows, bucket_capacity)
+
+
+def _rule_of(optimizer_type: Any) -> optim.Optimizer:
+    return dynamicemb_arguments.default_optimizer(as_member(EmbOptimType, optimizer_type))
+
+
+def get_table_value_bytes(
+    embedding_config: Any,
+    optimizer_type: Any,
+    world_size: int,
+    bucket_capacity: int = DEFAULT_BUCKET_CAPACITY,
+) -> int:
+    """Return the bytes of rows and optimizer states of a table over all ranks.
+
+    States are float32 here, whatever the dtype of the rows (there: of the dtype of the rows).
+    """
+    rows = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
+    dtype = data_type_to_dtype(embedding_config.data_type)
+    rule = _rule_of(optimizer_type)
+    return rows * bytes_per_row(dtype, embedding_config.embedding_dim, rule)
+
+
+def get_constraint_capacity(
+    memory_bytes: int,
+    dtype: torch.dtype,
+    dim: int,
+    optimizer_type: Any,
+    bucket_capacity: int = DEFAULT_BUCKET_CAPACITY,
+) -> int:
+    """Return the rows in whole buckets that fit into memory; at least one, with a warning."""
+    row_bytes = bytes_per_row(dtype, dim, _rule_of(optimizer_type))
+    buckets = int(memory_bytes) // (row_bytes * bucket_capacity)
+    if not buckets:
+        warnings.warn(
+            f"{memory_bytes} bytes are less than the {row_bytes * bucket_capacity} bytes of a "
+            "bucket, and are rounded up to one bucket",
+            stacklevel=3,
+        )
+    return max(buckets, 1) * bucket_capacity
+
+
+def complete_initializer_args(
+    initializer_args: DynamicEmbInitializerArgs, *, embedding_config: Any = None
+) -> DynamicEmbInitializerArgs:
+    """Fill in uniform bounds: +-sqrt(1 / num_embeddings), or 0 and 1 without a configuration."""
+    if initializer_args.mode is not DynamicEmbInitializerMode.UNIFORM:
+        return initializer_args
+    low, high = 0.0, 1.0
+    if embedding_config is not None:
+        high = math.sqrt(1.0 / float(embedding_config.num_embeddings))
+        low = -high
+    lower, upper = initializer_args.lower, initializer_args.upper
+    return dataclasses.replace(
+        initializer_args,
+        lower=low if lower is None else lower,
+        upper=high if upper is None else upper,
+    )
+
+
+# Constraints, enumerator, planner
+
+
+@dataclass
+class DynamicEmbParameterConstraints(ParameterConstraints):
+    """Constraints of the planner for a table; with `use_dynamicemb` it is dynamic.
+
+    For a dynamic table `enforce_hbm` and `bounds_check_mode` have no effect: its options say which
+    rows are in memory of the device, and every id is valid.
+    """
+
+    use_dynamicemb: bool | None = False
+    dynamicemb_options: DynamicEmbTableOptions | None = field(
+        default_factory=DynamicEmbTableOptions
+    )
+
+    def __post_init__(self) -> None:
+        if not self.use_dynamicemb:
+            super().__post_init__()
+            return
+        if self.dynamicemb_options is None:
+            raise ValueError("a table with use_dynamicemb needs dynamicemb_options")
+        types = [ShardingType(t) for t in self.sharding_types or [ShardingType.ROW_WISE.value]]
+        if types != [ShardingType.ROW_WISE]:
+            raise ValueError(
+                f"dynamic tables are row-wise over all ranks, got {[t.value for t in types]}: "
+                "leave sharding_types out"
+            )
+        self.enforce_hbm = self.bounds_check_mode = None
+        super().__post_init__()
+        self.sharding_types = [ShardingType.ROW_WISE.value]
+
+
+class DynamicEmbeddingEnumerator:
+    """The arguments of DynamicEmb's enumerator; emblib's planner enumerates itself.
+
+    Raises:
+        ValueError: further arguments, which would have no effect.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int | None = None,
+        constraints: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        if given := sorted(name for name, value in others.items() if value is not None):
+            raise ValueError(
+                f"{', '.join(given)} must be left out: emblib's planner has one enumeration and "
+                "one measured cost model"
+            )
+        self.topology, self.batch_size = topology, batch_size
+        self.constraints = dict(constraints or {})
+
+    def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[Any]:
+        """Raise NotImplementedError: the options of a plan are not objects here."""
+        raise NotImplementedError(
+            "emblib's planner enumerates and searches in one: call collective_plan of the planner, "
+            "and print(plan) shows what it chose and what each table costs"
+        )
+
+
+class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
+    """Planner of models with dynamic tables, with DynamicEmb's arguments.
+
+    Planning fills in the options of dynamic tables as there: `dim`, `max_capacity` (per rank),
+    `init_capacity`, `local_hbm_for_values` and bounds of the initializer. An `enumerator` must have
+    the constraints of the planner; `eb_configs` are compared with the tables of the model.
+
+    Raises:
+        ValueError: constraints and configurations with other names, a name that occurs twice, or
+            parts of a planner that emblib's does not have.
+    """
+
+    def __init__(
+        self,
+        eb_configs: Sequence[Any] | None = None,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: DynamicEmbeddingEnumerator | None = None,
+        storage_reservation: Any = None,
+        proposer: None = None,
+        partitioner: None = None,
+        performance_model: None = None,
+        stats: Any = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        **others: Any,
+    ) -> None:
+        self._given = dict(constraints or {})
+        self._names = None
+        if eb_configs is not None:
+            self._names = [config.name for config in eb_configs]
+            self._check_names(self._names)
+        if enumerator is not None and enumerator.constraints not in ({}, self._given):
+            raise ValueError("enumerator and planner must have the same constraints")
+        super().__init__(
+            topology=topology,
+            batch_size=batch_size,
+            storage_reservation=storage_reservation,
+            proposer=proposer,
+            partitioner=partitioner,
+            performance_model=performance_model,
+            stats=stats,
+            constraints=constraints,
+            debug=debug,
+            **others,
+        )
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        if len(set(names)) != len(names):
+            raise ValueError(f"names of tables must be unique, got {list(names)}")
+        if set(names) != set(self._given):
+            raise ValueError(
+                "every table needs a constraint, and every constraint a table: without a "
+                f"constraint are {sorted(set(names) - set(self._given))}, without a table "
+                f"{sorted(set(self._given) - set(names))}"
+            )
+
+    def _dynamic(self) -> dict[str, DynamicEmbTableOptions]:
+        found = {}
+        for name, given in self._given.items():
+            options = getattr(given, "dynamicemb_options", None)
+            if getattr(given, "use_dynamicemb", False) and options is not None:
+                found[name] = options
+        return found
+
+    def collective_plan(
+        self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
+    ) -> ShardingPlan:
+        """Plan on rank 0, and return its plan on all ranks, with the options of each rank."""
+        plan = super().collective_plan(module, sharders, pg)
+        world_size = RankGroup.from_value(pg).size
+        return self._with_options(module, plan, world_size)
+
+    def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
+        """Plan on this rank."""
+        return self._with_options(module, super().plan(module, sharders), RankGroup().size)
+
+    def _with_options(self, module: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
+        """Return a plan whose dynamic tables have their completed options."""
+        dynamic = self._dynamic()
+        for config in _configs_in(module):
+            if config.name in dynamic:
+                _complete(dynamic[config.name], config, world_size)
+        for tables in plan.plan.values():
+            for name in tables.keys() & dynamic.keys():
+                table, options = tables[name], dynamic[name]
+                tables[name] = DynamicEmbParameterSharding(
+                    ShardingType.ROW_WISE.value,
+                    ranks=table.ranks,
+                    sharding_spec=table.sharding_spec,
+                    dist_type=options.dist_type,
+                    dynamicemb_options=options,
+                )
+        return plan
+
+    def _plan_natively(
+        self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
+    ) -> ShardingPlan:
+        """Plan with hash storage for dynamic tables, so that their memory counts."""
+        names = [config.name for config in _configs_in(module)]
+        if self._names is not None and sorted(self._names) != sorted(names):
+            raise ValueError(f"eb_configs must be those of the model, {names}, got {self._names}")
+        dynamic, world_size = self._dynamic(), native.topology.world_size
+
+        def as_planned(work: planner.TableWorkload) -> planner.TableWorkload:
+            options = dynamic.get(work.config.name)
+            if options is None:
+                return work
+            options = dataclasses.replace(options)
+            _complete(options, work.config, world_size)
+            sharding = DynamicEmbParameterSharding(
+                ShardingType.ROW_WISE.value,
+                ranks=list(range(world_size)),
+                dynamicemb_options=options,
+            )
+            rule = work.optimizer or optim.SGD(0.0)
+            config = dynamic_config(work.config, sharding, rule, device=native.topology.device)
+            return dataclasses.replace(work, config=config)
+
+        return plan_with_report(native, module, sharders, as_planned)
+
+
+def _configs_in(module: nn.Module) -> list[Any]:
+    found: Any = collections_of(module).values()
+    return [config for collection in found for config in collection.configs]
+
+
+def _complete(options: DynamicEmbTableOptions, config: Any, world_size: int) -> None:
+    """Fill in what a planner knows of a table, as DynamicEmb's does; twice changes nothing."""
+    bucket = options.bucket_capacity
+    options.dim = config.embedding_dim
+    options.max_capacity = get_sharded_table_capacity(config, world_size, bucket)
+    options.initializer_args = complete_initializer_args(
+        options.initializer_args, embedding_config=config
+    )
+    if options.init_capacity is None:
+        options.init_capacity = options.max_capacity
+    else:
+        alignment = BUCKET_ALIGNMENT if bucket == MAX_BUCKET_CAPACITY else bucket
+        start = align_to_table_size(options.init_capacity, alignment)
+        options.init_capacity = min(start, options.max_capacity)
+    options.local_hbm_for_values = math.ceil(options.global_hbm_for_values / world_size)
+
+
+def get_planner(
+    eb_configs: Sequence[Any],
+    data_parallel_embedding_table_names: set[str],
+    dynamicemb_options_dict: Mapping[str, DynamicEmbTableOptions],
+    device: torch.device,
+    pipeline_type: str = "none",
+    ddr_cap: int | None = None,
+    intra_host_bw: float | None = None,
+    inter_host_bw: float | None = None,
+    pg: Any = None,
+) -> DynamicEmbeddingShardingPlanner:
+    """Return a planner for tables that are replicated, dynamic, or row-wise otherwise.
+
+    Args:
+        eb_configs: of all tables.
+        data_parallel_embedding_table_names: the tables that every rank has.
+        dynamicemb_options_dict: the options of dynamic tables.
+        device: of the ranks.
+        pipeline_type: "none" or "native"; "prefetch" lets other tables be in host memory behind a
+            cache.
+        ddr_cap: bytes of host memory per rank; None is what the machine has.
+        intra_host_bw: bytes per second between ranks of a host; None is measured.
+        inter_host_bw: bytes per second between hosts; None is measured.
+        pg: the ranks; None is all processes.
+
+    Raises:
+        ValueError: another pipeline_type.
+    """
+    kernels = {"none": None, "native": None, "prefetch": ["fused_uvm_caching"]}
+    if pipeline_type not in kernels:
+        raise ValueError(f"pipeline_type must be one of {sorted(kernels)}, got {pipeline_type!r}")
+    constraints: dict[str, ParameterConstraints] = {}
+    for config in eb_configs:
+        if config.name in data_parallel_embedding_table_names:
+            made = DynamicEmbParameterConstraints(sharding_types=[ShardingType.DATA_PARALLEL.value])
+        elif config.name in dynamicemb_options_dict:
+            made = DynamicEmbParameterConstraints(
+                use_dynamicemb=True, dynamicemb_options=dynamicemb_options_dict[config.name]
+            )
+        else:
+            made = DynamicEmbParameterConstraints(
+                sharding_types=[ShardingType.ROW_WISE.value],
+                compute_kernels=kernels[pipeline_type],
+            )
+        constraints[config.name] = made
+    ranks = RankGroup.from_value(pg)
+    topology = Topology(
+        world_size=ranks.size,
+        local_world_size=ranks.local_size,
+        compute_device=torch.device(device).type,
+        ddr_cap=ddr_cap,
+        intra_host_bw=intra_host_bw,
+        inter_host_bw=inter_host_bw,
+    )
+    return DynamicEmbeddingShardingPlanner(
+        eb_configs=eb_configs,
+        topology=topology,
+        constraints=constraints,
+        enumerator=DynamicEmbeddingEnumerator(topology=topology, constraints=constraints),
+        storage_reservation=HeuristicalStorageReservation(percentage=0.05),
+    )

@@ -1,0 +1,385 @@
+"""DynamicEmb's sharders: collections whose planned tables become hash tables, and their functions.
+
+There a plan makes a table dynamic when its collection is sharded. Here `prepare` gives the
+configuration of such a table hash storage, before the collection is sharded as any other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib import BackingStore, DynamicEmbeddingBags, HostRows, optim
+from emblib import collections as emblib_collections
+from emblib.checkpoints import owner
+from emblib.compat import dynamicemb_arguments
+from emblib.compat.dynamicemb_functions import DynamicEmbTables, is_compound
+from emblib.compat.dynamicemb_tables import split
+from emblib.compat.dynamicemb_types import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from emblib.compat.fbgemm_types import SparseType
+from emblib.compat.torchrec_sharders import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollectionSharder,
+    ranks_of,
+)
+from emblib.compat.torchrec_sharding import ParameterSharding, ShardingEnv
+from emblib.dynamic.saving import dynamicemb_files
+from emblib.dynamic.saving.dynamicemb import export_dynamicemb
+from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable
+from emblib.dynamic.saving.entries import Entries, concatenate
+from emblib.optim import Optimizer
+from emblib.sharding import RankGroup, fingerprint
+from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.checkpoints.sharded_table import KeyedRows
+from emblib.storage import Hash
+
+DYNAMICEMB_KERNEL = "DynamicEmb"
+"""The customized_compute_kernel of a table that is dynamic."""
+
+
+@dataclass
+class DynamicEmbParameterSharding(ParameterSharding):
+    """Sharding of a dynamic table: row-wise over all ranks, by keys.
+
+    `dynamicemb_options` are those of the table, with `dim` and `max_capacity`, the rows per rank.
+    """
+
+    compute_kernel: str = "customized_kernel"
+    customized_compute_kernel: str | None = DYNAMICEMB_KERNEL
+    dist_type: str = "roundrobin"
+    dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
+
+    def to_emblib(self) -> Any:
+        """Convert to emblib's class: the kernel is what `prepare` made of the table."""
+        names = [f.name for f in fields(ParameterSharding) if f.name != "compute_kernel"]
+        return ParameterSharding(**{name: getattr(self, name) for name in names}).to_emblib()
+
+
+@dataclass(frozen=True)
+class DynamicEmbHash(Hash):
+    """Hash storage of a table that a plan of DynamicEmb made dynamic, with its options."""
+
+    options: DynamicEmbTableOptions | None = field(default=None, compare=False, repr=False)
+
+
+def hash_storage(
+    options: DynamicEmbTableOptions,
+    name: str,
+    rule: Optimizer,
+    world_size: int,
+    *,
+    initial_state: float = 0.0,
+    device: torch.device | str = "cpu",
+) -> tuple[int, DynamicEmbHash]:
+    """Return the rows of the fast tier over all ranks, and the storage of a table.
+
+    Args:
+        options: with `dim` and `max_capacity`; memory is per rank.
+        name: of the table.
+        rule: the optimizer, whose states take memory.
+        world_size: the number of ranks.
+        initial_state: of the optimizer states of a new row.
+        device: of the tables.
+
+    Raises:
+        NotImplementedError: options that emblib does not have, see `docs/dynamicemb.md`.
+    """
+    if not options.training:
+        raise NotImplementedError(
+            f"table {name!r} has training=False, which keeps no optimizer state: in a sharded "
+            "collection leave it out and call eval(), or use BatchedDynamicEmbeddingTablesV2"
+        )
+    spec = dynamicemb_arguments.spec(options, name, initial_state)
+    (fast,), tiers = split([options], [spec], rule, torch.device(device))
+    backing = None
+    if tiers is not None:
+        store: Any = tiers.store
+        (behind,) = store.capacity
+        backing = BackingStore(HostRows(behind * world_size, store.eviction), tiers.mode)
+    names = {f.name for f in fields(Hash)} & {f.name for f in fields(fast)}
+    storage = DynamicEmbHash(
+        **{choice: getattr(fast, choice) for choice in names}, backing=backing, options=options
+    )
+    return fast.rows * world_size, storage
+
+
+def dynamic_config(
+    config: Any, sharding: DynamicEmbParameterSharding, rule: Optimizer, **more: Any
+) -> Any:
+    """Return the configuration of a table as a hash table, of the capacity of the plan."""
+    world_size = len(sharding.ranks or ())
+    rows, storage = hash_storage(
+        sharding.dynamicemb_options, config.name, config.optimizer or rule, world_size, **more
+    )
+    weights = sharding.dynamicemb_options.embedding_dtype or config.data_type
+    native = (
+        emblib_collections.EmbeddingBagConfig
+        if isinstance(config, emblib_collections.EmbeddingBagConfig)
+        else emblib_collections.EmbeddingConfig
+    )
+    values = {f.name: getattr(config, f.name) for f in fields(native)}
+    bounds = {"weight_init_min": None, "weight_init_max": None, "init_fn": None}
+    changed = {"num_embeddings": rows, "storage": storage, "data_type": weights, **bounds}
+    return native(**{**values, **changed})
+
+
+class _DynamicSharder:
+    """What both sharders add to TorchRec's: dynamic tables, and fused_params that they take."""
+
+    optimizer: Optimizer | None
+    module_type: Any
+    initial_state: float
+    options: dict[str, Any]
+
+    def prepare(self, module: nn.Module, plan: Any) -> nn.Module:
+        """Replace the collections whose plan has dynamic tables, in a model; return the model.
+
+        Raises:
+            ValueError: a collection that is not on the meta device, whose rows would be lost.
+        """
+        for path, tables in plan.plan.items():
+            dynamic = [t for t in tables.values() if isinstance(t, DynamicEmbParameterSharding)]
+            collection = module.get_submodule(path)
+            if not dynamic or not isinstance(collection, self.module_type):
+                continue
+            made = self.dynamic_collection(collection, tables)
+            if not path:
+                return made
+            for parent in list(module.modules()):
+                for name, child in list(parent.named_children()):
+                    if child is collection:
+                        setattr(parent, name, made)
+        return module
+
+    def dynamic_collection(self, collection: Any, tables: Mapping[str, Any]) -> nn.Module:
+        """Return the collection with hash storage for its dynamic tables, on the meta device."""
+        if collection.device.type != "meta":
+            raise ValueError(
+                "a collection with dynamic tables has no rows before it is sharded: make it with "
+                "device=torch.device('meta')"
+            )
+        self._keep_repeats_that_count(tables)
+        rule = self.optimizer or collection.optimizer or optim.SGD(0.0)
+        configs = [
+            dynamic_config(config, tables[config.name], rule, initial_state=self.initial_state)
+            if isinstance(tables.get(config.name), DynamicEmbParameterSharding)
+            else config
+            for config in collection.configs
+        ]
+        options: dict[str, Any] = {"device": "meta", "optimizer": collection.optimizer}
+        if isinstance(collection, emblib_collections.EmbeddingBagCollection):
+            options["is_weighted"] = collection.is_weighted()
+            return emblib_collections.EmbeddingBagCollection(configs, **options)
+        options["need_indices"] = collection.need_indices()
+        return emblib_collections.EmbeddingCollection(configs, **options)
+
+    def _keep_repeats_that_count(self, tables: Mapping[str, Any]) -> None:
+        """Send every id where uses are counted: a repeated one would count once per rank."""
+        counting = sorted(
+            name
+            for name, table in tables.items()
+            if isinstance(table, DynamicEmbParameterSharding)
+            and _counts_uses(table.dynamicemb_options)
+        )
+        if counting and self.options.get("use_index_dedup"):
+            self.options["use_index_dedup"] = False
+            warnings.warn(
+                f"use_index_dedup has no effect here: tables {counting} count how often a key is "
+                "used (LFU or admission), so every id is sent",
+                stacklevel=3,
+            )
+
+    def shard(
+        self,
+        module: nn.Module,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | str | None = None,
+        module_fqn: str | None = None,
+    ) -> nn.Module:
+        """Return the sharded collection."""
+        parent: Any = super()
+        if any(isinstance(one, DynamicEmbParameterSharding) for one in params.values()):
+            ranks = ranks_of(env, device)
+            module = fingerprint.agree(ranks, lambda: self.dynamic_collection(module, params))
+        made: nn.Module = parent.shard(module, params, env, device, module_fqn)
+        self.finish(made)
+        return made
+
+    def finish(self, model: nn.Module) -> None:
+        """Let `torch.save` take state dicts of a sharded model, without rows of dynamic tables."""
+        for part in model.modules():
+            if dynamic_tables_in(part) is not None:
+                part.register_state_dict_post_hook(_leave_rows_to_dump)
+
+
+class RowsLeftToDump(KeyedRows):
+    """Rows of a dynamic table in a state dict, of which pickles have none.
+
+    In DynamicEmb, state dicts have one number in place of a table, whose rows `DynamicEmbDump` has.
+    `emblib.sharding.checkpoints.save` has all rows.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        warnings.warn(
+            "rows of dynamic tables are not in what torch.save writes, as in DynamicEmb: use "
+            "DynamicEmbDump for them, or emblib.sharding.checkpoints.save for the whole model",
+            stacklevel=2,
+        )
+        return torch.empty(0, *self.size()[1:], dtype=self.dtype).__reduce_ex__(protocol)
+
+
+def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    tables = dynamic_tables_in(module)
+    assert tables is not None
+    prefixes = tuple(f"{prefix}{module.handles_name}.{name}." for name in tables.table_names)
+    for key, value in state.items():
+        if key.startswith(prefixes) and isinstance(value, KeyedRows):
+            state[key] = RowsLeftToDump(
+                value.size(), value.shards, value.parts, value.ranks, value.dtype
+            )
+
+
+def _counts_uses(options: DynamicEmbTableOptions) -> bool:
+    strategy = options.score_strategy
+    is_frequency = strategy is DynamicEmbScoreStrategy.LFU or is_compound(strategy)
+    return is_frequency or options.admit_strategy is not None
+
+
+def _own_params(given: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:
+    """Return fused_params without those of dynamic tables, and the initial state.
+
+    Raises:
+        ValueError: an output dtype other than float32.
+    """
+    params = dict(given or {})
+    output = params.pop("output_dtype", None)
+    if output not in (None, SparseType.FP32, torch.float32):
+        raise ValueError(f"output_dtype must be FP32, got {output}: lookups return float32")
+    return params, float(params.pop("initial_accumulator_value", 0.0))
+
+
+class DynamicEmbeddingCollectionSharder(_DynamicSharder, EmbeddingCollectionSharder):
+    """Sharder of embedding collections with dynamic tables, with TorchRec's arguments."""
+
+    def __init__(
+        self,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
+        use_index_dedup: bool = False,
+    ) -> None:
+        params, self.initial_state = _own_params(fused_params)
+        super().__init__(params, qcomm_codecs_registry, use_index_dedup)
+
+
+class DynamicEmbeddingBagCollectionSharder(_DynamicSharder, EmbeddingBagCollectionSharder):
+    """Sharder of embedding bag collections with dynamic tables, with TorchRec's arguments."""
+
+    def __init__(
+        self, fused_params: Mapping[str, Any] | None = None, qcomm_codecs_registry: Any = None
+    ) -> None:
+        params, self.initial_state = _own_params(fused_params)
+        super().__init__(params, qcomm_codecs_registry)
+
+
+# Functions of sharded tables
+
+
+class ShardedCollectionTables(DynamicEmbTables):
+    """The dynamic tables of a sharded collection; keys are on the rank that emblib's hash gives.
+
+    Dumps have each key in the file of the rank that `dist_type` gives, as DynamicEmb's loader
+    expects; for that, rows of a table travel to all ranks, one file at a time.
+    """
+
+    def __init__(self, collection: Any) -> None:
+        self._ranks: RankGroup = collection.ranks
+        self._options = {
+            config.name: config.storage.options
+            for config in collection.configs
+            if isinstance(config.storage, DynamicEmbHash)
+        }
+        tables = collection.tables
+        self._shards = {name: tables[name].shards for name in self._options}
+
+    @property
+    def table_names(self) -> list[str]:
+        """The names of the tables."""
+        return list(self._options)
+
+    @property
+    def reads_own_files(self) -> bool:
+        """Whether as many ranks as dumped read their own files; no, as the routing differs."""
+        return False
+
+    def kernel_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
+        """Return the module that has this rank's shard of a table, and its number there."""
+        (shard,) = self._shards[name].values()
+        return shard.kernel, shard.index
+
+    def options_of(self, name: str) -> DynamicEmbTableOptions:
+        """Return the options of a table, with what was left out."""
+        options = self._options[name]
+        assert options is not None
+        return options
+
+    def owns(self, keys: Tensor) -> Tensor:
+        """Return which keys this rank has, bool."""
+        return owner(keys, self._ranks.size) == self._ranks.rank
+
+    def owned(self, name: str, ranks: RankGroup, found: DynamicEmbTable) -> DynamicEmbTable:
+        """Return the entries of a dump whose keys this rank has."""
+        return found.owned(self.owns)
+
+    def saved_entries(
+        self, name: str, ranks: RankGroup, leave_out: Sequence[str]
+    ) -> DynamicEmbTable:
+        """Return what this rank writes of a table: the keys that `dist_type` gives it."""
+        kernel, index = self.kernel_of(name)
+        found = fingerprint.agree(
+            ranks, lambda: export_dynamicemb(kernel, index, {}, leave_out=leave_out)
+        )
+        if ranks.size == 1:
+            return found
+        dist_type = self.dist_type(name)
+        if dist_type == "continuous":  # which here says nothing about where a key is
+            dist_type = "roundrobin"
+        own: list[DynamicEmbTable] = []
+        for rank in range(ranks.size):
+            part = found.owned(partial(_goes_to, rank, ranks.size, dist_type))
+            parts = ranks.gather_objects(replace(part, entries=_copied(part.entries)))
+            if rank == ranks.rank:
+                own = parts
+        counts = [part.counts for part in own if part.counts is not None]
+        joined = [torch.cat(parts) for parts in zip(*counts, strict=True)]
+        return DynamicEmbTable(
+            concatenate([part.entries for part in own]),
+            found.arguments,
+            (joined[0], joined[1]) if joined else None,
+        )
+
+
+def _goes_to(rank: int, world_size: int, dist_type: str, keys: Tensor) -> Tensor:
+    return dynamicemb_files.owner(keys, world_size, dist_type) == rank
+
+
+def _copied(entries: Entries) -> Entries:
+    every = torch.arange(len(entries))
+    rows = {name: rows[every].cpu() for name, rows in entries.rows.items()}
+    return Entries(entries.keys, entries.stamps, entries.scores, rows)
+
+
+def dynamic_tables_in(module: nn.Module) -> ShardedCollectionTables | None:
+    """Return the dynamic tables of a sharded collection; None for any other module."""
+    if not isinstance(module, StateOfTables):
+        return None
+    collection: Any = module
+    if not any(isinstance(config.storage, DynamicEmbHash) for config in collection.configs):
+        return None
+    return ShardedCollectionTables(collection)

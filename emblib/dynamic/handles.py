@@ -1,0 +1,670 @@
+"""Handles: one object per dynamic table, for everything but lookups, wherever the table lives.
+
+`tables["user"]` of a `DynamicEmbeddingBags`, of a collection, of a sharded collection or of a model
+is a `DynamicTable`. It reaches the table through its shards: a table in one process has one, a
+sharded table one per block of keys, of which this rank has some. Methods of a sharded table are
+collectives over all its ranks and treat the table as a whole; `local` is the handle of the shards
+of this rank alone, without communication.
+"""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from emblib.dynamic import keys as routing
+from emblib.dynamic.eviction import assign_key_scores
+from emblib.dynamic.saving import checkpoint, table_dumps
+from emblib.dynamic.saving.dumps import Part, Report
+from emblib.dynamic.saving.entries import Changes, Entries, concatenate
+from emblib.dynamic.saving.loading import Loaded
+from emblib.dynamic.saving.table_dumps import ChangeSet
+from emblib.dynamic.tiers.store import TierStats
+from emblib.specs import DynamicSpec
+
+if TYPE_CHECKING:
+    from emblib.dynamic.module import DynamicEmbeddingBags
+
+T = TypeVar("T")
+
+
+class ShardLocation(Protocol):
+    """Where a shard is now: table `index` of the module `kernel`, which changes as it moves."""
+
+    @property
+    def kernel(self) -> Any:
+        """Return the module that looks the shard up."""
+
+    @property
+    def index(self) -> int:
+        """Return the number of the shard in its kernel."""
+
+
+class RankLinks(Protocol):
+    """The ranks of a sharded table (an `emblib.sharding.RankGroup`)."""
+
+    rank: int
+    size: int
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank."""
+
+
+class TableChanges(NamedTuple):
+    """The changes of a table since a training step.
+
+    Attributes:
+        since: the step from which on used entries and removed keys are here.
+        until: the step to pass as `since` the next time.
+        entries: keys used at `since` or later, with their rows.
+        removed: keys that left since then, evicted, expired or erased; int64.
+        changes: what `DynamicTable.apply_changes` takes.
+    """
+
+    since: int
+    until: int
+    entries: Entries
+    removed: Tensor
+    changes: ChangeSet
+
+
+@dataclass(frozen=True)
+class DynamicTable:
+    """A dynamic table as a whole, wherever its shards are.
+
+    If the table is sharded over several ranks, all ranks call a method together (except the setters
+    and properties, which do not communicate but must be used alike on all ranks), and an error
+    on one rank is raised on all. Keys are passed by each rank as it has them, also none; answers
+    are for the keys of this rank. What a method returns for the whole table is the same on all
+    ranks. `local` acts on the shards of this rank alone.
+
+    Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
+
+    Attributes:
+        name: of the table.
+        shards: the shards of this process, by number.
+        owners: the rank that has each shard.
+        ranks: the ranks that act together; None for this process alone.
+    """
+
+    name: str
+    shards: Mapping[int, ShardLocation]
+    owners: Sequence[int] = (0,)
+    ranks: RankLinks | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether methods are collectives over several ranks."""
+        return self.ranks is not None and self.ranks.size > 1
+
+    @property
+    def local(self) -> DynamicTable:
+        """Return a handle of the shards of this rank alone."""
+        return DynamicTable(self.name, self.shards, self.owners)
+
+    def __repr__(self) -> str:
+        over = f" over {self.ranks.size} ranks" if self.is_sharded and self.ranks else ""
+        return f"DynamicTable({self.name!r}, {len(self.owners)} shard(s){over})"
+
+    # Counts
+
+    def size(self) -> int:
+        """Return the number of keys, in all tiers."""
+        return sum(self._everywhere("size", lambda kernel, index: kernel.size(index)))
+
+    def capacity(self) -> int:
+        """Return the number of rows in use, as the table has grown, without a backing store."""
+        return sum(self._everywhere("capacity", lambda kernel, index: kernel.capacity(index)))
+
+    def stats(self) -> dict[str, int]:
+        """Return counts since the last reset, see `DynamicEmbeddingBags.stats`."""
+        return _added(self._everywhere("stats", lambda kernel, index: kernel.index.stats()[index]))
+
+    def tier_stats(self) -> TierStats | None:
+        """Return counts of both tiers since the last reset; None without a backing store."""
+
+        def of_shard(kernel: DynamicEmbeddingBags, index: int) -> dict[str, int] | None:
+            found = kernel.tier_stats()
+            return asdict(found[kernel.table_names[index]]) if found else None
+
+        found = [
+            counts for counts in self._everywhere("tier_stats", of_shard) if counts is not None
+        ]
+        return TierStats(**_added(found)) if found else None
+
+    def step(self) -> int:
+        """Return the number of training forwards of the table."""
+        return max(
+            self._everywhere("step", lambda kernel, index: kernel.num_training_steps), default=0
+        )
+
+    # Keys
+
+    def contains(self, keys: Tensor) -> Tensor:
+        """Return which keys are in the table, in any tier, bool `[n]` on the CPU."""
+        return self._ask("contains", keys, _contains, missing=False)
+
+    def erase(self, keys: Tensor) -> Tensor:
+        """Remove keys with their rows; return whether each was there, once per key, bool `[n]`."""
+
+        def of_shard(kernel: DynamicEmbeddingBags, index: int, asked: Tensor) -> Tensor:
+            return kernel.erase(index, asked).cpu()
+
+        return self._ask("erase", keys, of_shard, missing=False)
+
+    def key_status(self, keys: Tensor) -> Tensor:
+        """Return what became of keys in the last training forward: uint8 `[n]` of `KeyStatus`.
+
+        Keys that were not in that batch are `KeyStatus.ABSENT`.
+
+        Raises:
+            RuntimeError: there was no training forward, or its ids were overwritten since.
+        """
+
+        def of_shard(kernel: DynamicEmbeddingBags, index: int, asked: Tensor) -> Tensor:
+            return kernel.status_of(index, asked)
+
+        return self._ask("key_status", keys, of_shard, missing=int(routing.KeyStatus.ABSENT))
+
+    # Eviction
+
+    def set_score(self, score: int) -> None:
+        """Set the score that keys get from the next batch on, for `Eviction.CUSTOM`.
+
+        This does not communicate: call it with the same score on all ranks.
+        """
+        for kernel, index in self._kernels():
+            kernel.set_eviction_score({index: score})
+
+    def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
+        """Give keys scores of their own, for `Eviction.CUSTOM`; return which are there, bool `[n]`.
+
+        Right after the forward of a batch this is the same as scores per lookup, since keys of a
+        batch never evict each other: with a feature of ids and one of their scores, pass the values
+        of both. A key that occurs more than once, on any rank, gets the largest of its scores; the
+        next batch that uses it assigns that of `set_score` again.
+
+        Args:
+            keys: of this rank.
+            scores: int64 `[n]`, or one number for all.
+
+        Raises:
+            ValueError: eviction is not by assigned scores, or another number of scores than of
+                keys.
+        """
+        given = torch.as_tensor(scores, dtype=torch.int64).cpu()
+        if given.dim() and given.numel() != keys.numel():
+            raise ValueError(
+                f"scores must be one number, or one per key = {keys.numel()}, got {given.numel()}"
+            )
+
+        def of_shard(
+            kernel: DynamicEmbeddingBags, index: int, asked: Tensor, values: Tensor
+        ) -> Tensor:
+            return assign_key_scores(kernel, index, asked, values)
+
+        own = given.reshape(-1).expand(keys.numel()).contiguous()
+        return self._ask("set_key_scores", keys, of_shard, missing=False, values=own)
+
+    def set_step(self, step: int) -> None:
+        """Set the step that keys get from the next batch, for `Eviction.STEP`, on all ranks."""
+        for kernel, index in self._kernels():
+            kernel.set_eviction_step(index, step)
+
+    def score(self) -> int | None:
+        """Return the score of the next batch, None where eviction assigns none."""
+        scores = self._everywhere("score", lambda kernel, index: kernel.eviction_score(index))
+        return scores[0] if scores else None
+
+    def track_evictions(self, max_keys: int = 1 << 24) -> None:
+        """Record which keys leave from now on, at most `max_keys` per shard; on all ranks.
+
+        Tables of one kernel are tracked together.
+        """
+        for kernel, _ in self._kernels():
+            kernel.track_evictions(max_keys)
+
+    def evicted(self, since: int) -> Tensor:
+        """Return the keys that left at training step `since` or later, and were not inserted again.
+
+        Raises:
+            RuntimeError: `track_evictions` was not called.
+            ValueError: the record does not reach back to this step.
+        """
+
+        def of_shard(kernel: DynamicEmbeddingBags, index: int) -> Tensor:
+            return table_dumps.removed_since(kernel, index, since)
+
+        return _cat(self._everywhere("evicted", of_shard))
+
+    # Content
+
+    def entries(self, since: int | None = None) -> Entries:
+        """Return the entries, all or those used at training step `since` or later, as copies.
+
+        Of a sharded table every rank gets all entries; `local.entries()` are those of this rank,
+        and `save` writes a table of any size.
+        """
+        found = self._everywhere("entries", lambda kernel, index: _copied(kernel, index, since))
+        return _on_cpu(concatenate(found)) if found else _no_entries()
+
+    def set_entries(self, entries: Entries) -> Loaded:
+        """Replace the entries; every shard takes its own, so pass all of them on all ranks.
+
+        Raises:
+            ValueError: entries that do not fit; then nothing is changed.
+        """
+
+        def check(kernel: DynamicEmbeddingBags, index: int, number: int) -> None:
+            checkpoint.check_entries(kernel, index, self._owned(entries, number))
+
+        def write(kernel: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
+            loaded = checkpoint.set_table_entries(kernel, index, self._owned(entries, number))
+            checkpoint.restart_eviction_log(kernel)
+            return loaded
+
+        self._by_number("set_entries", check)
+        return _total(self._by_number("set_entries", write))
+
+    def changes_since(self, step: int) -> TableChanges:
+        """Return the entries used at training step `step` or later, and the keys that left.
+
+        Of a sharded table every rank gets all of them; `save(directory, since=step)` writes them
+        instead, each rank its own.
+
+        Raises:
+            RuntimeError: `track_evictions` was not called.
+            ValueError: the record of removed keys does not reach back to this step.
+        """
+
+        def of_shard(kernel: DynamicEmbeddingBags, index: int) -> ChangeSet:
+            found = table_dumps.changes_since(kernel, step, [index])
+            (changes,) = found.tables.values()
+            entries = _on_cpu(changes.upserts)
+            return found._replace(tables={self.name: Changes(entries, changes.removed)})
+
+        parts = self._everywhere("changes_since", of_shard)
+        if not parts:
+            raise RuntimeError(f"this rank has no shard of table {self.name!r}: ask all ranks")
+        changes = _joined(self.name, parts)
+        found = changes.tables[self.name]
+        return TableChanges(step, changes.until, found.upserts, found.removed, changes)
+
+    def apply_changes(self, changes: TableChanges) -> Loaded:
+        """Apply the changes of another table to this copy of it; pass them on all ranks.
+
+        Raises:
+            ValueError: this table has not reached the first step of the changes, or is past the
+                last, or the changes do not fit it.
+        """
+        (found,) = changes.changes.tables.values()
+
+        def owned(kernel: DynamicEmbeddingBags, index: int, number: int) -> ChangeSet:
+            removed = found.removed[self._owns(found.removed, number)]
+            of_shard = Changes(self._owned(found.upserts, number), removed)
+            return changes.changes._replace(tables={kernel.table_names[index]: of_shard})
+
+        def check(kernel: DynamicEmbeddingBags, index: int, number: int) -> None:
+            table_dumps.check_changes(kernel, owned(kernel, index, number))
+
+        def apply(kernel: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
+            (applied,) = table_dumps.apply_changes(kernel, owned(kernel, index, number)).values()
+            return applied
+
+        self._by_number("apply_changes", check)
+        return _total(self._by_number("apply_changes", apply))
+
+    def save(
+        self, directory: str | Path, *, since: int | None = None, report: Report | None = None
+    ) -> int:
+        """Save the table to a directory, or its changes since a training step.
+
+        Each rank writes the shards it has, 16 MiB at a time. The directory then holds all of this
+        dump or its old content; see `DynamicEmbeddingBags.save`.
+
+        Returns:
+            The step to pass as `since` the next time.
+        """
+        identity = str(self.step())
+        count = len(self.owners)
+
+        def of_shard(kernel: DynamicEmbeddingBags, index: int, number: int) -> int:
+            return table_dumps.save_table(
+                kernel,
+                index,
+                directory,
+                name=self.name,
+                since=since,
+                part=Part(number, count),
+                identity=identity,
+                report=report,
+            )
+
+        return min(self._by_number("save", of_shard), default=0)
+
+    def load(self, directory: str | Path, report: Report | None = None) -> Loaded:
+        """Load what `save` wrote, of any number of shards; changes are applied.
+
+        A dump of a module with this table is read as well. Everything is checked on all ranks
+        before the first shard is changed. The numbers of the optimizer are taken from the dump if
+        it has made more steps, because tables of one kernel share them.
+
+        Raises:
+            DumpError: there is no whole dump, or it is damaged.
+            ValueError: it is of another table or optimizer, or of changes that do not follow.
+        """
+        count = len(self.owners)
+
+        dumps: dict[int, table_dumps.TableDump] = {}
+
+        def read(kernel: DynamicEmbeddingBags, index: int, number: int) -> None:
+            part = Part(number, count)
+            dumps[number] = table_dumps.read_table(
+                kernel, index, directory, name=self.name, part=part
+            )
+
+        def write(kernel: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
+            return table_dumps.set_table(kernel, index, dumps[number], report)
+
+        self._by_number("load", read)
+        return _total(self._by_number("load", write))
+
+    def flush(self) -> None:
+        """Commit the shards to their backing stores and wait until that is done on all ranks.
+
+        Tables of one kernel are committed together; without a store this does nothing.
+        """
+        self._everywhere("flush", lambda kernel, index: kernel.flush())
+
+    # Shards and ranks
+
+    def _kernels(self) -> Iterator[tuple[DynamicEmbeddingBags, int]]:
+        for _, kernel, index in self._numbered():
+            yield kernel, index
+
+    def _numbered(self) -> Iterator[tuple[int, DynamicEmbeddingBags, int]]:
+        """Yield number, kernel and number in the kernel of each shard of this process."""
+        for number, place in sorted(self.shards.items()):
+            if not hasattr(place.kernel, "key_status"):
+                raise RuntimeError(
+                    f"table {self.name!r} has no memory on meta: move its module with "
+                    "to_empty(device=...) or shard it first"
+                )
+            yield number, place.kernel, place.index
+
+    def _gather(self, method: str, value: T) -> list[T]:
+        """Return the values of all ranks, after comparing what they call."""
+        if self.ranks is None:
+            return [value]
+        answers = self.ranks.gather_objects((f"{method} of {self.name!r}", value))
+        called = [call for call, _ in answers]
+        if len(set(called)) > 1:
+            raise RuntimeError(
+                "all ranks call the same method of the same table together, and these are called, "
+                f"by rank: {', '.join(called)}; `local` acts on the shards of one rank"
+            )
+        return [value for _, value in answers]
+
+    def _together(self, method: str, function: Callable[[], T]) -> list[T]:
+        """Return the results of all ranks; raise on every rank if one fails."""
+        error, value = None, None
+        try:
+            value = function()
+        except Exception as raised:
+            error = raised
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        answers = self._gather(method, (text, value))
+        if error is not None:
+            raise error
+        for rank, (problem, _) in enumerate(answers):
+            if problem is not None:
+                raise RuntimeError(f"table {self.name!r}: rank {rank} failed with {problem}")
+        return [answer for _, answer in answers]  # type: ignore[misc]
+
+    def _by_number(
+        self, method: str, function: Callable[[DynamicEmbeddingBags, int, int], T]
+    ) -> list[T]:
+        """Return `function(kernel, index, number)` of every shard, on all ranks by number."""
+        found = self._together(
+            method,
+            lambda: {n: function(kernel, index, n) for n, kernel, index in self._numbered()},
+        )
+        merged = {number: value for of_rank in found for number, value in of_rank.items()}
+        return [merged[number] for number in sorted(merged)]
+
+    def _everywhere(
+        self, method: str, function: Callable[[DynamicEmbeddingBags, int], T]
+    ) -> list[T]:
+        return self._by_number(method, lambda kernel, index, number: function(kernel, index))
+
+    def _owns(self, keys: Tensor, number: int) -> Tensor:
+        return routing.owner(keys, len(self.owners)) == number
+
+    def _owned(self, entries: Entries, number: int) -> Entries:
+        return entries.owned(number, len(self.owners))
+
+    def _ask(
+        self,
+        method: str,
+        keys: Tensor,
+        answer: Callable[..., Tensor],
+        missing: bool | int,
+        values: Tensor | None = None,
+    ) -> Tensor:
+        """Let the owner of each key answer; keys that no shard here owns are `missing`.
+
+        `answer` is called with kernel, number in it, keys, and their `values` if there are any.
+        """
+        own = routing.as_keys(keys).detach().cpu().view(-1)
+        asked, given = zip(*self._gather(method, (own, values)), strict=True)
+        every_value = None if values is None else torch.cat(given)
+        every = torch.cat(asked)
+        owner = routing.owner(every, len(self.owners))
+
+        def answers() -> Tensor:
+            dtype = torch.bool if isinstance(missing, bool) else torch.uint8
+            result = torch.full(every.shape, missing, dtype=dtype)
+            for number, kernel, index in self._numbered():
+                at = (owner == number).nonzero().view(-1)
+                more = [] if every_value is None else [every_value[at]]
+                result[at] = answer(kernel, index, every[at], *more).cpu()
+            return result
+
+        found = self._together(method, answers)
+        if self.ranks is None:
+            return found[0]
+        first = sum(part.numel() for part in asked[: self.ranks.rank])
+        at = slice(first, first + own.numel())
+        of_rank = torch.tensor(self.owners)[owner[at]]
+        return torch.stack([part[at] for part in found])[of_rank, torch.arange(own.numel())]
+
+
+def _contains(kernel: DynamicEmbeddingBags, index: int, keys: Tensor) -> Tensor:
+    found = kernel.find(index, keys).cpu() >= 0
+    if kernel.backing is not None:
+        found |= ~torch.isin(keys, kernel.backing.absent(index, keys))
+    return found
+
+
+def _copied(kernel: DynamicEmbeddingBags, index: int, since: int | None) -> Entries:
+    return _on_cpu(checkpoint.table_entries(kernel, index, since))
+
+
+def _on_cpu(entries: Entries) -> Entries:
+    """Return copies of entries, with rows as tensors."""
+    rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
+    return Entries(entries.keys, entries.stamps, entries.scores, rows)
+
+
+def _no_entries() -> Entries:
+    none = torch.empty(0, dtype=torch.int64)
+    return Entries(none, none, None, {"weight": torch.empty(0, 0)})
+
+
+def _joined(name: str, parts: Sequence[ChangeSet]) -> ChangeSet:
+    """Return the changes of all shards as those of one table."""
+    tables = [part.tables[name] for part in parts]
+    changes = Changes(
+        _on_cpu(concatenate([table.upserts for table in tables])),
+        torch.cat([table.removed for table in tables]),
+    )
+    first = parts[0]
+    hash_keys = first.hash_keys
+    if any(not torch.equal(_tensor(part.hash_keys), _tensor(hash_keys)) for part in parts):
+        hash_keys = None
+    until = min(part.until for part in parts)
+    return ChangeSet(first.since, until, {name: changes}, first.hyperparameters, hash_keys)
+
+
+def _tensor(value: Tensor | None) -> Tensor:
+    return torch.empty(0, dtype=torch.int64) if value is None else value
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.items():
+            total[name] = total.get(name, 0) + count
+    return total
+
+
+def _total(parts: Sequence[Loaded]) -> Loaded:
+    names = Loaded._fields
+    return Loaded(**{name: sum(getattr(part, name) for part in parts) for name in names})
+
+
+# Tables by name
+
+
+class DynamicTables(Mapping[str, DynamicTable]):
+    """The dynamic tables of a module or model, by name.
+
+    Where tables of several collections have one name, their names here are `path.name`, and each
+    table is found under its path in any case.
+
+    Args:
+        tables: by name.
+        others: the kind of storage of tables that are not dynamic, by name, for errors.
+    """
+
+    def __init__(
+        self, tables: Mapping[str, DynamicTable], others: Mapping[str, str] | None = None
+    ) -> None:
+        self._tables, self._others = dict(tables), dict(others or {})
+        self._by_path: dict[str, DynamicTable] = {}
+
+    @classmethod
+    def joined(cls, parts: Mapping[str, DynamicTables]) -> DynamicTables:
+        """Return the tables of several modules, given by path in their model."""
+        names = [name for part in parts.values() for name in (*part._tables, *part._others)]
+        joined = cls({})
+        for path, part in parts.items():
+            prefix = f"{path}." if path else ""
+            for name, table in part._tables.items():
+                joined._by_path[prefix + name] = table
+                joined._tables[name if names.count(name) == 1 else prefix + name] = table
+            for name, kind in part._others.items():
+                joined._others.setdefault(name, kind)
+                joined._others[prefix + name] = kind
+        return joined
+
+    def __getitem__(self, name: str) -> DynamicTable:
+        """Return the handle of a table.
+
+        Raises:
+            KeyError: there is no such dynamic table; the message says which there are.
+        """
+        found = self._tables.get(name) or self._by_path.get(name)
+        if found is None:
+            raise KeyError(self._problem(name))
+        return found
+
+    def _problem(self, name: str) -> str:
+        paths = [path for path in self._by_path if path.endswith(f".{name}")]
+        if len(paths) > 1:
+            return f"several collections have a table {name!r}: name one of {sorted(paths)}"
+        if name in self._others:
+            return (
+                f"table {name!r} is stored as {self._others[name]}, and handles are of dynamic "
+                f"tables (storage=Hash()), here {sorted(self._tables)}; other tables have "
+                "parameters and optimizer states only"
+            )
+        known = [*self._tables, *self._by_path, *self._others]
+        near = difflib.get_close_matches(str(name), known, 3, 0.6)
+        hint = f"; did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else ""
+        return f"there is no table {name!r}, the dynamic tables are {sorted(self._tables)}{hint}"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __repr__(self) -> str:
+        return f"DynamicTables({', '.join(self._tables)})"
+
+
+class _ShardOfModule:
+    """The location of a table of a `DynamicEmbeddingBags`."""
+
+    def __init__(self, module: DynamicEmbeddingBags, index: int) -> None:
+        self.kernel, self.index = module, index
+
+
+class ModuleTables(tuple[DynamicSpec, ...]):
+    """The tables of a `DynamicEmbeddingBags`: specs by number, handles by name."""
+
+    _module: weakref.ref[DynamicEmbeddingBags]
+
+    def __new__(cls, specs: Iterable[DynamicSpec], module: DynamicEmbeddingBags) -> ModuleTables:
+        """Return the specs of a module's tables."""
+        made = super().__new__(cls, specs)
+        made._module = weakref.ref(module)
+        return made
+
+    def handles(self) -> DynamicTables:
+        """Return the handle of each table, by name."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module of these tables is gone; keep it while they are used")
+        names = enumerate(module.table_names)
+        return DynamicTables(
+            {name: DynamicTable(name, {0: _ShardOfModule(module, t)}) for t, name in names}
+        )
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> DynamicSpec: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[DynamicSpec, ...]: ...
+    @overload
+    def __getitem__(self, index: str) -> DynamicTable: ...
+    def __getitem__(self, index: Any) -> Any:
+        """Return a spec by number, or a handle by name."""
+        return self.handles()[index] if isinstance(index, str) else super().__getitem__(index)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)  # a copy of the module makes its own
+
+
+def tables_of(model: nn.Module) -> DynamicTables:
+    """Return the dynamic tables of a model by name, wherever they are in it.
+
+    In a model over ranks, handles are collectives, and names are the same on all ranks.
+    """
+    found: dict[str, DynamicTables] = {}
+    for path, part in model.named_modules():
+        is_inside = any(not known or path.startswith(f"{known}.") for known in found)
+        if not is_inside and hasattr(part, "table_handles"):
+            found[path] = part.table_handles()
+    return DynamicTables.joined(found)

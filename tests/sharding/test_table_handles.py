@@ -1,0 +1,226 @@
+"""Handles of tables that are sharded by key, against one process with the batches of all ranks."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from emblib import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    Eviction,
+    KeyedJaggedTensor,
+    KeyStatus,
+    optim,
+)
+from emblib.dynamic import DynamicTable
+from emblib.sharding import DistributedModelParallel, GradientReduction, row_wise, table_wise
+from emblib.sharding.ranks import RankGroup
+from emblib.storage import Hash
+from tests.sharding import worlds
+from tests.sharding.sharded_cases import joined
+
+PLAN = {"user": row_wise(), "whole": table_wise(0), "country": row_wise()}
+
+
+def source() -> EmbeddingBagCollection:
+    torch.manual_seed(5)
+    tables = [
+        EmbeddingBagConfig(4096, 4, "user", ["u"], storage=Hash()),
+        EmbeddingBagConfig(256, 8, "whole", ["w"], storage=Hash(eviction=Eviction.CUSTOM)),
+        EmbeddingBagConfig(16, 4, "country", ["c"]),
+    ]
+    return EmbeddingBagCollection(tables, optimizer=optim.Adam(0.1))
+
+
+def batch(rank: int, step: int) -> KeyedJaggedTensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(40, (3, 12), generator=generator) - 20
+    ids[2] = ids[2].abs() % 16
+    return KeyedJaggedTensor(["u", "w", "c"], ids.view(-1), lengths=torch.full((12,), 3))
+
+
+class Trained:
+    """A sharded model and its oracle, after some steps."""
+
+    def __init__(self, ranks: RankGroup, steps: int = 3) -> None:
+        self.ranks, self.oracle = ranks, source().to(ranks.device)
+        self.model = DistributedModelParallel(
+            copy.deepcopy(self.oracle), ranks, plan={"": PLAN}, gradients=GradientReduction.SUM
+        )
+        for tables in (self.model.tables, self.oracle.tables):
+            tables["whole"].set_score(11)
+        for step in range(steps):
+            self.train(step)
+
+    def train(self, step: int) -> None:
+        batches = [batch(rank, step).to(self.ranks.device) for rank in range(self.ranks.size)]
+        self.model(batches[self.ranks.rank]).values().sum().backward()
+        self.oracle(joined(batches)).values().sum().backward()
+
+
+def content(table: DynamicTable) -> dict[int, Any]:
+    """Row and stamp by key, rounded: sums of gradients have another order over ranks."""
+    found = table.entries()
+    rows = found.rows["weight"]
+    values = zip(found.stamps.tolist(), rows.tolist(), strict=True)
+    rounded = [(stamp, [round(x, 3) for x in row]) for stamp, row in values]
+    return dict(zip(found.keys.tolist(), rounded, strict=True))
+
+
+def scores_of(table: DynamicTable) -> dict[int, int]:
+    found = table.entries()
+    return dict(zip(found.keys.tolist(), found.scores.tolist(), strict=True))
+
+
+def ask_and_change(ranks: RankGroup) -> None:
+    """What all ranks ask together is answered as by one process."""
+    case = Trained(ranks)
+    for name in ("user", "whole"):
+        table, oracle = case.model.tables[name], case.oracle.tables[name]
+        assert table.is_sharded == (ranks.size > 1)
+        assert table.size() == oracle.size() > 10
+        assert table.stats() == oracle.stats()
+        assert table.step() == oracle.step() == 3
+        assert table.score() == oracle.score()
+        assert content(table) == content(oracle)
+        sizes = ranks.gather_objects(table.local.size())
+        assert sum(sizes) == table.size()
+        assert name == "user" or sizes[1:] == [0] * (ranks.size - 1)
+        # Each rank asks for other keys, the last one for none.
+        last = ranks.rank == ranks.size - 1 and ranks.size > 1
+        keys = torch.arange(-25 + ranks.rank, 0 if last else 25, 1 + ranks.rank)
+        keys = keys[:0] if last else keys
+        assert torch.equal(table.contains(keys), oracle.contains(keys))
+        status = table.key_status(keys)
+        assert torch.equal(status, oracle.key_status(keys))
+        assert last or {KeyStatus.HIT, KeyStatus.ABSENT} <= set(status.tolist())
+        if name == "whole":
+            both = [torch.tensor([-3, r, 1000]) for r in range(ranks.size)]
+            found = [table.set_key_scores(both[ranks.rank], 50 + ranks.rank)]
+            found.append(oracle.set_key_scores(both[ranks.rank], 50 + ranks.rank))
+            for rank, keys in enumerate(both):
+                oracle.set_key_scores(keys[1:], 50 + rank)
+            oracle.set_key_scores(both[0][:1], 49 + ranks.size)  # the largest of all ranks
+            assert torch.equal(*found)
+            assert scores_of(table) == scores_of(oracle)
+        mine = torch.tensor([ranks.rank, -1, 1000])
+        for_all = torch.cat(ranks.gather_objects(mine))
+        at = slice(3 * ranks.rank, 3 * ranks.rank + 3)
+        assert torch.equal(table.erase(mine), oracle.erase(for_all).cpu()[at])
+        assert content(table) == content(oracle)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_answers_are_those_of_one_process(size: int) -> None:
+    worlds.run(size, ask_and_change)
+
+
+def send_changes(ranks: RankGroup) -> None:
+    case = Trained(ranks)
+    user, oracle = case.model.tables["user"], case.oracle.tables["user"]
+    user.track_evictions()
+    copies = [source().to(ranks.device) for _ in range(2)]
+    step = user.step()
+    whole = user.entries()
+    for one in copies:
+        one.tables["user"].set_entries(whole)
+        one.groups.module_of(0)[0].index.set_tick(step)
+    follower = DistributedModelParallel(
+        copies[0], ranks, plan={"": PLAN}, gradients=GradientReduction.SUM
+    )
+    case.train(3)
+    user.erase(torch.tensor([3, ranks.rank]))
+    oracle.erase(torch.tensor([3, *range(ranks.size)]))
+    changes = user.changes_since(step)
+    assert {3, *range(ranks.size)} <= set(changes.removed.tolist())
+    assert set(user.evicted(step).tolist()) == set(changes.removed.tolist())
+    for table in (follower.tables["user"], copies[1].tables["user"]):
+        assert table.apply_changes(changes).left_out == 0
+        assert content(table) == content(oracle) == content(user)
+
+
+def test_changes_reach_copies_on_any_number_of_ranks() -> None:
+    worlds.run(2, send_changes)
+
+
+def save(ranks: RankGroup, directory: Path) -> dict[int, Any]:
+    case = Trained(ranks)
+    case.model.tables["user"].track_evictions()
+    step = case.model.tables["user"].save(directory / "whole")
+    case.train(3)
+    case.model.tables["user"].erase(torch.tensor([5]))
+    case.model.tables["user"].save(directory / "changes", since=step)
+    case.model.tables["whole"].save(directory / "one_rank")
+    return content(case.model.tables["user"])
+
+
+def load(ranks: RankGroup, directory: Path) -> dict[int, Any]:
+    model = DistributedModelParallel(source().to(ranks.device), ranks, plan={"": PLAN})
+    tables = model.tables
+    tables["user"].load(directory / "whole")
+    tables["user"].load(directory / "changes")
+    loaded = tables["whole"].load(directory / "one_rank")
+    assert loaded.loaded == tables["whole"].size() > 0
+    assert tables["whole"].score() == 11  # it is part of the dump
+    return content(tables["user"])
+
+
+def test_dumps_are_read_on_any_number_of_ranks(tmp_path: Path) -> None:
+    saved, *_ = worlds.run(3, save, tmp_path)
+    for size in (1, 2):
+        for loaded in worlds.run(size, load, tmp_path):
+            assert loaded == saved
+
+
+def fail_alone(ranks: RankGroup, directory: Path) -> list[str]:
+    """The errors that this rank saw."""
+    model = DistributedModelParallel(source().to(ranks.device), ranks, plan={"": PLAN})
+    path = directory / "file" if ranks.rank == 0 else directory / "dump"
+    if ranks.rank == 0:
+        path.write_text("no directory")
+    errors = []
+    for act in (
+        lambda: model.tables["user"].save(path),
+        lambda: model.tables["user"].changes_since(0),
+        lambda: model.tables["usre"],
+        lambda: model.tables["country"],
+    ):
+        try:
+            act()
+        except Exception as error:
+            errors.append(str(error))
+    assert model.tables["user"].size() == 0  # the ranks are still in step
+    return errors
+
+
+def out_of_step(ranks: RankGroup) -> str:
+    """The error where ranks call different methods."""
+    model = DistributedModelParallel(source().to(ranks.device), ranks, plan={"": PLAN})
+    try:
+        if ranks.rank == 0:
+            model.tables["user"].contains(torch.tensor([1]))
+        else:
+            model.tables["whole"].size()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_call_different_methods_are_told() -> None:
+    for message in worlds.run(2, out_of_step):
+        assert "all ranks call the same method of the same table together" in message
+        assert "contains of 'user'" in message
+        assert "size of 'whole'" in message
+
+
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    first, second = worlds.run(2, fail_alone, tmp_path)
+    assert "rank 0 failed" not in first[0]
+    assert "rank 0 failed with" in second[0]
+    assert "call track_evictions" in first[1]
+    assert "did you mean 'user'" in first[2]
+    assert "is stored as Dense" in first[3]
+    assert len(first) == len(second) == 4
