@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from emblib import optim
 from emblib.collections.configs import TableConfig
-from emblib.collections.modules import HYPER, FusedTableEntry
+from emblib.collections.fused_states import HYPER, FusedTableEntry
 from emblib.collections.optimizers.keyed import KeyedOptimizer, State
 from emblib.columns import Hyper
 from emblib.ops.autograd import is_fused

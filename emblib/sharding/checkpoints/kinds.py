@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from emblib.collections.fused_states import HYPER, FusedTableEntry
 from emblib.collections.groups import TableGroups
-from emblib.collections.modules import HYPER, FusedTableEntry
 from emblib.columns import Hyper
 from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.ops import autograd

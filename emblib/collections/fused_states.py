@@ -1,0 +1,116 @@
+"""Optimizer states of the tables of a collection that backward updates, by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib.collections.groups import TableGroups
+from emblib.ops import autograd
+from emblib.optim import Optimizer
+from emblib.storage import TableHandle
+
+HYPER = "hyper"
+Handles = Mapping[str, TableHandle]
+
+
+@dataclass(frozen=True)
+class FusedTableEntry:
+    """A table that backward updates.
+
+    Args:
+        optimizer: of the table.
+        names: of its parameters, within the module that has it.
+        kernels: the modules with shards of the table on this rank; may be empty.
+        parameters: of these shards, by name.
+    """
+
+    optimizer: Optimizer
+    names: tuple[str, ...]
+    kernels: Sequence[Any]
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+
+def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
+    """Return the tables that backward updates."""
+    found = []
+    for table, handle in handles.items():
+        parameters = handle.fused_parameters()
+        if parameters:
+            named = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
+            optimizer = handle.kernel.optimizer
+            kernels = handle.fused_kernels()
+            found.append(FusedTableEntry(optimizer, tuple(named), kernels, named))
+    return found
+
+
+def optimizer_state(
+    groups: TableGroups, prefix: str, handles: Handles
+) -> dict[str, dict[str, Tensor]]:
+    """Return the optimizer states of each parameter, as views, and a copy of `hyper`."""
+    return {
+        name: {**states, HYPER: kernel.hyperparams.clone()}
+        for name, kernel, states in _states(groups, prefix, handles)
+    }
+
+
+def _states(
+    groups: TableGroups, prefix: str, handles: Handles
+) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
+    """Yield name, kernel and states of each parameter that backward updates."""
+    every = groups.all_views() if handles else []
+    for views, (table, handle) in zip(every, handles.items(), strict=True):
+        kernel: Any = handle.kernel
+        if not autograd.is_fused(kernel.optimizer):
+            continue
+        for parameter in handle.fused_parameters():
+            states = handle.optimizer_states(parameter, views)
+            yield f"{prefix}.{table}.{parameter}", kernel, states
+
+
+@torch.no_grad()
+def load_optimizer_state(
+    groups: TableGroups,
+    prefix: str,
+    handles: Handles,
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Write states and hyperparameters; a shared kernel takes those with the most steps."""
+    every = list(_states(groups, prefix, handles))
+    for name, kernel, states in every:
+        _check(name, {**states, HYPER: kernel.hyperparams}, state.get(name))
+    newest: dict[int, tuple[Any, Tensor]] = {}
+    for name, kernel, states in every:
+        given = state[name]
+        for key, view in states.items():
+            view.copy_(given[key])
+        before = newest.get(id(kernel))
+        if before is None or float(given[HYPER][1]) > float(before[1][1]):
+            newest[id(kernel)] = kernel, given[HYPER]
+    handle_of = {id(handle.kernel): handle for handle in handles.values()}
+    for kernel, numbers in newest.values():
+        for updating in handle_of[id(kernel)].fused_kernels():
+            updating.hyperparams.copy_(numbers)
+            updating.set_step(int(numbers[1]))
+        handle_of[id(kernel)].commit()
+
+
+def _check(name: str, states: Mapping[str, Tensor], given: Mapping[str, Tensor] | None) -> None:
+    if given is None:
+        raise KeyError(f"the state of the optimizer lacks {name}")
+    missing = sorted(states.keys() - given.keys())
+    if missing:
+        raise KeyError(
+            f"the state of {name} lacks {missing}; it has {sorted(given)}: it is of another "
+            "optimizer"
+        )
+    for key, view in states.items():
+        if given[key].shape != view.shape:
+            raise ValueError(
+                f"{key} of {name} must have the shape {tuple(view.shape)}, got "
+                f"{tuple(given[key].shape)}: it is of another table or optimizer"
+            )
