@@ -8,10 +8,15 @@ gradients of replicated tables, which every rank needs, are gathered.
 The ranks of a process group pair up collectives by the order of their calls. Over gloo, a rank that
 calls another collective than its peers makes gloo abort the process. Therefore ranks first exchange
 a header that describes the collective when the tensor is in host memory, and raise on all ranks
-where headers disagree (`_check_headers`). Collectives that follow another one within the same
-forward have no header of their own. A call with a header returns only once every rank has made it;
-the payload is still in flight. Only the collectives of this module carry headers: a rank that calls
-another one instead, such as a barrier, is not detected.
+where headers disagree (`Headers`). Collectives that follow another one within the same forward have
+no header of their own. A call with a header returns only once every rank has made it; the payload
+is still in flight. Only the collectives of this module carry headers: a rank that calls another one
+instead, such as a barrier, is not detected.
+
+Headers of all contents have the same size, so that ranks that disagree still exchange them. The
+numbers that ranks must know before they can allocate memory for ids travel in the header where they
+fit (`exchange_numbers`), and several messages for the same ranks in one collective
+(`start_all_to_alls`).
 """
 
 from __future__ import annotations
@@ -21,19 +26,18 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from emblib.sharding.awaitables import Awaitable
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.codecs import FP32, Codec
 from emblib.sharding.ranks import RankGroup
-
-# torch 2.13 deprecates the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Content(enum.IntEnum):
@@ -122,20 +126,46 @@ def start_all_to_all(
     in_flight = _enter_collective(ranks) if sent.device.type == "cpu" else None
     if in_flight is not None and has_header and content not in _WITHIN_FORWARD:
         itemsize = sent.element_size()
-        _check_headers(
+        Headers(
             [content, _ALL_TO_ALL],
             [n * itemsize for n in sizes],
             [n * itemsize for n in received_sizes],
             ranks,
-        )
-    work = dist.all_to_all_single(
-        received, sent, list(received_sizes), list(sizes), group=ranks.group, async_op=True
-    )
+        ).check()
+    work = _all_to_all(received, sent, received_sizes, sizes, ranks)
     return AllToAllAwaitable(received, work, sent, in_flight=in_flight)
 
 
+def _all_to_all(
+    received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int], ranks: Any
+) -> Any:
+    """Start the collective of torch; return its work.
+
+    The first and the last rank copy their message to themselves while the others are in flight,
+    where the collective would copy it before it sends anything.
+    """
+    into, out_of = list(received_sizes), list(sizes)
+    own = sent[:0], received[:0]
+    if sent.device.type == "cpu" and ranks.rank in (0, ranks.size - 1):
+        count, into[ranks.rank], out_of[ranks.rank] = sizes[ranks.rank], 0, 0
+        if ranks.rank == 0:
+            own, sent, received = (sent[:count], received[:count]), sent[count:], received[count:]
+        else:
+            end = sent.numel() - count, received.numel() - count
+            own = sent[end[0] :], received[end[1] :]
+            sent, received = sent[: end[0]], received[: end[1]]
+    work = dist.all_to_all_single(received, sent, into, out_of, group=ranks.group, async_op=True)
+    own[1].copy_(own[0])
+    return work
+
+
 def start_all_gather(
-    sent: Tensor, sizes: Sequence[int], ranks: RankGroup, *, content: Content = Content.VALUES
+    sent: Tensor,
+    sizes: Sequence[int],
+    ranks: RankGroup,
+    *,
+    content: Content = Content.VALUES,
+    has_header: bool = True,
 ) -> AllToAllAwaitable:
     """Send all of `sent` (flat) to every rank; `sizes[r]` elements come from rank r.
 
@@ -147,14 +177,14 @@ def start_all_gather(
     if ranks.size == 1:
         return AllToAllAwaitable(received.copy_(sent))
     in_flight = _enter_collective(ranks) if sent.device.type == "cpu" else None
-    if in_flight is not None:
+    if in_flight is not None and has_header:
         itemsize = sent.element_size()
-        _check_headers(
+        Headers(
             [content, _ALL_GATHER],
             [sent.nbytes] * ranks.size,
             [n * itemsize for n in sizes],
             ranks,
-        )
+        ).check()
     messages = list(received.split(list(sizes)))
     messages[ranks.rank].copy_(sent)
     # Gloo gathers messages of equal sizes only.
@@ -176,6 +206,147 @@ class _Works:
             work.wait()
 
 
+# Several messages at once
+
+
+class Message(NamedTuple):
+    """One flat tensor per rank pair: `sizes[r]` elements of `sent` go to rank r."""
+
+    sent: Tensor
+    sizes: Sequence[int]
+    received_sizes: Sequence[int]
+
+
+def start_all_to_alls(
+    messages: Sequence[Message], ranks: RankGroup, *, content: Content, is_merged: bool
+) -> list[Awaitable[Tensor]]:
+    """Start all-to-alls without headers; return what is received, by message.
+
+    Args:
+        messages: the messages; all ranks pass equally many.
+        ranks: the ranks, which all make this call.
+        content: what is sent.
+        is_merged: whether all messages are copied into one collective, which pays where they are
+            small. All ranks decide alike.
+    """
+    if not is_merged or len(messages) <= 1 or ranks.size == 1:
+        return [
+            start_all_to_all(
+                one.sent,
+                one.sizes,
+                one.received_sizes,
+                ranks,
+                content=content,
+                has_header=False,
+            )
+            for one in messages
+        ]
+    widths = [one.sent.element_size() for one in messages]
+    by_message = [
+        one.sent.contiguous().view(torch.uint8).split([n * width for n in one.sizes])
+        for one, width in zip(messages, widths, strict=True)
+    ]
+    # [rank][message]
+    sizes, received_sizes = (
+        [
+            [n * width for n, width in zip(of_rank, widths, strict=True)]
+            for of_rank in zip(*counts, strict=True)
+        ]
+        for counts in ([m.sizes for m in messages], [m.received_sizes for m in messages])
+    )
+    pending = start_all_to_all(
+        torch.cat([part for parts in zip(*by_message, strict=True) for part in parts]),
+        [sum(of_rank) for of_rank in sizes],
+        [sum(of_rank) for of_rank in received_sizes],
+        ranks,
+        content=content,
+        has_header=False,
+    )
+
+    def part(index: int) -> Tensor:
+        blocks = pending.wait().split([n for of_rank in received_sizes for n in of_rank])
+        return torch.cat(blocks[index :: len(messages)]).view(messages[index].sent.dtype)
+
+    return [DeferredAwaitable(partial(part, index)) for index in range(len(messages))]
+
+
+def exchange_numbers(
+    common: Sequence[int],
+    rows: Sequence[Sequence[Sequence[int]]],
+    received_sizes: Sequence[int],
+    ranks: RankGroup,
+) -> Awaitable[list[tuple[list[int], list[list[int]]]]]:
+    """Send the sizes of batches: `common` to all ranks, and lists of numbers to each rank.
+
+    In host memory the numbers travel in the header, if those of all ranks fit there.
+
+    Args:
+        common: equally many on all ranks.
+        rows: `rows[r][i]`: list i for rank r.
+        received_sizes: numbers of list i of every rank to this one.
+        ranks: the ranks, which all make this call.
+
+    Returns:
+        An awaitable of the common numbers and the lists, by the rank that sent them.
+    """
+    if ranks.size == 1:
+        return ReadyAwaitable([(list(common), [list(row) for row in rows[0]])])
+    kind = [Content.SIZES, _ALL_TO_ALL, len(received_sizes)]
+    if ranks.device.type == "cpu":
+        compact = [[number for row in of_rank for number in _trimmed(row)] for of_rank in rows]
+        numbers = [*common, *map(len, compact), *chain.from_iterable(compact)]
+        headers = Headers(kind, [0] * ranks.size, [0] * ranks.size, ranks, numbers)
+        headers.check()
+        received = headers.numbers()
+        if received is not None:
+            return ReadyAwaitable(
+                [_parsed(numbers, len(common), received_sizes, ranks) for numbers in received]
+            )
+    sent = [[*common, *chain.from_iterable(of_rank)] for of_rank in rows]
+    size = len(common) + sum(received_sizes)
+    pending = start_all_to_all(
+        torch.tensor(list(chain.from_iterable(sent)), device=ranks.device),
+        [len(numbers) for numbers in sent],
+        [size] * ranks.size,
+        ranks,
+        content=Content.SIZES,
+        has_header=False,
+    )
+
+    def split() -> list[tuple[list[int], list[list[int]]]]:
+        every = pending.wait().view(ranks.size, size).tolist()
+        ends = [len(common), *accumulate(received_sizes, initial=len(common))][1:]
+        return [
+            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(ends)])
+            for numbers in every
+        ]
+
+    return DeferredAwaitable(split)
+
+
+def _trimmed(row: Sequence[int]) -> list[int]:
+    """Return the length of a row without equal numbers at its end, and the numbers left."""
+    end = len(row)
+    while end > 1 and row[end - 2] == row[end - 1]:
+        end -= 1
+    return [end, *row[:end]]
+
+
+def _parsed(
+    numbers: list[int], num_common: int, sizes: Sequence[int], ranks: RankGroup
+) -> tuple[list[int], list[list[int]]]:
+    """Return the common numbers, and the lists for this rank, of the numbers of one rank."""
+    first = num_common + ranks.size
+    at = first + sum(numbers[num_common : num_common + ranks.rank])
+    rows = []
+    for size in sizes:
+        end = numbers[at]
+        row = numbers[at + 1 : at + 1 + end]
+        rows.append(row + row[-1:] * (size - end))
+        at += 1 + end
+    return numbers[:num_common], rows
+
+
 # Headers
 
 _ALL_TO_ALL, _ALL_GATHER = range(2)
@@ -183,35 +354,110 @@ _ALL_TO_ALL, _ALL_GATHER = range(2)
 _WITHIN_FORWARD = frozenset({Content.IDS, Content.WEIGHTS, Content.ROWS})
 
 
-def _check_headers(
-    kind: Sequence[int], nbytes: Sequence[int], received_nbytes: Sequence[int], ranks: RankGroup
-) -> None:
-    """Raise RuntimeError on every rank unless all ranks agree about the next collective.
+class Headers:
+    """The headers of one collective, exchanged between all ranks.
 
-    This rank sends `nbytes[r]` bytes to rank r and expects `received_nbytes[r]`. `kind` is the
-    content and the collective. Every rank gathers the headers of all and evaluates all pairs, so
-    that all ranks decide alike and none waits in the collective for a rank that raised.
+    Every rank gets the headers of all and evaluates all pairs, so that all ranks decide alike and
+    none waits in the collective for a rank that raised.
+
+    Args:
+        kind: the content, the collective, and the messages that it has, as a bit mask.
+        nbytes: `nbytes[r]` is the number of bytes that this rank sends to rank r.
+        received_nbytes: the number of bytes that it expects from each rank.
+        ranks: the ranks, in host memory.
+        numbers: what other ranks learn from the header, if it fits in `ROOM` numbers.
     """
-    header = torch.tensor([*kind, *nbytes, *received_nbytes], dtype=torch.int64)
-    gathered = header.new_empty(ranks.size * len(header))
-    _all_gather(gathered, header, group=ranks.group)
-    headers = gathered.view(ranks.size, -1)
-    kinds, sent, expected = headers.split([len(kind), ranks.size, ranks.size], dim=1)
+
+    ROOM = 124
+
+    def __init__(
+        self,
+        kind: Sequence[int],
+        nbytes: Sequence[int],
+        received_nbytes: Sequence[int],
+        ranks: RankGroup,
+        numbers: Sequence[int] = (),
+    ) -> None:
+        self._ranks = ranks
+        self._in_flight = _enter_collective(ranks)
+        fits = len(numbers) <= self.ROOM
+        own = [*kind, *(0,) * (_KIND - len(kind)), *nbytes, *received_nbytes]
+        own += [len(numbers), *numbers] if fits else [-1]
+        own += (0,) * (_KIND + 2 * ranks.size + 1 + self.ROOM - len(own))
+        sent = torch.tensor(own, dtype=torch.int64).repeat(ranks.size)
+        self._gathered = torch.empty_like(sent)
+        sizes = [len(own)] * ranks.size
+        self._sent, self._work = sent, _all_to_all(self._gathered, sent, sizes, sizes, ranks)
+
+    def check(self) -> None:
+        """Wait for the headers and compare them.
+
+        Raises:
+            RuntimeError: the ranks disagree about the collective, on every rank.
+        """
+        self._work.wait()
+        world = self._ranks.size
+        headers = self._gathered.view(world, -1)
+        kinds, sent = headers[:, :_KIND], headers[:, _KIND : _KIND + world]
+        expected = headers[:, _KIND + world : _KIND + 2 * world]
+        if not (torch.equal(kinds, kinds[:1].expand_as(kinds)) and torch.equal(expected, sent.T)):
+            _raise_difference(kinds, sent, expected, self._ranks)
+
+    def numbers(self) -> list[list[int]] | None:
+        """Return the numbers of each rank after `check`; None if those of a rank did not fit."""
+        world = self._ranks.size
+        rows = self._gathered.view(world, -1)[:, _KIND + 2 * world :].tolist()
+        if any(row[0] < 0 for row in rows):
+            return None
+        return [row[1 : 1 + row[0]] for row in rows]
+
+
+def gradient_headers(
+    indices: Sequence[int],
+    nbytes: Sequence[tuple[Sequence[int], Sequence[int]]],
+    ranks: RankGroup,
+) -> Headers | None:
+    """Start the header of gradients; None where ranks do not compare headers.
+
+    Args:
+        indices: the outputs that the loss uses, among those that were looked up together.
+        nbytes: the bytes to each rank and from each rank, by output.
+        ranks: the ranks.
+    """
+    if ranks.size == 1 or ranks.device.type != "cpu":
+        return None
+    outputs = sum(1 << (index % 62) for index in indices)
+    sent, received = ([sum(of_rank) for of_rank in zip(*side, strict=True)] for side in zip(*nbytes, strict=True))
+    return Headers([Content.GRADIENTS, _ALL_TO_ALL, outputs], sent, received, ranks)
+
+
+_KIND = 3  # entries of a header before the sizes
+
+
+def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, ranks: RankGroup) -> None:
+    """Raise RuntimeError for a pair of headers that disagree, of this rank if there is one."""
     # [receiver, sender]
     differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected != sent.T)
-    if not differs.any():
-        return
-    # A pair that involves this rank if there is one, else any.
     rank = ranks.rank if differs[ranks.rank].any() else int(differs.any(dim=1).nonzero()[0])
     peer = int(differs[rank].nonzero()[0])
     contents = kinds[:, 0].tolist()
     if contents[rank] != contents[peer]:
         raise _content_error(peer, Content(contents[peer]), rank, Content(contents[rank]))
-    if not torch.equal(kinds[rank], kinds[peer]):
+    if kinds[rank, 1] != kinds[peer, 1]:
         names = ("an all-to-all", "an all-gather")
         raise RuntimeError(
             f"rank {peer} called {names[int(kinds[peer, 1])]} where rank {rank} called "
             f"{names[int(kinds[rank, 1])]}: {_SAME_ORDER}"
+        )
+    if kinds[rank, 2] != kinds[peer, 2] and contents[rank] == Content.GRADIENTS:
+        raise RuntimeError(
+            f"the losses of rank {peer} and rank {rank} used the outputs of different sharded "
+            "collections: every rank's loss must use all of them, if only times 0"
+        )
+    if kinds[rank, 2] != kinds[peer, 2]:
+        raise RuntimeError(
+            f"rank {peer} sent {Content(contents[peer]).description} of other collections than rank "
+            f"{rank}: {_SAME_ORDER}"
         )
     raise RuntimeError(
         f"rank {peer} sent {int(sent[peer, rank])} bytes where rank {rank} expected "
@@ -294,15 +540,19 @@ def _enter_collective(ranks: RankGroup) -> _Collective:
 
 
 class DifferentiableAllToAllAwaitable(Awaitable[Tensor]):
-    """An all-to-all of values that may need gradients, which `wait` connects to autograd."""
+    """An all-to-all in flight of values that may need gradients; `wait` connects it to autograd."""
 
     def __init__(
-        self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int], ranks: RankGroup
+        self,
+        sent: Tensor,
+        sizes: Sequence[int],
+        received_sizes: Sequence[int],
+        ranks: RankGroup,
+        pending: Awaitable[Tensor],
     ) -> None:
         super().__init__()
-        self._sent = sent
+        self._sent, self._pending = sent, pending
         self._call = tuple(sizes), tuple(received_sizes), ranks
-        self._pending = start_all_to_all(sent.detach(), *self._call, content=Content.WEIGHTS)
 
     def _wait_impl(self) -> Tensor:
         if not (self._sent.requires_grad and torch.is_grad_enabled()):
@@ -318,7 +568,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any,
         sent: Tensor,  # connects the result to autograd
-        pending: AllToAllAwaitable,
+        pending: Awaitable[Tensor],
         sizes: Any,
         received_sizes: Any,
         ranks: RankGroup,
@@ -372,34 +622,45 @@ def check_comm_precision(comm_precision: CommPrecision | None) -> CommPrecision:
     return CommPrecision() if comm_precision is None else comm_precision
 
 
-class DecodedAwaitable(Awaitable[Tensor]):
-    """An all-to-all of floating-point values that a codec encodes; `wait` returns them decoded.
+class Values(NamedTuple):
+    """Floating-point values for all ranks, flat, that a codec encodes."""
 
-    The result is float32, or the 16-bit payload itself where its reader converts.
+    values: Tensor
+    sizes: Sequence[int]
+    received_sizes: Sequence[int]
+    codec: Codec
+
+    def nbytes(self) -> tuple[list[int], list[int]]:
+        """Return the bytes of the messages to each rank, and of those from each rank."""
+        width = self.codec.payload_dtype(self.values.dtype).itemsize
+        sent, received = map(self.codec.payload_splits, (self.sizes, self.received_sizes))
+        return [n * width for n in sent], [n * width for n in received]
+
+    def encoded(self) -> Message:
+        """Return the encoded values."""
+        splits = self.codec.payload_splits
+        payload = self.codec.encode(self.values, list(self.sizes))
+        return Message(payload, splits(self.sizes), splits(self.received_sizes))
+
+
+def start_values(
+    batch: Sequence[Values], ranks: RankGroup, *, content: Content, is_merged: bool
+) -> list[Awaitable[Tensor]]:
+    """Start all-to-alls of values without headers; return what is received, decoded.
+
+    The results are float32, or 16-bit payloads where their reader converts.
     """
+    pending = start_all_to_alls(
+        [one.encoded() for one in batch], ranks, content=content, is_merged=is_merged
+    )
+    return [
+        DeferredAwaitable(partial(_decoded, one.codec, list(one.received_sizes), awaitable))
+        for one, awaitable in zip(batch, pending, strict=True)
+    ]
 
-    def __init__(
-        self,
-        values: Tensor,
-        sizes: Sequence[int],
-        received_sizes: Sequence[int],
-        ranks: RankGroup,
-        codec: Codec,
-        content: Content,
-    ) -> None:
-        super().__init__()
-        self._codec, self._sizes = codec, list(received_sizes)
-        payload = codec.encode(values, list(sizes))
-        self._pending = start_all_to_all(
-            payload,
-            codec.payload_splits(sizes),
-            codec.payload_splits(received_sizes),
-            ranks,
-            content=content,
-        )
 
-    def _wait_impl(self) -> Tensor:
-        payload = self._pending.wait()
-        if payload.is_floating_point() and getattr(self._codec, "loss_scale", 1.0) == 1.0:
-            return payload
-        return self._codec.decode(payload, self._sizes, torch.float32)
+def _decoded(codec: Codec, sizes: list[int], pending: Awaitable[Tensor]) -> Tensor:
+    payload = pending.wait()
+    if payload.is_floating_point() and getattr(codec, "loss_scale", 1.0) == 1.0:
+        return payload
+    return codec.decode(payload, sizes, torch.float32)

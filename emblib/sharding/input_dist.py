@@ -1,9 +1,10 @@
-"""The input dist of a sharded lookup: send the ids of a batch to the ranks that store their rows.
+"""The input dist of sharded lookups: send the ids of a batch to the ranks that store their rows.
 
-`InputDist.start` sends two all-to-alls, and the caller waits for neither of them there. The first
-one sends a header with the number of bags and ids that each rank will get, which the host must know
-to allocate memory. The second one sends the lengths of the bags followed by the ids, in one message
-per rank. Weights, where there are any, travel in a third.
+`start_input_dists` sends the batches of several collections together, in two exchanges; the caller
+waits for neither of them there. The first one has the number of bags and ids that each rank will
+get, which the host must know to allocate memory. The second one has the lengths of the bags
+followed by the ids, in one message per rank and collection, and the weights, where there are any.
+Small messages of several collections travel in one collective.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,11 @@ from emblib.jagged.keyed_layout import bounds_of
 from emblib.ops import route
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.exchange import (
-    AllToAllAwaitable,
     Content,
     DifferentiableAllToAllAwaitable,
-    start_all_to_all,
+    Message,
+    exchange_numbers,
+    start_all_to_alls,
 )
 from emblib.sharding.layout import Blocks, CollectionLayout
 from emblib.sharding.ranks import RankGroup
@@ -30,6 +32,7 @@ from emblib.sharding.ranks import RankGroup
 # Entries of a header before the number of bags of each unit: ids for the receiving rank, how many
 # of them are for replicated tables, kind of batch, whether units differ in their number of bags.
 _HEADER = 4
+_MAX_MERGED_NBYTES = 1 << 19  # copying larger messages costs more than a collective each
 _MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only where at most this share is left
 _MIN_SAVED = (
     1 << 16
@@ -121,6 +124,8 @@ class IncomingBatch(NamedTuple):
         segments: `[ranks, units]`, number of ids.
         num_ids: ids from each rank without those for replicated tables.
         num_replicated_ids: how many of `ids`, the last ones, are for replicated tables.
+        merges_rows: whether the rows of all collections that were sent together are few enough on
+            every rank to return in one message.
     """
 
     inputs: LocalBatch
@@ -133,10 +138,11 @@ class IncomingBatch(NamedTuple):
     segments: Tensor
     num_ids: list[int]
     num_replicated_ids: int
+    merges_rows: bool = False
 
 
 class _InFlight(NamedTuple):
-    """A batch between its second all-to-all and its end.
+    """A batch between the exchange of the sizes and its end.
 
     `num_bags` and `sizes` are bags and elements of the message from each rank.
     """
@@ -149,8 +155,10 @@ class _InFlight(NamedTuple):
     sizes: list[int]
     num_ids: list[int]
     num_replicated_ids: int
-    ids: AllToAllAwaitable
-    weights: DifferentiableAllToAllAwaitable | None
+
+    def received_ids(self) -> list[int]:
+        """Return the number of ids from each rank, with those for replicated tables."""
+        return [size - bags for size, bags in zip(self.sizes, self.num_bags, strict=True)]
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -200,6 +208,7 @@ class InputDist(nn.Module):
         columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
         self._mean_columns = sum(columns) / max(len(columns), 1)
         self._ends = [0, *accumulate(len(features) for features in self._features)]
+        self._dims = [feature.dim for feature in layout.features]
         self.is_whole = all(blocks_ <= 1 for _, blocks_, _, _ in blocks.features)
         tables = {
             "order": torch.tensor(self._all, dtype=torch.int64),
@@ -225,29 +234,38 @@ class InputDist(nn.Module):
         step = units + before
         return [r * step + before + unit for unit in range(units) for r in range(world)]
 
-    def start(self, inputs: LocalBatch) -> Awaitable[Awaitable[IncomingBatch]]:
-        """Send the header of a batch.
+    @property
+    def ranks(self) -> RankGroup:
+        """The processes."""
+        return self._ranks
 
-        The first `wait` receives the headers and sends the ids; the second one, on its result,
-        receives the ids.
-        """
+    @property
+    def header_size(self) -> int:
+        """The number of entries of a header for this rank."""
+        return _HEADER + len(self._features[self._ranks.rank])
+
+    def outgoing(self, inputs: LocalBatch) -> OutgoingBatch:
+        """Bring a batch into the order of sending."""
         weights = inputs.weights
         if weights is not None and weights.requires_grad and self._weight_scale != 1.0:
             weights = ScaledGradient.apply(weights, self._weight_scale)
         # Replicas look up with the weights as they are: their gradients are not scaled.
-        outgoing = inputs._replace(weights=weights)
+        scaled = inputs._replace(weights=weights)
         with torch.no_grad():
-            batch = self._gather(outgoing) if self.is_whole else self._bucketize(outgoing)
+            return self._gather(scaled) if self.is_whole else self._bucketize(scaled)
+
+    def headers(self, inputs: LocalBatch, batch: OutgoingBatch) -> list[list[int]]:
+        """Return the sizes of a batch by rank: what each rank must know before it gets the ids."""
         kind = _batch_kind(inputs)
         by_unit = int(inputs.is_variable or batch.rows is not None)
-        header: list[int] = []
-        for (first, end), ids in zip(self._spans(), batch.num_ids, strict=True):
-            header += (ids, batch.num_replicated_ids, kind, by_unit, *batch.unit_bags[first:end])
-        sizes = [_HEADER + len(features) for features in self._features]
-        received_sizes = [sizes[self._ranks.rank]] * self._ranks.size
-        sent = torch.tensor(header, device=inputs.ids.device)
-        pending = start_all_to_all(sent, sizes, received_sizes, self._ranks, content=Content.SIZES)
-        return DeferredAwaitable(partial(self._send, inputs, batch, pending))
+        return [
+            [ids, batch.num_replicated_ids, kind, by_unit, *batch.unit_bags[first:end]]
+            for (first, end), ids in zip(self._spans(), batch.num_ids, strict=True)
+        ]
+
+    def row_nbytes(self, inputs: LocalBatch) -> int:
+        """Return the bytes of the rows that the ranks return for a batch, without codecs."""
+        return 4 * sum(count * dim for count, dim in zip(inputs.bags, self._dims, strict=True))
 
     def _gather(self, inputs: LocalBatch) -> OutgoingBatch:
         """Copy the segments of whole features into the order of sending."""
@@ -368,66 +386,129 @@ class InputDist(nn.Module):
         parts = positions.split(sent.num_ids)
         return torch.cat([part[: part.numel() - sent.num_replicated_ids] for part in parts])
 
-    def _send(
-        self, inputs: LocalBatch, batch: OutgoingBatch, pending: AllToAllAwaitable
-    ) -> Awaitable[IncomingBatch]:
-        """Receive the headers, which have the size of every message, and send the ids."""
-        headers = pending.wait().view(self._ranks.size, -1).tolist()
+    def expect(
+        self, inputs: LocalBatch, batch: OutgoingBatch, headers: list[list[int]]
+    ) -> _InFlight:
+        """Return the sizes of the messages of a batch, from the headers of all ranks.
+
+        Raises:
+            RuntimeError: the batches of ranks are of different kinds, on every rank.
+        """
         _check_kinds([header[2] for header in headers])
-        by_unit = any(header[3] for header in headers)
-        bags = [list(of_unit) for of_unit in zip(*(h[_HEADER:] for h in headers), strict=True)]
         num_ids = [header[0] for header in headers]
         num_bags = [sum(header[_HEADER:]) for header in headers]
-        sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
-        received_sizes = [a + b for a, b in zip(num_bags, num_ids, strict=True)]
-        payload = torch.cat(_interleaved(batch))
-        ids = start_all_to_all(payload, sizes, received_sizes, self._ranks, content=Content.IDS)
-        weights = None
-        if batch.weights is not None:
-            weights = DifferentiableAllToAllAwaitable(
-                batch.weights, batch.num_ids, num_ids, self._ranks
-            )
-        num_replicated_ids = sum(header[1] for header in headers)
-        batch = batch._replace(lengths=None, ids=None, weights=None)
-        in_flight = _InFlight(
+        return _InFlight(
             inputs=inputs,
-            batch=batch,
-            bags=bags,
-            by_unit=by_unit,
+            batch=batch._replace(lengths=None, ids=None, weights=None),
+            bags=[list(of_unit) for of_unit in zip(*(h[_HEADER:] for h in headers), strict=True)],
+            by_unit=any(header[3] for header in headers),
             num_bags=num_bags,
-            sizes=received_sizes,
+            sizes=[a + b for a, b in zip(num_bags, num_ids, strict=True)],
             num_ids=[header[0] - header[1] for header in headers],
-            num_replicated_ids=num_replicated_ids,
-            ids=ids,
-            weights=weights,
+            num_replicated_ids=sum(header[1] for header in headers),
         )
-        return DeferredAwaitable(partial(self._finish, in_flight))
 
-    def _finish(self, in_flight: _InFlight) -> IncomingBatch:
+    def finish(
+        self,
+        in_flight: _InFlight,
+        ids: Awaitable[Tensor],
+        weights: Awaitable[Tensor] | None,
+        *,
+        merges_rows: bool,
+    ) -> IncomingBatch:
         """Receive the ids and bring them from rank-major into unit-major order."""
-        payload = in_flight.ids.wait()
+        payload = ids.wait()
         lengths, segments = _lengths(payload, in_flight)
         starts = running_sums(segments.view(-1))
         total = payload.numel() - lengths.numel()
-        ids = route.gather_segments(payload, starts, self.own_order, total)
-        weights = None
-        if in_flight.weights is not None:
-            starts = running_sums(segments[:, 1:].reshape(-1))
-            weights = route.gather_segments(
-                in_flight.weights.wait(), starts, self.own_weight_order, total
+        received_weights = None
+        if weights is not None:
+            firsts = running_sums(segments[:, 1:].reshape(-1))
+            received_weights = route.gather_segments(
+                weights.wait(), firsts, self.own_weight_order, total
             )
         return IncomingBatch(
             inputs=in_flight.inputs,
             sent=in_flight.batch,
-            ids=ids,
+            ids=route.gather_segments(payload, starts, self.own_order, total),
             offsets=running_sums(lengths),
-            weights=weights,
+            weights=received_weights,
             bags=in_flight.bags,
             by_unit=in_flight.by_unit,
             segments=segments[:, 1:],
             num_ids=in_flight.num_ids,
             num_replicated_ids=in_flight.num_replicated_ids,
+            merges_rows=merges_rows,
         )
+
+
+class InputRequest(NamedTuple):
+    """A batch to send, and how."""
+
+    input_dist: InputDist
+    inputs: LocalBatch
+
+
+def start_input_dists(
+    requests: Sequence[InputRequest], ranks: RankGroup
+) -> Awaitable[list[Awaitable[IncomingBatch]]]:
+    """Send the sizes of batches, those of several collections together.
+
+    The first `wait` receives the sizes and sends the ids; `wait` on each of its results receives
+    the ids of a batch. All ranks pass the batches of the same collections in the same order.
+    """
+    batches = [one.input_dist.outgoing(one.inputs) for one in requests]
+    headers = [
+        one.input_dist.headers(one.inputs, batch)
+        for one, batch in zip(requests, batches, strict=True)
+    ]
+    id_nbytes = 0
+    for one, batch in zip(requests, batches, strict=True):
+        elements = sum(batch.num_ids) * (1 if batch.weights is None else 2) + sum(batch.num_bags)
+        id_nbytes += elements * one.inputs.ids.element_size()
+    row_nbytes = sum(one.input_dist.row_nbytes(one.inputs) for one in requests)
+    pending = exchange_numbers(
+        [id_nbytes, row_nbytes],
+        list(zip(*headers, strict=True)),
+        [one.input_dist.header_size for one in requests],
+        ranks,
+    )
+    return DeferredAwaitable(partial(_send_ids, requests, batches, pending, ranks))
+
+
+def _send_ids(
+    requests: Sequence[InputRequest],
+    batches: Sequence[OutgoingBatch],
+    pending: Awaitable[list[tuple[list[int], list[list[int]]]]],
+    ranks: RankGroup,
+) -> list[Awaitable[IncomingBatch]]:
+    """Receive the sizes, and send lengths, ids and weights."""
+    by_rank = pending.wait()
+    merges_ids, merges_rows = (
+        max(common[i] for common, _ in by_rank) <= _MAX_MERGED_NBYTES for i in range(2)
+    )
+    in_flight = [
+        one.input_dist.expect(one.inputs, batch, [headers[i] for _, headers in by_rank])
+        for i, (one, batch) in enumerate(zip(requests, batches, strict=True))
+    ]
+    messages: list[Message] = []
+    for batch, coming in zip(batches, in_flight, strict=True):
+        payload = torch.cat(_interleaved(batch))
+        sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
+        messages.append(Message(payload, sizes, coming.sizes))
+        if batch.weights is not None:
+            messages.append(Message(batch.weights.detach(), batch.num_ids, coming.received_ids()))
+    payloads = iter(start_all_to_alls(messages, ranks, content=Content.IDS, is_merged=merges_ids))
+    results: list[Awaitable[IncomingBatch]] = []
+    for one, batch, coming in zip(requests, batches, in_flight, strict=True):
+        ids, weights = next(payloads), None
+        if batch.weights is not None:
+            weights = DifferentiableAllToAllAwaitable(
+                batch.weights, batch.num_ids, coming.received_ids(), ranks, next(payloads)
+            )
+        finish = partial(one.input_dist.finish, merges_rows=merges_rows)
+        results.append(DeferredAwaitable(partial(finish, coming, ids, weights)))
+    return results
 
 
 def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:

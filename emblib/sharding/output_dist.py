@@ -8,19 +8,17 @@ the same in the opposite direction.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from emblib.ops import route
-from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
-from emblib.sharding.exchange import CommPrecision, Content, DecodedAwaitable, start_all_gather
+from emblib.sharding.exchange import CommPrecision, Values
 from emblib.sharding.input_dist import IncomingBatch
 from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout
+from emblib.sharding.output_exchange import OutputStep
 from emblib.sharding.ranks import RankGroup
 
 
@@ -42,21 +40,6 @@ class _CopyTables(NamedTuple):
     received_sizes: list[int]
     num_replicated: int
     num_outputs: int
-
-
-class _OutputInFlight(NamedTuple):
-    """A batch between its forward and its backward all-to-all.
-
-    `sent` are the elements sent to each rank, `replica_sizes` the elements of replicated tables'
-    rows on each rank.
-    """
-
-    tables: _CopyTables
-    lengths: Tensor | None
-    sent: list[int]
-    replica_sizes: list[int]
-    shape: tuple[int, ...]
-    pending: DecodedAwaitable | None
 
 
 class _Span(NamedTuple):
@@ -99,7 +82,6 @@ class OutputDist(nn.Module):
         self._divides = any(feature.is_mean for feature in layout.features)
         order = [unit.feature for unit in layout.ranks[0].units]
         self._in_order = not self._divides and order == list(range(len(layout.features)))
-        self.register_buffer("grad_anchor", torch.zeros((), device=ranks.device), persistent=False)
         self._columns = {
             (rank, unit): column
             for rank, rank_layout in enumerate(self._layouts)
@@ -115,48 +97,46 @@ class OutputDist(nn.Module):
                 tensor = torch.tensor(table, dtype=torch.int64).view(-1, width)
                 self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
 
-    grad_anchor: Tensor
     constant_targets: Tensor
     constant_sources: Tensor
     by_bag_targets: Tensor
     by_bag_sources: Tensor
 
-    def dispatch(
+    def step(
         self,
         local: Tensor,
         replica_rows: Tensor | None,
         gradient_sink: Tensor | None,
         received: IncomingBatch,
-    ) -> Awaitable[Tensor]:
-        """Start to return pooled rows to all ranks.
+    ) -> OutputStep:
+        """Return the lookup of a batch, whose pooled rows an `OutputExchange` returns to all ranks.
 
         Args:
             local: rows of this rank's units for the bags of all ranks.
             replica_rows: rows of the replicated tables for the bags of this rank.
-            gradient_sink: gets the gradients of replicated tables' rows of all ranks in backward,
-                see `ReplicatedTables.gradient_sink`.
+            gradient_sink: gets the gradients of replicated tables' rows of all ranks in backward.
             received: the batch.
 
-        Returns:
-            An awaitable of the output: `[B, columns]`, or flat where features differ in batch size.
+        Its output is `[B, columns]`, or flat where features differ in batch size.
         """
-        inputs = received.inputs
-        tables = self._tables(received)
         units = self._layout.ranks[self._ranks.rank]
-        sent = self._elements(self._own_widths, received.bags)
         replica_bags = received.bags[len(units.units) :]
         replica_sizes = (
             self._elements(self._replicated_widths, replica_bags) if replica_bags else []
         )
-        rows = local.detach().reshape(-1)
-        codec = self._comm_precision.forward
-        pending = DecodedAwaitable(
-            rows, sent, tables.received_sizes, self._ranks, codec, Content.ROWS
+        return _PooledStep(
+            local,
+            replica_rows,
+            gradient_sink,
+            replica_sizes,
+            is_small=received.merges_rows,
+            tables=self._tables(received),
+            lengths=received.inputs.lengths if self._divides else None,
+            sent=self._elements(self._own_widths, received.bags),
+            shape=self._shape(received),
+            comm_precision=self._comm_precision,
+            scale=self._scale,
         )
-        lengths = inputs.lengths if self._divides else None
-        shape = self._shape(received)
-        step = _OutputInFlight(tables, lengths, sent, replica_sizes, shape, pending)
-        return DeferredAwaitable(partial(self._connect, local, replica_rows, gradient_sink, step))
 
     def local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Return the output where this rank pooled all rows and nothing was sent."""
@@ -179,20 +159,6 @@ class OutputDist(nn.Module):
         if inputs.is_variable:
             return (-1,)
         return inputs.bags[0] if inputs.bags else 0, self._layout.columns
-
-    def _connect(
-        self,
-        local: Tensor,
-        replica_rows: Tensor | None,
-        gradient_sink: Tensor | None,
-        step: _OutputInFlight,
-    ) -> Tensor:
-        # A rank without tables takes part in backward too: the anchor requires a gradient.
-        grad_anchor = self.grad_anchor.detach().requires_grad_()
-        result: Tensor = _OutputFunction.apply(
-            grad_anchor, local, replica_rows, gradient_sink, step, self
-        )
-        return result
 
     def sink_shape(self, received: IncomingBatch) -> tuple[int, ...]:
         """Return the shape of the replicated tables' rows for the bags of all ranks."""
@@ -311,88 +277,74 @@ class OutputDist(nn.Module):
             position += inputs.bags[unit.feature] * unit.columns
         return starts, received_sizes
 
-    # Forward and backward
 
-    def assemble(self, step: _OutputInFlight, replica_rows: Tensor | None) -> Tensor:
-        """Wait for the rows of the other ranks and assemble the output."""
-        assert step.pending is not None
-        tables, source = step.tables, step.pending.wait()
+class _PooledStep(OutputStep):
+    """A pooled lookup of a batch; `sent` are the elements sent to each rank."""
+
+    def __init__(
+        self,
+        local: Tensor,
+        replica_rows: Tensor | None,
+        gradient_sink: Tensor | None,
+        replica_sizes: list[int],
+        *,
+        is_small: bool,
+        tables: _CopyTables,
+        lengths: Tensor | None,
+        sent: list[int],
+        shape: tuple[int, ...],
+        comm_precision: CommPrecision,
+        scale: float,
+    ) -> None:
+        super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
+        self._tables, self._lengths, self._sent = tables, lengths, sent
+        self._shape, self._comm_precision, self._scale = shape, comm_precision, scale
+
+    def rows(self) -> Values:
+        assert self.local is not None
+        flat = self.local.detach().reshape(-1)
+        received_sizes = self._tables.received_sizes
+        return Values(flat, self._sent, received_sizes, self._comm_precision.forward)
+
+    def assemble(self, received: Tensor, replica_rows: Tensor | None) -> Tensor:
+        tables = self._tables
         if replica_rows is not None and tables.num_replicated:
-            source = torch.cat([source, replica_rows.detach().reshape(-1).to(source.dtype)])
+            received = torch.cat([received, replica_rows.detach().reshape(-1).to(received.dtype)])
         out = route.combine(
-            source,
+            received,
             tables.targets,
             tables.sources,
-            step.lengths,
+            self._lengths,
             tables.num_outputs,
             torch.float32,
             tables.rows,
         )
-        return out.view(step.shape)
+        return out.view(self._shape)
 
-    def backward(
-        self, step: _OutputInFlight, grad: Tensor, *, from_all_ranks: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the rows that this rank pooled, and of replicated tables' rows.
+    def gradient_nbytes(self) -> tuple[list[int], list[int]]:
+        none = torch.empty(0)
+        return self._gradients(none).nbytes()
 
-        With `from_all_ranks` the latter are gathered from all ranks.
-        """
-        tables, codec = step.tables, self._comm_precision.backward
+    def _gradients(self, flat: Tensor) -> Values:
+        codec = self._comm_precision.backward
+        return Values(flat, self._tables.received_sizes, self._sent, codec)
+
+    def backward(self, grad: Tensor) -> tuple[Values, Tensor | None]:
+        tables = self._tables
         total = sum(tables.received_sizes)
         flat = route.combine_backward(
             grad.contiguous().view(-1),
             tables.targets,
             tables.sources,
-            step.lengths,
+            self._lengths,
             total + tables.num_replicated,
             torch.float32,
             tables.rows,
             self._scale,
         )
-        if not from_all_ranks and tables.num_replicated and self._scale != 1.0:
+        if self.sink_shape is None and tables.num_replicated and self._scale != 1.0:
             flat[total:] /= self._scale  # DistributedDataParallel averages these
-        pending = DecodedAwaitable(
-            flat[:total], tables.received_sizes, step.sent, self._ranks, codec, Content.GRADIENTS
-        )
-        replica_grads = flat[total:]
-        if from_all_ranks:
-            replica_grads = start_all_gather(
-                replica_grads, step.replica_sizes, self._ranks, content=Content.GRADIENTS
-            ).wait()
-        return pending.wait(), replica_grads
-
-
-class _OutputFunction(torch.autograd.Function):
-    """Connects the output to the rows pooled on this rank and to those of replicated tables."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        grad_anchor: Tensor,
-        local: Tensor,
-        replica_rows: Tensor | None,
-        gradient_sink: Tensor | None,
-        step: _OutputInFlight,
-        output_dist: OutputDist,
-    ) -> Tensor:
-        out = output_dist.assemble(step, replica_rows)
-        ctx.step, ctx.output_dist = step._replace(pending=None), output_dist
-        ctx.shapes = [None if t is None else t.shape for t in (local, replica_rows, gradient_sink)]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        local_shape, replica_shape, sink_shape = ctx.shapes
-        from_all_ranks = sink_shape is not None
-        local, replica_grads = ctx.output_dist.backward(
-            ctx.step, grad, from_all_ranks=from_all_ranks
-        )
-        local = local.view(local_shape)
-        if from_all_ranks:
-            return None, local, None, replica_grads.view(sink_shape), None, None
-        replica_grads = None if replica_shape is None else replica_grads.view(replica_shape)
-        return None, local, replica_grads, None, None, None
+        return self._gradients(flat[:total]), flat[total:]
 
 
 def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: int) -> list[_Span]:

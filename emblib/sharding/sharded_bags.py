@@ -13,6 +13,7 @@ from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwa
 from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.input_dist import IncomingBatch
+from emblib.sharding.joint import ExchangesAlone, Inputs, Outputs
 from emblib.sharding.output_dist import OutputDist
 from emblib.sharding.parameters import ShardParameters
 from emblib.sharding.ranks import RankGroup
@@ -26,7 +27,7 @@ from emblib.sharding.sharding_types import ParameterSharding
 from emblib.tables.graph_break import graph_break
 
 
-class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
+class ShardedEmbeddingBagCollection(ExchangesAlone, StateOfTables, ShardedTables):
     """An `EmbeddingBagCollection` sharded over ranks, with the same output for this rank's batch.
 
     All ranks call it together, each with its own batch: batch sizes may differ and may be 0. The
@@ -100,27 +101,27 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         self.embedding_bags.check()
         return self.compute_and_output_dist(self.input_dist(features).wait().wait())
 
+    def inputs(self, features: KeyedJaggedTensor) -> Inputs:
+        """Return what to send of a batch."""
+        return Inputs([self.input_request(features)], _only)
+
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
         """Return rows pooled for all ranks, and replicated tables' rows of this rank's batch."""
         copies = None if self.replicated is None else self.replicated(received.inputs)
         return self.rows(received), copies
 
-    def output_dist(
-        self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
-    ) -> LazyAwaitable[KeyedTensor]:
-        """Start to return the pooled rows."""
+    def outputs(self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch) -> Outputs:
+        """Return the lookup of a batch, whose output is a `KeyedTensor`."""
         local, copies = rows
-        if received.sent is None:
-            output = self._output_dist.local_output(local, received)
-            return LazyDeferredAwaitable(
-                in_this_grad_mode(partial(self._finished, output, received))
-            )
-        pending = self._output_dist.dispatch(local, copies, self._gradient_sink(received), received)
-        return LazyDeferredAwaitable(in_this_grad_mode(partial(self._output, pending, received)))
 
-    def compute_and_output_dist(self, received: IncomingBatch) -> LazyAwaitable[KeyedTensor]:
-        """Look up the received ids and start the output all-to-all."""
-        return self.output_dist(self.compute(received), received)
+        def join(outputs: list[Awaitable[Tensor]]) -> LazyAwaitable[KeyedTensor]:
+            output = partial(self._output, outputs[0], received)
+            return LazyDeferredAwaitable(in_this_grad_mode(output))
+
+        if received.sent is None:
+            return Outputs([self._output_dist.local_output(local, received)], join)
+        sink = self._gradient_sink(received)
+        return Outputs([self._output_dist.step(local, copies, sink, received)], join)
 
     def _gradient_sink(self, received: IncomingBatch) -> Tensor | None:
         if (
@@ -132,9 +133,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return self.replicated.gradient_sink(received, self._output_dist.sink_shape(received))
 
     def _output(self, pending: Awaitable[Tensor], received: IncomingBatch) -> KeyedTensor:
-        return self._finished(pending.wait(), received)
-
-    def _finished(self, values: Tensor, received: IncomingBatch) -> KeyedTensor:
+        values = pending.wait()
         if received.inputs.is_variable:
             values = self._expanded(values, received)
         return KeyedTensor(self._names, self._dims, values)
@@ -157,3 +156,8 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
                 for block, inverse in zip(blocks, inputs.inverse, strict=True)
             ]
         return torch.cat(blocks, dim=1)
+
+
+def _only(batches: list[IncomingBatch]) -> IncomingBatch:
+    (batch,) = batches
+    return batch

@@ -13,23 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from emblib.collections.groups import TableGroups
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
 from emblib.optim import Optimizer
-from emblib.sharding.awaitables import (
-    Awaitable,
-    DeferredAwaitable,
-    LazyAwaitable,
-    LazyDeferredAwaitable,
-)
+from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
-from emblib.sharding.exchange import CommPrecision, Content, DecodedAwaitable, start_all_gather
+from emblib.sharding.exchange import CommPrecision, Values
 from emblib.sharding.input_dist import IncomingBatch
+from emblib.sharding.joint import ExchangesAlone, Inputs, Outputs
 from emblib.sharding.layout import Config
+from emblib.sharding.output_exchange import OutputStep
 from emblib.sharding.parameters import ShardParameters
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import (
@@ -102,14 +98,12 @@ class SequenceTables(ShardedTables):
         self._pieces = [unit.columns // width for unit in self._own.units]
         self._equal = len({unit.columns for unit in every}) <= 1
         tables = {
-            "grad_anchor": torch.zeros(()),
             "first": torch.tensor([u.shard.columns[0] // width for u in every], dtype=torch.int64),
             "pieces": torch.tensor([u.columns // width for u in every], dtype=torch.int64),
         }
         for name, tensor in tables.items():
             self.register_buffer(name, tensor.to(device), persistent=False)
 
-    grad_anchor: Tensor
     first: Tensor
     pieces: Tensor
 
@@ -121,23 +115,13 @@ class SequenceTables(ShardedTables):
             rows = rows.new_empty(0, self.exchange.width)
         return rows, copies
 
-    def output_dist(self, rows: Rows, received: IncomingBatch) -> Awaitable[Tensor]:
-        """Start to return vectors; the result is `[L, dim]` in the order of this rank's batch."""
+    def output(self, rows: Rows, received: IncomingBatch) -> OutputStep | Tensor:
+        """Return the lookup of a batch; its output is `[L, dim]` in the order of the batch."""
         local, copies = rows
         if received.sent is None:
-            return DeferredAwaitable(partial(self._local_output, local, received))
+            return self._local_output(local, received)
         with torch.no_grad():
             vector_route = self._route(received)
-            width = self.exchange.width
-            sent = local.detach().reshape(-1, width).index_select(0, vector_route.order)
-        pending = DecodedAwaitable(
-            sent.view(-1),
-            [n * width for n in vector_route.sent],
-            [n * width for n in vector_route.num_received],
-            self.ranks,
-            self.exchange.comm_precision.forward,
-            Content.ROWS,
-        )
         gradient_sink = None
         if (
             self.replicated is not None
@@ -147,9 +131,8 @@ class SequenceTables(ShardedTables):
             gradient_sink = self.replicated.gradient_sink(
                 received, (sum(vector_route.copied), self.dim)
             )
-        return DeferredAwaitable(
-            partial(self._finish, local, copies, gradient_sink, vector_route, pending)
-        )
+        is_small = received.merges_rows
+        return _SequenceStep(local, copies, gradient_sink, vector_route, self, is_small=is_small)
 
     def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Bring vectors that were not sent from the order of the kernels into that of the batch."""
@@ -159,20 +142,6 @@ class SequenceTables(ShardedTables):
         num_ids = received.inputs.num_ids()
         pieces = local.split([num_ids[f] for f in order])
         return torch.cat([pieces[order.index(f)] for f in range(len(order))])
-
-    def _finish(
-        self,
-        local: Tensor,
-        copies: Tensor | None,
-        gradient_sink: Tensor | None,
-        vector_route: _SequenceRoute,
-        pending: DecodedAwaitable,
-    ) -> Tensor:
-        grad_anchor = self.grad_anchor.detach().requires_grad_()
-        result: Tensor = _SequenceFunction.apply(
-            grad_anchor, local, copies, gradient_sink, vector_route, pending, self
-        )
-        return result
 
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
         sent, inputs = received.sent, received.inputs
@@ -236,66 +205,72 @@ def _transposed(counts: Tensor, total: int) -> Tensor:
     return route.gather_segments(torch.arange(total, device=counts.device), starts, order, total)
 
 
-class _SequenceFunction(torch.autograd.Function):
-    """Connects received vectors to the lookups, at the positions of their ids in the batch."""
+class _SequenceStep(OutputStep):
+    """The vectors of a batch, which return to the positions of their ids."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        grad_anchor: Tensor,
+    def __init__(
+        self,
         local: Tensor,
         copies: Tensor | None,
         gradient_sink: Tensor | None,
         vector_route: _SequenceRoute,
-        pending: DecodedAwaitable,
         tables: SequenceTables,
-    ) -> Tensor:
+        *,
+        is_small: bool,
+    ) -> None:
+        copied = [n * tables.dim for n in vector_route.copied]
+        super().__init__(local, copies, gradient_sink, copied, is_small=is_small)
+        self._route, self._tables = vector_route, tables
         width = tables.exchange.width
-        vectors = pending.wait().view(-1, width)
-        out = torch.empty(vector_route.total, tables.dim, device=vectors.device)
-        out.view(-1, width).index_copy_(0, vector_route.index, vectors.float())
-        if copies is not None and vector_route.copies is not None:
-            out.index_copy_(0, vector_route.copies, copies.float())
-        ctx.vector_route, ctx.tables, ctx.rows = vector_route, tables, local.shape
-        ctx.has_copies, ctx.everywhere = copies is not None, gradient_sink is not None
+        self._sent = [n * width for n in vector_route.sent]
+        self._num_received = [n * width for n in vector_route.num_received]
+
+    def rows(self) -> Values:
+        assert self.local is not None
+        rows = self.local.detach().reshape(-1, self._tables.exchange.width)
+        sent = rows.index_select(0, self._route.order).view(-1)
+        codec = self._tables.exchange.comm_precision.forward
+        return Values(sent, self._sent, self._num_received, codec)
+
+    def assemble(self, received: Tensor, replica_rows: Tensor | None) -> Tensor:
+        width, dim = self._tables.exchange.width, self._tables.dim
+        out = torch.empty(self._route.total, dim, device=received.device)
+        out.view(-1, width).index_copy_(0, self._route.index, received.view(-1, width).float())
+        if replica_rows is not None and self._route.copies is not None:
+            out.index_copy_(0, self._route.copies, replica_rows.detach().float())
         return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        vector_route, tables = ctx.vector_route, ctx.tables
-        width, ranks = tables.exchange.width, tables.ranks
-        scale = tables.scale
-        grad = grad.contiguous()
-        sent = grad.view(-1, width).index_select(0, vector_route.index)
+    def gradient_nbytes(self) -> tuple[list[int], list[int]]:
+        return self._gradients(torch.empty(0)).nbytes()
+
+    def _gradients(self, flat: Tensor) -> Values:
+        codec = self._tables.exchange.comm_precision.backward
+        return Values(flat, self._num_received, self._sent, codec)
+
+    def backward(self, grad: Tensor) -> tuple[Values, Tensor | None]:
+        scale, grad = self._tables.scale, grad.contiguous()
+        sent = grad.view(-1, self._tables.exchange.width).index_select(0, self._route.index)
         if scale != 1.0:
             sent.mul_(scale)
-        pending = DecodedAwaitable(
-            sent.view(-1),
-            [n * width for n in vector_route.num_received],
-            [n * width for n in vector_route.sent],
-            ranks,
-            tables.exchange.comm_precision.backward,
-            Content.GRADIENTS,
-        )
-        copies = grad_sink = None
-        if ctx.has_copies:
-            copies = grad.index_select(0, vector_route.copies)
-        if ctx.everywhere:
-            assert copies is not None
-            if scale != 1.0:
+        copies = None
+        if self.replica_shape is not None:
+            assert self._route.copies is not None
+            copies = grad.index_select(0, self._route.copies)
+            if self.sink_shape is not None and scale != 1.0:
                 copies.mul_(scale)
-            sizes = [n * tables.dim for n in vector_route.copied]
-            flat = copies.view(-1)
-            grad_sink = start_all_gather(flat, sizes, ranks, content=Content.GRADIENTS).wait()
-            grad_sink = grad_sink.view(-1, tables.dim).index_select(0, vector_route.copies_order)
-            copies = None
-        grads = pending.wait().view(-1, width)
-        rows = torch.empty_like(grads).index_copy_(0, vector_route.order, grads).view(ctx.rows)
-        return None, rows, copies, grad_sink, None, None, None
+            copies = copies.view(-1)
+        return self._gradients(sent.view(-1)), copies
+
+    def local_gradient(self, received: Tensor) -> Tensor:
+        grads = received.view(-1, self._tables.exchange.width)
+        rows = torch.empty_like(grads).index_copy_(0, self._route.order, grads)
+        return rows.view(self.local_shape)
+
+    def sink_gradient(self, gathered: Tensor) -> Tensor:
+        return gathered.view(-1, self._tables.dim).index_select(0, self._route.copies_order)
 
 
-class ShardedEmbeddingCollection(StateOfTables):
+class ShardedEmbeddingCollection(ExchangesAlone, StateOfTables):
     """An `EmbeddingCollection` sharded over ranks, with the same vectors for this rank's batch.
 
     Works like `ShardedEmbeddingBagCollection`. Tables are sent in separate messages if their dims
@@ -402,20 +377,13 @@ class ShardedEmbeddingCollection(StateOfTables):
         one = next(one for one in self._equal() if table in one.plan)
         return one.storage_config(table)
 
-    def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[list[IncomingBatch]]]:
-        """Start to send ids, like `ShardedEmbeddingBagCollection.input_dist`."""
+    def inputs(self, features: KeyedJaggedTensor) -> Inputs:
+        """Return what to send of a batch."""
         repeated = None
         if self.dedup:
             features, repeated = _without_repeats(features, self._features())
-        started = [one.input_dist(features) for one in self._equal()]
-
-        def ids() -> Awaitable[list[IncomingBatch]]:
-            pending = [awaitable.wait() for awaitable in started]
-            return DeferredAwaitable(
-                lambda: _Received([awaitable.wait() for awaitable in pending], repeated)
-            )
-
-        return DeferredAwaitable(ids)
+        requests = [one.input_request(features) for one in self._equal()]
+        return Inputs(requests, partial(_Received, repeated=repeated))
 
     def _features(self) -> list[str]:
         """Return the features of all tables, each once."""
@@ -430,21 +398,20 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Return vectors looked up for all ranks, and replicated tables' vectors of this batch."""
         return [one.compute(batch) for one, batch in zip(self._equal(), received, strict=True)]
 
-    def output_dist(
-        self, rows: Sequence[Rows], received: Sequence[IncomingBatch]
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Start to return the vectors."""
-        pending = [
-            one.output_dist(own, batch)
+    def outputs(self, rows: Sequence[Rows], received: Sequence[IncomingBatch]) -> Outputs:
+        """Return the lookups of a batch, by class; their output is a jagged tensor by feature."""
+
+        def join(
+            outputs: list[Awaitable[Tensor]],
+        ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+            output = partial(self._output, outputs, received)
+            return LazyDeferredAwaitable(in_this_grad_mode(output))
+
+        steps = [
+            one.output(own, batch)
             for one, own, batch in zip(self._equal(), rows, received, strict=True)
         ]
-        return LazyDeferredAwaitable(in_this_grad_mode(partial(self._output, pending, received)))
-
-    def compute_and_output_dist(
-        self, received: Sequence[IncomingBatch]
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Look up the received ids and start the output all-to-all."""
-        return self.output_dist(self.compute(received), received)
+        return Outputs(steps, join)
 
     @graph_break
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:

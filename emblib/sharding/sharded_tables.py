@@ -23,9 +23,15 @@ from emblib.ops import autograd, route
 from emblib.ops.scaled_gradients import mark_nested
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
-from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.exchange import CommPrecision, check_comm_precision
-from emblib.sharding.input_dist import IncomingBatch, InputDist, LocalBatch, ScaledGradient
+from emblib.sharding.input_dist import (
+    IncomingBatch,
+    InputDist,
+    InputRequest,
+    LocalBatch,
+    ScaledGradient,
+)
 from emblib.sharding.layout import (
     CollectionLayout,
     Config,
@@ -445,16 +451,14 @@ class ShardedTables(nn.Module):
 
     # One batch
 
-    def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[IncomingBatch]]:
-        """Start to send ids to the ranks that store their rows.
-
-        The first `wait` starts the second of two all-to-alls; `wait` on its result ends it. All
-        ranks call this in the same order.
-        """
+    def input_request(
+        self, features: KeyedJaggedTensor
+    ) -> InputRequest | Awaitable[IncomingBatch]:
+        """Return the batch to send, or the batch to look up where nothing needs to be sent."""
         inputs = self._inputs(features)
         if self._is_local:
-            return ReadyAwaitable(DeferredAwaitable(lambda: self._here(inputs)))
-        return self._input_dist.start(inputs)
+            return DeferredAwaitable(lambda: self._here(inputs))
+        return InputRequest(self._input_dist, inputs)
 
     @property
     def _is_local(self) -> bool:

@@ -1,0 +1,168 @@
+"""One exchange for several sharded collections: their ids travel together, and their rows back.
+
+A sharded collection describes what it sends, as `JointModule`; the functions here start the
+exchange of one or several of them. All ranks call them with the same collections in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, LazyAwaitable, ReadyAwaitable
+from emblib.sharding.input_dist import IncomingBatch, InputRequest, start_input_dists
+from emblib.sharding.output_exchange import OutputExchange, OutputStep
+from emblib.sharding.ranks import RankGroup
+
+
+class Inputs(NamedTuple):
+    """What a collection sends of a batch, and what becomes of the received batches.
+
+    A batch that nobody needs to send is an awaitable of itself.
+    """
+
+    requests: Sequence[InputRequest | Awaitable[IncomingBatch]]
+    join: Callable[[list[IncomingBatch]], Any]
+
+
+class Outputs(NamedTuple):
+    """The lookups of a collection, and what becomes of their outputs.
+
+    A lookup whose rows stay on this rank is its output.
+    """
+
+    steps: Sequence[OutputStep | Tensor]
+    join: Callable[[list[Awaitable[Tensor]]], LazyAwaitable[Any]]
+
+
+class JointModule(Protocol):
+    """A sharded collection whose exchange may be that of other collections, too."""
+
+    ranks: RankGroup
+
+    def inputs(self, features: Any) -> Inputs:
+        """Return what to send of a batch."""
+
+    def compute(self, received: Any) -> Any:
+        """Look up the received ids."""
+
+    def outputs(self, rows: Any, received: Any) -> Outputs:
+        """Return the lookups of a batch."""
+
+
+class InputCall(NamedTuple):
+    """A sharded collection and the batch that it gets."""
+
+    module: Any
+    features: Any
+
+
+def start_joint_input_dist(calls: Sequence[InputCall]) -> Awaitable[list[Awaitable[Any]]]:
+    """Send the sizes of the batches of several collections.
+
+    The first `wait` receives the sizes and sends the ids; `wait` on each of its results receives
+    what `compute` of that collection takes.
+    """
+    inputs = [call.module.inputs(call.features) for call in calls]
+    pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
+    for ranks, indices in _by_group([call.module.ranks for call in calls]):
+        sent = [
+            (i, j)
+            for i in indices
+            for j, one in enumerate(inputs[i].requests)
+            if isinstance(one, InputRequest)
+        ]
+        if sent:
+            requests = [inputs[i].requests[j] for i, j in sent]
+            pending.append((sent, start_input_dists(requests, ranks)))
+
+    def send_ids() -> list[Awaitable[Any]]:
+        received: list[list[Any]] = [list(one.requests) for one in inputs]
+        for sent, sizes in pending:
+            for (i, j), batch in zip(sent, sizes.wait(), strict=True):
+                received[i][j] = batch
+        return [
+            DeferredAwaitable(partial(_joined, one.join, batches))
+            for one, batches in zip(inputs, received, strict=True)
+        ]
+
+    return DeferredAwaitable(send_ids)
+
+
+def _joined(
+    join: Callable[[list[IncomingBatch]], Any], batches: Sequence[Awaitable[IncomingBatch]]
+) -> Any:
+    return join([batch.wait() for batch in batches])
+
+
+class OutputCall(NamedTuple):
+    """A sharded collection, its rows, and the batch that it received."""
+
+    module: Any
+    rows: Any
+    received: Any
+
+
+def start_joint_output_dist(
+    calls: Sequence[OutputCall],
+) -> list[Callable[[], LazyAwaitable[Any]]]:
+    """Start to return the rows of several collections.
+
+    Returns a function per collection that returns its output, connected to autograd where gradients
+    are enabled when it is called.
+    """
+    outputs = [call.module.outputs(call.rows, call.received) for call in calls]
+    results: list[list[Any]] = [list(one.steps) for one in outputs]
+    for ranks, indices in _by_group([call.module.ranks for call in calls]):
+        sent = [
+            (i, j)
+            for i in indices
+            for j, step in enumerate(outputs[i].steps)
+            if isinstance(step, OutputStep)
+        ]
+        if not sent:
+            continue
+        steps = [results[i][j] for i, j in sent]
+        exchange = OutputExchange(steps, ranks, is_merged=all(step.is_small for step in steps))
+        for (i, j), output in zip(sent, exchange.outputs(), strict=True):
+            results[i][j] = output
+    return [
+        partial(
+            one.join,
+            [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in own],
+        )
+        for one, own in zip(outputs, results, strict=True)
+    ]
+
+
+def _by_group(every: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
+    """Return the positions of each process group, with its ranks."""
+    found: dict[Any, tuple[RankGroup, list[int]]] = {}
+    for index, ranks in enumerate(every):
+        found.setdefault(ranks.group, (ranks, []))[1].append(index)
+    return list(found.values())
+
+
+class ExchangesAlone:
+    """The exchange of one collection: its input dist, its lookup and its output dist."""
+
+    def input_dist(self: Any, features: Any) -> Awaitable[Awaitable[Any]]:
+        """Start to send ids to the ranks that store their rows.
+
+        The first `wait` sends the ids, once their sizes have come; `wait` on its result receives
+        those of all ranks. All ranks call this in the same order.
+        """
+        sizes = start_joint_input_dist([InputCall(self, features)])
+        return DeferredAwaitable(lambda: sizes.wait()[0])
+
+    def output_dist(self: Any, rows: Any, received: Any) -> LazyAwaitable[Any]:
+        """Start to return the rows."""
+        (output,) = start_joint_output_dist([OutputCall(self, rows, received)])
+        return output()
+
+    def compute_and_output_dist(self: Any, received: Any) -> LazyAwaitable[Any]:
+        """Look up the received ids and start the output all-to-all."""
+        return self.output_dist(self.compute(received), received)
