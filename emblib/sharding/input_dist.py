@@ -263,6 +263,10 @@ class InputDist(nn.Module):
             for (first, end), ids in zip(self._spans(), batch.num_ids, strict=True)
         ]
 
+    def empty_headers(self) -> list[list[int]]:
+        """Return headers that `headers` might return, of no batch."""
+        return [[0] * (_HEADER + end - first) for first, end in self._spans()]
+
     def row_nbytes(self, inputs: LocalBatch) -> int:
         """Return the bytes of the rows that the ranks return for a batch, without codecs."""
         return 4 * sum(count * dim for count, dim in zip(inputs.bags, self._dims, strict=True))
@@ -443,56 +447,74 @@ class InputDist(nn.Module):
 
 
 class InputRequest(NamedTuple):
-    """A batch to send, and how."""
+    """A batch to send, and how; None for a rank that has none and stops the exchange."""
 
     input_dist: InputDist
+    inputs: LocalBatch | None
+
+
+class _Outgoing(NamedTuple):
+    input_dist: InputDist
     inputs: LocalBatch
+    batch: OutgoingBatch
 
 
-def start_input_dists(
-    requests: Sequence[InputRequest], ranks: RankGroup
-) -> Awaitable[list[Awaitable[IncomingBatch]]]:
+InputsInFlight = Awaitable[list[Awaitable[IncomingBatch]] | None]
+
+
+def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> InputsInFlight:
     """Send the sizes of batches, those of several collections together.
 
     The first `wait` receives the sizes and sends the ids; `wait` on each of its results receives
-    the ids of a batch. All ranks pass the batches of the same collections in the same order.
+    the ids of a batch. All ranks pass the batches of the same collections in the same order. If a
+    rank passes a request without a batch, the first `wait` returns None on all ranks, and nothing
+    else is sent.
     """
-    batches = [one.input_dist.outgoing(one.inputs) for one in requests]
-    headers = [
-        one.input_dist.headers(one.inputs, batch)
-        for one, batch in zip(requests, batches, strict=True)
+    outgoing = [
+        _Outgoing(one.input_dist, one.inputs, one.input_dist.outgoing(one.inputs))
+        for one in requests
+        if one.inputs is not None
     ]
-    id_nbytes = 0
-    for one, batch in zip(requests, batches, strict=True):
-        elements = sum(batch.num_ids) * (1 if batch.weights is None else 2) + sum(batch.num_bags)
-        id_nbytes += elements * one.inputs.ids.element_size()
-    row_nbytes = sum(one.input_dist.row_nbytes(one.inputs) for one in requests)
+    if len(outgoing) == len(requests):
+        headers = [one.input_dist.headers(one.inputs, one.batch) for one in outgoing]
+        common = [1, sum(map(_id_nbytes, outgoing))]
+        common.append(sum(one.input_dist.row_nbytes(one.inputs) for one in outgoing))
+    else:
+        headers = [one.input_dist.empty_headers() for one in requests]
+        common = [0, 0, 0]
     pending = exchange_numbers(
-        [id_nbytes, row_nbytes],
+        common,
         list(zip(*headers, strict=True)),
         [one.input_dist.header_size for one in requests],
         ranks,
     )
-    return DeferredAwaitable(partial(_send_ids, requests, batches, pending, ranks))
+    return DeferredAwaitable(partial(_send_ids, outgoing, pending, ranks))
+
+
+def _id_nbytes(one: _Outgoing) -> int:
+    """Return the bytes of ids, lengths and weights."""
+    num_ids = sum(one.batch.num_ids) * (1 if one.batch.weights is None else 2)
+    return (num_ids + sum(one.batch.num_bags)) * one.inputs.ids.element_size()
 
 
 def _send_ids(
-    requests: Sequence[InputRequest],
-    batches: Sequence[OutgoingBatch],
+    outgoing: Sequence[_Outgoing],
     pending: Awaitable[list[tuple[list[int], list[list[int]]]]],
     ranks: RankGroup,
-) -> list[Awaitable[IncomingBatch]]:
+) -> list[Awaitable[IncomingBatch]] | None:
     """Receive the sizes, and send lengths, ids and weights."""
     by_rank = pending.wait()
+    if not all(common[0] for common, _ in by_rank):
+        return None
     merges_ids, merges_rows = (
-        max(common[i] for common, _ in by_rank) <= _MAX_MERGED_NBYTES for i in range(2)
+        max(common[i] for common, _ in by_rank) <= _MAX_MERGED_NBYTES for i in (1, 2)
     )
     in_flight = [
-        one.input_dist.expect(one.inputs, batch, [headers[i] for _, headers in by_rank])
-        for i, (one, batch) in enumerate(zip(requests, batches, strict=True))
+        one.input_dist.expect(one.inputs, one.batch, [headers[i] for _, headers in by_rank])
+        for i, one in enumerate(outgoing)
     ]
     messages: list[Message] = []
-    for batch, coming in zip(batches, in_flight, strict=True):
+    for (_, _, batch), coming in zip(outgoing, in_flight, strict=True):
         payload = torch.cat(_interleaved(batch))
         sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
         messages.append(Message(payload, sizes, coming.sizes))
@@ -500,13 +522,13 @@ def _send_ids(
             messages.append(Message(batch.weights.detach(), batch.num_ids, coming.received_ids()))
     payloads = iter(start_all_to_alls(messages, ranks, content=Content.IDS, is_merged=merges_ids))
     results: list[Awaitable[IncomingBatch]] = []
-    for one, batch, coming in zip(requests, batches, in_flight, strict=True):
+    for (input_dist, _, batch), coming in zip(outgoing, in_flight, strict=True):
         ids, weights = next(payloads), None
         if batch.weights is not None:
             weights = DifferentiableAllToAllAwaitable(
                 batch.weights, batch.num_ids, coming.received_ids(), ranks, next(payloads)
             )
-        finish = partial(one.input_dist.finish, merges_rows=merges_rows)
+        finish = partial(input_dist.finish, merges_rows=merges_rows)
         results.append(DeferredAwaitable(partial(finish, coming, ids, weights)))
     return results
 

@@ -44,7 +44,7 @@ class JointModule(Protocol):
     ranks: RankGroup
 
     def inputs(self, features: Any) -> Inputs:
-        """Return what to send of a batch."""
+        """Return what to send of a batch; None for a rank that stops the exchange."""
 
     def compute(self, received: Any) -> Any:
         """Look up the received ids."""
@@ -54,17 +54,20 @@ class JointModule(Protocol):
 
 
 class InputCall(NamedTuple):
-    """A sharded collection and the batch that it gets."""
+    """A sharded collection and the batch that it gets, None for none."""
 
     module: Any
     features: Any
 
 
-def start_joint_input_dist(calls: Sequence[InputCall]) -> Awaitable[list[Awaitable[Any]]]:
+def start_joint_input_dist(
+    calls: Sequence[InputCall],
+) -> Awaitable[list[Awaitable[Any]] | None]:
     """Send the sizes of the batches of several collections.
 
     The first `wait` receives the sizes and sends the ids; `wait` on each of its results receives
-    what `compute` of that collection takes.
+    what `compute` of that collection takes. If a rank has no batch for one of them, the first
+    `wait` returns None on all ranks.
     """
     inputs = [call.module.inputs(call.features) for call in calls]
     pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
@@ -79,10 +82,13 @@ def start_joint_input_dist(calls: Sequence[InputCall]) -> Awaitable[list[Awaitab
             requests = [inputs[i].requests[j] for i, j in sent]
             pending.append((sent, start_input_dists(requests, ranks)))
 
-    def send_ids() -> list[Awaitable[Any]]:
+    def send_ids() -> list[Awaitable[Any]] | None:
         received: list[list[Any]] = [list(one.requests) for one in inputs]
         for sent, sizes in pending:
-            for (i, j), batch in zip(sent, sizes.wait(), strict=True):
+            batches = sizes.wait()
+            if batches is None:
+                return None
+            for (i, j), batch in zip(sent, batches, strict=True):
                 received[i][j] = batch
         return [
             DeferredAwaitable(partial(_joined, one.join, batches))
@@ -146,8 +152,25 @@ def _by_group(every: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
     return list(found.values())
 
 
-class ExchangesAlone:
-    """The exchange of one collection: its input dist, its lookup and its output dist."""
+class SentAhead(Protocol):
+    """An exchange that a forward of the model has started for its collections."""
+
+    def take(self, module: Any, features: Any) -> LazyAwaitable[Any] | None:
+        """Return the output of a collection for this input, None if it was not sent."""
+
+
+class Exchanges:
+    """The exchange of one collection, or its part in a joint one that was started ahead."""
+
+    sent_ahead: SentAhead | None = None
+
+    def exchange(self: Any, features: Any) -> LazyAwaitable[Any]:
+        """Return the output for a batch, which waits for the other ranks when it is used."""
+        if self.sent_ahead is not None:
+            output: LazyAwaitable[Any] | None = self.sent_ahead.take(self, features)
+            if output is not None:
+                return output
+        return self.compute_and_output_dist(self.input_dist(features).wait().wait())
 
     def input_dist(self: Any, features: Any) -> Awaitable[Awaitable[Any]]:
         """Start to send ids to the ranks that store their rows.

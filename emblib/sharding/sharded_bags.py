@@ -13,7 +13,7 @@ from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwa
 from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.joint import ExchangesAlone, Inputs, Outputs
+from emblib.sharding.joint import Exchanges, Inputs, Outputs
 from emblib.sharding.output_dist import OutputDist
 from emblib.sharding.parameters import ShardParameters
 from emblib.sharding.ranks import RankGroup
@@ -27,7 +27,7 @@ from emblib.sharding.sharding_types import ParameterSharding
 from emblib.tables.graph_break import graph_break
 
 
-class ShardedEmbeddingBagCollection(ExchangesAlone, StateOfTables, ShardedTables):
+class ShardedEmbeddingBagCollection(Exchanges, StateOfTables, ShardedTables):
     """An `EmbeddingBagCollection` sharded over ranks, with the same output for this rank's batch.
 
     All ranks call it together, each with its own batch: batch sizes may differ and may be 0. The
@@ -99,10 +99,10 @@ class ShardedEmbeddingBagCollection(ExchangesAlone, StateOfTables, ShardedTables
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Return pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
         self.embedding_bags.check()
-        return self.compute_and_output_dist(self.input_dist(features).wait().wait())
+        return self.exchange(features)
 
-    def inputs(self, features: KeyedJaggedTensor) -> Inputs:
-        """Return what to send of a batch."""
+    def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
+        """Return what to send of a batch; None for a rank that stops a joint exchange."""
         return Inputs([self.input_request(features)], _only)
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:

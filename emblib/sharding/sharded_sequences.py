@@ -23,7 +23,7 @@ from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwa
 from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.exchange import CommPrecision, Values
 from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.joint import ExchangesAlone, Inputs, Outputs
+from emblib.sharding.joint import Exchanges, Inputs, Outputs
 from emblib.sharding.layout import Config
 from emblib.sharding.output_exchange import OutputStep
 from emblib.sharding.parameters import ShardParameters
@@ -270,7 +270,7 @@ class _SequenceStep(OutputStep):
         return gathered.view(-1, self._tables.dim).index_select(0, self._route.copies_order)
 
 
-class ShardedEmbeddingCollection(ExchangesAlone, StateOfTables):
+class ShardedEmbeddingCollection(Exchanges, StateOfTables):
     """An `EmbeddingCollection` sharded over ranks, with the same vectors for this rank's batch.
 
     Works like `ShardedEmbeddingBagCollection`. Tables are sent in separate messages if their dims
@@ -377,10 +377,10 @@ class ShardedEmbeddingCollection(ExchangesAlone, StateOfTables):
         one = next(one for one in self._equal() if table in one.plan)
         return one.storage_config(table)
 
-    def inputs(self, features: KeyedJaggedTensor) -> Inputs:
-        """Return what to send of a batch."""
+    def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
+        """Return what to send of a batch; None for a rank that stops a joint exchange."""
         repeated = None
-        if self.dedup:
+        if self.dedup and features is not None:
             features, repeated = _without_repeats(features, self._features())
         requests = [one.input_request(features) for one in self._equal()]
         return Inputs(requests, partial(_Received, repeated=repeated))
@@ -417,7 +417,7 @@ class ShardedEmbeddingCollection(ExchangesAlone, StateOfTables):
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Return float32 `[L, dim]` by feature, one vector per id, in the order of the tables."""
         self.embeddings.check()
-        return self.compute_and_output_dist(self.input_dist(features).wait().wait())
+        return self.exchange(features)
 
     def _output(
         self, pending: Sequence[Awaitable[Tensor]], received: Sequence[IncomingBatch]

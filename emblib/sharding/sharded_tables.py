@@ -452,9 +452,11 @@ class ShardedTables(nn.Module):
     # One batch
 
     def input_request(
-        self, features: KeyedJaggedTensor
+        self, features: KeyedJaggedTensor | None
     ) -> InputRequest | Awaitable[IncomingBatch]:
         """Return the batch to send, or the batch to look up where nothing needs to be sent."""
+        if features is None:
+            return InputRequest(self._input_dist, None)
         inputs = self._inputs(features)
         if self._is_local:
             return DeferredAwaitable(lambda: self._here(inputs))

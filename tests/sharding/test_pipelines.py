@@ -205,18 +205,15 @@ def _order(name: str) -> list[str]:
     batches = batches_of(0, (6,))
     bags, said = model.module.bags, []
     number = {batch.bags: i for i, batch in enumerate(batches)}
-    send, look_up = bags.input_dist, bags.compute_and_output_dist
+    send, look_up = bags.inputs, bags.compute
     prefetch = bags.prefetch
 
     def sending(kjt: Any) -> Any:
         said.append(f"send {number[kjt]}")
-        sent = send(kjt)
-        of[sent] = number[kjt]
-        return sent
+        return send(kjt)
 
-    of: dict[Any, int] = {}
-    bags.input_dist = sending
-    bags.compute_and_output_dist = lambda r: (said.append("look up"), look_up(r))[1]
+    bags.inputs = sending
+    bags.compute = lambda r: (said.append("look up"), look_up(r))[1]
     bags.prefetch = lambda r: (said.append("prefetch"), prefetch(r))[1]
     list(_pipeline(name, model).run(batches))
     return said

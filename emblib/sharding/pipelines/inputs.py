@@ -1,8 +1,8 @@
 """Inputs of sharded collections: find them in a batch, and send their ids ahead.
 
-A sharded collection says what it does in parts: `input_dist` sends ids to the ranks that look them
-up, `compute_and_output_dist` looks them up and brings the results back. Ids depend on nothing that
-a step changes, so the first part may run while earlier batches are computed. The model is not
+A sharded collection sends ids to the ranks that look them up, looks up what it receives and returns
+the results (`emblib.sharding.joint`). Ids depend on nothing that a step changes, so the first part
+may run while earlier batches are computed, for all collections in one exchange. The model is not
 rewritten for that: only while the pipeline runs its forward, the collections take what was sent
 ahead instead of sending it.
 """
@@ -11,12 +11,19 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.dense import unwrapped
+from emblib.sharding.joint import (
+    InputCall,
+    OutputCall,
+    start_joint_input_dist,
+    start_joint_output_dist,
+)
 from emblib.sharding.pipelines.batches import Lane, Path, Staged, follow, path_to, same_input
 from emblib.tables.graph_break import graph_break
 
@@ -25,13 +32,6 @@ Inputs = Callable[[Any], Mapping[Any, Any]]
 
 A module that one forward calls several times has a list of them, in that order.
 """
-
-
-class Call(NamedTuple):
-    """One call of a sharded collection in a forward."""
-
-    module: Any
-    kjt: Any
 
 
 def sharded_modules(model: nn.Module) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class FoundInputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in sharded_modules(model).items()}
-        self._seen: list[Call] = []
+        self._seen: list[InputCall] = []
         self._paths: list[tuple[Any, Path]] | None = None
 
     @property
@@ -69,7 +69,7 @@ class FoundInputs:
         forwards = {module: self._watched(module) for module in self._names}
         with _forwards(forwards):
             yield
-        found = [(call.module, path_to(batch, call.kjt)) for call in self._seen]
+        found = [(call.module, path_to(batch, call.features)) for call in self._seen]
         self._seen = []
         # A module of which one call cannot be known ahead would have its calls mixed up.
         unknown = {module: None for module, path in found if path is None}
@@ -86,15 +86,15 @@ class FoundInputs:
         plain = module.forward
 
         def forward(kjt: Any) -> Any:
-            self._seen.append(Call(module, kjt))
+            self._seen.append(InputCall(module, kjt))
             return plain(kjt)
 
         return forward
 
-    def __call__(self, batch: Any) -> list[Call]:
+    def __call__(self, batch: Any) -> list[InputCall]:
         """Return the calls for a batch, in the order in which the model makes them."""
         assert self._paths is not None
-        return [Call(module, follow(batch, path)) for module, path in self._paths]
+        return [InputCall(module, follow(batch, path)) for module, path in self._paths]
 
 
 class GivenInputs:
@@ -106,7 +106,7 @@ class GivenInputs:
         self._modules = sharded_modules(model)
         self._function = function
 
-    def __call__(self, batch: Any) -> list[Call]:
+    def __call__(self, batch: Any) -> list[InputCall]:
         """Return the calls for a batch, in the order of the function's result."""
         calls = []
         for key, given in self._function(batch).items():
@@ -117,28 +117,33 @@ class GivenInputs:
                     f"{key if isinstance(key, str) else type(key).__name__!r}"
                 )
             several = given if isinstance(given, Sequence) else [given]
-            calls += [Call(module, kjt) for kjt in several]
+            calls += [InputCall(module, kjt) for kjt in several]
         return calls
 
 
 class Ahead:
-    """The inputs of one batch in flight to the ranks that look them up."""
+    """The inputs of one batch in flight to the ranks that look them up, in one exchange.
 
-    def __init__(self, calls: Sequence[Call], lane: Lane, batch: Staged[Any]) -> None:
+    The first collection that the model calls looks up the batches of all of them, so that their
+    rows return in one exchange as well.
+    """
+
+    def __init__(self, calls: Sequence[InputCall], lane: Lane, batch: Staged[Any]) -> None:
         self._lane = lane
         self._calls = calls
         # First the sizes of all, then the ids of all: the sizes of one come while another's go.
-        self._sizes: Staged[list[Awaitable[Any]]] | None = lane.run(self._send_sizes, batch)
+        self._sizes: Staged[Awaitable[Any]] | None = lane.run(self._send_sizes, batch)
         self._ids: Staged[list[Awaitable[Any]]] | None = None
         self._come: Staged[list[Any]] | None = None
+        self._outputs: list[Callable[[], Any]] | None = None
 
-    def _send_sizes(self, batch: Any) -> list[Awaitable[Any]]:
-        return [call.module.input_dist(call.kjt) for call in self._calls]
+    def _send_sizes(self, batch: Any) -> Awaitable[Any]:
+        return start_joint_input_dist(self._calls)
 
     def send_ids(self) -> None:
         """Wait for the sizes and send the ids; do nothing the second time."""
         if self._sizes is not None:
-            self._ids = self._lane.run(_wait_for_all, self._sizes)
+            self._ids = self._lane.run(lambda sizes: sizes.wait(), self._sizes)
             self._sizes = None
 
     def prefetch(self, lane: Lane) -> None:
@@ -160,9 +165,11 @@ class Ahead:
     def taken(self) -> Iterator[None]:
         """Let the collections use the ids sent ahead instead of sending their input, in a block."""
         self.send_ids()
+        with_grad = torch.is_grad_enabled()
         waiting: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
         for i, call in enumerate(self._calls):
-            waiting.setdefault(call.module, deque()).append((call.kjt, self._taker(i)))
+            queue = waiting.setdefault(call.module, deque())
+            queue.append((call.features, self._taker(i, with_grad=with_grad)))
         with _forwards({module: _taking(module, queue) for module, queue in waiting.items()}):
             yield
         for module, queue in waiting.items():
@@ -173,16 +180,24 @@ class Ahead:
                     "`inputs` with what every forward uses"
                 )
 
-    def _taker(self, index: int) -> Callable[[], Any]:
+    def _taker(self, index: int, *, with_grad: bool) -> Callable[[], Any]:
         def take() -> Any:
-            # One by one, when each is needed: what comes before it in the model need not wait.
-            if self._come is not None:
-                return self._come.take()[index]
-            assert self._ids is not None
-            one = Staged(self._ids.value[index], self._ids.ready)
-            return self._lane.run(lambda sent: sent.wait(), one).take()
+            if self._outputs is None:
+                with torch.set_grad_enabled(with_grad):
+                    self._outputs = self._look_up()
+            return self._outputs[index]()
 
         return take
+
+    def _look_up(self) -> list[Callable[[], Any]]:
+        """Look up the batches of all collections and start to return their rows."""
+        received = (self._come or self._receive()).take()
+        return start_joint_output_dist(
+            [
+                OutputCall(call.module, call.module.compute(batch), batch)
+                for call, batch in zip(self._calls, received, strict=True)
+            ]
+        )
 
 
 def _wait_for_all(awaitables: list[Awaitable[Any]]) -> list[Any]:
@@ -196,7 +211,7 @@ def _taking(module: Any, queue: deque[tuple[Any, Callable[[], Any]]]) -> Callabl
                 f"{type(module).__name__} got an input that is not the one sent ahead for it; "
                 "`inputs` of the pipeline must name the objects that the model passes on"
             )
-        return module.compute_and_output_dist(queue.popleft()[1]())
+        return queue.popleft()[1]()
 
     return forward
 
