@@ -22,6 +22,7 @@ from emblib.sharding.dense import (
     wrapping,
 )
 from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.forward_exchange import ForwardExchange
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
@@ -108,6 +109,7 @@ class DistributedModelParallel(nn.Module):
         copy_from_first(bare, self.ranks, names_of_tables(bare))
         mark_dense(bare, self.ranks)
         self._wrapped = bare
+        self._joint_exchange = ForwardExchange(bare, self.ranks)
         if how is not None:
             self.wrap_dense(how)
 
@@ -145,6 +147,11 @@ class DistributedModelParallel(nn.Module):
         return self._wrapped
 
     @property
+    def joint_exchange(self) -> ForwardExchange:
+        """The exchange of all collections before the forward, and which of them take part."""
+        return self._joint_exchange
+
+    @property
     def plan(self) -> ShardingPlan:
         """The sharding of every table."""
         modules = {path: m.plan for path, m in sharded_modules(self.module).items()}
@@ -177,11 +184,15 @@ class DistributedModelParallel(nn.Module):
         made = shallow_copy(self)
         made.__dict__.pop("fused_optimizer", None)
         made.__dict__["_modules"] = {**self._modules, "_wrapped": bare}
+        made.__dict__["_joint_exchange"] = ForwardExchange(bare, self.ranks)
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model for the batch of this rank."""
-        return self._wrapped(*args, **kwargs)
+        self._joint_exchange.start((args, kwargs))
+        output = self._wrapped(*args, **kwargs)
+        self._joint_exchange.end()
+        return output
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict by the original names; sharded tables are `ShardedTable`s."""

@@ -1,0 +1,307 @@
+"""The joint exchange of a plain training loop: one for all sharded collections of a model.
+
+`DistributedModelParallel` starts it before its forward, for the inputs that are objects of the
+forward's arguments. The first forward shows which those are; afterwards the ranks compare what they
+found, and only exchange jointly what all of them found alike. A rank that does not find its inputs
+again says so in the exchange of sizes: then all ranks exchange that forward's ids collection by
+collection, and look for the inputs again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from emblib.sharding.awaitables import Awaitable
+from emblib.sharding.joint import (
+    InputCall,
+    OutputCall,
+    start_joint_input_dist,
+    start_joint_output_dist,
+)
+from emblib.sharding.pipelines.batches import (
+    Path,
+    follow,
+    is_jagged,
+    is_keyed,
+    leaves,
+    path_to,
+    same_input,
+)
+from emblib.sharding.pipelines.inputs import sharded_modules
+from emblib.sharding.ranks import RankGroup
+from emblib.tables.graph_break import graph_break
+
+_LOG = logging.getLogger(__name__)
+_MAX_SEARCHES = 3
+"""Forwards of one mode that may be searched for inputs: models that keep changing exchange apart."""
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class _Found(NamedTuple):
+    """A call of a collection and the path of its input in the arguments.
+
+    `is_alone` is whether it looks up by itself, in another grad mode than that of the forward.
+    """
+
+    module: Any
+    path: Path
+    kind: type
+    is_alone: bool
+
+
+@dataclass
+class _Mode:
+    """What is known of the forwards in train or eval mode, with or without gradients."""
+
+    calls: list[_Found] | None = None  # None: not searched, or to be searched again
+    searches: int = 0
+    has_changed: bool = False
+
+
+@dataclass
+class _Running:
+    """One forward: `seen` while it is searched, `waiting` where its ids were sent ahead."""
+
+    arguments: Arguments
+    mode: _Mode
+    with_grad: bool
+    is_searched: bool = False
+    versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    seen: list[tuple[InputCall, bool, bool]] = field(default_factory=list)
+    calls: list[InputCall] = field(default_factory=list)
+    ids: list[Awaitable[Any]] = field(default_factory=list)
+    waiting: dict[Any, deque[int]] = field(default_factory=dict)
+    outputs: dict[int, Callable[[], Any]] = field(default_factory=dict)
+
+
+class ForwardExchange:
+    """Starts the exchange of a model's collections before its forward.
+
+    Args:
+        model: the model inside of any wrapper.
+        ranks: the ranks of the sharded collections.
+
+    Attributes:
+        enabled: whether collections exchange together; the same on all ranks. Turn it off for a
+            model whose forward changes its arguments in place in some steps only.
+    """
+
+    def __init__(self, model: nn.Module, ranks: RankGroup) -> None:
+        self.enabled = True
+        self._model, self._ranks = model, ranks
+        self._names = {
+            module: name
+            for name, module in sharded_modules(model).items()
+            if name and module.ranks.group is ranks.group
+        }
+        self._modes: dict[tuple[bool, bool], _Mode] = {}
+        self._running: _Running | None = None
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def together(self) -> list[str]:
+        """The paths of the collections whose ids the last kinds of forward sent together."""
+        calls = [one for mode in self._modes.values() for one in mode.calls or ()]
+        return sorted({self._names[one.module] for one in calls})
+
+    @property
+    def apart(self) -> dict[str, str]:
+        """Why collections exchange by themselves, by path; those not called yet are missing."""
+        return dict(self._reasons)
+
+    @graph_break
+    def start(self, arguments: Arguments) -> None:
+        """Send the ids of a forward with these arguments, if it is known where they are."""
+        self.end_early()
+        if not self.enabled or self._ranks.size == 1 or not self._names:
+            return
+        if any("forward" in module.__dict__ for module in self._names):
+            return  # a pipeline has sent them
+        with_grad = torch.is_grad_enabled()
+        mode = self._modes.setdefault((self._model.training, with_grad), _Mode())
+        running = _Running(arguments, mode, with_grad)
+        if mode.calls is None:
+            self._search(running)
+        elif mode.calls:
+            self._send(running, mode.calls)
+        else:
+            return
+        self._running = running
+        for module in self._names:
+            module.sent_ahead = self
+
+    def _search(self, running: _Running) -> None:
+        running.mode.searches += 1
+        running.is_searched = True
+        running.versions = {_identity(leaf): _versions(leaf) for leaf in leaves(running.arguments)}
+
+    def _send(self, running: _Running, found: Sequence[_Found]) -> None:
+        """Send the ids, or search this forward if a rank does not find its inputs."""
+        inputs = [_at(running.arguments, one) for one in found]
+        is_known = not running.mode.has_changed and all(one is not None for one in inputs)
+        calls = [
+            InputCall(one.module, features if is_known else None)
+            for one, features in zip(found, inputs, strict=True)
+        ]
+        ids = start_joint_input_dist(calls).wait()
+        if ids is None:
+            running.mode.calls, running.mode.has_changed = None, False
+            if running.mode.searches >= _MAX_SEARCHES:
+                running.mode.calls = []
+                self._set_reasons(
+                    self._names, "the inputs were not at the same places of all forwards"
+                )
+                return
+            self._search(running)
+            return
+        running.calls, running.ids = calls, ids
+        for index, call in enumerate(calls):
+            running.versions[index] = _versions(call.features)
+            running.waiting.setdefault(call.module, deque()).append(index)
+
+    def take(self, module: Any, features: Any) -> Any:
+        """Return the output of a collection for this input, None if it was not sent ahead.
+
+        Raises:
+            RuntimeError: the model has changed the input since it was sent.
+        """
+        running = self._running
+        if running is None:
+            return None
+        if running.is_searched:
+            has_changed = running.versions.get(_identity(features)) != _versions(features)
+            is_alone = torch.is_grad_enabled() != running.with_grad
+            running.seen.append((InputCall(module, features), has_changed, is_alone))
+            return None
+        queue = running.waiting.get(module)
+        if not queue or not same_input(running.calls[queue[0]].features, features):
+            return None
+        index = queue.popleft()
+        if running.versions[index] != _versions(running.calls[index].features):
+            raise RuntimeError(
+                f"the model changed the input of {self._names[module]} in place, but its ids were "
+                "sent before its forward: copy the input, or set joint_exchange.enabled = False of "
+                "the model on all ranks"
+            )
+        return self._output(running, index)
+
+    def _output(self, running: _Running, index: int) -> Any:
+        found = running.mode.calls
+        assert found is not None
+        if found[index].is_alone:
+            return found[index].module.compute_and_output_dist(running.ids[index].wait())
+        if not running.outputs:
+            together = [i for i, one in enumerate(found) if not one.is_alone]
+            with torch.set_grad_enabled(running.with_grad):
+                running.outputs = dict(
+                    zip(together, _look_up(running, together), strict=True)
+                )
+        return running.outputs.pop(index)()
+
+    @graph_break
+    def end(self) -> None:
+        """End a forward; all ranks compare what they found in one that was searched."""
+        running = self._running
+        self.end_early()
+        if running is None:
+            return
+        if running.is_searched:
+            self._settle(running)
+        elif any(running.waiting.values()):
+            running.mode.has_changed = True  # all ranks search the next forward
+
+    def end_early(self) -> None:
+        """Forget a forward, also one that has failed."""
+        self._running = None
+        for module in self._names:
+            module.sent_ahead = None
+
+    def _settle(self, running: _Running) -> None:
+        found, reasons = self._found(running)
+        described = [
+            (self._names[one.module], repr(one.path), one.is_alone) for one in found
+        ]
+        every = self._ranks.gather_objects((described, reasons))
+        if any(other != every[0] for other in every):
+            found = []
+            reasons = dict.fromkeys(
+                self._names.values(), "ranks found its input at different places, or not at all"
+            )
+        running.mode.calls = found
+        if not found and not running.seen and running.mode.searches < _MAX_SEARCHES:
+            running.mode.calls = None
+        self._reasons = {
+            path: why for path, why in self._reasons.items() if path not in self.together
+        }
+        self._set_reasons_by_path(reasons)
+        if found:
+            names = [self._names[one.module] for one in found]
+            _LOG.info("collections that exchange together: %s", ", ".join(names))
+
+    def _found(self, running: _Running) -> tuple[list[_Found], dict[str, str]]:
+        """Return the calls whose input can be sent ahead, and why others cannot, by path."""
+        found, reasons = [], {}
+        for call, has_changed, is_alone in running.seen:
+            path = path_to(running.arguments, call.features)
+            if path is None:
+                reasons[self._names[call.module]] = (
+                    "the model makes its input, which is no object of the forward's arguments"
+                )
+            elif has_changed:
+                reasons[self._names[call.module]] = "the model changes its input in place"
+            else:
+                found.append(_Found(call.module, path, type(call.features), is_alone))
+        # A module of which one call cannot be known ahead would have its calls mixed up.
+        return [one for one in found if self._names[one.module] not in reasons], reasons
+
+    def _set_reasons(self, modules: Mapping[Any, str], why: str) -> None:
+        self._set_reasons_by_path(dict.fromkeys(modules.values(), why))
+
+    def _set_reasons_by_path(self, reasons: Mapping[str, str]) -> None:
+        for path, why in reasons.items():
+            if self._reasons.get(path) != why:
+                _LOG.info("%s exchanges by itself: %s", path, why)
+        self._reasons.update(reasons)
+
+
+def _look_up(running: _Running, indices: Sequence[int]) -> list[Callable[[], Any]]:
+    """Look up the batches of several collections and start to return their rows."""
+    calls = []
+    for index in indices:
+        module, received = running.calls[index].module, running.ids[index].wait()
+        calls.append(OutputCall(module, module.compute(received), received))
+    return start_joint_output_dist(calls)
+
+
+def _at(arguments: Arguments, found: _Found) -> Any:
+    """Return the input at a path of the arguments; None if there is none of this kind."""
+    try:
+        features = follow(arguments, found.path)
+    except (LookupError, AttributeError, TypeError):
+        return None
+    return features if type(features) is found.kind else None
+
+
+def _identity(features: Any) -> int:
+    """Return a number that the wrappers of one input share."""
+    return id(features.values()) if is_keyed(features) or is_jagged(features) else id(features)
+
+
+def _versions(features: Any) -> tuple[int, ...]:
+    """Return the version counters of the tensors of an input, which grow when it is changed."""
+    tensors = [features]
+    if is_keyed(features) or is_jagged(features):
+        tensors = [features.values(), features.lengths(), features.weights_or_none()]
+    return tuple(
+        tensor._version
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+    )
