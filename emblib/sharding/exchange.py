@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,9 +146,10 @@ def _all_to_all(
     where the collective would copy it before it sends anything.
     """
     into, out_of = list(received_sizes), list(sizes)
-    own = sent[:0], received[:0]
-    if sent.device.type == "cpu" and ranks.rank in (0, ranks.size - 1):
-        count, into[ranks.rank], out_of[ranks.rank] = sizes[ranks.rank], 0, 0
+    own = None
+    count = sizes[ranks.rank]
+    if count and sent.device.type == "cpu" and ranks.rank in (0, ranks.size - 1):
+        into[ranks.rank], out_of[ranks.rank] = 0, 0
         if ranks.rank == 0:
             own, sent, received = (sent[:count], received[:count]), sent[count:], received[count:]
         else:
@@ -155,7 +157,8 @@ def _all_to_all(
             own = sent[end[0] :], received[end[1] :]
             sent, received = sent[: end[0]], received[: end[1]]
     work = dist.all_to_all_single(received, sent, into, out_of, group=ranks.group, async_op=True)
-    own[1].copy_(own[0])
+    if own is not None:
+        own[1].copy_(own[0])
     return work
 
 
@@ -241,33 +244,38 @@ def start_all_to_alls(
             )
             for one in messages
         ]
-    widths = [one.sent.element_size() for one in messages]
+    flat = [one.sent.contiguous() for one in messages]
+    widths = [1] * len(messages)
+    if any(values.dtype is not flat[0].dtype for values in flat):
+        widths = [values.element_size() for values in flat]
+        flat = [values.view(torch.uint8) for values in flat]
     by_message = [
-        one.sent.contiguous().view(torch.uint8).split([n * width for n in one.sizes])
-        for one, width in zip(messages, widths, strict=True)
+        values.split([n * width for n in one.sizes])
+        for values, one, width in zip(flat, messages, widths, strict=True)
     ]
-    # [rank][message]
+    # Of the messages of rank 0, then of rank 1, ...
     sizes, received_sizes = (
         [
-            [n * width for n, width in zip(of_rank, widths, strict=True)]
+            n * width
             for of_rank in zip(*counts, strict=True)
+            for n, width in zip(of_rank, widths, strict=True)
         ]
         for counts in ([m.sizes for m in messages], [m.received_sizes for m in messages])
     )
+    step = len(messages)
     pending = start_all_to_all(
         torch.cat([part for parts in zip(*by_message, strict=True) for part in parts]),
-        [sum(of_rank) for of_rank in sizes],
-        [sum(of_rank) for of_rank in received_sizes],
+        [sum(sizes[i : i + step]) for i in range(0, len(sizes), step)],
+        [sum(received_sizes[i : i + step]) for i in range(0, len(sizes), step)],
         ranks,
         content=content,
         has_header=False,
-    )
+    ).then(lambda received: received.split(received_sizes))
 
     def part(index: int) -> Tensor:
-        blocks = pending.wait().split([n for of_rank in received_sizes for n in of_rank])
-        return torch.cat(blocks[index :: len(messages)]).view(messages[index].sent.dtype)
+        return torch.cat(pending.wait()[index::step]).view(messages[index].sent.dtype)
 
-    return [DeferredAwaitable(partial(part, index)) for index in range(len(messages))]
+    return [DeferredAwaitable(partial(part, index)) for index in range(step)]
 
 
 def exchange_numbers(
@@ -296,8 +304,7 @@ def exchange_numbers(
         compact = [[number for row in of_rank for number in _trimmed(row)] for of_rank in rows]
         numbers = [*common, *map(len, compact), *chain.from_iterable(compact)]
         headers = Headers(kind, [0] * ranks.size, [0] * ranks.size, ranks, numbers)
-        headers.check()
-        received = headers.numbers()
+        received = headers.check()
         if received is not None:
             return ReadyAwaitable(
                 [_parsed(numbers, len(common), received_sizes, ranks) for numbers in received]
@@ -384,32 +391,37 @@ class Headers:
         own = [*kind, *(0,) * (_KIND - len(kind)), *nbytes, *received_nbytes]
         own += [len(numbers), *numbers] if fits else [-1]
         own += (0,) * (_KIND + 2 * ranks.size + 1 + self.ROOM - len(own))
-        sent = torch.tensor(own, dtype=torch.int64).repeat(ranks.size)
-        self._gathered = torch.empty_like(sent)
-        sizes = [len(own)] * ranks.size
-        self._sent, self._work = sent, _all_to_all(self._gathered, sent, sizes, sizes, ranks)
+        # From an array: of a list, every number costs as much as a small operation.
+        self._sent = torch.frombuffer(array("q", own * (ranks.size - 1)), dtype=torch.int64)
+        self._received = torch.empty_like(self._sent)
+        self._own, sizes = own, [len(own)] * ranks.size
+        sizes[ranks.rank] = 0
+        self._work = _all_to_all(self._received, self._sent, sizes, sizes, ranks)
 
-    def check(self) -> None:
+    def check(self) -> list[list[int]] | None:
         """Wait for the headers and compare them.
+
+        Returns:
+            the numbers of each rank; None if those of a rank did not fit.
 
         Raises:
             RuntimeError: the ranks disagree about the collective, on every rank.
         """
         self._work.wait()
-        world = self._ranks.size
-        headers = self._gathered.view(world, -1)
-        kinds, sent = headers[:, :_KIND], headers[:, _KIND : _KIND + world]
-        expected = headers[:, _KIND + world : _KIND + 2 * world]
-        if not (torch.equal(kinds, kinds[:1].expand_as(kinds)) and torch.equal(expected, sent.T)):
-            _raise_difference(kinds, sent, expected, self._ranks)
-
-    def numbers(self) -> list[list[int]] | None:
-        """Return the numbers of each rank after `check`; None if those of a rank did not fit."""
-        world = self._ranks.size
-        rows = self._gathered.view(world, -1)[:, _KIND + 2 * world :].tolist()
-        if any(row[0] < 0 for row in rows):
+        world, length = self._ranks.size, len(self._own)
+        every = self._received.tolist()
+        headers = [every[i : i + length] for i in range(0, len(every), length)]
+        headers.insert(self._ranks.rank, self._own)
+        first = _KIND + 2 * world
+        sent = [header[_KIND : _KIND + world] for header in headers]
+        expected = [header[_KIND + world : first] for header in headers]
+        kinds = [header[:_KIND] for header in headers]
+        if kinds.count(kinds[0]) < world or list(map(list, zip(*sent, strict=True))) != expected:
+            tables = (torch.tensor(rows) for rows in (kinds, sent, expected))
+            _raise_difference(*tables, ranks=self._ranks)
+        if any(header[first] < 0 for header in headers):
             return None
-        return [row[1 : 1 + row[0]] for row in rows]
+        return [header[first + 1 : first + 1 + header[first]] for header in headers]
 
 
 def gradient_headers(
@@ -434,7 +446,9 @@ def gradient_headers(
 _KIND = 3  # entries of a header before the sizes
 
 
-def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, ranks: RankGroup) -> None:
+def _raise_difference(
+    kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: RankGroup
+) -> None:
     """Raise RuntimeError for a pair of headers that disagree, of this rank if there is one."""
     # [receiver, sender]
     differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected != sent.T)
@@ -485,19 +499,32 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
 # Threads
 
 
-class _Collective:
-    """A collective in flight, and the thread that started it."""
+class _Thread:
+    """The collectives of one thread in flight, while no other thread has any."""
 
-    def __init__(self) -> None:
-        self.thread = threading.current_thread()
+    def __init__(self, thread: threading.Thread) -> None:
+        self.thread, self.in_flight = thread, 0
+
+
+class _Collective:
+    """A collective in flight, until the object is freed."""
+
+    __slots__ = ("_by",)
+
+    def __init__(self, by: _Thread) -> None:
+        self._by = by
+        by.in_flight += 1
+
+    def __del__(self) -> None:
+        self._by.in_flight -= 1
 
 
 class _GroupState:
-    """The collectives in flight over one process group in this process."""
+    """The thread that exchanges over one process group in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.in_flight: weakref.WeakSet[_Collective] = weakref.WeakSet()
+        self.by = _Thread(threading.current_thread())
         self.error = ""
 
 
@@ -520,20 +547,21 @@ def _enter_collective(ranks: RankGroup) -> _Collective:
     assert group is not None
     with _group_states_lock:
         state = _group_states.setdefault(group, _GroupState())
-    entered = _Collective()
+    thread = threading.current_thread()
     with state.lock:
-        for other in state.in_flight:
-            if not state.error and other.thread is not entered.thread and other.thread.is_alive():
+        other = state.by.thread
+        if other is not thread:
+            if not state.error and state.by.in_flight and other.is_alive():
                 state.error = (
-                    f"threads {other.thread.name!r} and {entered.thread.name!r} exchange over one "
-                    "process group at the same time, which mixes up their messages: give every "
-                    "thread a process group of its own (torch.distributed.new_group, made in the "
-                    "same order on all ranks, and RankGroup(group)), or let one thread use it"
+                    f"threads {other.name!r} and {thread.name!r} exchange over one process group "
+                    "at the same time, which mixes up their messages: give every thread a process "
+                    "group of its own (torch.distributed.new_group, made in the same order on all "
+                    "ranks, and RankGroup(group)), or let one thread use it"
                 )
+            state.by = _Thread(thread)
         if state.error:
             raise RuntimeError(state.error)
-        state.in_flight.add(entered)
-    return entered
+        return _Collective(state.by)
 
 
 # Gradients and precision
