@@ -133,33 +133,10 @@ def start_all_to_all(
             [n * itemsize for n in received_sizes],
             ranks,
         ).check()
-    work = _all_to_all(received, sent, received_sizes, sizes, ranks)
+    work = dist.all_to_all_single(
+        received, sent, list(received_sizes), list(sizes), group=ranks.group, async_op=True
+    )
     return AllToAllAwaitable(received, work, sent, in_flight=in_flight)
-
-
-def _all_to_all(
-    received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int], ranks: Any
-) -> Any:
-    """Start the collective of torch; return its work.
-
-    The first and the last rank copy their message to themselves while the others are in flight,
-    where the collective would copy it before it sends anything.
-    """
-    into, out_of = list(received_sizes), list(sizes)
-    own = None
-    count = sizes[ranks.rank]
-    if count and sent.device.type == "cpu" and ranks.rank in (0, ranks.size - 1):
-        into[ranks.rank], out_of[ranks.rank] = 0, 0
-        if ranks.rank == 0:
-            own, sent, received = (sent[:count], received[:count]), sent[count:], received[count:]
-        else:
-            end = sent.numel() - count, received.numel() - count
-            own = sent[end[0] :], received[end[1] :]
-            sent, received = sent[: end[0]], received[: end[1]]
-    work = dist.all_to_all_single(received, sent, into, out_of, group=ranks.group, async_op=True)
-    if own is not None:
-        own[1].copy_(own[0])
-    return work
 
 
 def start_all_gather(
@@ -396,7 +373,9 @@ class Headers:
         self._received = torch.empty_like(self._sent)
         self._own, sizes = own, [len(own)] * ranks.size
         sizes[ranks.rank] = 0
-        self._work = _all_to_all(self._received, self._sent, sizes, sizes, ranks)
+        self._work = dist.all_to_all_single(
+            self._received, self._sent, sizes, sizes, group=ranks.group, async_op=True
+        )
 
     def check(self) -> list[list[int]] | None:
         """Wait for the headers and compare them.
