@@ -1,0 +1,210 @@
+"""Several sharded collections in one exchange give what each gives in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from emblib import optim
+from emblib.sharding import input_dist
+from emblib.sharding.codecs import BF16
+from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.joint import (
+    InputCall,
+    OutputCall,
+    start_joint_input_dist,
+    start_joint_output_dist,
+)
+from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
+from emblib.sharding.sharded_tables import GradientReduction
+from emblib.specs import Pooling
+from tests.sharding import worlds
+from tests.sharding.sharded_cases import (
+    WORDS,
+    Case,
+    _close,
+    _step,
+    batch,
+    compare_tables,
+    flat,
+    make_sharded,
+    make_source,
+    plan_of,
+    sequences,
+    tables,
+)
+
+SUM, MEAN = Pooling.SUM, Pooling.MEAN
+ADAM = optim.Adam(0.1)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Cases that exchange together, and how their outputs are used.
+
+    `backward` is "together", "apart" (one loss after another) or "all but one".
+    """
+
+    cases: tuple[Case, ...]
+    backward: str = "together"
+    is_merged: bool = True
+    dedup: bool = False
+
+
+def _sharded(ranks: RankGroup, case: Case, source: Any, *, dedup: bool) -> Any:
+    if not dedup or not isinstance(case.configs[0], type(sequences(tables(SUM))[0])):
+        return make_sharded(case, ranks, source)
+    plan = plan_of(case, ranks)
+    return ShardedEmbeddingCollection(
+        source, plan, ranks, gradients=GradientReduction.SUM, dedup=True
+    )
+
+
+def _outputs(sharded: list[Any], batches: list[Any]) -> list[Any]:
+    calls = [InputCall(one, own) for one, own in zip(sharded, batches, strict=True)]
+    ids = start_joint_input_dist(calls).wait()
+    assert ids is not None
+    looked_up = []
+    for one, pending in zip(sharded, ids, strict=True):
+        received = pending.wait()
+        looked_up.append(OutputCall(one, one.compute(received), received))
+    return [output() for output in start_joint_output_dist(looked_up)]
+
+
+def _train(ranks: RankGroup, joint: Joint) -> None:
+    input_dist._MAX_MERGED_NBYTES = 1 << 19 if joint.is_merged else -1
+    input_dist._MIN_SAVED = 0
+    oracles = [make_source(case) for case in joint.cases]
+    sharded = [
+        _sharded(ranks, case, copy.deepcopy(oracle), dedup=joint.dedup)
+        for case, oracle in zip(joint.cases, oracles, strict=True)
+    ]
+    for step in range(3):
+        batches = [
+            [batch(case, 100 * i + 10 * step + r, case.batches[r]) for r in range(ranks.size)]
+            for i, case in enumerate(joint.cases)
+        ]
+        found = [flat(one) for one in _outputs(sharded, [own[ranks.rank] for own in batches])]
+        grads: list[list[Tensor]] = []
+        for oracle, own, got, case in zip(oracles, batches, found, joint.cases, strict=True):
+            wanted = [flat(oracle(one)).detach() for one in own]
+            _close(got, wanted[ranks.rank], case.tolerance)
+            seeds = [torch.Generator().manual_seed(r + step) for r in range(ranks.size)]
+            grads.append(
+                [
+                    torch.randn(one.shape, generator=seed)
+                    for one, seed in zip(wanted, seeds, strict=True)
+                ]
+            )
+        used = list(range(len(found)))
+        if joint.backward == "all but one":
+            used.remove(step % len(used))
+        own_grads = [grads[i][ranks.rank] for i in used]
+        if joint.backward == "apart":
+            for i, grad in zip(used, own_grads, strict=True):
+                found[i].backward(grad)
+        else:
+            torch.autograd.backward([found[i] for i in used], own_grads)
+        for i in used:
+            _step(joint.cases[i], oracles[i], batches[i], grads[i])
+        for one, oracle, case in zip(sharded, oracles, joint.cases, strict=True):
+            compare_tables(one, oracle, case.tolerance)
+
+
+POOLED = Case(tables(SUM, MEAN), ("dp", "rw", "tw", "cw"), optimizer=ADAM)
+SEQUENCES = Case(sequences(tables(SUM)), ("rw", "dp", "tw", "cw"), optimizer=ADAM)
+WEIGHTED = Case(tables(SUM, MEAN), ("rw",) * 4, weighted=True)
+VARIABLE = Case(tables(SUM, MEAN), ("tw", "rw", "cw", "dp"), (3, 0, 4, 1), variable=True)
+INT32 = Case(tables(SUM), ("rw", "tw", "rw", "tw"), (0, 3, 1, 2), ids=torch.int32)
+CODED = replace(
+    POOLED, comm_precision=CommPrecision(BF16(), BF16()), tolerance=1e-1, optimizer=optim.SGD(0.5)
+)
+
+
+@pytest.mark.parametrize("backward", ["together", "apart", "all but one"])
+@pytest.mark.parametrize("is_merged", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_together_as_alone(size: int, backward: str, *, is_merged: bool) -> None:
+    cases = (POOLED, SEQUENCES, WEIGHTED, VARIABLE, INT32, CODED)
+    worlds.run(size, _train, Joint(cases, backward, is_merged))
+
+
+def test_distinct_ids_together() -> None:
+    worlds.run(2, _train, Joint((SEQUENCES, POOLED, SEQUENCES), dedup=True))
+
+
+def test_one_rank() -> None:
+    worlds.run(1, _train, Joint((POOLED, SEQUENCES, WEIGHTED)))
+
+
+@st.composite
+def _cases(draw: Any) -> Case:
+    pooled = draw(st.booleans())
+    configs = tables(SUM, MEAN) if pooled else sequences(tables(SUM))
+    variable = pooled and draw(st.booleans())
+    # A distinct bag that no example has moves its rows with momentum; in one process there is none.
+    optimizers = (optim.SGD(0.5),) if variable else (ADAM, optim.SGD(0.5), optim.Adagrad(0.5))
+    return Case(
+        configs,
+        tuple(draw(st.sampled_from(sorted(WORDS))) for _ in configs),
+        tuple(draw(st.lists(st.integers(0, 5), min_size=4, max_size=4))),
+        optimizer=draw(st.sampled_from(optimizers)),
+        weighted=pooled and draw(st.booleans()),
+        variable=variable,
+        ids=draw(st.sampled_from((torch.int64, torch.int32))),
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_collections_together(data: Any) -> None:
+    size = data.draw(st.integers(2, 4))
+    local = 2 if size == 4 else size
+    cases = [
+        replace(data.draw(_cases()), local_size=local) for _ in range(data.draw(st.integers(1, 4)))
+    ]
+    joint = Joint(
+        tuple(cases),
+        data.draw(st.sampled_from(("together", "apart", "all but one"))),
+        data.draw(st.booleans()),
+    )
+    worlds.run(size, _train, joint)
+
+
+def _omitted(ranks: RankGroup) -> str:
+    sharded = [make_sharded(WEIGHTED, ranks, make_source(WEIGHTED)) for _ in range(2)]
+    outputs = _outputs(sharded, [batch(WEIGHTED, i, 4) for i in range(2)])
+    losses = [output.values().sum() for output in outputs]
+    with pytest.raises(RuntimeError) as raised:
+        (losses[0] if ranks.rank == 1 else losses[0] + losses[1]).backward()
+    return str(raised.value)
+
+
+def test_a_loss_that_omits_an_output_on_one_rank_is_told() -> None:
+    for message in worlds.run(2, _omitted):
+        assert "used the outputs of different sharded collections" in message
+        assert "every rank's loss must use all of them, if only times 0" in message
+
+
+def _without_batch(ranks: RankGroup) -> bool:
+    sharded = [make_sharded(WEIGHTED, ranks, make_source(WEIGHTED)) for _ in range(2)]
+    given = [batch(WEIGHTED, i, 4) for i in range(2)]
+    calls = [InputCall(one, own) for one, own in zip(sharded, given, strict=True)]
+    if ranks.rank == 1:
+        calls[1] = InputCall(sharded[1], None)
+    assert start_joint_input_dist(calls).wait() is None
+    # Afterwards they exchange as before.
+    return all(bool(flat(output).isfinite().all()) for output in _outputs(sharded, given))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_without_a_batch_stops_all(size: int) -> None:
+    assert all(worlds.run(size, _without_batch))
