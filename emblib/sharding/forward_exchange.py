@@ -39,7 +39,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.tables.graph_break import graph_break
 
 _LOG = logging.getLogger(__name__)
-_MAX_SEARCHES = 3
+_MAX_SEARCHES = 4
 """Forwards of one mode that may be searched for inputs: models that keep changing exchange apart."""
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -182,6 +182,8 @@ class ForwardExchange:
             running.seen.append((InputCall(module, features), has_changed, is_alone))
             return None
         queue = running.waiting.get(module)
+        if queue is None and self._names[module] not in self._reasons:
+            running.mode.has_changed = True  # called since the forward that was searched
         if not queue or not same_input(running.calls[queue[0]].features, features):
             return None
         index = queue.popleft()
@@ -235,9 +237,8 @@ class ForwardExchange:
             reasons = dict.fromkeys(
                 self._names.values(), "ranks found its input at different places, or not at all"
             )
-        running.mode.calls = found
-        if not found and not running.seen and running.mode.searches < _MAX_SEARCHES:
-            running.mode.calls = None
+        is_settled = bool(found) or running.mode.searches >= _MAX_SEARCHES
+        running.mode.calls = found if is_settled else None
         self._reasons = {
             path: why for path, why in self._reasons.items() if path not in self.together
         }
