@@ -301,8 +301,7 @@ def exchange_numbers(
         every = pending.wait().view(ranks.size, size).tolist()
         ends = [len(common), *accumulate(received_sizes, initial=len(common))][1:]
         return [
-            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(ends)])
-            for numbers in every
+            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(ends)]) for numbers in every
         ]
 
     return DeferredAwaitable(split)
@@ -418,16 +417,16 @@ def gradient_headers(
     if ranks.size == 1 or ranks.device.type != "cpu":
         return None
     outputs = sum(1 << (index % 62) for index in indices)
-    sent, received = ([sum(of_rank) for of_rank in zip(*side, strict=True)] for side in zip(*nbytes, strict=True))
+    sent, received = (
+        [sum(of_rank) for of_rank in zip(*side, strict=True)] for side in zip(*nbytes, strict=True)
+    )
     return Headers([Content.GRADIENTS, _ALL_TO_ALL, outputs], sent, received, ranks)
 
 
 _KIND = 3  # entries of a header before the sizes
 
 
-def _raise_difference(
-    kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: RankGroup
-) -> None:
+def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: RankGroup) -> None:
     """Raise RuntimeError for a pair of headers that disagree, of this rank if there is one."""
     # [receiver, sender]
     differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected != sent.T)
@@ -449,8 +448,8 @@ def _raise_difference(
         )
     if kinds[rank, 2] != kinds[peer, 2]:
         raise RuntimeError(
-            f"rank {peer} sent {Content(contents[peer]).description} of other collections than rank "
-            f"{rank}: {_SAME_ORDER}"
+            f"rank {peer} sent {Content(contents[peer]).description} of other collections than "
+            f"rank {rank}: {_SAME_ORDER}"
         )
     raise RuntimeError(
         f"rank {peer} sent {int(sent[peer, rank])} bytes where rank {rank} expected "

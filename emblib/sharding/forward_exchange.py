@@ -40,7 +40,7 @@ from emblib.tables.graph_break import graph_break
 
 _LOG = logging.getLogger(__name__)
 _MAX_SEARCHES = 4
-"""Forwards of one mode that may be searched for inputs: models that keep changing exchange apart."""
+"""Forwards of one mode that may be searched: models that keep changing exchange apart."""
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -203,9 +203,7 @@ class ForwardExchange:
         if not running.outputs:
             together = [i for i, one in enumerate(found) if not one.is_alone]
             with torch.set_grad_enabled(running.with_grad):
-                running.outputs = dict(
-                    zip(together, _look_up(running, together), strict=True)
-                )
+                running.outputs = dict(zip(together, _look_up(running, together), strict=True))
         return running.outputs.pop(index)()
 
     @graph_break
@@ -228,9 +226,7 @@ class ForwardExchange:
 
     def _settle(self, running: _Running) -> None:
         found, reasons = self._found(running)
-        described = [
-            (self._names[one.module], repr(one.path), one.is_alone) for one in found
-        ]
+        described = [(self._names[one.module], repr(one.path), one.is_alone) for one in found]
         every = self._ranks.gather_objects((described, reasons))
         if any(other != every[0] for other in every):
             found = []

@@ -86,7 +86,7 @@ class OutgoingBatch(NamedTuple):
         ids: None once sent.
         weights: None once sent, or for unweighted lookups.
         positions: position of each id in the batch of this rank; None where whole features are
-            sent.
+            sent, and once sent if rows are pooled.
         unit_starts: where the ids of each unit begin, and where those of the last one end.
         unit_bags: number of bags per unit. With `rows`, bags without ids for the unit are not sent.
         rows: int32 `[U * B]`: `rows[u * B + b]` is the row that unit u returns for bag b, -1 for
@@ -184,7 +184,7 @@ class InputDist(nn.Module):
         blocks: the blocks of rows of each feature's table.
         ranks: the processes.
         scale: factor of the gradients of tables, 1 / ranks for the mean.
-        packs: whether bags without ids for a block of rows may be dropped.
+        pooled: whether rows are pooled; then bags without ids for a block of rows may be dropped.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ class InputDist(nn.Module):
         ranks: RankGroup,
         scale: float,
         *,
-        packs: bool,
+        pooled: bool,
     ) -> None:
         super().__init__()
-        self._packs = packs
+        self._is_pooled = pooled
         # The gradient of a weight belongs to this rank's own loss: it is no mean over ranks.
         self._weight_scale = 1.0 / scale
         self._ranks = ranks
@@ -269,6 +269,8 @@ class InputDist(nn.Module):
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
         """Return the bytes of the rows that the ranks return for a batch, without codecs."""
+        if not self._is_pooled:
+            return 4 * inputs.ids.numel() * max(self._dims, default=0)
         return 4 * sum(count * dim for count, dim in zip(inputs.bags, self._dims, strict=True))
 
     def _gather(self, inputs: LocalBatch) -> OutgoingBatch:
@@ -336,7 +338,7 @@ class InputDist(nn.Module):
             )
         num_ids = [ends[b] - ends[a] for a, b in self._spans()]
         num_replicated_ids = ends[self._ends[1]] - ends[self._ends[1] - len(self._replicated)]
-        if self._packs and not inputs.is_variable:
+        if self._is_pooled and not inputs.is_variable:
             lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags)
         num_bags = [sum(unit_bags[a:b]) for a, b in self._spans()]
         return OutgoingBatch(
@@ -399,11 +401,12 @@ class InputDist(nn.Module):
             RuntimeError: the batches of ranks are of different kinds, on every rank.
         """
         _check_kinds([header[2] for header in headers])
+        positions = None if self._is_pooled else batch.positions
         num_ids = [header[0] for header in headers]
         num_bags = [sum(header[_HEADER:]) for header in headers]
         return _InFlight(
             inputs=inputs,
-            batch=batch._replace(lengths=None, ids=None, weights=None),
+            batch=batch._replace(lengths=None, ids=None, weights=None, positions=positions),
             bags=[list(of_unit) for of_unit in zip(*(h[_HEADER:] for h in headers), strict=True)],
             by_unit=any(header[3] for header in headers),
             num_bags=num_bags,

@@ -179,7 +179,13 @@ class Exchanges:
         those of all ranks. All ranks call this in the same order.
         """
         sizes = start_joint_input_dist([InputCall(self, features)])
-        return DeferredAwaitable(lambda: sizes.wait()[0])
+
+        def send_ids() -> Awaitable[Any]:
+            ids = sizes.wait()
+            assert ids is not None
+            return ids[0]
+
+        return DeferredAwaitable(send_ids)
 
     def output_dist(self: Any, rows: Any, received: Any) -> LazyAwaitable[Any]:
         """Start to return the rows."""

@@ -100,9 +100,7 @@ class OutputExchange:
         is_merged: whether the messages of all lookups travel in one collective.
     """
 
-    def __init__(
-        self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool
-    ) -> None:
+    def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
         self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged
         self._rows: list[Awaitable[Tensor] | None] = list(
             start_values(
@@ -154,7 +152,8 @@ class OutputExchange:
         is_last = len(self._announced) == len(self._steps)
         if is_last:
             self._headers = self._start_headers()
-        self._ready[index] = values, replica_grads = step.backward(grad)
+        self._ready[index] = step.backward(grad)
+        replica_grads = self._ready[index][1]
         if is_last:
             self._send()
         if step.sink_shape is not None or step.replica_shape is None:

@@ -373,7 +373,7 @@ class ShardedTables(nn.Module):
             )
         self.layout, self._own = layout, layout.ranks[ranks.rank]
         blocks = blocks_of(self.configs, layout)
-        self._input_dist = InputDist(layout, blocks, ranks, self.scale, packs=pooled)
+        self._input_dist = InputDist(layout, blocks, ranks, self.scale, pooled=pooled)
         self._keys = [feature.key for feature in layout.features]
         self._orders: dict[tuple[str, ...], list[int]] = {}
 

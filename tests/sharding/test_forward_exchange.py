@@ -99,7 +99,8 @@ class Several(nn.Module):
             if self.mode == "skips" and i == 1:
                 continue
             batch = other if batches[i] is None else batches[i]
-            with torch.set_grad_enabled(torch.is_grad_enabled() and (self.mode, i) != ("frozen", 0)):
+            is_frozen = self.mode == "frozen" and i == 0
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_frozen):
                 found.append(part(batch).values())
         return found
 
@@ -264,9 +265,7 @@ def _alone(ranks: RankGroup) -> tuple[list[str], bool]:
     batches = _batches(ranks, 0)
     outputs = [model(batches) for _ in range(2)]
     part = model.module.parts[1]
-    return model.joint_exchange.together, torch.equal(
-        part(batches[1]).values(), outputs[1][1]
-    )
+    return model.joint_exchange.together, torch.equal(part(batches[1]).values(), outputs[1][1])
 
 
 def test_a_collection_may_be_called_between_forwards() -> None:

@@ -125,8 +125,11 @@ class CostModel:
             self._update(work, part, ids, rows_out),
         )
         # Ids and lengths of each batch under way, and rows on their way out or gradients back.
-        io = self._moved * sent + self._copies_of(work) * _FLOAT * floats
-        updating = io + _GROUPING * ids * (part.storage.is_trained)
+        # Single rows are put in order before they are sent, and their gradients afterwards.
+        rows = self._copies_of(work) * _FLOAT * floats
+        io = self._moved * sent + rows
+        grouping = _GROUPING * ids * part.storage.is_trained
+        updating = io + (grouping if work.config.pooled else max(grouping, rows))
         table = part.storage.nbytes(part, work.optimizer, self.device)
         return Load(_exact(seconds), _need(table, io, updating))
 
@@ -150,12 +153,14 @@ class CostModel:
         # The caller's batch, the output and its gradient; then what is sent, and the pieces
         # that are put together.
         given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
-        combining = given + (self.batches - 1) * sent + self._copies_of(work) * _FLOAT * pieces
-        combining += numbers
-        positions = self._moved * sent_ids * _ID
+        # The gradients of single rows are first made one tensor, then put in order.
+        pieces_nbytes = self._copies_of(work) * _FLOAT * pieces
+        ordered = 0.0 if work.config.pooled else pieces_nbytes
+        combining = given + (self.batches - 1) * sent + pieces_nbytes + ordered + numbers
+        positions = 0.0 if work.config.pooled else self._moved * sent_ids * _ID
         arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
         return Everywhere(
-            NOTHING.seconds, arrange, _need(MemoryBytes(0), combining, given), positions
+            NOTHING.seconds, arrange, _need(MemoryBytes(0), combining, given + ordered), positions
         )
 
     @property
@@ -164,13 +169,8 @@ class CostModel:
         return self.batches if self.topology.world_size > 1 else self.batches - 1
 
     def _copies_of(self, work: TableWorkload) -> int:
-        """Return how often output rows are copied: pooled rows are sent as is, others reordered.
-
-        With one rank, pooled rows are the output.
-        """
-        if not work.config.pooled:
-            return 2
-        return 1 if self.topology.world_size > 1 else 0
+        """Return how often output rows are copied; with one rank, pooled rows are the output."""
+        return 1 if self.topology.world_size > 1 or not work.config.pooled else 0
 
     def replicated(self, work: TableWorkload, part: TableSlice) -> Everywhere:
         """Return the cost of a replicated table: lookups of its own batch, updates of all."""
