@@ -80,6 +80,7 @@ DISTRIBUTED_ALLOWED_IN = (
     "experiments/contenders/sharded.py",
     "experiments/contenders/torchrec.py",
     "experiments/run/ranks.py",
+    "tests/bench/sharded_models.py",
     "tests/bench/sharded_overhead.py",
     "tests/collections/test_distributed_checkpoint.py",
     "tests/compat/test_torchrec_gaps.py",

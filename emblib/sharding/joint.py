@@ -21,7 +21,7 @@ from emblib.sharding.ranks import RankGroup
 class Inputs(NamedTuple):
     """What a collection sends of a batch, and what becomes of the received batches.
 
-    A batch that nobody needs to send is an awaitable of itself.
+    A batch that stays on this rank is an awaitable of itself.
     """
 
     requests: Sequence[InputRequest | Awaitable[IncomingBatch]]
@@ -42,6 +42,7 @@ class JointModule(Protocol):
     """A sharded collection whose exchange may be that of other collections, too."""
 
     ranks: RankGroup
+    sent_ahead: SentAhead | None
 
     def inputs(self, features: Any) -> Inputs:
         """Return what to send of a batch; None for a rank that stops the exchange."""
@@ -159,39 +160,31 @@ class SentAhead(Protocol):
         """Return the output of a collection for this input, None if it was not sent."""
 
 
-class Exchanges:
-    """The exchange of one collection, or its part in a joint one that was started ahead."""
+def start_input_dist(module: Any, features: Any) -> Awaitable[Awaitable[Any]]:
+    """Send the sizes of the batch of one collection, see `start_joint_input_dist`."""
+    sizes = start_joint_input_dist([InputCall(module, features)])
 
-    sent_ahead: SentAhead | None = None
+    def send_ids() -> Awaitable[Any]:
+        ids = sizes.wait()
+        assert ids is not None
+        return ids[0]
 
-    def exchange(self: Any, features: Any) -> LazyAwaitable[Any]:
-        """Return the output for a batch, which waits for the other ranks when it is used."""
-        if self.sent_ahead is not None:
-            output: LazyAwaitable[Any] | None = self.sent_ahead.take(self, features)
-            if output is not None:
-                return output
-        return self.compute_and_output_dist(self.input_dist(features).wait().wait())
+    return DeferredAwaitable(send_ids)
 
-    def input_dist(self: Any, features: Any) -> Awaitable[Awaitable[Any]]:
-        """Start to send ids to the ranks that store their rows.
 
-        The first `wait` sends the ids, once their sizes have come; `wait` on its result receives
-        those of all ranks. All ranks call this in the same order.
-        """
-        sizes = start_joint_input_dist([InputCall(self, features)])
+def start_output_dist(module: Any, rows: Any, received: Any) -> LazyAwaitable[Any]:
+    """Start to return the rows of one collection."""
+    (output,) = start_joint_output_dist([OutputCall(module, rows, received)])
+    return output()
 
-        def send_ids() -> Awaitable[Any]:
-            ids = sizes.wait()
-            assert ids is not None
-            return ids[0]
 
-        return DeferredAwaitable(send_ids)
-
-    def output_dist(self: Any, rows: Any, received: Any) -> LazyAwaitable[Any]:
-        """Start to return the rows."""
-        (output,) = start_joint_output_dist([OutputCall(self, rows, received)])
-        return output()
-
-    def compute_and_output_dist(self: Any, received: Any) -> LazyAwaitable[Any]:
-        """Look up the received ids and start the output all-to-all."""
-        return self.output_dist(self.compute(received), received)
+def exchange(module: Any, features: Any) -> LazyAwaitable[Any]:
+    """Return the output of a collection, from the exchange that was started ahead if it was."""
+    if module.sent_ahead is not None:
+        output: LazyAwaitable[Any] | None = module.sent_ahead.take(module, features)
+        if output is not None:
+            return output
+    result: LazyAwaitable[Any] = module.compute_and_output_dist(
+        module.input_dist(features).wait().wait()
+    )
+    return result

@@ -129,11 +129,13 @@ class OutputDist(nn.Module):
             replica_rows,
             gradient_sink,
             replica_sizes,
+            _PooledRoute(
+                tables=self._tables(received),
+                lengths=received.inputs.lengths if self._divides else None,
+                sent=self._elements(self._own_widths, received.bags),
+                shape=self._shape(received),
+            ),
             is_small=received.merges_rows,
-            tables=self._tables(received),
-            lengths=received.inputs.lengths if self._divides else None,
-            sent=self._elements(self._own_widths, received.bags),
-            shape=self._shape(received),
             comm_precision=self._comm_precision,
             scale=self._scale,
         )
@@ -278,8 +280,17 @@ class OutputDist(nn.Module):
         return starts, received_sizes
 
 
+class _PooledRoute(NamedTuple):
+    """How the rows of a batch are sent: `sent` elements to each rank, for an output of `shape`."""
+
+    tables: _CopyTables
+    lengths: Tensor | None
+    sent: list[int]
+    shape: tuple[int, ...]
+
+
 class _PooledStep(OutputStep):
-    """A pooled lookup of a batch; `sent` are the elements sent to each rank."""
+    """A pooled lookup of a batch."""
 
     def __init__(
         self,
@@ -287,18 +298,15 @@ class _PooledStep(OutputStep):
         replica_rows: Tensor | None,
         gradient_sink: Tensor | None,
         replica_sizes: list[int],
+        pooled_route: _PooledRoute,
         *,
         is_small: bool,
-        tables: _CopyTables,
-        lengths: Tensor | None,
-        sent: list[int],
-        shape: tuple[int, ...],
         comm_precision: CommPrecision,
         scale: float,
     ) -> None:
         super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
-        self._tables, self._lengths, self._sent = tables, lengths, sent
-        self._shape, self._comm_precision, self._scale = shape, comm_precision, scale
+        self._tables, self._lengths, self._sent, self._shape = pooled_route
+        self._comm_precision, self._scale = comm_precision, scale
 
     def rows(self) -> Values:
         assert self.local is not None

@@ -4,12 +4,12 @@ All lookups of one `OutputExchange` start together. Their rows return in one mes
 they are few, otherwise in one per lookup. In backward, one header announces the gradients of all
 outputs that the loss uses, and they travel in the same way.
 
-In autograd every lookup has two nodes. `_Received`, made when the output is used, passes on the
-gradient of the output; `_Sent`, made when the rows are sent, waits for the gradients of the rows
-from all ranks. Autograd runs nodes that were made later first, so that every `_Received` that takes
-part in a backward pass has run before the first `_Sent`: by then it is known which outputs the loss
-uses, on all ranks alike, and outputs that no loss uses are left alone. If all are used, gradients
-are sent as soon as the last one is known.
+In autograd every lookup has two nodes. `_OutputNode`, made when the output is used, passes on the
+gradient of the output; `_RowsNode`, made when the rows are sent, waits for the gradients of the
+rows from all ranks. Autograd runs nodes that were made later first, so that every `_OutputNode`
+that takes part in a backward pass has run before the first `_RowsNode`: by then it is known which
+outputs the loss uses, on all ranks alike, and outputs that no loss uses are left alone. If all are
+used, gradients are sent as soon as the last one is known.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class OutputExchange:
         # A rank without tables takes part in backward too: the anchor requires a gradient.
         anchor = torch.empty((), device=ranks.device, requires_grad=True)
         self._tokens: list[Tensor | None] = [
-            _Sent.apply(anchor, step.local, step.gradient_sink, self, index)
+            _RowsNode.apply(anchor, step.local, step.gradient_sink, self, index)
             for index, step in enumerate(self._steps)
         ]
         for step in self._steps:
@@ -132,7 +132,7 @@ class OutputExchange:
     def _connect(self, index: int) -> Tensor:
         step, token = self._steps[index], self._tokens[index]
         replica_rows, step.replica_rows, self._tokens[index] = step.replica_rows, None, None
-        result: Tensor = _Received.apply(token, replica_rows, self, index)
+        result: Tensor = _OutputNode.apply(token, replica_rows, self, index)
         return result
 
     def assemble(self, index: int, replica_rows: Tensor | None) -> Tensor:
@@ -207,7 +207,7 @@ class OutputExchange:
             self._coming[index] = local, gathered
 
 
-class _Sent(torch.autograd.Function):
+class _RowsNode(torch.autograd.Function):
     """Connects rows to their token; backward waits for their gradients."""
 
     @staticmethod
@@ -229,7 +229,7 @@ class _Sent(torch.autograd.Function):
         return None, local, sink, None, None
 
 
-class _Received(torch.autograd.Function):
+class _OutputNode(torch.autograd.Function):
     """Connects the output of a lookup to its token and to replicated tables' rows."""
 
     @staticmethod

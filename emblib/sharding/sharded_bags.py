@@ -13,7 +13,14 @@ from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwa
 from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.joint import Exchanges, Inputs, Outputs
+from emblib.sharding.joint import (
+    Inputs,
+    Outputs,
+    SentAhead,
+    exchange,
+    start_input_dist,
+    start_output_dist,
+)
 from emblib.sharding.output_dist import OutputDist
 from emblib.sharding.parameters import ShardParameters
 from emblib.sharding.ranks import RankGroup
@@ -27,7 +34,7 @@ from emblib.sharding.sharding_types import ParameterSharding
 from emblib.tables.graph_break import graph_break
 
 
-class ShardedEmbeddingBagCollection(Exchanges, StateOfTables, ShardedTables):
+class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     """An `EmbeddingBagCollection` sharded over ranks, with the same output for this rank's batch.
 
     All ranks call it together, each with its own batch: batch sizes may differ and may be 0. The
@@ -47,6 +54,7 @@ class ShardedEmbeddingBagCollection(Exchanges, StateOfTables, ShardedTables):
     """
 
     handles_name = "embedding_bags"
+    sent_ahead: SentAhead | None = None
 
     def __init__(
         self,
@@ -99,7 +107,15 @@ class ShardedEmbeddingBagCollection(Exchanges, StateOfTables, ShardedTables):
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Return pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
         self.embedding_bags.check()
-        return self.exchange(features)
+        return exchange(self, features)
+
+    def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[IncomingBatch]]:
+        """Start to send ids to the ranks that store their rows.
+
+        The first `wait` sends the ids, once their sizes have come; `wait` on its result receives
+        those of all ranks. All ranks call this in the same order.
+        """
+        return start_input_dist(self, features)
 
     def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
         """Return what to send of a batch; None for a rank that stops a joint exchange."""
@@ -109,6 +125,16 @@ class ShardedEmbeddingBagCollection(Exchanges, StateOfTables, ShardedTables):
         """Return rows pooled for all ranks, and replicated tables' rows of this rank's batch."""
         copies = None if self.replicated is None else self.replicated(received.inputs)
         return self.rows(received), copies
+
+    def output_dist(
+        self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Start to return the rows."""
+        return start_output_dist(self, rows, received)
+
+    def compute_and_output_dist(self, received: IncomingBatch) -> LazyAwaitable[KeyedTensor]:
+        """Look up the received ids and start the output all-to-all."""
+        return self.output_dist(self.compute(received), received)
 
     def outputs(self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch) -> Outputs:
         """Return the lookup of a batch, whose output is a `KeyedTensor`."""

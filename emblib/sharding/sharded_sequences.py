@@ -23,7 +23,14 @@ from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwa
 from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.exchange import CommPrecision, Values
 from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.joint import Exchanges, Inputs, Outputs
+from emblib.sharding.joint import (
+    Inputs,
+    Outputs,
+    SentAhead,
+    exchange,
+    start_input_dist,
+    start_output_dist,
+)
 from emblib.sharding.layout import Config
 from emblib.sharding.output_exchange import OutputStep
 from emblib.sharding.parameters import ShardParameters
@@ -270,7 +277,7 @@ class _SequenceStep(OutputStep):
         return gathered.view(-1, self._tables.dim).index_select(0, self._route.copies_order)
 
 
-class ShardedEmbeddingCollection(Exchanges, StateOfTables):
+class ShardedEmbeddingCollection(StateOfTables):
     """An `EmbeddingCollection` sharded over ranks, with the same vectors for this rank's batch.
 
     Works like `ShardedEmbeddingBagCollection`. Tables are sent in separate messages if their dims
@@ -289,6 +296,7 @@ class ShardedEmbeddingCollection(Exchanges, StateOfTables):
     """
 
     handles_name = "embeddings"
+    sent_ahead: SentAhead | None = None
 
     def __init__(
         self,
@@ -377,6 +385,14 @@ class ShardedEmbeddingCollection(Exchanges, StateOfTables):
         one = next(one for one in self._equal() if table in one.plan)
         return one.storage_config(table)
 
+    def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
+        """Start to send ids to the ranks that store their rows.
+
+        The first `wait` sends the ids, once their sizes have come; `wait` on its result receives
+        those of all ranks. All ranks call this in the same order.
+        """
+        return start_input_dist(self, features)
+
     def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
         """Return what to send of a batch; None for a rank that stops a joint exchange."""
         repeated = None
@@ -398,6 +414,18 @@ class ShardedEmbeddingCollection(Exchanges, StateOfTables):
         """Return vectors looked up for all ranks, and replicated tables' vectors of this batch."""
         return [one.compute(batch) for one, batch in zip(self._equal(), received, strict=True)]
 
+    def output_dist(
+        self, rows: Sequence[Rows], received: Sequence[IncomingBatch]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Start to return the rows."""
+        return start_output_dist(self, rows, received)
+
+    def compute_and_output_dist(
+        self, received: Sequence[IncomingBatch]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Look up the received ids and start the output all-to-all."""
+        return self.output_dist(self.compute(received), received)
+
     def outputs(self, rows: Sequence[Rows], received: Sequence[IncomingBatch]) -> Outputs:
         """Return the lookups of a batch, by class; their output is a jagged tensor by feature."""
 
@@ -417,7 +445,7 @@ class ShardedEmbeddingCollection(Exchanges, StateOfTables):
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Return float32 `[L, dim]` by feature, one vector per id, in the order of the tables."""
         self.embeddings.check()
-        return self.exchange(features)
+        return exchange(self, features)
 
     def _output(
         self, pending: Sequence[Awaitable[Tensor]], received: Sequence[IncomingBatch]
