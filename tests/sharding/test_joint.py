@@ -80,8 +80,14 @@ def _outputs(sharded: list[Any], batches: list[Any]) -> list[Any]:
 
 
 def _train(ranks: RankGroup, joint: Joint) -> None:
-    input_dist._MAX_MERGED_NBYTES = 1 << 19 if joint.is_merged else -1
-    input_dist._MIN_SAVED = 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(input_dist, "_MIN_SAVED", 0)
+        if not joint.is_merged:
+            monkeypatch.setattr(input_dist, "_MAX_MERGED_NBYTES", -1)
+        _compare_steps(ranks, joint)
+
+
+def _compare_steps(ranks: RankGroup, joint: Joint) -> None:
     oracles = [make_source(case) for case in joint.cases]
     sharded = [
         _sharded(ranks, case, copy.deepcopy(oracle), dedup=joint.dedup)
