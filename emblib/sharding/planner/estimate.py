@@ -274,7 +274,7 @@ class CostModel:
         if world == 1:
             return 0.0
         each = costs.exchange_s + (world - 2) * costs.message_s
-        # Header, ids, rows and gradients; weights and their gradients go by themselves.
+        # Sizes, ids, rows and gradients; weights and their gradients go by themselves.
         return (6 if weighted else 4) * each
 
 
