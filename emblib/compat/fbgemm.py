@@ -526,7 +526,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.bags.set_learning_rate(lr)
 
     def get_learning_rate(self) -> float:
-        """Return the learning rate."""
+        """Return the learning rate; on the meta device, the argument."""
+        if self.bags.hyperparams.is_meta:
+            return self._arguments.learning_rate
         return self.bags.learning_rate
 
     def set_optimizer_step(self, step: int) -> None:
@@ -547,13 +549,13 @@ _installation = fbgemm_modules.Installation(
 )
 
 
-def install() -> fbgemm_modules.Installation:
+def install() -> None:
     """Let `import fbgemm_gpu` import emblib's classes, and register `torch.ops.fbgemm`.
 
-    TorchRec then trains on emblib's kernels. As a context manager the modules are removed at the
-    end of the block; the operators stay.
+    TorchRec then trains on emblib's kernels. It is for the rest of the process; a second call does
+    nothing.
 
     Raises:
-        RuntimeError: the real fbgemm_gpu was imported before.
+        RuntimeError: the real fbgemm_gpu was imported before, or its operators are registered.
     """
-    return _installation.install()
+    _installation.install()

@@ -100,7 +100,9 @@ class QuantizedCommCodec:
 
     def create_context(self) -> QuantizationContext | None:
         """Return a context for one message."""
-        return QuantizationContext() if self._row_dim is None else QuantizationContext(self._row_dim)
+        if self._row_dim is None:
+            return QuantizationContext()
+        return QuantizationContext(self._row_dim)
 
     def padded_size(
         self,

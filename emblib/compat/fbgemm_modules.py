@@ -1,4 +1,4 @@
-"""The modules of `fbgemm_gpu` that TorchRec imports, with emblib's names, and their installation."""
+"""The modules of `fbgemm_gpu` that TorchRec imports, with emblib's names; `install()`."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 class Installation:
-    """The modules under the name `fbgemm_gpu`; as a context manager they are removed at the end.
+    """The modules under the name `fbgemm_gpu`, for the rest of the process.
 
-    The operators of `torch.ops.fbgemm` stay registered for the rest of the process.
+    There is no way back: PyTorch ends the process if the real library registers operators again.
     """
 
     def __init__(self, names: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Installation:
                 setattr(self._modules[parent], name, module)
         self._modules[ROOT].__dict__["is_of_emblib"] = True
 
-    def install(self) -> Installation:
+    def install(self) -> None:
         """Register modules and operators; a second call changes nothing.
 
         Raises:
@@ -151,16 +151,3 @@ class Installation:
             )
         fbgemm_operators.register()
         sys.modules.update(self._modules)
-        return self
-
-    def uninstall(self) -> None:
-        """Remove the modules that `install` registered; without an installation do nothing."""
-        for name, module in self._modules.items():
-            if sys.modules.get(name) is module:
-                del sys.modules[name]
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.uninstall()

@@ -393,7 +393,7 @@ REPORTING = (
         cuda="raises",
     ),
     Option(
-        "enable_raw_embedding_streaming, res_params",
+        "enable_raw_embedding_streaming",
         "–",
         "Streams changed rows to a server",
         cpu="raises",

@@ -1,4 +1,4 @@
-"""Operators on jagged data: offsets, permutations of segments, padding, selection, deduplication."""
+"""Operators on jagged data: offsets, permutations, padding, selection, deduplication."""
 
 from collections.abc import Sequence
 
@@ -73,7 +73,7 @@ def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 @operator("segment_sum_csr(SymInt batch_size, Tensor csr_seg, Tensor values) -> Tensor")
 def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
-    """Return the sum of `values` from `batch_size * csr_seg[i]` to `batch_size * csr_seg[i + 1]`."""
+    """Return the sums of `values` between consecutive entries of `batch_size * csr_seg`."""
     if values.is_floating_point():
         ends = csr_seg * batch_size
         used = values[: int(ends[-1])] if ends.device.type == "cpu" else values
@@ -193,9 +193,7 @@ def jagged_to_padded_dense(
     return values
 
 
-@operator(
-    "jagged_2d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length) -> Tensor"
-)
+@operator("jagged_2d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length) -> Tensor")
 def jagged_2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: int) -> Tensor:
     """Convert `[L, D]` to `[B, max_sequence_length, D]`, padded with zeros."""
     return _pad_level(values, offsets, max_sequence_length, 0.0)
