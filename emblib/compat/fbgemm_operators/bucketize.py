@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +20,6 @@ _FIRST = (
     "(Tensor lengths, Tensor indices, bool bucketize_pos, bool sequence, Tensor block_sizes, "
     "SymInt my_size, "
 )
-
-
-class _Buckets(NamedTuple):
-    lengths: Tensor
-    indices: Tensor
-    order: Tensor
-    position: Tensor | None
-    unbucketize: Tensor | None
-    bucket: Tensor
 
 
 def _segments(lengths: Tensor, total: int) -> Tensor:
@@ -86,23 +76,36 @@ def _split_at(
     return bucket, row
 
 
-def _block_bucketize(
+@operator(
+    f"block_bucketize_sparse_features_inference{_FIRST}Tensor? weights=None, {_OPTIONS}"
+    f"bool return_bucket_mapping=False, {_LAST}"
+    "(Tensor, Tensor, Tensor?, Tensor?, Tensor?, Tensor?)"
+)
+def block_bucketize_sparse_features_inference(
     lengths: Tensor,
     indices: Tensor,
     bucketize_pos: bool,
     sequence: bool,
     block_sizes: Tensor,
     my_size: int,
-    batch_size_per_feature: Tensor | None,
-    block_bucketize_pos: Sequence[Tensor] | None,
-    keep_orig_idx: bool,
-    total_num_blocks: Tensor | None,
-    keep_orig_idx_per_feature: Tensor | None,
-) -> _Buckets:
+    weights: Tensor | None = None,
+    batch_size_per_feature: Tensor | None = None,
+    max_B: int = -1,
+    block_bucketize_pos: Sequence[Tensor] | None = None,
+    return_bucket_mapping: bool = False,
+    keep_orig_idx: bool = False,
+    total_num_blocks: Tensor | None = None,
+    keep_orig_idx_per_feature: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Distribute lookups over `my_size` buckets by blocks of rows.
+
+    Returns:
+        lengths `[my_size * F * B]`, rows within the bucket, weights, positions in the bag, where
+        in the result each of `indices` is, and the bucket of each of `indices`.
+    """
     bag = _segments(lengths, indices.numel())
-    features = block_sizes.numel()
     if batch_size_per_feature is None:
-        feature = bag // max(lengths.numel() // max(features, 1), 1)
+        feature = bag // max(lengths.numel() // max(block_sizes.numel(), 1), 1)
     else:
         feature = _segments(batch_size_per_feature, lengths.numel())[bag]
     if block_bucketize_pos is None:
@@ -114,13 +117,13 @@ def _block_bucketize(
     elif keep_orig_idx:
         row = indices
     order, counts = _group(lengths, bag, bucket, my_size)
-    return _Buckets(
-        lengths=counts,
-        indices=row[order],
-        order=order,
-        position=_bag_positions(lengths, indices)[order] if bucketize_pos else None,
-        unbucketize=invert_permute(order).to(indices.dtype) if sequence else None,
-        bucket=bucket,
+    return (
+        counts,
+        row[order],
+        None if weights is None else weights[order],
+        _bag_positions(lengths, indices)[order] if bucketize_pos else None,
+        invert_permute(order).to(indices.dtype) if sequence else None,
+        bucket.to(lengths.dtype) if return_bucket_mapping else None,
     )
 
 
@@ -143,27 +146,23 @@ def block_bucketize_sparse_features(
     total_num_blocks: Tensor | None = None,
     keep_orig_idx_per_feature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Distribute lookups over `my_size` buckets by blocks of rows.
-
-    Returns:
-        lengths `[my_size * F * B]`, rows within the bucket, weights, positions in the bag, and
-        where in the result each of `indices` is.
-    """
-    made = _block_bucketize(
+    """Distribute lookups as `block_bucketize_sparse_features_inference`, without the buckets."""
+    made = block_bucketize_sparse_features_inference(
         lengths,
         indices,
         bucketize_pos,
         sequence,
         block_sizes,
         my_size,
+        weights,
         batch_size_per_feature,
+        max_B,
         block_bucketize_pos,
-        keep_orig_idx,
-        total_num_blocks,
-        keep_orig_idx_per_feature,
+        keep_orig_idx=keep_orig_idx,
+        total_num_blocks=total_num_blocks,
+        keep_orig_idx_per_feature=keep_orig_idx_per_feature,
     )
-    chosen = None if weights is None else weights[made.order]
-    return made.lengths, made.indices, chosen, made.position, made.unbucketize
+    return made[:5]
 
 
 @operator(
@@ -187,61 +186,23 @@ def block_bucketize_sparse_features_2d_weights(
     keep_orig_idx_per_feature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Distribute lookups as `block_bucketize_sparse_features`, with weights `[L, weights_dim]`."""
-    made = _block_bucketize(
+    made = block_bucketize_sparse_features_inference(
         lengths,
         indices,
         bucketize_pos,
         sequence,
         block_sizes,
         my_size,
+        weights.view(-1, weights_dim),
         batch_size_per_feature,
+        max_B,
         block_bucketize_pos,
-        keep_orig_idx,
-        total_num_blocks,
-        keep_orig_idx_per_feature,
+        keep_orig_idx=keep_orig_idx,
+        total_num_blocks=total_num_blocks,
+        keep_orig_idx_per_feature=keep_orig_idx_per_feature,
     )
-    chosen = weights.view(-1, weights_dim)[made.order]
-    return made.lengths, made.indices, chosen, made.position, made.unbucketize
-
-
-@operator(
-    f"block_bucketize_sparse_features_inference{_FIRST}Tensor? weights=None, {_OPTIONS}"
-    f"bool return_bucket_mapping=False, {_LAST}"
-    "(Tensor, Tensor, Tensor?, Tensor?, Tensor?, Tensor?)"
-)
-def block_bucketize_sparse_features_inference(
-    lengths: Tensor,
-    indices: Tensor,
-    bucketize_pos: bool,
-    sequence: bool,
-    block_sizes: Tensor,
-    my_size: int,
-    weights: Tensor | None = None,
-    batch_size_per_feature: Tensor | None = None,
-    max_B: int = -1,
-    block_bucketize_pos: Sequence[Tensor] | None = None,
-    return_bucket_mapping: bool = False,
-    keep_orig_idx: bool = False,
-    total_num_blocks: Tensor | None = None,
-    keep_orig_idx_per_feature: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Distribute lookups as `block_bucketize_sparse_features`; also return their buckets."""
-    made = _block_bucketize(
-        lengths,
-        indices,
-        bucketize_pos,
-        sequence,
-        block_sizes,
-        my_size,
-        batch_size_per_feature,
-        block_bucketize_pos,
-        keep_orig_idx,
-        total_num_blocks,
-        keep_orig_idx_per_feature,
-    )
-    chosen = None if weights is None else weights[made.order]
-    mapping = made.bucket.to(lengths.dtype) if return_bucket_mapping else None
-    return made.lengths, made.indices, chosen, made.position, made.unbucketize, mapping
+    assert made[2] is not None
+    return made[0], made[1], made[2], made[3], made[4]
 
 
 @operator(
