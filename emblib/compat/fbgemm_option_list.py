@@ -399,6 +399,13 @@ REPORTING = (
         cpu="raises",
         cuda="raises",
     ),
+    Option(
+        "res_params",
+        "–",
+        "Options of that server, which TorchRec always passes",
+        cpu="no effect",
+        cuda="no effect",
+    ),
 )
 
 GROUPS = {
