@@ -9,6 +9,8 @@ Change the import and keep the code:
 `state_dict` a table at a time; the step counts updates, not forwards; the caller's indices and
 offsets are never written to; FBGEMM's own enum members and option objects are taken as well. What
 there is not: TorchScript, INT8 tables, and the tensors inside FBGEMM's cache.
+
+`install()` puts the names under `fbgemm_gpu`, so that an unmodified TorchRec uses them.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import Pooling, Precision, TableBatchedEmbeddingBags, TableSpec, optim
-from emblib.compat import fbgemm_arguments
+from emblib.compat import fbgemm_arguments, fbgemm_modules
 from emblib.compat import fbgemm_arguments as optimizers
 from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_reporting import (
@@ -113,6 +115,9 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         dims = [self.embedding_specs[t][1] for t in self.bags.feature_tables]
         self.total_D = sum(dims)
         self.max_D = max(dims)
+        self.weights_physical_offsets = [
+            table.storage_offset() for table in self.split_embedding_weights()
+        ]
         offsets = torch.tensor([0, *itertools.accumulate(dims)], dtype=torch.int32)
         self.register_buffer("D_offsets", offsets.to(self.current_device), persistent=False)
         with torch.no_grad():
@@ -246,9 +251,8 @@ __all__ = [
     "UVMCacheStatsIndex",
     "UserEnabledConfigDefinition",
     "WeightDecayMode",
+    "install",
 ]
-
-_logger = logging.getLogger(__name__)
 
 
 class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
@@ -522,7 +526,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.bags.set_learning_rate(lr)
 
     def get_learning_rate(self) -> float:
-        """Return the learning rate."""
+        """Return the learning rate; on the meta device, the argument."""
+        if self.bags.hyperparams.is_meta:
+            return self._arguments.learning_rate
         return self.bags.learning_rate
 
     def set_optimizer_step(self, step: int) -> None:
@@ -536,3 +542,20 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         """Change `lr`, `eps`, `beta1`, `beta2`, `weight_decay`, `lower_bound`."""
         self._require_fused("update_hyper_parameters")
         optimizers.update(self.bags, self._arguments, params_dict)
+
+
+_installation = fbgemm_modules.Installation(
+    {name: found for name, found in globals().items() if name in __all__ and name != "install"}
+)
+
+
+def install() -> None:
+    """Let `import fbgemm_gpu` import emblib's classes, and register `torch.ops.fbgemm`.
+
+    TorchRec then trains on emblib's kernels. It is for the rest of the process; a second call does
+    nothing.
+
+    Raises:
+        RuntimeError: the real fbgemm_gpu was imported before, or its operators are registered.
+    """
+    _installation.install()

@@ -393,11 +393,18 @@ REPORTING = (
         cuda="raises",
     ),
     Option(
-        "enable_raw_embedding_streaming, res_params",
+        "enable_raw_embedding_streaming",
         "–",
         "Streams changed rows to a server",
         cpu="raises",
         cuda="raises",
+    ),
+    Option(
+        "res_params",
+        "–",
+        "Options of that server, which TorchRec always passes",
+        cpu="no effect",
+        cuda="no effect",
     ),
 )
 

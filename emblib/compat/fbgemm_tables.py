@@ -16,6 +16,7 @@ from emblib.compat.fbgemm_types import (
 )
 
 _CACHED = EmbeddingLocation.MANAGED_CACHING
+_OUTSIDE = (EmbeddingLocation.MANAGED, EmbeddingLocation.MANAGED_CACHING)
 STATE_ORDER = (
     "sum",
     "exp_avg",
@@ -105,6 +106,34 @@ class TableViews(nn.Module):
     def weights_host(self) -> Tensor:
         """Return `weights_dev` on a CPU, else an empty tensor."""
         return self.bags.weights if self.use_cpu else self.bags.weights.new_empty(0)
+
+    @property
+    def weights_uvm(self) -> Tensor:
+        """Return the tables outside device memory on a GPU, concatenated; empty if there are none.
+
+        Raises:
+            NotImplementedError: they lie in several pieces of memory.
+        """
+        outside = [
+            table
+            for table, spec in zip(self.bags.table_weights(), self.embedding_specs, strict=True)
+            if not self.use_cpu and spec[2] in _OUTSIDE
+        ]
+        if not outside:
+            return self.bags.weights.new_empty(0)
+        if len({table.untyped_storage().data_ptr() for table in outside}) > 1:
+            raise NotImplementedError(
+                "weights_uvm: the tables lie in several pieces of memory; use "
+                "split_embedding_weights()"
+            )
+        first = outside[0]
+        entries = first.untyped_storage().nbytes() // first.itemsize
+        return first.as_strided((entries,), (1,), 0)
+
+    @property
+    def weights_physical_offsets(self) -> list[int]:
+        """Return the position of each table in the flat memory that holds it."""
+        return [table.storage_offset() for table in self.bags.table_weights()]
 
     # Cache
 

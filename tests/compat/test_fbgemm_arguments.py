@@ -44,7 +44,6 @@ def test_an_unknown_argument_raises() -> None:
     [
         ({"tbe_input_multiplexer_config": object()}, NotImplementedError, "multiplexer"),
         ({"enable_raw_embedding_streaming": True}, NotImplementedError, "streaming"),
-        ({"res_params": ours.RESParams()}, NotImplementedError, "res_params"),
         ({"is_qr_tbe": True}, NotImplementedError, "is_qr_tbe"),
         ({"preallocated_host_buffers": {}}, NotImplementedError, "preallocated"),
         ({"weights_precision": SparseType.INT8}, NotImplementedError, "weights_precision"),

@@ -1,0 +1,153 @@
+"""The modules of `fbgemm_gpu` that TorchRec imports, with emblib's names; `install()`."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from emblib.compat import fbgemm_comms, fbgemm_operators
+from emblib.compat.torchrec_tree import raising
+
+ROOT = "fbgemm_gpu"
+
+_DISK = "rows on a disk or behind other tiers are a storage of the table in emblib: docs/tiers.md"
+_QUANTISED = (
+    "quantised tables are emblib.compat.torchrec's and emblib.storage.Quantized: docs/quantised.md"
+)
+
+
+class BackendType(enum.IntEnum):
+    """Backends of key-value tables, which emblib does not have under FBGEMM's names."""
+
+    SSD = 0
+    DRAM = 1
+    PS = 2
+    DRAM_SSD = 3
+
+
+class EvictionPolicy(NamedTuple):
+    """Eviction from key-value tables, without options: those tables raise."""
+
+
+class KVZCHParams(NamedTuple):
+    """Options of key-value tables, which raise."""
+
+
+class KVZCHTBEConfig(NamedTuple):
+    """Options of key-value tables, which raise."""
+
+
+_RAISES = {
+    name: raising(name, reason)
+    for name, reason in {
+        "SSDTableBatchedEmbeddingBags": _DISK,
+        "PartiallyMaterializedTensor": _DISK,
+        "KVEmbeddingInference": _DISK,
+        "IntNBitTableBatchedEmbeddingBagsCodegen": _QUANTISED,
+    }.items()
+}
+_KEY_VALUE: dict[str, Any] = {
+    "BackendType": BackendType,
+    "EvictionPolicy": EvictionPolicy,
+    "KVZCHParams": KVZCHParams,
+    "KVZCHTBEConfig": KVZCHTBEConfig,
+}
+
+
+def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the names of each module, below the root."""
+    disk = {"SSDTableBatchedEmbeddingBags": _RAISES["SSDTableBatchedEmbeddingBags"]}
+    kinds = {name: names[name] for name in ("EmbeddingLocation", "PoolingMode")}
+    training = dict(names)
+    partial = {"PartiallyMaterializedTensor": _RAISES["PartiallyMaterializedTensor"]}
+    inference = {
+        "IntNBitTableBatchedEmbeddingBagsCodegen": _RAISES[
+            "IntNBitTableBatchedEmbeddingBagsCodegen"
+        ],
+        "rounded_row_size_in_bytes": fbgemm_comms.rounded_row_size_in_bytes,
+    }
+    return {
+        "": {},
+        "sparse_ops": {},
+        "split_embedding_configs": {
+            "EmbOptimType": names["EmbOptimType"],
+            "SparseType": names["SparseType"],
+        },
+        "split_table_batched_embeddings_ops": training,
+        "split_table_batched_embeddings_ops_common": training | _KEY_VALUE,
+        "split_table_batched_embeddings_ops_training": training,
+        "split_table_batched_embeddings_ops_inference": training | inference,
+        "tbe": {},
+        "tbe.cache": {},
+        "tbe.cache.kv_embedding_ops_inference": {
+            "KVEmbeddingInference": _RAISES["KVEmbeddingInference"]
+        },
+        "tbe.config": kinds,
+        "tbe.config.embedding_config": kinds,
+        "tbe.monitoring": {
+            name: names[name]
+            for name in ("TBEStatsReporter", "TBEStatsReporterConfig", "StdLogStatsReporterConfig")
+        },
+        "tbe.ssd": disk | _KEY_VALUE | {"ASSOC": 32},
+        "tbe.ssd.training": disk,
+        "tbe.ssd.utils": {},
+        "tbe.ssd.utils.partially_materialized_tensor": partial,
+        **fbgemm_comms.NAMES,
+    }
+
+
+class Installation:
+    """The modules under the name `fbgemm_gpu`, for the rest of the process.
+
+    There is no way back: PyTorch ends the process if the real library registers operators again.
+    """
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        contents = _contents(names)
+        self._modules: dict[str, ModuleType] = {}
+        for path, found in contents.items():
+            full = f"{ROOT}.{path}" if path else ROOT
+            module = ModuleType(full, "Names of FBGEMM, of emblib; see docs/torchrec.md.")
+            is_package = any(p.startswith(f"{path}." if path else "") and p for p in contents)
+            module.__spec__ = ModuleSpec(full, None, is_package=is_package)
+            if is_package:
+                module.__path__ = []
+            vars(module).update(found)
+            module.__dict__["__all__"] = sorted(found)
+            self._modules[full] = module
+            parent, _, name = full.rpartition(".")
+            if parent:
+                setattr(self._modules[parent], name, module)
+        self._modules[ROOT].__dict__["is_of_emblib"] = True
+
+    def install(self) -> None:
+        """Register modules and operators; a second call changes nothing.
+
+        Raises:
+            RuntimeError: the real fbgemm_gpu was imported, or its operators are registered.
+        """
+        other = sorted(
+            name
+            for name, module in sys.modules.items()
+            if name.partition(".")[0] == ROOT and module is not self._modules.get(name)
+        )
+        if other:
+            origin = getattr(sys.modules[other[0]], "__file__", None)
+            raise RuntimeError(
+                f"fbgemm_gpu is imported already ({other[0]} from {origin}), and its objects would "
+                "mix with emblib's: call emblib.compat.fbgemm.install() before anything imports "
+                "fbgemm_gpu or torchrec"
+            )
+        foreign = fbgemm_operators.foreign()
+        if foreign:
+            raise RuntimeError(
+                f"torch.ops.fbgemm.{foreign[0]} and {len(foreign) - 1} more operators are "
+                "registered already, by a library of FBGEMM: call emblib.compat.fbgemm.install() "
+                "in a process that does not load it"
+            )
+        fbgemm_operators.register()
+        sys.modules.update(self._modules)

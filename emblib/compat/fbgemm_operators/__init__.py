@@ -1,0 +1,18 @@
+"""Operators of namespace `torch.ops.fbgemm` that TorchRec calls, made of PyTorch's.
+
+`register()` registers them; `emblib.compat.fbgemm.install()` calls it. Importing registers nothing.
+"""
+
+from emblib.compat.fbgemm_operators import bucketize, jagged, pooled, rowwise
+from emblib.compat.fbgemm_operators.registry import OPERATORS, foreign, is_registered, register
+
+__all__ = [
+    "OPERATORS",
+    "bucketize",
+    "foreign",
+    "is_registered",
+    "jagged",
+    "pooled",
+    "register",
+    "rowwise",
+]

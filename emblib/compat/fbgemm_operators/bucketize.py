@@ -1,0 +1,281 @@
+"""Operators that distribute lookups over ranks by their rows, and that check lookups."""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from emblib.compat.fbgemm_operators.jagged import invert_permute, segment_positions
+from emblib.compat.fbgemm_operators.registry import operator
+
+_OPTIONS = (
+    "Tensor? batch_size_per_feature=None, SymInt max_B=-1, Tensor[]? block_bucketize_pos=None, "
+)
+_LAST = (
+    "bool keep_orig_idx=False, Tensor? total_num_blocks=None, "
+    "Tensor? keep_orig_idx_per_feature=None) -> "
+)
+_FIRST = (
+    "(Tensor lengths, Tensor indices, bool bucketize_pos, bool sequence, Tensor block_sizes, "
+    "SymInt my_size, "
+)
+
+
+def _segments(lengths: Tensor, total: int) -> Tensor:
+    """Return the bag of each lookup."""
+    bags = torch.arange(lengths.numel(), device=lengths.device)
+    return bags.repeat_interleave(lengths, output_size=total)
+
+
+def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
+    """Return the stable order by bucket and bag, and the lengths `[buckets * bags]`."""
+    slot = bucket * lengths.numel() + bag
+    order = torch.sort(slot, stable=True).indices
+    counts = torch.zeros(buckets * lengths.numel(), dtype=lengths.dtype, device=lengths.device)
+    return order, counts.scatter_add(0, slot, torch.ones_like(slot, dtype=lengths.dtype))
+
+
+def _bag_positions(lengths: Tensor, like: Tensor) -> Tensor:
+    lengths = lengths.to(like.dtype)
+    return segment_positions(torch.zeros_like(lengths), lengths, like.numel())
+
+
+def _split_evenly(
+    indices: Tensor,
+    feature: Tensor,
+    block_sizes: Tensor,
+    total_num_blocks: Tensor | None,
+    buckets: int,
+) -> tuple[Tensor, Tensor]:
+    """Return bucket and local row, for buckets of equally many blocks; rows beyond are spread."""
+    block = block_sizes.to(indices.dtype)[feature]
+    if total_num_blocks is None:
+        total = torch.full_like(block, buckets)
+    else:
+        total = total_num_blocks.to(indices.dtype)[feature]
+    blocks = total // buckets
+    size = block * blocks
+    inside = indices < block * total
+    bucket = torch.where(inside, indices // size, indices % total // blocks)
+    return bucket, torch.where(inside, indices % size, indices // total)
+
+
+def _split_at(
+    indices: Tensor, feature: Tensor, bounds: Sequence[Tensor], buckets: int
+) -> tuple[Tensor, Tensor]:
+    """Return bucket and local row, for buckets that begin at `bounds` of each feature."""
+    bucket, row = indices % buckets, indices // buckets
+    for number, starts in enumerate(bounds):
+        starts = starts.to(indices.dtype)
+        found = torch.searchsorted(starts, indices, right=True) - 1
+        here = (feature == number) & (found >= 0) & (found < buckets)
+        found = found.clamp(0, buckets - 1)
+        bucket = torch.where(here, found, bucket)
+        row = torch.where(here, indices - starts[found], row)
+    return bucket, row
+
+
+@operator(
+    f"block_bucketize_sparse_features_inference{_FIRST}Tensor? weights=None, {_OPTIONS}"
+    f"bool return_bucket_mapping=False, {_LAST}"
+    "(Tensor, Tensor, Tensor?, Tensor?, Tensor?, Tensor?)"
+)
+def block_bucketize_sparse_features_inference(
+    lengths: Tensor,
+    indices: Tensor,
+    bucketize_pos: bool,
+    sequence: bool,
+    block_sizes: Tensor,
+    my_size: int,
+    weights: Tensor | None = None,
+    batch_size_per_feature: Tensor | None = None,
+    max_B: int = -1,
+    block_bucketize_pos: Sequence[Tensor] | None = None,
+    return_bucket_mapping: bool = False,
+    keep_orig_idx: bool = False,
+    total_num_blocks: Tensor | None = None,
+    keep_orig_idx_per_feature: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Distribute lookups over `my_size` buckets by blocks of rows.
+
+    Returns:
+        lengths `[my_size * F * B]`, rows within the bucket, weights, positions in the bag, where
+        in the result each of `indices` is, and the bucket of each of `indices`.
+    """
+    bag = _segments(lengths, indices.numel())
+    if batch_size_per_feature is None:
+        feature = bag // max(lengths.numel() // max(block_sizes.numel(), 1), 1)
+    else:
+        feature = _segments(batch_size_per_feature, lengths.numel())[bag]
+    if block_bucketize_pos is None:
+        bucket, row = _split_evenly(indices, feature, block_sizes, total_num_blocks, my_size)
+    else:
+        bucket, row = _split_at(indices, feature, block_bucketize_pos, my_size)
+    if keep_orig_idx_per_feature is not None:
+        row = torch.where(keep_orig_idx_per_feature.bool()[feature], indices, row)
+    elif keep_orig_idx:
+        row = indices
+    order, counts = _group(lengths, bag, bucket, my_size)
+    return (
+        counts,
+        row[order],
+        None if weights is None else weights[order],
+        _bag_positions(lengths, indices)[order] if bucketize_pos else None,
+        invert_permute(order).to(indices.dtype) if sequence else None,
+        bucket.to(lengths.dtype) if return_bucket_mapping else None,
+    )
+
+
+@operator(
+    f"block_bucketize_sparse_features{_FIRST}Tensor? weights=None, {_OPTIONS}{_LAST}"
+    "(Tensor, Tensor, Tensor?, Tensor?, Tensor?)"
+)
+def block_bucketize_sparse_features(
+    lengths: Tensor,
+    indices: Tensor,
+    bucketize_pos: bool,
+    sequence: bool,
+    block_sizes: Tensor,
+    my_size: int,
+    weights: Tensor | None = None,
+    batch_size_per_feature: Tensor | None = None,
+    max_B: int = -1,
+    block_bucketize_pos: Sequence[Tensor] | None = None,
+    keep_orig_idx: bool = False,
+    total_num_blocks: Tensor | None = None,
+    keep_orig_idx_per_feature: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Distribute lookups as `block_bucketize_sparse_features_inference`, without the buckets."""
+    made = block_bucketize_sparse_features_inference(
+        lengths,
+        indices,
+        bucketize_pos,
+        sequence,
+        block_sizes,
+        my_size,
+        weights,
+        batch_size_per_feature,
+        max_B,
+        block_bucketize_pos,
+        keep_orig_idx=keep_orig_idx,
+        total_num_blocks=total_num_blocks,
+        keep_orig_idx_per_feature=keep_orig_idx_per_feature,
+    )
+    return made[:5]
+
+
+@operator(
+    f"block_bucketize_sparse_features_2d_weights{_FIRST}Tensor weights, SymInt weights_dim=1, "
+    f"{_OPTIONS}{_LAST}(Tensor, Tensor, Tensor, Tensor?, Tensor?)"
+)
+def block_bucketize_sparse_features_2d_weights(
+    lengths: Tensor,
+    indices: Tensor,
+    bucketize_pos: bool,
+    sequence: bool,
+    block_sizes: Tensor,
+    my_size: int,
+    weights: Tensor,
+    weights_dim: int = 1,
+    batch_size_per_feature: Tensor | None = None,
+    max_B: int = -1,
+    block_bucketize_pos: Sequence[Tensor] | None = None,
+    keep_orig_idx: bool = False,
+    total_num_blocks: Tensor | None = None,
+    keep_orig_idx_per_feature: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Distribute lookups as `block_bucketize_sparse_features`, with weights `[L, weights_dim]`."""
+    made = block_bucketize_sparse_features_inference(
+        lengths,
+        indices,
+        bucketize_pos,
+        sequence,
+        block_sizes,
+        my_size,
+        weights.view(-1, weights_dim),
+        batch_size_per_feature,
+        max_B,
+        block_bucketize_pos,
+        keep_orig_idx=keep_orig_idx,
+        total_num_blocks=total_num_blocks,
+        keep_orig_idx_per_feature=keep_orig_idx_per_feature,
+    )
+    assert made[2] is not None
+    return made[0], made[1], made[2], made[3], made[4]
+
+
+@operator(
+    "bucketize_sparse_features(Tensor lengths, Tensor indices, bool bucketize_pos, SymInt my_size, "
+    "Tensor? weights=None) -> (Tensor, Tensor, Tensor?, Tensor?)"
+)
+def bucketize_sparse_features(
+    lengths: Tensor,
+    indices: Tensor,
+    bucketize_pos: bool,
+    my_size: int,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Distribute lookups over `my_size` buckets round robin: row `i` is row `i // n` of `i % n`."""
+    bag = _segments(lengths, indices.numel())
+    order, counts = _group(lengths, bag, indices % my_size, my_size)
+    position = _bag_positions(lengths, indices)[order] if bucketize_pos else None
+    chosen = None if weights is None else weights[order]
+    return counts, (indices // my_size)[order], chosen, position
+
+
+@operator(
+    "bounds_check_indices(Tensor rows_per_table, Tensor(a!) indices, Tensor(b!) offsets, "
+    "int bounds_check_mode, Tensor(c!) warning, Tensor(d!)? weights=None, Tensor? B_offsets=None, "
+    "SymInt max_B=-1, Tensor? b_t_map=None, int info_B_num_bits=-1, int info_B_mask=-1, "
+    "int bounds_check_version=1, bool prefetch_pipeline=False) -> ()"
+)
+def bounds_check_indices(
+    rows_per_table: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bounds_check_mode: int,
+    warning: Tensor,
+    weights: Tensor | None = None,
+    B_offsets: Tensor | None = None,
+    max_B: int = -1,
+    b_t_map: Tensor | None = None,
+    info_B_num_bits: int = -1,
+    info_B_mask: int = -1,
+    bounds_check_version: int = 1,
+    prefetch_pipeline: bool = False,
+) -> None:
+    """Check rows and offsets: mode 0 raises, 1 warns and repairs, 2 repairs, in place.
+
+    Offsets are clamped to be increasing and to end at the number of lookups; rows outside their
+    table become 0; row -1 stays.
+    """
+    if bounds_check_mode not in (0, 1, 2):
+        return
+    total = indices.numel()
+    repaired = offsets.clamp(0, total).cummax(0).values
+    repaired[-1:] = total
+    bags = offsets.numel() - 1
+    lengths = repaired.diff()
+    bag = _segments(lengths, int(lengths.sum()))
+    if B_offsets is None:
+        feature = bag // max(bags // max(rows_per_table.numel(), 1), 1)
+    else:
+        feature = torch.searchsorted(B_offsets.to(bag.dtype), bag, right=True) - 1
+    start = int(repaired[0]) if bags >= 0 and offsets.numel() else 0
+    checked = indices[start:]
+    rows = rows_per_table.to(indices.dtype)[feature]
+    invalid = (checked < -1) | (checked >= rows)
+    count = int(invalid.sum()) + int((repaired != offsets).sum())
+    if not count:
+        return
+    if bounds_check_mode == 0:
+        raise RuntimeError(
+            f"{count} indices or offsets are out of range: each index must be in [0, rows) of its "
+            f"table (rows {rows_per_table.tolist()}), offsets must increase from 0 to {total}"
+        )
+    if bounds_check_mode == 1:
+        warning += count
+        warnings.warn(f"emblib: repaired {count} indices or offsets out of range", stacklevel=2)
+    checked.masked_fill_(invalid, 0)
+    offsets.copy_(repaired)

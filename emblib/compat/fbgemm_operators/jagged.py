@@ -1,0 +1,330 @@
+"""Operators on jagged data: offsets, permutations, padding, selection, deduplication."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from emblib.compat.fbgemm_operators.registry import operator
+
+_Permuted = tuple[Tensor, Tensor, Tensor | None]
+
+
+# Offsets
+
+
+@operator("asynchronous_complete_cumsum(Tensor t_in) -> Tensor")
+def complete_cumsum(t_in: Tensor) -> Tensor:
+    """Return the sums of the first 0, 1, ..., n entries along the last dimension."""
+    return functional.pad(t_in.cumsum(-1, dtype=t_in.dtype), (1, 0))
+
+
+@operator("asynchronous_inclusive_cumsum(Tensor t_in) -> Tensor")
+def inclusive_cumsum(t_in: Tensor) -> Tensor:
+    """Return the sums of the first 1, ..., n entries."""
+    return t_in.flatten().cumsum(0, dtype=t_in.dtype).view_as(t_in)
+
+
+@operator("asynchronous_exclusive_cumsum(Tensor t_in) -> Tensor")
+def exclusive_cumsum(t_in: Tensor) -> Tensor:
+    """Return the sums of the first 0, 1, ..., n - 1 entries."""
+    return inclusive_cumsum(t_in) - t_in
+
+
+def segment_positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
+    """Return `starts[i], starts[i] + 1, ...`, `lengths[i]` numbers, for each i, concatenated.
+
+    Args:
+        starts: `[n]`.
+        lengths: `[n]`.
+        total: the sum of `lengths`; without it a GPU is waited for.
+    """
+    shift = starts - exclusive_cumsum(lengths)
+    shift = torch.repeat_interleave(shift, lengths, output_size=total)
+    return shift + torch.arange(shift.numel(), dtype=shift.dtype, device=shift.device)
+
+
+@operator("offsets_range(Tensor offsets, SymInt range_size) -> Tensor")
+def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
+    """Return the position in its segment of each of `range_size` entries.
+
+    Args:
+        offsets: the first entry of each segment; the last segment ends at `range_size`.
+        range_size: the number of entries.
+    """
+    end = torch.full_like(offsets[:1], range_size)
+    lengths = torch.cat([offsets, end]).diff()
+    return segment_positions(torch.zeros_like(offsets), lengths, range_size)
+
+
+@operator("lengths_range(Tensor t_in, SymInt[]? shape=None) -> Tensor")
+def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return 0, 1, ... for each length, concatenated; `shape` is that of the result."""
+    lengths = t_in.flatten()
+    total = None
+    if shape is not None:
+        total = 1
+        for size in shape:
+            total *= size
+    result = segment_positions(torch.zeros_like(lengths), lengths, total)
+    return result if shape is None else result.view(list(shape))
+
+
+@operator("segment_sum_csr(SymInt batch_size, Tensor csr_seg, Tensor values) -> Tensor")
+def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
+    """Return the sums of `values` between consecutive entries of `batch_size * csr_seg`."""
+    if values.is_floating_point():
+        ends = csr_seg * batch_size
+        used = values[: int(ends[-1])] if ends.device.type == "cpu" else values
+        return torch.segment_reduce(used, "sum", lengths=ends.diff(), initial=0.0, unsafe=True)
+    sums = functional.pad(values.cumsum(0, dtype=torch.int64), (1, 0))
+    return sums.index_select(0, csr_seg.long() * batch_size).diff().to(values.dtype)
+
+
+# Permutations
+
+
+@operator("invert_permute(Tensor permute) -> Tensor")
+def invert_permute(permute: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    order = torch.arange(permute.numel(), dtype=permute.dtype, device=permute.device)
+    return torch.zeros_like(permute).scatter(0, permute.long(), order)
+
+
+def _select(values: Tensor, weights: Tensor | None, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    chosen = None if weights is None else weights.index_select(0, index)
+    return values.index_select(0, index), chosen
+
+
+@operator(
+    "permute_1D_sparse_data(Tensor permute, Tensor lengths, Tensor values, Tensor? weights=None, "
+    "SymInt? permuted_lengths_sum=None) -> (Tensor, Tensor, Tensor?)"
+)
+def permute_1d_sparse_data(
+    permute: Tensor,
+    lengths: Tensor,
+    values: Tensor,
+    weights: Tensor | None = None,
+    permuted_lengths_sum: int | None = None,
+) -> _Permuted:
+    """Return lengths, values and weights of the segments `permute`; they may repeat or lack."""
+    permuted = lengths.index_select(0, permute)
+    starts = exclusive_cumsum(lengths.long()).index_select(0, permute)
+    index = segment_positions(starts, permuted, permuted_lengths_sum)
+    return permuted, *_select(values, weights, index)
+
+
+@operator(
+    "permute_2D_sparse_data(Tensor permute, Tensor lengths, Tensor values, Tensor? weights=None, "
+    "SymInt? permuted_lengths_sum=None) -> (Tensor, Tensor, Tensor?)"
+)
+def permute_2d_sparse_data(
+    permute: Tensor,
+    lengths: Tensor,
+    values: Tensor,
+    weights: Tensor | None = None,
+    permuted_lengths_sum: int | None = None,
+) -> _Permuted:
+    """Return lengths `[P, B]`, values and weights of the rows `permute` of lengths `[T, B]`."""
+    _, moved, chosen = permute_1d_sparse_data(
+        permute, lengths.sum(1), values, weights, permuted_lengths_sum
+    )
+    return lengths.index_select(0, permute), moved, chosen
+
+
+@operator(
+    "permute_2D_sparse_data_input1D(Tensor permute, Tensor lengths, Tensor values, SymInt stride, "
+    "Tensor? weights=None, SymInt? permuted_lengths_sum=None) -> (Tensor, Tensor, Tensor?)"
+)
+def permute_2d_sparse_data_input1d(
+    permute: Tensor,
+    lengths: Tensor,
+    values: Tensor,
+    stride: int,
+    weights: Tensor | None = None,
+    permuted_lengths_sum: int | None = None,
+) -> _Permuted:
+    """Permute as `permute_2D_sparse_data`, with lengths `[T * stride]`."""
+    permuted, moved, chosen = permute_2d_sparse_data(
+        permute, lengths.view(-1, stride), values, weights, permuted_lengths_sum
+    )
+    return permuted.view(-1), moved, chosen
+
+
+@operator(
+    "expand_into_jagged_permute(Tensor permute, Tensor input_offset, Tensor output_offset, "
+    "SymInt output_size) -> Tensor"
+)
+def expand_into_jagged_permute(
+    permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_size: int
+) -> Tensor:
+    """Return the permutation of entries that a permutation of segments is."""
+    starts = input_offset.index_select(0, permute).to(permute.dtype)
+    return segment_positions(starts, output_offset.diff().to(permute.dtype), output_size)
+
+
+# Padding
+
+
+def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float) -> Tensor:
+    """Convert `[L, ...]` to `[B, max_length, ...]`; what is longer is cut."""
+    position = torch.arange(max_length, dtype=offsets.dtype, device=offsets.device)
+    index = offsets[:-1].unsqueeze(1) + position
+    index = torch.where(index < offsets[1:].unsqueeze(1), index, values.size(0))
+    extra = values.new_full((1, *values.shape[1:]), padding)
+    rows = torch.cat([values, extra]).index_select(0, index.flatten())
+    return rows.view(*index.shape, *values.shape[1:])
+
+
+@operator(
+    "jagged_to_padded_dense(Tensor values, Tensor[] offsets, SymInt[] max_lengths, "
+    "float padding_value=0.) -> Tensor"
+)
+def jagged_to_padded_dense(
+    values: Tensor,
+    offsets: Sequence[Tensor],
+    max_lengths: Sequence[int],
+    padding_value: float = 0.0,
+) -> Tensor:
+    """Convert jagged `[L, D]` or `[L]` to dense `[B, *max_lengths, D]` or `[B, *max_lengths]`."""
+    for level, size in zip(reversed(offsets), reversed(max_lengths), strict=True):
+        values = _pad_level(values, level, size, padding_value)
+    return values
+
+
+@operator("jagged_2d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length) -> Tensor")
+def jagged_2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: int) -> Tensor:
+    """Convert `[L, D]` to `[B, max_sequence_length, D]`, padded with zeros."""
+    return _pad_level(values, offsets, max_sequence_length, 0.0)
+
+
+@operator(
+    "jagged_1d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length, "
+    "int padding_value) -> Tensor"
+)
+def jagged_1d_to_dense(
+    values: Tensor, offsets: Tensor, max_sequence_length: int, padding_value: int
+) -> Tensor:
+    """Convert `[L]` to `[B, max_sequence_length]`."""
+    return _pad_level(values, offsets, max_sequence_length, padding_value)
+
+
+@operator(
+    "dense_to_jagged(Tensor dense, Tensor[] x_offsets, SymInt? total_L=None) -> (Tensor, Tensor[])"
+)
+def dense_to_jagged(
+    dense: Tensor, x_offsets: Sequence[Tensor], total_L: int | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Convert `[B, N, ..., D]` to jagged `[L, D]`; segments longer than N are filled with zeros."""
+    levels = len(x_offsets)
+    for level, offsets in enumerate(x_offsets):
+        if level + 1 < levels:
+            total: int | None = x_offsets[level + 1].numel() - 1
+        else:
+            total = total_L
+        lengths = offsets.diff()
+        size = dense.size(1)
+        segment = torch.arange(lengths.numel(), device=dense.device)
+        segment = segment.repeat_interleave(lengths, output_size=total)
+        position = segment_positions(torch.zeros_like(lengths), lengths, total)
+        inside = position < size
+        rows = dense.flatten(0, 1).index_select(0, segment * size + position.clamp(max=size - 1))
+        dense = torch.where(inside.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+    return dense, list(x_offsets)
+
+
+# Selection
+
+
+@operator(
+    "jagged_index_select(Tensor values, Tensor lengths, Tensor indices, "
+    "int? num_dense_output_rows=None) -> Tensor[]"
+)
+def jagged_index_select(
+    values: Tensor, lengths: Tensor, indices: Tensor, num_dense_output_rows: int | None = None
+) -> list[Tensor]:
+    """Return the values `[L, D]` of the segments `indices`, and their lengths."""
+    chosen, rows, _ = permute_1d_sparse_data(indices, lengths, values, None, num_dense_output_rows)
+    return [rows, chosen]
+
+
+@operator(
+    "jagged_index_select_2d_forward_v2(Tensor values, Tensor indices, Tensor input_offsets, "
+    "Tensor output_offsets, int? num_dense_output_rows=None) -> Tensor"
+)
+def jagged_index_select_2d(
+    values: Tensor,
+    indices: Tensor,
+    input_offsets: Tensor,
+    output_offsets: Tensor,
+    num_dense_output_rows: int | None = None,
+) -> Tensor:
+    """Return the values of the segments `indices`; both offsets are inclusive sums of lengths."""
+    starts = functional.pad(input_offsets, (1, 0)).index_select(0, indices)
+    lengths = output_offsets.diff(prepend=torch.zeros_like(output_offsets[:1]))
+    return values.index_select(0, segment_positions(starts, lengths, num_dense_output_rows))
+
+
+@operator(
+    "keyed_jagged_index_select_dim1(Tensor values, Tensor lengths, Tensor offsets, Tensor indices, "
+    "SymInt batch_size, Tensor? weights=None, SymInt? selected_lengths_sum=None) -> Tensor[]"
+)
+def keyed_jagged_index_select_dim1(
+    values: Tensor,
+    lengths: Tensor,
+    offsets: Tensor,
+    indices: Tensor,
+    batch_size: int,
+    weights: Tensor | None = None,
+    selected_lengths_sum: int | None = None,
+) -> list[Tensor]:
+    """Return values, lengths and weights of the samples `indices` of every key."""
+    chosen = lengths.view(-1, batch_size).index_select(1, indices).flatten()
+    starts = offsets[:-1].view(-1, batch_size).index_select(1, indices).flatten()
+    index = segment_positions(starts, chosen, selected_lengths_sum)
+    moved, moved_weights = _select(values, weights, index)
+    return [moved, chosen] if moved_weights is None else [moved, chosen, moved_weights]
+
+
+@operator(
+    "jagged_unique_indices(Tensor hash_size_cumsum, Tensor hash_size_offsets, Tensor offsets, "
+    "Tensor indices) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def jagged_unique_indices(
+    hash_size_cumsum: Tensor, hash_size_offsets: Tensor, offsets: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Deduplicate indices per table.
+
+    The distinct indices of a table are spread evenly over the bags of its features, the first bags
+    getting one more.
+
+    Args:
+        hash_size_cumsum: per feature, the rows of the tables before its own, and the total.
+        hash_size_offsets: per table, its first feature, and the number of features.
+        offsets: `[F * B + 1]`.
+        indices: `[L]`.
+
+    Returns:
+        lengths `[F * B]`, their offsets, distinct indices, and the position among them of each of
+        `indices`.
+    """
+    features = hash_size_cumsum.numel() - 1
+    batch = (offsets.numel() - 1) // features
+    lengths_of_features = offsets[::batch].diff() if batch else offsets.new_zeros(features)
+    first_row = hash_size_cumsum[:-1].repeat_interleave(
+        lengths_of_features, output_size=indices.numel()
+    )
+    unique, reverse = torch.unique(indices + first_row, return_inverse=True)
+    bags = hash_size_offsets.diff() * batch
+    first_rows = hash_size_cumsum.index_select(0, hash_size_offsets)
+    table = torch.searchsorted(first_rows[1:].contiguous(), unique, right=True)
+    counts = torch.zeros_like(bags).scatter_add(0, table, torch.ones_like(table))
+    rank = segment_positions(torch.zeros_like(bags), bags, offsets.numel() - 1)
+    table_of_bag = torch.arange(bags.numel(), device=bags.device).repeat_interleave(
+        bags, output_size=offsets.numel() - 1
+    )
+    share, rest = counts // bags.clamp(min=1), counts % bags.clamp(min=1)
+    lengths = share[table_of_bag] + (rank < rest[table_of_bag])
+    unique_indices = (unique - first_rows.index_select(0, table)).to(indices.dtype)
+    return lengths, complete_cumsum(lengths), unique_indices, reverse

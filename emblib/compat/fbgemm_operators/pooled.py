@@ -1,0 +1,257 @@
+"""Operators on pooled embeddings: permutations of columns, groups of keys, moves to one device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from emblib.compat.fbgemm_operators.jagged import segment_positions
+from emblib.compat.fbgemm_operators.registry import operator
+
+# Permutations of columns
+
+_PERMUTE = (
+    "(Tensor pooled_embs, Tensor offset_dim_list, Tensor permute_list, "
+    "Tensor inv_offset_dim_list, Tensor inv_permute_list) -> Tensor"
+)
+
+
+def _permute_columns(
+    pooled: Tensor, offset_dims: Tensor, permute: Tensor, total: int | None
+) -> Tensor:
+    permute = permute.to(offset_dims.device)
+    starts = offset_dims[:-1].index_select(0, permute)
+    lengths = offset_dims.diff().index_select(0, permute)
+    index = segment_positions(starts, lengths, total)
+    return pooled.index_select(1, index.to(pooled.device))
+
+
+def permute_pooled_embs(
+    pooled_embs: Tensor,
+    offset_dim_list: Tensor,
+    permute_list: Tensor,
+    inv_offset_dim_list: Tensor,
+    inv_permute_list: Tensor,
+) -> Tensor:
+    """Return the blocks of columns `permute_list`; each block appears once."""
+    return _permute_columns(pooled_embs, offset_dim_list, permute_list, pooled_embs.size(1))
+
+
+for _name in (
+    "permute_pooled_embs",
+    "permute_pooled_embs_auto_grad",
+    "permute_pooled_embs_split",
+    "permute_pooled_embs_auto_grad_split",
+):
+    operator(_name + _PERMUTE)(permute_pooled_embs)
+
+
+def permute_duplicate_pooled_embs(
+    pooled_embs: Tensor,
+    offset_dim_list: Tensor,
+    permute_list: Tensor,
+    inv_offset_dim_list: Tensor,
+    inv_permute_list: Tensor,
+) -> Tensor:
+    """Return the blocks of columns `permute_list`, which may repeat and lack blocks."""
+    return _permute_columns(pooled_embs, offset_dim_list, permute_list, None)
+
+
+for _name in (
+    "permute_duplicate_pooled_embs",
+    "permute_duplicate_pooled_embs_auto_grad",
+    "permute_duplicate_pooled_embs_split",
+    "permute_duplicate_pooled_embs_auto_grad_split",
+):
+    operator(_name + _PERMUTE)(permute_duplicate_pooled_embs)
+
+
+# Groups of keys
+
+
+def _pieces(
+    keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]]
+) -> dict[str, tuple[int, int, int]]:
+    """Return tensor, first column and number of columns of each key."""
+    pieces: dict[str, tuple[int, int, int]] = {}
+    for tensor, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
+        start = 0
+        for name, width in zip(names, widths, strict=True):
+            pieces.setdefault(name, (tensor, start, width))
+            start += width
+    return pieces
+
+
+@operator(
+    "regroup_keyed_tensor(Tensor[] pooled_embs, str[][] keys, int[][] lengths, str[][] groups) "
+    "-> Tensor[]"
+)
+def regroup_keyed_tensor(
+    pooled_embs: Sequence[Tensor],
+    keys: Sequence[Sequence[str]],
+    lengths: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[str]],
+) -> list[Tensor]:
+    """Return for each group its keys' columns, concatenated."""
+    pieces = _pieces(keys, lengths)
+    result = []
+    for group in groups:
+        chosen = (pieces[key] for key in group)
+        result.append(
+            torch.cat(
+                [pooled_embs[tensor].narrow(1, start, width) for tensor, start, width in chosen],
+                dim=1,
+            )
+        )
+    return result
+
+
+@operator(
+    "kt_regroup_arguments(Tensor embs, str[][] keys, int[][] lengths, str[][] groups) -> "
+    "(Tensor, Tensor, Tensor, int[])"
+)
+def kt_regroup_arguments(
+    embs: Tensor,
+    keys: Sequence[Sequence[str]],
+    lengths: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[str]],
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Return the arguments of `permute_multi_embedding` that regroup keys.
+
+    A row of the permutation has input, output, first column in the input and in the output, columns
+    and a link. Rows that read the same columns are linked: the first of them to the next, the
+    others to the negative number of the next, or of all rows.
+    """
+    pieces = _pieces(keys, lengths)
+    rows: list[list[int]] = []
+    widths = []
+    uses: dict[str, list[int]] = {}
+    for output, group in enumerate(groups):
+        column = 0
+        for key in group:
+            tensor, start, width = pieces[key]
+            uses.setdefault(key, []).append(len(rows))
+            rows.append([tensor, output, start, column, width, 0])
+            column += width
+        widths.append(column)
+    for numbers in uses.values():
+        if len(numbers) > 1:
+            rows[numbers[0]][5] = numbers[1]
+            for number, following in zip(numbers[1:], [*numbers[2:], len(rows)], strict=True):
+                rows[number][5] = -following
+    device = embs.device
+    return (
+        torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 6),
+        torch.tensor([sum(row) for row in lengths], dtype=torch.int32, device=device),
+        torch.tensor(widths, dtype=torch.int32, device=device),
+        widths,
+    )
+
+
+@operator(
+    "permute_multi_embedding(Tensor[] pooled_embs, Tensor permutes, Tensor in_shapes, "
+    "Tensor out_shapes, SymInt[] out_lengths) -> Tensor[]"
+)
+def permute_multi_embedding(
+    pooled_embs: Sequence[Tensor],
+    permutes: Tensor,
+    in_shapes: Tensor,
+    out_shapes: Tensor,
+    out_lengths: Sequence[int],
+) -> list[Tensor]:
+    """Return outputs of `out_lengths` columns, put together as `kt_regroup_arguments` says."""
+    columns = permutes.long().unbind(1)
+    first_in = functional.pad(in_shapes.long().cumsum(0), (1, 0))
+    first_out = functional.pad(out_shapes.long().cumsum(0), (1, 0))
+    starts = first_in.index_select(0, columns[0]) + columns[2]
+    order = torch.sort(first_out.index_select(0, columns[1]) + columns[3]).indices
+    total = 0
+    for length in out_lengths:
+        total += length
+    index = segment_positions(starts[order], columns[4][order], total)
+    joined = torch.cat(list(pooled_embs), dim=1).index_select(1, index.to(pooled_embs[0].device))
+    return list(joined.split(list(out_lengths), dim=1))
+
+
+# Rows
+
+
+@operator("group_index_select_dim0(Tensor[] input_group, Tensor[] indices_group) -> Tensor[]")
+def group_index_select_dim0(
+    input_group: Sequence[Tensor], indices_group: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return rows of each tensor."""
+    pairs = zip(input_group, indices_group, strict=True)
+    return [rows.index_select(0, indices) for rows, indices in pairs]
+
+
+@operator(
+    "batch_index_select_dim0(Tensor inputs, Tensor indices, SymInt[] input_num_indices, "
+    "SymInt[] input_rows, SymInt[] input_columns, bool permute_output_dim_0_1=False) -> Tensor"
+)
+def batch_index_select_dim0(
+    inputs: Tensor,
+    indices: Tensor,
+    input_num_indices: Sequence[int],
+    input_rows: Sequence[int],
+    input_columns: Sequence[int],
+    permute_output_dim_0_1: bool = False,
+) -> Tensor:
+    """Return rows of matrices that are concatenated in the flat `inputs`, flat.
+
+    With `permute_output_dim_0_1`, which needs equally many rows of each, the output is row-major
+    over all matrices.
+    """
+    sizes = [rows * width for rows, width in zip(input_rows, input_columns, strict=True)]
+    chosen = [
+        part.view(rows, width).index_select(0, index)
+        for part, rows, width, index in zip(
+            inputs.split(sizes),
+            input_rows,
+            input_columns,
+            indices.split(list(input_num_indices)),
+            strict=True,
+        )
+    ]
+    if permute_output_dim_0_1:
+        return torch.cat(chosen, dim=1).flatten()
+    return torch.cat([rows.flatten() for rows in chosen])
+
+
+# Devices
+
+
+@operator("all_to_one_device(Tensor[] input_tensors, Device target_device) -> Tensor[]")
+def all_to_one_device(input_tensors: Sequence[Tensor], target_device: torch.device) -> list[Tensor]:
+    """Move tensors to one device."""
+    return [tensor.to(target_device, non_blocking=True) for tensor in input_tensors]
+
+
+@operator(
+    "merge_pooled_embeddings(Tensor[] pooled_embeddings, SymInt uncat_dim_size, "
+    "Device target_device, SymInt cat_dim=1) -> Tensor"
+)
+def merge_pooled_embeddings(
+    pooled_embeddings: Sequence[Tensor],
+    uncat_dim_size: int,
+    target_device: torch.device,
+    cat_dim: int = 1,
+) -> Tensor:
+    """Concatenate tensors on one device."""
+    return torch.cat(all_to_one_device(pooled_embeddings, target_device), dim=cat_dim)
+
+
+@operator("sum_reduce_to_one(Tensor[] input_tensors, Device target_device) -> Tensor")
+def sum_reduce_to_one(input_tensors: Sequence[Tensor], target_device: torch.device) -> Tensor:
+    """Add tensors on one device, in their order."""
+    total, *others = all_to_one_device(input_tensors, target_device)
+    for tensor in others:
+        total = total + tensor
+    return total
+
+
+@operator("is_uvm_tensor(Tensor t) -> bool")
+def is_uvm_tensor(t: Tensor) -> bool:
+    """Return False: tables in host memory are pinned, not managed by the driver."""
+    return False

@@ -1,0 +1,214 @@
+"""The operators of `torch.ops.fbgemm` against plain Python, and against FBGEMM's schemas."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib.compat.fbgemm_operators import OPERATORS, bucketize, jagged, pooled, rowwise
+from tests.compat.peer import peer_module
+
+LENGTHS = torch.tensor([[2, 0, 3], [1, 4, 0], [0, 2, 2]])
+TOTAL = int(LENGTHS.sum())
+VALUES = torch.arange(100, 100 + TOTAL)
+OFFSETS = torch.tensor([0, 2, 2, 5, 6, 10, 10, 10, 12, 14])
+
+
+def bags(values: Tensor, lengths: Tensor) -> list[list[Any]]:
+    return [part.tolist() for part in values.split(lengths.flatten().tolist())]
+
+
+def test_sums_of_lengths() -> None:
+    flat = LENGTHS.flatten().int()
+    sums = [0, *itertools.accumulate(flat.tolist())]
+    for operation, expected in (
+        (jagged.complete_cumsum, sums),
+        (jagged.inclusive_cumsum, sums[1:]),
+        (jagged.exclusive_cumsum, sums[:-1]),
+    ):
+        found = operation(flat)
+        assert found.dtype == torch.int32
+        assert found.tolist() == expected
+    assert jagged.complete_cumsum(LENGTHS).tolist() == [[0, 2, 2, 5], [0, 1, 5, 5], [0, 0, 2, 4]]
+    ranges = [i for n in flat.tolist() for i in range(n)]
+    assert jagged.lengths_range(flat, [TOTAL]).tolist() == ranges
+    assert jagged.offsets_range(OFFSETS[:-1], TOTAL).tolist() == ranges
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_segment_sums(dtype: torch.dtype) -> None:
+    values, ends = torch.arange(8).to(dtype), [0, 1, 1, 4]
+    found = jagged.segment_sum_csr(2, torch.tensor(ends), values)
+    expected = [sum(range(2 * a, 2 * b)) for a, b in itertools.pairwise(ends)]
+    assert found.dtype == dtype
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("permute", [[2, 0, 1], [1], [0, 0, 2, 1], []])
+def test_permutations_of_features(permute: list[int]) -> None:
+    weights = torch.rand(TOTAL, requires_grad=True)
+    order = torch.tensor(permute, dtype=torch.int32)
+    lengths, values, chosen = jagged.permute_2d_sparse_data(order, LENGTHS, VALUES, weights)
+    table = [bags(VALUES, LENGTHS)[3 * row : 3 * row + 3] for row in range(3)]
+    assert lengths.tolist() == [LENGTHS[row].tolist() for row in permute]
+    assert values.tolist() == [v for row in permute for bag in table[row] for v in bag]
+    assert chosen is not None
+    assert torch.equal(chosen, weights[values - 100])
+    chosen.sum().backward()
+    assert weights.grad is not None
+    assert torch.equal(weights.grad, torch.bincount(values - 100, minlength=TOTAL).float())
+    flat, again, none = jagged.permute_2d_sparse_data_input1d(
+        order, LENGTHS.flatten(), VALUES, 3, None, values.numel()
+    )
+    assert (flat.tolist(), again.tolist(), none) == (
+        lengths.flatten().tolist(),
+        values.tolist(),
+        None,
+    )
+
+
+def test_padding_and_back() -> None:
+    rows = torch.rand(TOTAL, 2, dtype=torch.float64, requires_grad=True)
+    dense = jagged.jagged_to_padded_dense(rows, [OFFSETS], [3], 0.5)
+    for number, bag in enumerate(bags(VALUES - 100, LENGTHS)):
+        for position in range(3):
+            found = dense[number, position]
+            if position < len(bag):
+                assert torch.equal(found, rows[bag[position]])
+            else:
+                assert found.tolist() == [0.5, 0.5]
+    longest = jagged.jagged_to_padded_dense(rows, [OFFSETS], [4])
+    assert torch.equal(jagged.dense_to_jagged(longest, [OFFSETS], TOTAL)[0], rows)
+    assert torch.autograd.gradcheck(lambda x: jagged.jagged_2d_to_dense(x, OFFSETS, 3), rows)
+    outer = torch.tensor([0, 2, 5, 9])
+    nested = jagged.jagged_to_padded_dense(rows, [outer, OFFSETS], [3, 4])
+    assert nested.shape == (3, 3, 4, 2)
+    assert torch.equal(nested[1, 2, :4], longest[4])
+
+
+def test_selection_of_samples() -> None:
+    order = torch.tensor([2, 0, 2])
+    found, lengths = jagged.keyed_jagged_index_select_dim1(
+        VALUES, LENGTHS.flatten(), OFFSETS, order, 3
+    )
+    every = bags(VALUES, LENGTHS)
+    expected = [every[3 * key + sample] for key in range(3) for sample in order.tolist()]
+    assert bags(found, lengths) == expected
+
+
+def test_deduplication() -> None:
+    """Two features of table 0 and one of table 1, two samples."""
+    offsets = torch.tensor([0, 2, 3, 5, 6, 8, 9])
+    indices = torch.tensor([1, 4, 1, 4, 0, 1, 5, 2, 5])
+    lengths, ends, unique, reverse = jagged.jagged_unique_indices(
+        torch.tensor([0, 0, 10, 20]), torch.tensor([0, 2, 3]), offsets, indices
+    )
+    assert unique.tolist() == [0, 1, 4, 2, 5]
+    assert unique[reverse].tolist() == indices.tolist()
+    assert lengths.tolist() == [1, 1, 1, 0, 1, 1]
+    assert ends.tolist() == [0, 1, 2, 3, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "many blocks", "bounds", "kept", "sizes"])
+def test_blocks_of_rows(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 5, (12,), generator=generator)
+    indices = torch.randint(0, 30, (int(lengths.sum()),), generator=generator)
+    weights = torch.rand(indices.numel(), generator=generator)
+    batch = [3, 4, 5] if kind == "sizes" else [4, 4, 4]
+    blocks = [1, 2, 3] if kind == "many blocks" else [5, 7, 10]
+    bounds = [[0, 3, 9, 20], [0, 13, 19, 50], [0, 3, 5, 6]]
+    options: dict[str, Any] = {
+        "blocks": {},
+        "many blocks": {"total_num_blocks": torch.tensor([12, 21, 6])},
+        "bounds": {"block_bucketize_pos": [torch.tensor(b) for b in bounds]},
+        "kept": {"keep_orig_idx": True},
+        "sizes": {"batch_size_per_feature": torch.tensor(batch), "max_B": 5},
+    }[kind]
+    found = bucketize.block_bucketize_sparse_features(
+        lengths, indices, True, True, torch.tensor(blocks), 3, weights, **options
+    )
+    feature_of_bag = [f for f, n in enumerate(batch) for _ in range(n)]
+    expected: list[list[list[tuple[int, float, int]]]] = [[[] for _ in lengths] for _ in range(3)]
+    at = 0
+    for bag, length in enumerate(lengths.tolist()):
+        for position in range(length):
+            row, feature = int(indices[at]), feature_of_bag[bag]
+            if kind == "bounds":
+                starts = bounds[feature]
+                inside = [n for n in range(3) if starts[n] <= row < starts[n + 1]]
+                where = (inside[0], row - starts[inside[0]]) if inside else (row % 3, row // 3)
+            else:
+                total = [12, 21, 6][feature] if kind == "many blocks" else 3
+                size = blocks[feature] * total // 3
+                if row < size * 3:
+                    where = (row // size, row % size)
+                else:
+                    where = (row % total // (total // 3), row // total)
+            local = row if kind == "kept" else where[1]
+            expected[where[0]][bag].append((local, float(weights[at]), position))
+            at += 1
+    flat = [bag for bucket in expected for bag in bucket]
+    entries = [entry for bag in flat for entry in bag]
+    assert found[0].tolist() == [len(bag) for bag in flat]
+    assert found[2] is not None
+    assert found[3] is not None
+    assert found[4] is not None
+    assert list(zip(*(part.tolist() for part in found[1:4]), strict=True)) == entries
+    assert torch.equal(found[2][found[4]], weights)
+
+
+def test_bounds_are_repaired_or_raise() -> None:
+    rows, offsets = torch.tensor([5, 7]), [0, 2, 1, 9, 5]
+    for mode in (1, 2):
+        indices, repaired = torch.tensor([1, 99, 2, -5, -1]), torch.tensor(offsets)
+        count = torch.zeros(1, dtype=torch.int64)
+        if mode == 1:
+            with pytest.warns(UserWarning, match="repaired"):
+                bucketize.bounds_check_indices(rows, indices, repaired, mode, count)
+        else:
+            bucketize.bounds_check_indices(rows, indices, repaired, mode, count)
+        assert indices.tolist() == [1, 0, 2, 0, -1]
+        assert repaired.tolist() == [0, 2, 2, 5, 5]
+        assert bool(count) == (mode == 1)
+    with pytest.raises(RuntimeError, match="out of range"):
+        bucketize.bounds_check_indices(rows, torch.tensor([5]), torch.tensor([0, 1, 1]), 0, count)
+
+
+@pytest.mark.parametrize("groups", [[["a", "c"], ["d", "b"]], [["a"], ["d", "b", "a"], ["c"]]])
+def test_groups_of_keys(groups: list[list[str]]) -> None:
+    inputs = [torch.rand(2, 7, requires_grad=True), torch.rand(2, 11)]
+    keys, widths = [["a", "b"], ["c", "d"]], [[3, 4], [5, 6]]
+    parts = dict(zip("abcd", inputs[0].split([3, 4], 1) + inputs[1].split([5, 6], 1), strict=True))
+    expected = [torch.cat([parts[key] for key in group], 1) for group in groups]
+    arguments = pooled.kt_regroup_arguments(inputs[0], keys, widths, groups)
+    for found in (
+        pooled.regroup_keyed_tensor(inputs, keys, widths, groups),
+        pooled.permute_multi_embedding(inputs, *arguments),
+    ):
+        assert all(map(torch.equal, found, expected))
+        (gradient,) = torch.autograd.grad(sum(part.sum() for part in found), inputs[0])
+        uses = [sum(key in group for group in groups) for key in "ab"]
+        assert gradient[0].tolist() == [uses[0]] * 3 + [uses[1]] * 4
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_rows_of_few_bits(bits: int) -> None:
+    rows = torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
+    step = (rows.amax(1) - rows.amin(1)) / (2**bits - 1)
+    found = rowwise.fused_nbit_to_float(rowwise.to_fused_nbit(rows, bits), bits)
+    assert bool(((found - rows).abs() <= step.unsqueeze(1) * 0.55 + 2e-3).all())
+    if bits == 8:
+        again = rowwise.fused_8bit_to_float(rowwise.to_fused_8bit(rows))
+        assert bool(((again - rows).abs() <= step.unsqueeze(1) * 0.51).all())
+
+
+def test_schemas_are_those_of_fbgemm() -> None:
+    peer_module("fbgemm_gpu.sparse_ops")
+    for name, (schema, _) in OPERATORS.items():
+        theirs = getattr(torch.ops.fbgemm, name).default
+        assert str(theirs._schema) == f"fbgemm::{torch._C.parse_schema(schema)}"
