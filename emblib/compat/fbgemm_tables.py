@@ -133,7 +133,7 @@ class TableViews(nn.Module):
     @property
     def weights_physical_offsets(self) -> list[int]:
         """Return the position of each table in the flat memory that holds it."""
-        return [table.storage_offset() for table in self.bags.table_weights()]
+        return [int(table.storage_offset()) for table in self.bags.table_weights()]
 
     # Cache
 
