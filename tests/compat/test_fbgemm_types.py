@@ -37,7 +37,7 @@ METHODS = [
 ]
 # FBGEMM keeps these in another file.
 ELSEWHERE = {"StdLogStatsReporter", "StdLogStatsReporterConfig"}
-OBJECTS = [name for name in ours.__all__ if name not in {*MODULES, *ELSEWHERE}]
+OBJECTS = [name for name in ours.__all__ if name not in {*MODULES, *ELSEWHERE, "install"}]
 
 
 def _plain(value: object) -> object:
