@@ -24,17 +24,17 @@ FEATURES = ("sums", "more", "own", "means", "scaled", "history", "late")
 class Model(nn.Module):
     """Four collections that read one table: sums, weighted means, and vectors; one own table."""
 
-    def __init__(self, shared: emblib.SharedTables) -> None:
+    def __init__(self, shared: emblib.SharedTables, device: Any = None) -> None:
         super().__init__()
         own = emblib.EmbeddingBagConfig(9, 3, "own", optimizer=optim.SGD(0.5))
         item = shared.pooled("item", ["sums", "more"])
-        self.sums = emblib.EmbeddingBagCollection([item, own], shared=shared)
+        self.sums = emblib.EmbeddingBagCollection([item, own], device, shared=shared)
         item = shared.pooled("item", ["means"], Pooling.MEAN)
-        self.means = emblib.EmbeddingBagCollection([item], shared=shared)
+        self.means = emblib.EmbeddingBagCollection([item], device, shared=shared)
         item = shared.pooled("item", ["scaled"], Pooling.MEAN)
-        self.scaled = emblib.EmbeddingBagCollection([item], shared=shared, is_weighted=True)
+        self.scaled = emblib.EmbeddingBagCollection([item], device, shared=shared, is_weighted=True)
         item = shared.unpooled("item", ["history", "late"])
-        self.history = emblib.EmbeddingCollection([item], shared=shared)
+        self.history = emblib.EmbeddingCollection([item], device, shared=shared)
 
     def forward(self, batch: KeyedJaggedTensor) -> Tensor:
         vectors = self.history(batch)
@@ -75,9 +75,9 @@ def make_batch(seed: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor.from_lengths_sync(list(FEATURES), ids, lengths, weights)
 
 
-def make(optimizer: Any = None, **choices: Any) -> Model:
+def make(optimizer: Any = None, device: Any = None, **choices: Any) -> Model:
     config = emblib.EmbeddingConfig(ROWS, DIM, "item", **choices)
-    return Model(emblib.SharedTables([config], optimizer=optimizer))
+    return Model(emblib.SharedTables([config], device, optimizer=optimizer), device)
 
 
 def weight_of(model: Model) -> nn.Parameter:
@@ -85,7 +85,8 @@ def weight_of(model: Model) -> nn.Parameter:
 
 
 def loss_of(out: Tensor) -> Tensor:
-    return (out.flatten() * torch.linspace(-1, 1, out.numel())).sum() + (out**2).sum()
+    factors = torch.linspace(-1, 1, out.numel()).to(out.device)
+    return (out.flatten() * factors).sum() + (out**2).sum()
 
 
 def torch_adam(parameter: nn.Parameter) -> torch.optim.Optimizer:
@@ -109,8 +110,10 @@ class Reference:
     """One parameter in all lookups, and an optimizer that steps its coalesced gradient."""
 
     def __init__(self, model: Model, make_optimizer: Any) -> None:
-        self.weight = nn.Parameter(weight_of(model).detach().clone())
-        self.own = nn.Parameter(model.sums.embedding_bags["own"].weight.detach().clone())
+        own = model.sums.embedding_bags["own"].weight
+        self.weight, self.own = (
+            nn.Parameter(one.detach().cpu().clone()) for one in (weight_of(model), own)
+        )
         self.steps = [make_optimizer(self.weight), torch.optim.SGD([self.own], lr=0.5)]
 
     def step(self) -> None:
@@ -121,20 +124,22 @@ class Reference:
             step.zero_grad()
 
     def check(self, model: Model) -> None:
-        torch.testing.assert_close(weight_of(model).detach(), self.weight.detach())
-        own = model.sums.embedding_bags["own"].weight.detach()
+        torch.testing.assert_close(weight_of(model).detach().cpu(), self.weight.detach())
+        own = model.sums.embedding_bags["own"].weight.detach().cpu()
         torch.testing.assert_close(own, self.own.detach())
 
 
 @pytest.mark.parametrize(("optimizer", "of_torch"), OPTIMIZERS, ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("storage", STORAGES, ids=["device", "managed", "cached"])
-def test_steps_are_those_of_one_parameter(optimizer: Any, of_torch: Any, storage: Any) -> None:
-    model = make(optimizer, storage=storage)
+def test_steps_are_those_of_one_parameter(
+    optimizer: Any, of_torch: Any, storage: Any, device: torch.device
+) -> None:
+    model = make(optimizer, device, storage=storage)
     reference = Reference(model, of_torch)
     for seed in range(4):
         batch = make_batch(seed)
-        out, wanted = model(batch), expected(reference.weight, reference.own, batch)
-        torch.testing.assert_close(out, wanted)
+        out, wanted = model(batch.to(device)), expected(reference.weight, reference.own, batch)
+        torch.testing.assert_close(out.cpu(), wanted)
         loss_of(out).backward()
         loss_of(wanted).backward()
         reference.step()
