@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.cuda.graphs
 import torch.cuda.random
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.pretend import nccl
 from tests.pretend.library import ROOT, build
@@ -433,22 +432,6 @@ def _let_storages_be_on_devices() -> None:
     torch.UntypedStorage.resize_ = resize_anywhere
 
 
-def _keep_sharded_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Keep the gradients of `fully_shard` until the current stream has read them.
-
-    PyTorch allocates them on a stream of its own and frees them with reads pending here. That is no
-    fault: the stream waits for this one before it allocates again. Here freed memory is gone.
-    """
-    from torch.distributed.tensor import DTensor
-
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter.grad, DTensor):
-                shard = parameter.grad.to_local()
-                if shard.is_cuda:
-                    shard.record_stream(torch.cuda.current_stream(shard.device))
-
-
 def install(settings: Settings) -> PretendGpu:
     """Build and load the pretend GPUs, and emblib with its CUDA entries for them."""
     global gpu
@@ -472,6 +455,5 @@ def install(settings: Settings) -> PretendGpu:
     # Imported by torch's compiler wherever torch.cuda says that it is compiled.
     torch._C._cuda_getCurrentRawStream = lambda device: current_stream(device).cuda_stream
     nccl.install()
-    register_optimizer_step_pre_hook(_keep_sharded_gradients)
     torch.ops.load_library(str(libraries.entries))
     return gpu
