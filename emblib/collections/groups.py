@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class Grouping:
     optimizer: Optimizer
 
 
-class SharedSlice:
+class SharedSlice(Protocol):
     """A whole table that other `TableGroups` have, and that several read."""
 
     groups: TableGroups
@@ -64,11 +64,9 @@ class SharedSlice:
     @property
     def handle(self) -> TableHandle:
         """Return the handle of the table."""
-        return self.groups.handles[0]
 
     def reader(self, num_features: int, pooling: Pooling) -> nn.Module:
         """Return the kernel with which units read the table."""
-        raise NotImplementedError
 
 
 class TableGroups(nn.Module):
@@ -408,8 +406,7 @@ class TableGroups(nn.Module):
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, device=self.device)).device
         for g, kernel in enumerate(self._kernels):
-            is_placeholder = self._storage_of(g).is_placeholder(kernel)
-            if is_placeholder and device.type != "meta":
+            if self._storage_of(g).is_placeholder(kernel) and device.type != "meta":
                 self._kernels[g] = self._make(g, device)
                 self._kernels[g].train(self.training)
             else:

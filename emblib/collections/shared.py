@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
-from emblib.collections.groups import SharedSlice, TableGroups
+from emblib.collections.groups import TableGroups
 from emblib.ops import autograd
-from emblib.ops.joint import JointStep
+from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
 from emblib.storage import Dense, TableHandle, TableSlice
@@ -113,7 +113,7 @@ class SharedTables:
         return found
 
 
-class SharedTable(SharedSlice):
+class SharedTable:
     """One shared table: its memory, and the handle that all collections list."""
 
     def __init__(
@@ -146,6 +146,11 @@ class SharedTable(SharedSlice):
         kernel, index = groups.module_of(0)
         groups.replace_handle(0, handle or SharedHandle(self.config.storage, kernel, index))
         self.joint = JointStep(kernel)
+
+    @property
+    def handle(self) -> TableHandle:
+        """Return the handle that all collections list."""
+        return self.groups.handles[0]
 
     @property
     def weight(self) -> nn.Parameter:

@@ -517,13 +517,13 @@ def _joined(name: str, parts: Sequence[ChangeSet]) -> ChangeSet:
     )
     first = parts[0]
     hash_keys = first.hash_keys
-    if any(not torch.equal(_tensor(part.hash_keys), _tensor(hash_keys)) for part in parts):
+    if any(not torch.equal(_or_empty(part.hash_keys), _or_empty(hash_keys)) for part in parts):
         hash_keys = None
     until = min(part.until for part in parts)
     return ChangeSet(first.since, until, {name: changes}, first.hyperparameters, hash_keys)
 
 
-def _tensor(value: Tensor | None) -> Tensor:
+def _or_empty(value: Tensor | None) -> Tensor:
     return torch.empty(0, dtype=torch.int64) if value is None else value
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from emblib.sharding.awaitables import Awaitable
-from emblib.sharding.joint import (
+from emblib.sharding.joint_exchange import (
     InputCall,
     OutputCall,
     start_joint_input_dist,

@@ -235,11 +235,6 @@ class InputDist(nn.Module):
         return [r * step + before + unit for unit in range(units) for r in range(world)]
 
     @property
-    def ranks(self) -> RankGroup:
-        """The processes."""
-        return self._ranks
-
-    @property
     def header_size(self) -> int:
         """The number of entries of a header for this rank."""
         return _HEADER + len(self._features[self._ranks.rank])

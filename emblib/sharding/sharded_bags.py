@@ -13,7 +13,7 @@ from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwa
 from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.joint import (
+from emblib.sharding.joint_exchange import (
     Inputs,
     Outputs,
     SentAhead,

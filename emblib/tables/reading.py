@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import FeatureColumn
-from emblib.ops.joint import JointStep
+from emblib.ops.joint_step import JointStep
 from emblib.specs import Pooling
 from emblib.tables.base import variable_batch
 from emblib.tables.memory import TableOffset

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from emblib import ops
 from emblib.columns import FeatureColumn, Tier
-from emblib.ops import autograd, joint, tbe
+from emblib.ops import autograd, joint_step, tbe
 from emblib.optim import Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks, parameters
@@ -290,14 +290,14 @@ class TableBatchedEmbeddingBags(FusedTables):
         batch_sizes: Sequence[Sequence[int]] | None,
         sample_weights: Tensor | None,
     ) -> Tensor:
-        """Look up a batch in the only table, with other features and pooling; see `ops.joint`."""
+        """Look up a batch in the only table, with other features and pooling, see `joint_step`."""
         return self._look_up(batch_id, batch_sizes, LookupArgs(sample_weights, None, None), reading)
 
     @atomic
     def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
         """Make one step with the sum of the gradients of several readings of the only table."""
         table, tiers = self._memory.layout.offsets[0].feature(0), self._tiers()
-        apply = joint.apply_contributions
+        apply = joint_step.apply_contributions
         overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
         self._applied_steps = self._forwards
         if self._prefetcher is not None:
@@ -434,8 +434,8 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _begins_step(self, batch: autograd.Lookup) -> bool:
         """Return whether a training forward is the first one of a step."""
-        has_step = not self.optimizer.deferred and batch.joint is None
-        return has_step or self._forwards == self._applied_steps
+        every_forward_does = not self.optimizer.deferred and batch.joint is None
+        return every_forward_does or self._forwards == self._applied_steps
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         if self._prefetcher is None:

@@ -266,6 +266,24 @@ def test_a_failed_backward_is_forgotten() -> None:
     reference.check(model)
 
 
+def test_gradients_of_many_failed_backwards_are_dropped_with_a_warning() -> None:
+    model = make(optim.SGD(0.1))
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    def fail_in_backward() -> None:
+        broken = model.sums(make_batch(0)).values().clone()
+        broken.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            (model.means(make_batch(0)).values().sum() + broken.sum()).backward()
+
+    for _ in range(16):
+        fail_in_backward()
+    with pytest.warns(UserWarning, match="dropped the gradients"):
+        fail_in_backward()
+
+
 @pytest.mark.parametrize("overflows", [False, True])
 def test_gradients_of_a_scaler(overflows: bool) -> None:
     model = make(optim.SGD(0.1))

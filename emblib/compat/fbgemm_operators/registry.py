@@ -1,7 +1,7 @@
 """The operators of namespace `fbgemm`: a table of schemas and implementations, and registration.
 
-Every implementation is made of PyTorch operators and registered for all devices at once, so that
-CPU, CUDA and meta tensors, autograd and `torch.compile` follow from PyTorch's.
+Every implementation is made of PyTorch operators and registered as `CompositeImplicitAutograd`: for
+all devices at once, with the gradients and the meta kernels of what it calls.
 """
 
 from collections.abc import Callable

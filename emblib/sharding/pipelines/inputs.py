@@ -1,10 +1,10 @@
 """Inputs of sharded collections: find them in a batch, and send their ids ahead.
 
 A sharded collection sends ids to the ranks that look them up, looks up what it receives and returns
-the results (`emblib.sharding.joint`). Ids depend on nothing that a step changes, so the first part
-may run while earlier batches are computed, for all collections in one exchange. The model is not
-rewritten for that: only while the pipeline runs its forward, the collections take what was sent
-ahead instead of sending it.
+the results (`emblib.sharding.joint_exchange`). Ids depend on nothing that a step changes, so the
+first part may run while earlier batches are computed, for all collections in one exchange. The
+model is not rewritten for that: only while the pipeline runs its forward, the collections take what
+was sent ahead instead of sending it.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch import nn
 
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.dense import unwrapped
-from emblib.sharding.joint import (
+from emblib.sharding.joint_exchange import (
     InputCall,
     OutputCall,
     start_joint_input_dist,

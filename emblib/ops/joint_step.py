@@ -9,6 +9,7 @@ makes one step with their sum.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,7 +24,8 @@ from emblib.ops.scaled_gradients import unscaled
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
 
-_MAX_BACKWARDS = 16  # whose gradients are waiting: nested ones, those of threads, and failed ones
+# Passes whose gradients are waiting: nested ones, those of threads, and failed ones.
+_MAX_BACKWARDS = 16
 
 
 class JointTable(Protocol):
@@ -70,6 +72,12 @@ class JointStep:
         self._waiting.setdefault(task, []).append(contribution)
         while len(self._waiting) > _MAX_BACKWARDS:
             self._waiting.popitem(last=False)
+            warnings.warn(
+                "emblib: dropped the gradients of a backward pass of a shared table that did not "
+                f"end while {_MAX_BACKWARDS} later ones began: if it has not failed, train with "
+                "fewer threads at a time",
+                stacklevel=2,
+            )
         return contribution.grad.new_zeros((), dtype=torch.float32)
 
     def complete(self) -> None:

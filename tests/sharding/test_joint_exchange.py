@@ -16,7 +16,7 @@ from emblib import optim
 from emblib.sharding import input_dist
 from emblib.sharding.codecs import BF16
 from emblib.sharding.exchange import CommPrecision
-from emblib.sharding.joint import (
+from emblib.sharding.joint_exchange import (
     InputCall,
     OutputCall,
     start_joint_input_dist,
