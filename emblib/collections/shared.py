@@ -24,7 +24,7 @@ from emblib.collections.groups import TableGroups
 from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
-from emblib.specs import Pooling
+from emblib.specs import Pooling, brief
 from emblib.storage import Dense, TableHandle, TableSlice
 from emblib.storage.dense import DenseHandle
 from emblib.tables.cache import BatchId
@@ -121,9 +121,9 @@ class SharedTable:
     ) -> None:
         if type(config.storage) is not Dense:
             raise ValueError(
-                f"shared table {config.name!r} must have storage=Dense(), got {config.storage}: "
-                "give one collection all features of the table, which any storage can have, or "
-                "make the table dense"
+                f"shared table {config.name!r} must have storage=Dense(), got "
+                f"{brief(config.storage)}: give one collection all features of the table, which "
+                "any storage can have, or make the table dense"
             )
         self.config: TableConfig = replace(config, optimizer=config.optimizer or optimizer)
         self._check_optimizer()

@@ -24,25 +24,27 @@ class _RaisesOnUse(type):
     """Type of the names that emblib does not have: any use but `isinstance` and hints raises."""
 
     reason: str
+    library: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{cls.__name__} of TorchRec: {cls.reason}")
+        raise NotImplementedError(f"{cls.__name__} of {cls.library}: {cls.reason}")
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise NotImplementedError(f"{cls.__name__}.{name} of TorchRec: {cls.reason}")
+        raise NotImplementedError(f"{cls.__name__}.{name} of {cls.library}: {cls.reason}")
 
     def __getitem__(cls, item: Any) -> Any:
         return cls
 
     def __repr__(cls) -> str:
-        return f"<{cls.__name__} of TorchRec, which raises when it is used>"
+        return f"<{cls.__name__} of {cls.library}, which raises when it is used>"
 
 
-def raising(name: str, reason: str) -> type:
+def raising(name: str, reason: str, library: str = "TorchRec") -> type:
     """Return a class that imports, annotates and tests types, and raises when it is used."""
-    return _RaisesOnUse(name, (), {"reason": reason, "__doc__": f"Raises: {reason}"})
+    members = {"reason": reason, "library": library, "__doc__": f"Raises: {reason}"}
+    return _RaisesOnUse(name, (), members)
 
 
 class TreeModule(ModuleType):
