@@ -20,7 +20,7 @@ from emblib.collections.fused_states import (
     load_optimizer_state,
     optimizer_state,
 )
-from emblib.collections.groups import TableGroups
+from emblib.collections.groups import SliceKey, TableGroups
 from emblib.collections.shared import SharedTable, SharedTables
 from emblib.columns import PieceColumn, TargetColumn
 from emblib.dynamic import DynamicTable, DynamicTables
@@ -128,7 +128,11 @@ class TableCollection(nn.Module):
             device=device,
             seeds=seeds,
             bags=self._bag_pooling(),
-            shared=self._shared,
+            shared={
+                SliceKey.of(TableSlice.whole(c)): self._shared[c.name]
+                for c in self.configs
+                if c.name in self._shared
+            },
         )
 
     def _bag_pooling(self) -> Pooling:

@@ -20,8 +20,9 @@ from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
-from emblib.sharding.sharded_tables import GradientReduction, check_not_shared
+from emblib.sharding.sharded_tables import GradientReduction
 from emblib.sharding.sharding_types import ParameterSharding, Rule, World
+from emblib.sharding.shared_shards import SharedTablesOfModel, check_shared
 from emblib.tables.parameters import caller_level
 
 SHARDED: dict[type[nn.Module], type[nn.Module]] = {
@@ -113,7 +114,7 @@ def shard(
         ),
     )
     _warn_of_duplicates(module)
-    made = []
+    made, shared = [], SharedTablesOfModel()
     for one in chosen:
         sharded = one.make(
             one.source,
@@ -122,6 +123,7 @@ def shard(
             comm_precision=comm_precision,
             gradients=gradients,
             optimizer=optimizer,
+            shared=shared.of(one.source),
         )
         sharded.train(one.source.training)
         if one.source is module:
@@ -140,8 +142,7 @@ def _warn_of_duplicates(module: nn.Module) -> None:
         warnings.warn(
             f"emblib: the collections {paths} each have a table {name!r} of equal size. These are "
             "separate tables, with separate rows, optimizer states and entries in checkpoints: if "
-            "one is meant, give one collection all features of the table, or train it in one "
-            "process as emblib.SharedTables; if not, other names tell them apart",
+            "one is meant, make it with emblib.SharedTables; if not, other names tell them apart",
             stacklevel=caller_level(),
         )
 
@@ -187,6 +188,8 @@ def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup) -> 
                 f"{before.path!r} and {path!r} are paths of one collection, but the plan has "
                 "different rules for them: name one of the paths, or make two collections"
             )
+    others = {path: part for path, part in paths.items() if id(part) not in found}
+    check_shared([(one.path, one.source, one.plan) for one in found.values()], others)
     return list(found.values())
 
 
@@ -206,7 +209,7 @@ def _description(
         source: Any = paths.get(path)
         if source is None:
             continue
-        configs, default = trained_configs(source), optimizer or source.optimizer
+        configs, default = trained_configs(source, optimizer), optimizer or source.optimizer
         found = fingerprint.merged(
             found,
             fingerprint.collection_description(source, configs, plans.get(path), default, path),
@@ -281,7 +284,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
     """Raise TypeError for what was put on a collection and its sharded form would lack."""
     where = f"the collection{f' at {path!r}' if path else ''}"
-    check_not_shared(source, where)
     methods = sorted(name for name in vars(source) if isfunction(getattr(base, name, None)))
     if methods:
         raise TypeError(

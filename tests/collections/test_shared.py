@@ -15,7 +15,6 @@ import emblib
 from emblib import Placement, Pooling, optim
 from emblib.collections.optimizers import FusedOptimizer, apply_optimizer_in_backward
 from emblib.jagged import KeyedJaggedTensor
-from emblib.sharding.ranks import RankGroup
 
 ROWS, DIM, BATCH = 23, 5, 4
 FEATURES = ("sums", "more", "own", "means", "scaled", "history", "late")
@@ -517,8 +516,3 @@ def test_output_dtypes_of_readers_differ() -> None:
     assert model.history(batch)["late"].values().dtype is torch.float32
 
 
-def test_sharding_refuses_shared_tables() -> None:
-    model = make(optim.SGD(0.1))
-    plan = {"history": {"item": emblib.sharding.row_wise()}}
-    with pytest.raises(TypeError, match="cannot be sharded"):
-        emblib.sharding.shard(model, plan, RankGroup.single())
