@@ -205,6 +205,7 @@ def _description(
     found: dict[str, dict[str, Any]] = {
         "": {"collections": [path or "(the model)" for path in modules]}
     }
+    readers: dict[int, str] = {}
     for path in modules:
         source: Any = paths.get(path)
         if source is None:
@@ -213,6 +214,12 @@ def _description(
         found = fingerprint.merged(
             found,
             fingerprint.collection_description(source, configs, plans.get(path), default, path),
+            {
+                f"table {name}{f' of {path}' if path else ''}": {
+                    "shared_first_by": readers.setdefault(id(table), path)
+                }
+                for name, table in source.shared_tables().items()
+            },
         )
     return found
 

@@ -514,5 +514,3 @@ def test_output_dtypes_of_readers_differ() -> None:
     batch = make_batch(0)
     assert model.means(batch).values().dtype is torch.bfloat16
     assert model.history(batch)["late"].values().dtype is torch.float32
-
-
