@@ -281,6 +281,26 @@ class TableCollection(nn.Module):
         groups.train(self.training)
         self._set_groups(groups)
 
+    @torch.no_grad()
+    def read_shared(self, tables: Mapping[str, SharedTable]) -> None:
+        """Read shared tables in place of those of this collection with their names.
+
+        New kernels are made, as by `set_optimizers`; other tables keep their rows and states.
+        """
+        before = self.groups
+        self._shared = {**self._shared, **tables}
+        groups = self._make_groups(before.device, before.seeds)
+        groups.set_output_dtype(before.output_dtype)
+        for s, handle in groups.own_handles() if before.device.type != "meta" else ():
+            part, source = groups.slices[s], before.handles[s]
+            block = (0, 1) if part.storage.is_keyed else None
+            part.storage.copy_slice(part, source, handle, block)
+            if hasattr(handle.kernel, "hyperparams"):
+                handle.kernel.hyperparams.copy_(source.kernel.hyperparams)
+        groups.adopt(before)
+        groups.train(self.training)
+        self._set_groups(groups)
+
     def quantized(self, bits: int | Mapping[str, int] = 8) -> Self:
         """Return a collection for inference with the same rows, quantised.
 

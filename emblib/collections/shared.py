@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from emblib.tables.cache import BatchId
 from emblib.tables.optimizer_hooks import global_decay
 from emblib.tables.reading import TableReading
 
-__all__ = ["SharedTable", "SharedTables", "duplicate_tables"]
+__all__ = ["SharedTable", "SharedTables", "duplicate_tables", "share_tables"]
 
 _READERS_CHOOSE = ("feature_names", "pooling", "optimizer")
 
@@ -221,6 +221,18 @@ class SharedTable:
         made.adopt(before)
         handle = before.handles[0]
         self._set_groups(made, handle)
+
+    @torch.no_grad()
+    def adopt(self, source: TableHandle) -> None:
+        """Take the rows, the optimizer state and the parameter of a table of a collection."""
+        before, kernel = source.kernel, self.kernel
+        views, targets = source.views(), self.handle.views()
+        for name in targets.keys() & views.keys():
+            targets[name].copy_(views[name])
+        if before.optimizer == kernel.optimizer:
+            kernel.hyperparams.copy_(before.hyperparams)
+        self.handle.adopt(source)
+        self.groups.replace_handle(0, self.handle)
 
     def reader(self, num_features: int, pooling: Pooling) -> SharedReader:
         """Return the kernel with which a collection reads the table."""
@@ -417,18 +429,123 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
     """Return the tables that several collections of a model have under one name, unshared.
 
     Each of them has its own memory, optimizer state and entry in a checkpoint, and learns from its
-    own collection alone. Where one table is meant, make it with `SharedTables`.
+    own collection alone. Where one table is meant, `share_tables` makes it one.
 
     Returns:
         For each such name with equal sizes, the paths of the collections.
     """
-    found: dict[tuple[str, int, int], dict[int, str]] = {}
+    return {name: sorted(readers) for name, readers in _duplicates(model)}
+
+
+def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names of tables that are not shared, and the collections by path."""
+    found: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
     for path, part in model.named_modules():
         handles: Any = getattr(part, "handles", None)
         for config in getattr(part, "configs", ()) if callable(handles) else ():
             if isinstance(config, TableConfig):
-                owned = handles()
-                one = owned[config.name] if isinstance(owned, dict) else part
                 key = (config.name, config.num_embeddings, config.embedding_dim)
-                found.setdefault(key, {}).setdefault(id(one), path)
-    return {name: sorted(paths.values()) for (name, _, _), paths in found.items() if len(paths) > 1}
+                table = _identity(part, handles(), config.name)
+                found.setdefault(key, {}).setdefault(id(table), (path, part))
+    return [
+        (name, dict(tables.values())) for (name, _, _), tables in found.items() if len(tables) > 1
+    ]
+
+
+def _identity(collection: Any, handles: Any, name: str) -> Any:
+    """Return an object that the collections that read one table have in common."""
+    if isinstance(handles, dict):
+        return handles[name]
+    return getattr(collection, "shared", {}).get(name, collection)  # a sharded one
+
+
+def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, list[str]]:
+    """Make each table that several collections of a model have under one name one shared table.
+
+    For models that are written for separate tables, as those of TorchRec. The rows, the optimizer
+    state and the parameter are those of the first collection in the order of the model. Call it
+    before the model is sharded or trained.
+
+    Args:
+        model: is changed in place.
+        names: of the tables; left out, all of `duplicate_tables`.
+
+    Returns:
+        For each table, the paths of the collections that share it.
+
+    Raises:
+        KeyError: a name that no two collections have with equal sizes.
+        ValueError: a storage other than `Dense`; tables of a name that differ in their
+            configuration or optimizer; one whose steps would be lost. Nothing is changed then.
+        TypeError: a collection is sharded.
+
+    Example:
+        >>> item = emblib.EmbeddingBagConfig(1000, 16, "item", ["basket"])
+        >>> bags = emblib.EmbeddingBagCollection([item])
+        >>> item = emblib.EmbeddingConfig(1000, 16, "item", ["history"])
+        >>> model = torch.nn.ModuleList([bags, emblib.EmbeddingCollection([item])])
+        >>> emblib.share_tables(model)
+        {'item': ['0', '1']}
+    """
+    every = dict(_duplicates(model))
+    wanted = list(every) if names is None else list(names)
+    unknown = sorted(set(wanted) - every.keys())
+    if unknown:
+        raise KeyError(f"no two collections have tables {unknown}; duplicates are {sorted(every)}")
+    made = {name: _shared_by(name, every[name]) for name in wanted}
+    of_collection: dict[int, tuple[Any, dict[str, SharedTable]]] = {}
+    for name, table in made.items():
+        for one in every[name].values():
+            of_collection.setdefault(id(one), (one, {}))[1][name] = table
+    for collection, _ in of_collection.values():
+        for config in collection.configs:
+            config.storage.check_copied(config)
+    for name, table in made.items():
+        first = next(iter(every[name].values()))
+        table.adopt(first.handles()[name])
+    for collection, tables in of_collection.values():
+        collection.read_shared(tables)
+    return {name: list(every[name]) for name in wanted}
+
+
+def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path: str) -> None:
+    """Raise ValueError for tables of one name that differ in more than their lookups."""
+    names = [f.name for f in fields(TableConfig) if f.name not in ("feature_names", "pooling")]
+    differs = [
+        f"{name} {getattr(first, name)!r} and {getattr(second, name)!r}"
+        for name in names
+        if getattr(first, name) != getattr(second, name)
+    ]
+    if differs:
+        raise ValueError(
+            f"the tables {first.name!r} of the collections {first_path!r} and {path!r} cannot be "
+            f"one, they have {', '.join(differs)}: make these equal, or leave this name out of "
+            "names="
+        )
+
+
+def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
+    """Return the shared table for the tables of a name, without their rows."""
+    made: SharedTable | None = None
+    for path, one in readers.items():
+        if not callable(getattr(one, "read_shared", None)):
+            raise TypeError(
+                f"the collection {path!r} with table {name!r} is sharded: call share_tables before "
+                "the model is sharded"
+            )
+        config = next(config for config in one.configs if config.name == name)
+        config = replace(config, optimizer=config.optimizer or one.optimizer)
+        if made is None:
+            first_path, first = path, one
+            made = SharedTable(TableSlice.whole(config), one.device, one.groups.seeds)
+            continue
+        _check_alike(made.config, config, first_path, path)
+        kernel = one.handles()[name].kernel
+        steps = 0 if one.device.type == "meta" else getattr(kernel, "step", 0)
+        if steps and not _are_equal(first.handles()[name].weight, one.handles()[name].weight):
+            raise ValueError(
+                f"table {name!r} of the collection {path!r} has made {steps} steps, which would be "
+                "lost: share tables before training; or load one state dict into all first"
+            )
+    assert made is not None
+    return made

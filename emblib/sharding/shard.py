@@ -142,7 +142,8 @@ def _warn_of_duplicates(module: nn.Module) -> None:
         warnings.warn(
             f"emblib: the collections {paths} each have a table {name!r} of equal size. These are "
             "separate tables, with separate rows, optimizer states and entries in checkpoints: if "
-            "one is meant, make it with emblib.SharedTables; if not, other names tell them apart",
+            "one is meant, call emblib.share_tables(model) first, or make it with "
+            "emblib.SharedTables; if not, other names tell them apart",
             stacklevel=caller_level(),
         )
 

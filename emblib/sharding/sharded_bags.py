@@ -89,7 +89,6 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             gradients=settings.gradients,
             shared=shared or {},
         )
-        self.shared = dict(shared or {})
         self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
         self._output_dist = OutputDist(self.layout, ranks, self.comm_precision, self.scale)
         self.embedding_bags = ShardParameters(self.handles(), ranks)

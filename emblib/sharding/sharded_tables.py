@@ -350,7 +350,7 @@ class ShardedTables(nn.Module):
         shared: Shared,
     ) -> None:
         super().__init__()
-        self.ranks, self.plan = ranks, dict(plan)
+        self.ranks, self.plan, self.shared = ranks, dict(plan), dict(shared)
         is_mean = GradientReduction(gradients) is GradientReduction.MEAN
         self.scale = 1.0 / ranks.size if is_mean else 1.0
         self.configs = tuple(configs)

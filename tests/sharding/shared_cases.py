@@ -136,7 +136,8 @@ def step_of_all(case: Shared, oracle: Model, numbers: list[int]) -> list[dict[st
     together = oracle(joined(batches))
     scale = 1.0 / len(numbers) if case.gradients == "mean" else 1.0
     grads = [
-        scale * torch.cat([gradient(name, n, o[name]) for n, o in zip(numbers, outputs)])
+        scale
+        * torch.cat([gradient(name, n, o[name]) for n, o in zip(numbers, outputs, strict=True)])
         for name in together
     ]
     torch.autograd.backward(list(together.values()), grads)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,16 +14,20 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import emblib
 from emblib import Placement, optim, sharding
 from emblib.collections.optimizers import FusedOptimizer
-from emblib.sharding import checkpoints, table_wise
+from emblib.sharding import GradientReduction, checkpoints, planner, row_wise, table_wise
 from emblib.sharding.pipelines import TrainPipelineSparseDist
 from emblib.sharding.pipelines.inputs import sharded_modules
+from emblib.sharding.planner.simulate import compare as compare_plans
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
+from emblib.storage import TableSlice
 from tests.sharding import worlds
+from tests.sharding.sharded_cases import compare_tables
 from tests.sharding.shared_cases import (
     DIMS,
     KEYS,
@@ -31,6 +37,7 @@ from tests.sharding.shared_cases import (
     backward,
     batch_of,
     compare,
+    gradient,
     make,
     make_sharded,
     plan_of,
@@ -160,8 +167,6 @@ def _scaled(ranks: RankGroup, plan: str) -> None:
 
 def weighted_sum(outputs: dict[str, Tensor], number: int) -> Tensor:
     """The loss whose gradients are those of `backward`."""
-    from tests.sharding.shared_cases import gradient
-
     parts = [(out * gradient(name, number, out)).sum() for name, out in outputs.items()]
     return torch.stack(parts).sum()
 
@@ -403,8 +408,6 @@ def _piped(ranks: RankGroup, plan: str, storage: Any) -> None:
         step_of_all(case, oracle, step)
     for path, part in sharded_modules(model.module).items():
         inner = path.removeprefix("model.")
-        from tests.sharding.sharded_cases import compare_tables
-
         compare_tables(part, oracle.get_submodule(inner), 1e-5)
 
 
@@ -430,10 +433,9 @@ def _refused(ranks: RankGroup) -> None:
         sharding.shard(model, some, ranks)
     with pytest.raises(ValueError, match="read by other collections"):
         sharding.shard(model.sums, {"": plan["sums"]}, ranks)
+    world = sharding.World(ranks.size, ranks.size)
+    made = sharding.construct_module_plan(model.sums, plan["sums"], world)
     with pytest.raises(TypeError, match="shard the model with all collections"):
-        made = sharding.construct_module_plan(
-            model.sums, plan["sums"], sharding.World(ranks.size, ranks.size)
-        )
         sharding.ShardedEmbeddingBagCollection(model.sums, made, ranks)
     train = emblib.storage.Hashed(2)
     item = ParameterSharding(sharding.ShardingType.DATA_PARALLEL, (), train)
@@ -461,9 +463,124 @@ def _differs(ranks: RankGroup) -> None:
         other = make(case)
         model.scaled = other.scaled
         del other
-    with pytest.raises((ValueError, RuntimeError), match="shared_first_by|other collections"):
+    with pytest.raises((ValueError, RuntimeError), match=r"shared_first_by|other collections"):
         sharding.shard(model, plan, ranks)
 
 
 def test_ranks_that_share_differently() -> None:
     worlds.run(2, _differs)
+
+
+# Plans, replicas, duplicates
+
+
+def test_a_table_is_planned_once() -> None:
+    model = make(Shared({}, ADAGRAD))
+    constraints = {"scaled.item": planner.TableConstraints(pooling_factor=3.0)}
+    own = planner.Planner(planner.Topology(4, memory=1 << 24), 64, constraints)
+    prediction = own.solve(model)
+    names = ["sums.item", "sums.own", "scaled.user", "history.seen"]
+    assert [table.work.name for table in prediction.tables] == names
+    item = prediction.tables[0].work
+    assert [one.name for one in item.lookups] == ["sums.item", "scaled.item", "history.item"]
+    assert sum(one.ids for one in item.lookups) == 2 + 3 + 2
+    for name in ("item", "user"):
+        found = [tables[name] for tables in prediction.plan.modules.values() if name in tables]
+        assert len(found) > 1
+        assert all(one == found[0] for one in found)
+    large = replace(item, config=replace(item.config, num_embeddings=1 << 20))
+    whole, costs = TableSlice.whole(large.config), own.model([item])
+    for cost in (costs.part, lambda work, part, share: costs.replicated(work, part)):
+        together, alone = cost(large, whole, 1.0), cost(replace(large, readers=()), whole, 1.0)
+        assert 0 < together.nbytes.device - alone.nbytes.device < 1 << 20
+        assert sum(together.seconds) > sum(alone.seconds)
+    differ = {"scaled.item": planner.TableConstraints(min_partition=4)}
+    with pytest.raises(ValueError, match="give them the same"):
+        planner.Planner(planner.Topology(4), 64, differ).solve(model)
+    train_ = {"item": planner.TableConstraints(storages=(emblib.storage.TensorTrain((2, 2)),))}
+    with pytest.raises(ValueError, match="must be Dense"):
+        planner.Planner(planner.Topology(4), 64, train_).solve(model)
+
+
+def _planned(ranks: RankGroup) -> None:
+    """A model without a plan; and one whose duplicates were made one table."""
+    case = Shared({}, ADAGRAD)
+    oracle = make(case)
+    model = sharding.DistributedModelParallel(
+        copy.deepcopy(oracle), ranks, gradients=case.gradients
+    )
+    step_of_all(case, oracle, list(range(ranks.size)))
+    backward(model(batch_of(ranks.rank, case.batches[ranks.rank])), ranks.rank)
+    compare(model, oracle, 1e-5)
+    points = compare_plans(
+        planner.Planner(planner.Topology(ranks.size), 4),
+        make(case),
+        {"planned": model.plan},
+        ranks,
+        rounds=1,
+    )
+    assert len(points[0].samples_s) == 1
+
+
+def test_models_without_a_plan() -> None:
+    worlds.run(2, _planned)
+
+
+def _duplicates_shared(ranks: RankGroup) -> None:
+    torch.manual_seed(4)
+    rule = optim.Adagrad(0.1)
+    item = emblib.EmbeddingBagConfig(ROWS["item"], DIMS["item"], "item", ["f0"])
+    bags = emblib.EmbeddingBagCollection([item], optimizer=rule)
+    item = emblib.EmbeddingConfig(ROWS["item"], DIMS["item"], "item", ["f1"])
+    model: Any = torch.nn.ModuleDict(
+        {"bags": bags, "vectors": emblib.EmbeddingCollection([item], optimizer=rule)}
+    )
+    plan = {path: {"item": row_wise()} for path in ("bags", "vectors")}
+    with pytest.warns(UserWarning, match="share_tables"):
+        sharding.shard(copy.deepcopy(model), plan, ranks)
+    emblib.share_tables(model)
+    sharded: Any = sharding.shard(
+        copy.deepcopy(model), plan, ranks, gradients=GradientReduction.SUM
+    )
+    assert emblib.duplicate_tables(sharded) == {}
+    same = batch_of(1, 4)
+    for one, factor in ((model, ranks.size), (sharded, 1)):
+        loss = one["bags"](same).values().sum() + one["vectors"](same)["f1"].values().sum()
+        (factor * loss).backward()
+    for path in ("bags", "vectors"):
+        compare_tables(sharded[path], model[path], 1e-5)
+    with pytest.raises(TypeError, match="before the model is sharded"):
+        emblib.share_tables(torch.nn.ModuleDict({"a": sharded["bags"], "b": bags}))
+
+
+def test_duplicates_become_one_table_over_ranks() -> None:
+    worlds.run(2, _duplicates_shared)
+
+
+def _replicas(ranks: RankGroup) -> None:
+    """Replicas of the tables are averaged once, and stay equal."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    case = Shared(PLANS["mixed"], optim.SGD(0.1), gradients="mean")
+    oracle = make(case)
+    inner = replace_size(ranks, 2)
+    model = sharding.ReplicatedModelParallel(
+        copy.deepcopy(oracle), mesh, plan=plan_of(case, inner), wrap="none"
+    )
+    for step in range(2):
+        numbers = [10 * step + r for r in range(ranks.size)]
+        step_of_all(case, oracle, numbers)
+        backward(
+            model(batch_of(numbers[ranks.rank], case.batches[ranks.rank])), numbers[ranks.rank]
+        )
+        model.sync()
+        for path, part in sharded_modules(model.module).items():
+            compare_tables(part, oracle.get_submodule(path), 1e-5)
+
+
+def replace_size(ranks: RankGroup, size: int) -> Any:
+    """What a plan needs to know of a group of `size` ranks."""
+    return SimpleNamespace(size=size, local_size=size)
+
+
+def test_replicas_are_averaged_once() -> None:
+    worlds.run(4, _replicas)
