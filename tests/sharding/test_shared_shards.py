@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import emblib
-from emblib import Placement, optim, sharding
+from emblib import Placement, Pooling, optim, sharding
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.sharding import GradientReduction, checkpoints, planner, row_wise, table_wise
-from emblib.sharding.pipelines import TrainPipelineSparseDist
+from emblib.sharding.pipelines import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.planner.simulate import compare as compare_plans
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
 from emblib.storage import TableSlice
 from tests.sharding import worlds
-from tests.sharding.sharded_cases import compare_tables
+from tests.sharding.sharded_cases import WORDS, Case, batch, compare_tables, expanded, joined
 from tests.sharding.shared_cases import (
     DIMS,
     KEYS,
@@ -52,6 +52,7 @@ PLANS = {
     "other": {"item": "dp", "user": "cw", "own": "dp", "seen": "tw"},
 }
 ADAGRAD = optim.Adagrad(0.5)
+CACHED = emblib.storage.Dense(Placement.MANAGED_CACHING, emblib.CacheConfig(sets=1))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -77,8 +78,7 @@ def test_any_tiling(data: Any) -> None:
 
 @pytest.mark.parametrize("plan", ["rw", "dp", "mixed"])
 def test_cached_tables(plan: str) -> None:
-    storage = emblib.storage.Dense(Placement.MANAGED_CACHING, emblib.CacheConfig(sets=1))
-    worlds.run(2, train, Shared(PLANS[plan], ADAGRAD, storage=storage))
+    worlds.run(2, train, Shared(PLANS[plan], ADAGRAD, storage=CACHED))
 
 
 @pytest.mark.parametrize("plan", ["tw", "dp"])
@@ -392,31 +392,74 @@ class Loss(torch.nn.Module):
         return loss, loss.detach()
 
 
-def _piped(ranks: RankGroup, plan: str, storage: Any) -> None:
+PIPELINES = {
+    "plain": (TrainPipelineSparseDist, emblib.storage.Dense()),
+    "prefetching": (PrefetchTrainPipelineSparseDist, CACHED),
+}
+
+
+def _piped(ranks: RankGroup, plan: str, kind: str) -> None:
+    make_pipeline, storage = PIPELINES[kind]
     case = Shared(PLANS[plan], ADAGRAD, storage=storage)
     oracle = make(case)
     rules = {f"model.{path}": tables for path, tables in plan_of(case, ranks).items()}
+    source = Loss(copy.deepcopy(oracle))
     model = sharding.DistributedModelParallel(
-        Loss(copy.deepcopy(oracle)), ranks, plan=rules, gradients=case.gradients
+        source, ranks, plan=rules, gradients=GradientReduction.SUM
     )
     numbers = [[10 * step + r for r in range(ranks.size)] for step in range(4)]
-    batches = [(batch_of(n[ranks.rank], case.batches[ranks.rank]), n[ranks.rank]) for n in numbers]
-    pipeline = TrainPipelineSparseDist(model, model.fused_optimizer, ranks.device)
-    batches_iter = iter(batches)
+    batches = iter(
+        [(batch_of(n[ranks.rank], case.batches[ranks.rank]), n[ranks.rank]) for n in numbers]
+    )
+    pipeline = make_pipeline(model, model.fused_optimizer, ranks.device)
     for step in numbers:
-        pipeline.progress(batches_iter)
+        pipeline.progress(batches)
         step_of_all(case, oracle, step)
     for path, part in sharded_modules(model.module).items():
-        inner = path.removeprefix("model.")
-        compare_tables(part, oracle.get_submodule(inner), 1e-5)
+        compare_tables(part, oracle.get_submodule(path.removeprefix("model.")), 1e-5)
 
 
 @pytest.mark.parametrize("plan", ["rw", "other"])
-@pytest.mark.parametrize("cached", [False, True])
-def test_pipelines(plan: str, *, cached: bool) -> None:
-    placement = Placement.MANAGED_CACHING if cached else Placement.DEVICE
-    cache = emblib.CacheConfig(sets=1) if cached else None
-    worlds.run(2, _piped, plan, emblib.storage.Dense(placement, cache))
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_pipelines(kind: str, plan: str) -> None:
+    worlds.run(2, _piped, plan, kind)
+
+
+def _variable(ranks: RankGroup, plan: str) -> None:
+    """Batches whose features differ in their bags, of a weighted and an unweighted collection."""
+    torch.manual_seed(6)
+    shared = emblib.SharedTables([emblib.EmbeddingConfig(13, 8, "item")], optimizer=ADAGRAD)
+    sums, means = (
+        shared.pooled("item", keys, how)
+        for keys, how in ((["f0", "f1"], Pooling.SUM), (["f3"], Pooling.MEAN))
+    )
+    oracle = torch.nn.ModuleDict(
+        {
+            "sums": emblib.EmbeddingBagCollection([sums], shared=shared),
+            "means": emblib.EmbeddingBagCollection([means], shared=shared, is_weighted=True),
+        }
+    )
+    case = Case((sums,), (plan,), variable=True, weighted=True)
+    rule = {"item": WORDS[plan](sharding.World(ranks.size, ranks.size), 0)}
+    model: Any = sharding.shard(
+        copy.deepcopy(oracle),
+        {"sums": rule, "means": rule},
+        ranks,
+        gradients=GradientReduction.SUM,
+    )
+    for step in range(2):
+        batches = [batch(case, 10 * step + r, 4 - r) for r in range(ranks.size)]
+        whole = joined([expanded(one) for one in batches])
+        for one, own in ((model, batches[ranks.rank]), (oracle, whole)):
+            outs = [one["sums"](own).values(), one["means"](own).values()]
+            sum(out.sin().sum() for out in outs).backward()
+        for path in ("sums", "means"):
+            compare_tables(model[path], oracle[path], 1e-5)
+
+
+@pytest.mark.parametrize("plan", ["rw", "dp", "cw"])
+def test_features_that_differ_in_their_bags(plan: str) -> None:
+    worlds.run(2, _variable, plan)
 
 
 # What is refused
