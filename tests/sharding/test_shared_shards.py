@@ -73,7 +73,9 @@ def test_any_tiling(data: Any) -> None:
     optimizer = data.draw(st.sampled_from([ADAGRAD, optim.Adam(0.1, eps=1e-3), optim.SGD(0.5)]))
     batches = data.draw(st.tuples(*[st.integers(0, 4)] * size))
     joint, how = data.draw(st.booleans()), data.draw(st.sampled_from(["sum", "mean"]))
-    worlds.run(size, train, Shared(plan, optimizer, batches, gradients=how, joint=joint))
+    storage = data.draw(st.sampled_from([emblib.storage.Dense(), CACHED]))
+    case = Shared(plan, optimizer, batches, storage, gradients=how, joint=joint)
+    worlds.run(size, train, case)
 
 
 @pytest.mark.parametrize("plan", ["rw", "dp", "mixed"])
@@ -210,9 +212,9 @@ def test_outputs_that_no_loss_uses(plan: str) -> None:
     worlds.run(2, _partly_used, plan)
 
 
-def _weights(ranks: RankGroup, plan: str) -> None:
+def _weights(ranks: RankGroup, plan: str, storage: Any) -> None:
     """The gradient of sample weights, on every rank, and frozen tables."""
-    case = Shared(PLANS[plan], ADAGRAD)
+    case = Shared(PLANS[plan], ADAGRAD, storage=storage)
     oracle = make(case)
     model = make_sharded(case, ranks, copy.deepcopy(oracle))
     found = []
@@ -245,7 +247,8 @@ def values_of(model: Any) -> dict[Any, Tensor]:
 
 @pytest.mark.parametrize("plan", ["rw", "dp"])
 def test_gradients_of_weights_and_frozen_tables(plan: str) -> None:
-    worlds.run(2, _weights, plan)
+    for storage in (emblib.storage.Dense(), CACHED):
+        worlds.run(2, _weights, plan, storage)
 
 
 # Copies, meta, checkpoints, pipelines
