@@ -74,7 +74,6 @@ class SharedSlice(Protocol):
     """A slice of a table that other `TableGroups` have, and that several read."""
 
     groups: TableGroups
-
     joint: JointStep
 
     @property

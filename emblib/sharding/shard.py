@@ -80,7 +80,7 @@ def shard(
     """Replace every collection that the plan names by its sharded form, and return the model.
 
     Weights and optimizer states are kept; tables on `meta` get initial values that do not depend on
-    the plan. All ranks call this together, and compare their arguments before anything is
+    the plan. A shared table is sharded once for all collections that read it. All ranks call this together, and compare their arguments before anything is
     allocated. The other parts of the model do not change.
 
     Args:
@@ -95,7 +95,8 @@ def shard(
 
     Raises:
         ValueError: a path that is no collection, a plan for another number of ranks, two plans for
-            one collection, or plans, tables or settings that differ between ranks.
+            one collection or shared table, a shared table that collections out of the plan read, or
+            plans, tables or settings that differ between ranks.
         TypeError: a collection that the sharded form could not replace: methods changed by a
             subclass or on the instance, additional modules or parameters, hooks.
         RuntimeError: another rank failed.

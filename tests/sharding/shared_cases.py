@@ -86,7 +86,7 @@ class Model(nn.Module):
 def make(case: Shared, device: Any = None) -> Model:
     """The model of a case; the same on every rank."""
     torch.manual_seed(3)
-    return Model(case, device)
+    return Model(case).to(device)
 
 
 def batch_of(number: int, size: int) -> KeyedJaggedTensor:
@@ -97,6 +97,11 @@ def batch_of(number: int, size: int) -> KeyedJaggedTensor:
     ids = torch.randint(0, min(ROWS.values()), (count,), generator=generator)
     weights = torch.rand(count, generator=generator) + 0.5
     return KeyedJaggedTensor.from_lengths_sync(list(KEYS), ids, lengths, weights)
+
+
+def batch_on(ranks: RankGroup, case: Shared, number: int) -> KeyedJaggedTensor:
+    """The batch of this rank, on its device."""
+    return batch_of(number, case.batches[ranks.rank]).to(ranks.device)
 
 
 def gradient(name: str, number: int, out: Tensor) -> Tensor:
@@ -131,7 +136,8 @@ def backward(outputs: dict[str, Tensor], number: int) -> None:
 
 def step_of_all(case: Shared, oracle: Model, numbers: list[int]) -> list[dict[str, Tensor]]:
     """One step of the model in one process with the batches of all ranks; outputs by rank."""
-    batches = [batch_of(number, case.batches[r]) for r, number in enumerate(numbers)]
+    device = oracle.sums.device
+    batches = [batch_of(n, case.batches[r]).to(device) for r, n in enumerate(numbers)]
     outputs = [{k: v.detach() for k, v in oracle(one).items()} for one in batches]
     together = oracle(joined(batches))
     scale = 1.0 / len(numbers) if case.gradients == "mean" else 1.0
@@ -146,15 +152,15 @@ def step_of_all(case: Shared, oracle: Model, numbers: list[int]) -> list[dict[st
 
 def train(ranks: RankGroup, case: Shared) -> str:
     """Several steps, compared with one process after each."""
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     model = make_sharded(case, ranks, copy.deepcopy(oracle))
     for step in range(STEPS):
         numbers = [10 * step + r for r in range(ranks.size)]
         expected = step_of_all(case, oracle, numbers)[ranks.rank]
-        outputs = model(batch_of(numbers[ranks.rank], case.batches[ranks.rank]).to(ranks.device))
+        outputs = model(batch_on(ranks, case, numbers[ranks.rank]))
         for name, out in outputs.items():
             torch.testing.assert_close(
-                out.detach().cpu(), expected[name], rtol=case.tolerance, atol=case.tolerance
+                out.detach(), expected[name], rtol=case.tolerance, atol=case.tolerance
             )
         backward(outputs, numbers[ranks.rank])
         compare(model, oracle, case.tolerance)

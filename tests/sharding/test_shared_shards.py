@@ -36,6 +36,7 @@ from tests.sharding.shared_cases import (
     Shared,
     backward,
     batch_of,
+    batch_on,
     compare,
     gradient,
     make,
@@ -94,7 +95,7 @@ def test_optimizers_of_rows(plan: str) -> None:
 def _deferred(ranks: RankGroup, plan: str, optimizer: Any) -> None:
     """Two backwards and a step of an optimizer, for two steps."""
     case = Shared(PLANS[plan], optimizer)
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     model = make_sharded(case, ranks, copy.deepcopy(oracle))
     if optimizer is None:
         steppers: list[Any] = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (oracle, model)]
@@ -104,9 +105,7 @@ def _deferred(ranks: RankGroup, plan: str, optimizer: Any) -> None:
         for micro in range(2):
             numbers = [100 * step + 10 * micro + r for r in range(ranks.size)]
             step_of_all(case, oracle, numbers)
-            backward(
-                model(batch_of(numbers[ranks.rank], case.batches[ranks.rank])), numbers[ranks.rank]
-            )
+            backward(model(batch_on(ranks, case, numbers[ranks.rank])), numbers[ranks.rank])
         for stepper in steppers:
             stepper.step()
             stepper.zero_grad()
@@ -126,15 +125,13 @@ def test_deferred_replicas() -> None:
 def _averaged(ranks: RankGroup) -> None:
     """Replicas without a fused optimizer: `DistributedDataParallel` averages their gradients."""
     case = Shared(PLANS["dp"], None, gradients="mean", joint=True)
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     model = make_sharded(case, ranks, copy.deepcopy(oracle))
     steppers = [torch.optim.Adagrad(m.parameters(), lr=0.1) for m in (oracle, model)]
     for step in range(3):
         numbers = [10 * step + r for r in range(ranks.size)]
         step_of_all(case, oracle, numbers)
-        backward(
-            model(batch_of(numbers[ranks.rank], case.batches[ranks.rank])), numbers[ranks.rank]
-        )
+        backward(model(batch_on(ranks, case, numbers[ranks.rank])), numbers[ranks.rank])
         for stepper in steppers:
             stepper.step()
             stepper.zero_grad()
@@ -148,16 +145,16 @@ def test_replicas_without_optimizer_are_averaged() -> None:
 def _scaled(ranks: RankGroup, plan: str) -> None:
     """Scaled gradients make the same step; where one is infinite, there is none."""
     case = Shared(PLANS[plan], ADAGRAD)
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     model = make_sharded(case, ranks, copy.deepcopy(oracle))
     fused = FusedOptimizer.of(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler = torch.amp.GradScaler(ranks.device.type, init_scale=64.0)
     for step in range(3):
         numbers = [10 * step + r for r in range(ranks.size)]
         overflows = step == 1
         if not overflows:
             step_of_all(case, oracle, numbers)
-        outputs = model(batch_of(numbers[ranks.rank], case.batches[ranks.rank]))
+        outputs = model(batch_on(ranks, case, numbers[ranks.rank]))
         loss = weighted_sum(outputs, numbers[ranks.rank])
         scaler.scale(loss * torch.inf if overflows else loss).backward()
         scaler.step(fused)
@@ -181,9 +178,9 @@ def test_gradients_of_a_scaler(plan: str) -> None:
 def _partly_used(ranks: RankGroup, plan: str) -> None:
     """Backward of one output, of none, and of two forwards at once."""
     case = Shared(PLANS[plan], ADAGRAD)
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     model = make_sharded(case, ranks, copy.deepcopy(oracle))
-    same = batch_of(1, 4)  # of all ranks
+    same = batch_of(1, 4).to(ranks.device)  # of all ranks
     for used in ((("scaled",), 1), (("scaled", "f5"), 2), ((), 1)):
         names, count = used
         for one, factor in ((oracle, ranks.size), (model, 1)):
@@ -215,11 +212,11 @@ def test_outputs_that_no_loss_uses(plan: str) -> None:
 def _weights(ranks: RankGroup, plan: str, storage: Any) -> None:
     """The gradient of sample weights, on every rank, and frozen tables."""
     case = Shared(PLANS[plan], ADAGRAD, storage=storage)
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     model = make_sharded(case, ranks, copy.deepcopy(oracle))
     found = []
     for one in (oracle, model):
-        own = batch_of(ranks.rank, 4)
+        own = batch_of(ranks.rank, 4).to(ranks.device)
         weights = own.weights().clone().requires_grad_()
         given = emblib.KeyedJaggedTensor(list(KEYS), own.values(), weights, own.lengths())
         weighted_sum(one(given), ranks.rank).backward()
@@ -228,7 +225,7 @@ def _weights(ranks: RankGroup, plan: str, storage: Any) -> None:
     before = {k: v.clone() for k, v in values_of(model).items()}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("own" in name)
-    outputs = model(batch_of(ranks.rank, 4))
+    outputs = model(batch_of(ranks.rank, 4).to(ranks.device))
     backward({name: out for name, out in outputs.items() if out.requires_grad}, ranks.rank)
     after = values_of(model)
     frozen = [key for key in before if key[1] in ("item", "user")]
@@ -257,15 +254,15 @@ def test_gradients_of_weights_and_frozen_tables(plan: str) -> None:
 def _copied(ranks: RankGroup) -> None:
     """A copy of a sharded model shares its own tables, and leaves the original alone."""
     case = Shared(PLANS["other"], ADAGRAD)
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     model = make_sharded(case, ranks, copy.deepcopy(oracle))
     number = ranks.rank
     step_of_all(case, oracle, list(range(ranks.size)))
-    backward(model(batch_of(number, case.batches[number])), number)
+    backward(model(batch_on(ranks, case, number)), number)
     before = {key: value.clone() for key, value in values_of(model).items()}
     clone = copy.deepcopy(model)
     step_of_all(case, oracle, [10 + r for r in range(ranks.size)])
-    backward(clone(batch_of(10 + number, case.batches[number])), 10 + number)
+    backward(clone(batch_on(ranks, case, 10 + number)), 10 + number)
     compare(clone, oracle, 1e-5)
     assert all(torch.equal(value, before[key]) for key, value in values_of(model).items())
     assert [n for n, _ in clone.named_parameters()] == [n for n, _ in model.named_parameters()]
@@ -282,14 +279,14 @@ def _from_meta(ranks: RankGroup, plan: str) -> Any:
     torch.manual_seed(8)
     model = make_sharded(case, ranks, Model(case, "meta"))
     state = checkpoints.sharded_table.whole_state(model.state_dict(), ranks)
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     if ranks.rank == 0:
         oracle.load_state_dict(state)
     for values in ranks.gather_objects(oracle.state_dict() if ranks.rank == 0 else None)[:1]:
         oracle.load_state_dict(values)
     compare(model, oracle, 0.0)
     step_of_all(case, oracle, list(range(ranks.size)))
-    backward(model(batch_of(ranks.rank, case.batches[ranks.rank])), ranks.rank)
+    backward(model(batch_on(ranks, case, ranks.rank)), ranks.rank)
     compare(model, oracle, 1e-5)
     return {name: value.clone() for name, value in state.items()} if ranks.rank == 0 else None
 
@@ -303,8 +300,8 @@ def test_tables_on_meta() -> None:
 CHECKPOINT = optim.RowwiseAdagrad(0.1)
 
 
-def _trained(case: Shared, ranks: int) -> Model:
-    oracle = make(case)
+def _trained(case: Shared, ranks: int, device: Any = None) -> Model:
+    oracle = make(case, device)
     for step in range(2):
         step_of_all(case, oracle, [10 * step + r for r in range(ranks)])
     return oracle
@@ -312,11 +309,11 @@ def _trained(case: Shared, ranks: int) -> Model:
 
 def _save(ranks: RankGroup, plan: str, path: Path) -> None:
     case = Shared(PLANS[plan], CHECKPOINT)
-    model = make_sharded(case, ranks, make(case))
+    model = make_sharded(case, ranks, make(case, ranks.device))
     for step in range(2):
         number = 10 * step + ranks.rank
-        backward(model(batch_of(number, case.batches[ranks.rank])), number)
-    compare(model, _trained(case, ranks.size), 1e-5)
+        backward(model(batch_on(ranks, case, number)), number)
+    compare(model, _trained(case, ranks.size, ranks.device), 1e-5)
     checkpoints.save({"model": model, "tables": FusedOptimizer.of(model)}, path / "steps", ranks)
     checkpoints.export({"model": model, "tables": FusedOptimizer.of(model)}, path / "file", ranks)
 
@@ -333,10 +330,10 @@ def _resume(ranks: RankGroup, plan: str, path: Path, saved_by: int) -> None:
             whole = checkpoints.load_export(path / "file")
             model.load_state_dict(whole["model"])
             fused.load_state_dict(whole["tables"])
-        oracle = _trained(case, saved_by)
+        oracle = _trained(case, saved_by, ranks.device)
         compare(model, oracle, 1e-5)
         step_of_all(case, oracle, [50 + r for r in range(ranks.size)])
-        backward(model(batch_of(50 + ranks.rank, case.batches[ranks.rank])), 50 + ranks.rank)
+        backward(model(batch_on(ranks, case, 50 + ranks.rank)), 50 + ranks.rank)
         compare(model, oracle, 1e-5)
 
 
@@ -362,7 +359,7 @@ def test_checkpoints_resume_at_another_world_size(
 def _duplicates(ranks: RankGroup) -> None:
     """Entries under several names, as of tables that are not shared, load if they are equal."""
     case = Shared(PLANS["mixed"], ADAGRAD)
-    oracle, model = make(case), make_sharded(case, ranks, make(case))
+    oracle, model = make(case, ranks.device), make_sharded(case, ranks, make(case, ranks.device))
     state = dict(oracle.state_dict())
     state["sums.embedding_bags.item.weight"] = state["sums.embedding_bags.item.weight"] + 1
     moved = state.pop("sums.embedding_bags.item.weight")
@@ -404,16 +401,14 @@ PIPELINES = {
 def _piped(ranks: RankGroup, plan: str, kind: str) -> None:
     make_pipeline, storage = PIPELINES[kind]
     case = Shared(PLANS[plan], ADAGRAD, storage=storage)
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     rules = {f"model.{path}": tables for path, tables in plan_of(case, ranks).items()}
     source = Loss(copy.deepcopy(oracle))
     model = sharding.DistributedModelParallel(
         source, ranks, plan=rules, gradients=GradientReduction.SUM
     )
     numbers = [[10 * step + r for r in range(ranks.size)] for step in range(4)]
-    batches = iter(
-        [(batch_of(n[ranks.rank], case.batches[ranks.rank]), n[ranks.rank]) for n in numbers]
-    )
+    batches = iter([(batch_on(ranks, case, n[ranks.rank]), n[ranks.rank]) for n in numbers])
     pipeline = make_pipeline(model, model.fused_optimizer, ranks.device)
     for step in numbers:
         pipeline.progress(batches)
@@ -441,7 +436,7 @@ def _variable(ranks: RankGroup, plan: str) -> None:
             "sums": emblib.EmbeddingBagCollection([sums], shared=shared),
             "means": emblib.EmbeddingBagCollection([means], shared=shared, is_weighted=True),
         }
-    )
+    ).to(ranks.device)
     case = Case((sums,), (plan,), variable=True, weighted=True)
     rule = {"item": WORDS[plan](sharding.World(ranks.size, ranks.size), 0)}
     model: Any = sharding.shard(
@@ -451,7 +446,7 @@ def _variable(ranks: RankGroup, plan: str) -> None:
         gradients=GradientReduction.SUM,
     )
     for step in range(2):
-        batches = [batch(case, 10 * step + r, 4 - r) for r in range(ranks.size)]
+        batches = [batch(case, 10 * step + r, 4 - r).to(ranks.device) for r in range(ranks.size)]
         whole = joined([expanded(one) for one in batches])
         for one, own in ((model, batches[ranks.rank]), (oracle, whole)):
             outs = [one["sums"](own).values(), one["means"](own).values()]
@@ -470,7 +465,7 @@ def test_features_that_differ_in_their_bags(plan: str) -> None:
 
 def _refused(ranks: RankGroup) -> None:
     case = Shared(PLANS["rw"], ADAGRAD)
-    model, plan = make(case), plan_of(case, ranks)
+    model, plan = make(case, ranks.device), plan_of(case, ranks)
     unequal = {**plan, "scaled": {**plan["scaled"], "item": table_wise(0)}}
     with pytest.raises(ValueError, match=r"'sums' and 'scaled' read one shared table 'item'.*same"):
         sharding.shard(model, unequal, ranks)
@@ -504,9 +499,9 @@ def test_ways_out_of_errors() -> None:
 
 def _differs(ranks: RankGroup) -> None:
     case = Shared(PLANS["rw"], ADAGRAD)
-    model, plan = make(case), plan_of(case, ranks)
+    model, plan = make(case, ranks.device), plan_of(case, ranks)
     if ranks.rank == 1:  # another table of the same name
-        other = make(case)
+        other = make(case, ranks.device)
         model.scaled = other.scaled
         del other
     with pytest.raises((ValueError, RuntimeError), match=r"shared_first_by|other collections"):
@@ -551,16 +546,16 @@ def test_a_table_is_planned_once() -> None:
 def _planned(ranks: RankGroup) -> None:
     """A model without a plan; and one whose duplicates were made one table."""
     case = Shared({}, ADAGRAD)
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     model = sharding.DistributedModelParallel(
         copy.deepcopy(oracle), ranks, gradients=case.gradients
     )
     step_of_all(case, oracle, list(range(ranks.size)))
-    backward(model(batch_of(ranks.rank, case.batches[ranks.rank])), ranks.rank)
+    backward(model(batch_on(ranks, case, ranks.rank)), ranks.rank)
     compare(model, oracle, 1e-5)
     points = compare_plans(
         planner.Planner(planner.Topology(ranks.size), 4),
-        make(case),
+        make(case, ranks.device),
         {"planned": model.plan},
         ranks,
         rounds=1,
@@ -581,6 +576,7 @@ def _duplicates_shared(ranks: RankGroup) -> None:
     model: Any = torch.nn.ModuleDict(
         {"bags": bags, "vectors": emblib.EmbeddingCollection([item], optimizer=rule)}
     )
+    model.to(ranks.device)
     plan = {path: {"item": row_wise()} for path in ("bags", "vectors")}
     with pytest.warns(UserWarning, match="share_tables"):
         sharding.shard(copy.deepcopy(model), plan, ranks)
@@ -589,7 +585,7 @@ def _duplicates_shared(ranks: RankGroup) -> None:
         copy.deepcopy(model), plan, ranks, gradients=GradientReduction.SUM
     )
     assert emblib.duplicate_tables(sharded) == {}
-    same = batch_of(1, 4)
+    same = batch_of(1, 4).to(ranks.device)
     for one, factor in ((model, ranks.size), (sharded, 1)):
         loss = one["bags"](same).values().sum() + one["vectors"](same)["f1"].values().sum()
         (factor * loss).backward()
@@ -605,9 +601,9 @@ def test_duplicates_become_one_table_over_ranks() -> None:
 
 def _replicas(ranks: RankGroup) -> None:
     """Replicas of the tables are averaged once, and stay equal."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("replicas", "shards"))
     case = Shared(PLANS["mixed"], optim.SGD(0.1), gradients="mean")
-    oracle = make(case)
+    oracle = make(case, ranks.device)
     inner = replace_size(ranks, 2)
     model = sharding.ReplicatedModelParallel(
         copy.deepcopy(oracle), mesh, plan=plan_of(case, inner), wrap="none"
@@ -615,9 +611,7 @@ def _replicas(ranks: RankGroup) -> None:
     for step in range(2):
         numbers = [10 * step + r for r in range(ranks.size)]
         step_of_all(case, oracle, numbers)
-        backward(
-            model(batch_of(numbers[ranks.rank], case.batches[ranks.rank])), numbers[ranks.rank]
-        )
+        backward(model(batch_on(ranks, case, numbers[ranks.rank])), numbers[ranks.rank])
         model.sync()
         for path, part in sharded_modules(model.module).items():
             compare_tables(part, oracle.get_submodule(path), 1e-5)
