@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import emblib.compat.torchrec as torchrec
-from emblib import share_tables, sharding
+from emblib import sharding, share_tables
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import RankGroup
 from tests.compat import torchrec_cases
