@@ -20,6 +20,7 @@ from emblib.collections import (
     EmbeddingConfig,
     SharedTables,
     duplicate_tables,
+    share_tables,
 )
 from emblib.dynamic import (
     BackingStore,
@@ -139,6 +140,7 @@ __all__ = [
     "reference",
     "report_bounds_violations",
     "sharding",
+    "share_tables",
     "storage",
     "trace",
 ]

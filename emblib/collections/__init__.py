@@ -8,7 +8,12 @@ from emblib.collections.feature_processors import (
 )
 from emblib.collections.groups import GroupInfo, TableGroups
 from emblib.collections.modules import EmbeddingBagCollection, EmbeddingCollection
-from emblib.collections.shared import SharedTable, SharedTables, duplicate_tables
+from emblib.collections.shared import (
+    SharedTable,
+    SharedTables,
+    duplicate_tables,
+    share_tables,
+)
 
 __all__ = [
     "EmbeddingBagCollection",
@@ -24,4 +29,5 @@ __all__ = [
     "TableConfig",
     "TableGroups",
     "duplicate_tables",
+    "share_tables",
 ]

@@ -27,12 +27,14 @@ class FusedTableEntry:
         names: of its parameters, within the module that has it.
         kernels: the modules with shards of the table on this rank; may be empty.
         parameters: of these shards, by name.
+        identity: the same object in the entries of one table that several modules read.
     """
 
     optimizer: Optimizer
     names: tuple[str, ...]
     kernels: Sequence[Any]
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    identity: Any = None
 
 
 def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
@@ -44,7 +46,7 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
             named = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
             optimizer = handle.kernel.optimizer
             kernels = handle.fused_kernels()
-            found.append(FusedTableEntry(optimizer, tuple(named), kernels, named))
+            found.append(FusedTableEntry(optimizer, tuple(named), kernels, named, handle))
     return found
 
 

@@ -6,7 +6,7 @@ Slices of tables that can share a kernel are a group. A *unit* is one feature th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.ops import autograd
+from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, brief, check_float_dtype
 from emblib.storage import Storage, TableHandle, TableSlice
@@ -23,7 +24,7 @@ from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
 from emblib.tables.locks import ModuleLock
 
-__all__ = ["GroupInfo", "TableGroups"]
+__all__ = ["GroupInfo", "SliceKey", "TableGroups"]
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,32 @@ class Grouping:
     optimizer: Optimizer
 
 
+class SliceKey(NamedTuple):
+    """A slice of a table: the table's name, and the rows and columns."""
+
+    table: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @staticmethod
+    def of(part: TableSlice) -> SliceKey:
+        """Return the key of a slice."""
+        return SliceKey(part.config.name, part.rows, part.columns)
+
+
 class SharedSlice(Protocol):
-    """A whole table that other `TableGroups` have, and that several read."""
+    """A slice of a table that other `TableGroups` have, and that several read."""
 
     groups: TableGroups
+    joint: JointStep
+
+    @property
+    def is_joint(self) -> bool:
+        """Return whether backward makes joint steps."""
+
+    @property
+    def kernel(self) -> Any:
+        """Return the module that has the memory."""
 
     @property
     def handle(self) -> TableHandle:
@@ -91,8 +114,8 @@ class TableGroups(nn.Module):
             seed of the hash, unless their storage has one.
         bags: SUM or MEAN. For slices of rows or columns of a table it must be SUM: the caller
             adds the slices up and divides.
-        shared: the tables that are read elsewhere too, by name: they have their own memory, and
-            their optimizer instead of that of these groups.
+        shared: the slices that are read elsewhere too: they have their own memory, and their
+            optimizer instead of that of these groups.
 
     Attributes:
         order: the units in the order of `forward`.
@@ -117,7 +140,7 @@ class TableGroups(nn.Module):
         device: torch.device | str | None = None,
         seeds: Mapping[str, int] | None = None,
         bags: Pooling = Pooling.SUM,
-        shared: Mapping[str, SharedSlice] | None = None,
+        shared: Mapping[SliceKey, SharedSlice] | None = None,
     ) -> None:
         super().__init__()
         self._shared = dict(shared or {})
@@ -132,7 +155,7 @@ class TableGroups(nn.Module):
         self.device = torch.empty(0, device=device).device
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
         self._groupings = group(
-            self.slices, self.reads, optimizer, self.pooling, frozenset(self._shared)
+            self.slices, self.reads, optimizer, self.pooling, {key.table for key in self._shared}
         )
         self._prefetched: list[tuple[Tensor, list[GroupInput]]] = []
         self._lock = (
@@ -146,7 +169,7 @@ class TableGroups(nn.Module):
     def _make(self, number: int, device: torch.device) -> nn.Module:
         grouping = self._groupings[number]
         parts = [self.slices[s] for s in grouping.slices]
-        shared = self._shared.get(parts[0].config.name)
+        shared = self._shared.get(SliceKey.of(parts[0]))
         if shared is not None:
             return shared.reader(len(grouping.units), self.pooling)
         reads = [grouping.slices.index(self.reads[u]) for u in grouping.units]
@@ -173,7 +196,7 @@ class TableGroups(nn.Module):
         self.handles: list[TableHandle] = []
         for s in range(len(self.slices)):
             g, k = self._locations[s]
-            shared = self._shared.get(self.slices[s].config.name)
+            shared = self._shared.get(SliceKey.of(self.slices[s]))
             if shared is not None:
                 self.handles.append(shared.handle)
             else:
@@ -181,7 +204,7 @@ class TableGroups(nn.Module):
 
     def _bind(self) -> None:
         """Bind handles and parameters to the memory that the kernels have now."""
-        for s, handle in self._own_handles():
+        for s, handle in self.own_handles():
             g, k = self._locations[s]
             handle.attach(self._kernels[g], k)
             handle.bind()
@@ -192,17 +215,17 @@ class TableGroups(nn.Module):
         self.active = [info for info in self.groups if info.units]
         self.is_one = len(self.active) == 1
         self._views = parameters.registered(
-            module for _, handle in self._own_handles() for module in handle.checked_modules()
+            module for _, handle in self.own_handles() for module in handle.checked_modules()
         )
         # Not `self._only = ...`, which would make it a child of this module.
         object.__setattr__(self, "_only", self.active[0].module if self.is_one else None)
 
-    def _own_handles(self) -> list[tuple[int, TableHandle]]:
+    def own_handles(self) -> list[tuple[int, TableHandle]]:
         """Return the handles of slices that are not shared, with the numbers of the slices."""
         return [
             (s, handle)
             for s, handle in enumerate(self.handles)
-            if self.slices[s].config.name not in self._shared
+            if SliceKey.of(self.slices[s]) not in self._shared
         ]
 
     def replace_handle(self, part: int, handle: TableHandle) -> None:
@@ -300,6 +323,9 @@ class TableGroups(nn.Module):
 
     def module_of(self, part: int) -> tuple[Any, int]:
         """Return the kernel of a slice, and the number of the table in it."""
+        shared = self._shared.get(SliceKey.of(self.slices[part]))
+        if shared is not None:
+            return shared.kernel, 0
         g, k = self._locations[part]
         return self._kernels[g], k
 
@@ -316,7 +342,7 @@ class TableGroups(nn.Module):
 
     def all_views(self) -> list[dict[str, Tensor]]:
         """Return the `views` of every slice."""
-        owned = {self._locations[s][0] for s, _ in self._own_handles()}
+        owned = {self._locations[s][0] for s, _ in self.own_handles()}
         by_kernel = {g: self._storage_of(g).views(self._kernels[g]) for g in owned}
         locations = (self._locations[s] for s in range(len(self.slices)))
         return [
@@ -327,6 +353,14 @@ class TableGroups(nn.Module):
     def _storage_of(self, number: int) -> Storage:
         return self.slices[self._groupings[number].slices[0]].storage
 
+    def shared_slices(self) -> list[SharedSlice]:
+        """Return the slices that are read elsewhere too, in the order in which units need them."""
+        return [
+            self._shared[key]
+            for grouping in self._groupings
+            if (key := SliceKey.of(self.slices[grouping.slices[0]])) in self._shared
+        ]
+
     def parameters_of(self, part: int) -> dict[str, nn.Parameter]:
         """Return the parameters of a slice: `weight`, or `cores.0`, ... of a tensor train."""
         return dict(self.handles[part].named_parameters())
@@ -336,8 +370,9 @@ class TableGroups(nn.Module):
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
         for g, (grouping, kernel) in enumerate(zip(self._groupings, self._kernels, strict=True)):
             names = [self.slices[s].config.name for s in grouping.slices]
-            if names[0] in self._shared:
-                self._shared[names[0]].groups.reset_parameters({names[0]: self.seeds[names[0]]})
+            shared = self._shared.get(SliceKey.of(self.slices[grouping.slices[0]]))
+            if shared is not None:
+                shared.groups.reset_parameters({names[0]: self.seeds[names[0]]})
             else:
                 self._storage_of(g).reset(kernel, [self.seeds[name] for name in names])
 
@@ -347,7 +382,7 @@ class TableGroups(nn.Module):
 
         Optimizer states stay as they are here. `other` must not be used afterwards.
         """
-        for s, handle in self._own_handles():
+        for s, handle in self.own_handles():
             handle.adopt(other.handles[s])
         self._bind()
 
@@ -440,7 +475,7 @@ def group(
     reads: Sequence[int],
     optimizer: Optimizer | None,
     pooling: Pooling,
-    shared: frozenset[str] = frozenset(),
+    shared: Collection[str] = (),
 ) -> list[Grouping]:
     """Return the groups in the order in which units first need them, those without units last.
 

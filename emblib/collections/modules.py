@@ -20,7 +20,7 @@ from emblib.collections.fused_states import (
     load_optimizer_state,
     optimizer_state,
 )
-from emblib.collections.groups import TableGroups
+from emblib.collections.groups import SliceKey, TableGroups
 from emblib.collections.shared import SharedTable, SharedTables
 from emblib.columns import PieceColumn, TargetColumn
 from emblib.dynamic import DynamicTable, DynamicTables
@@ -128,7 +128,11 @@ class TableCollection(nn.Module):
             device=device,
             seeds=seeds,
             bags=self._bag_pooling(),
-            shared=self._shared,
+            shared={
+                SliceKey.of(TableSlice.whole(c)): self._shared[c.name]
+                for c in self.configs
+                if c.name in self._shared
+            },
         )
 
     def _bag_pooling(self) -> Pooling:
@@ -273,6 +277,26 @@ class TableCollection(nn.Module):
             self.configs = configs
             raise
         groups.set_output_dtype(before.output_dtype)
+        groups.adopt(before)
+        groups.train(self.training)
+        self._set_groups(groups)
+
+    @torch.no_grad()
+    def read_shared(self, tables: Mapping[str, SharedTable]) -> None:
+        """Read shared tables in place of those of this collection with their names.
+
+        New kernels are made, as by `set_optimizers`; other tables keep their rows and states.
+        """
+        before = self.groups
+        self._shared = {**self._shared, **tables}
+        groups = self._make_groups(before.device, before.seeds)
+        groups.set_output_dtype(before.output_dtype)
+        for s, handle in groups.own_handles() if before.device.type != "meta" else ():
+            part, source = groups.slices[s], before.handles[s]
+            block = (0, 1) if part.storage.is_keyed else None
+            part.storage.copy_slice(part, source, handle, block)
+            if hasattr(handle.kernel, "hyperparams"):
+                handle.kernel.hyperparams.copy_(source.kernel.hyperparams)
         groups.adopt(before)
         groups.train(self.training)
         self._set_groups(groups)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -25,13 +25,13 @@ from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, brief
-from emblib.storage import Dense, TableHandle, TableSlice
+from emblib.storage import Dense, Storage, TableHandle, TableSlice
 from emblib.storage.dense import DenseHandle
 from emblib.tables.cache import BatchId
 from emblib.tables.optimizer_hooks import global_decay
 from emblib.tables.reading import TableReading
 
-__all__ = ["SharedTable", "SharedTables", "duplicate_tables"]
+__all__ = ["SharedTable", "SharedTables", "duplicate_tables", "share_tables"]
 
 _READERS_CHOOSE = ("feature_names", "pooling", "optimizer")
 
@@ -72,7 +72,8 @@ class SharedTables:
         for config in configs:
             if config.name in self._tables:
                 raise ValueError(f"shared tables must differ in name, got {config.name!r} twice")
-            self._tables[config.name] = SharedTable(config, optimizer, device)
+            config = replace(config, optimizer=config.optimizer or optimizer)
+            self._tables[config.name] = SharedTable(TableSlice.whole(config), device)
 
     def __getitem__(self, name: str) -> SharedTable:
         """Return the table of a name."""
@@ -114,20 +115,32 @@ class SharedTables:
 
 
 class SharedTable:
-    """One shared table: its memory, and the handle that all collections list."""
+    """One shared table, or a shard of one: its memory, and the handle that all collections list.
+
+    Args:
+        part: the table, or the shard; its configuration has the optimizer.
+        device: of the memory.
+        seeds: of the initial values, by table; left out, drawn from torch's generator.
+    """
 
     def __init__(
-        self, config: TableConfig, optimizer: Optimizer | None, device: torch.device | str | None
+        self,
+        part: TableSlice,
+        device: torch.device | str | None,
+        seeds: Mapping[str, int] | None = None,
     ) -> None:
+        config: Any = part.config
         if type(config.storage) is not Dense:
             raise ValueError(
                 f"shared table {config.name!r} must have storage=Dense(), got "
                 f"{brief(config.storage)}: give one collection all features of the table, which "
                 "any storage can have, or make the table dense"
             )
-        self.config: TableConfig = replace(config, optimizer=config.optimizer or optimizer)
+        self.config: TableConfig = config
+        self._span = part.rows, part.columns
+        self._readers: weakref.WeakSet[SharedReader] = weakref.WeakSet()
         self._check_optimizer()
-        self._set_groups(self._make(device, None))
+        self._set_groups(self._make(device, seeds))
 
     def _check_optimizer(self) -> None:
         optimizer = self.config.optimizer
@@ -138,8 +151,8 @@ class SharedTable:
             )
 
     def _make(self, device: Any, seeds: Any) -> TableGroups:
-        whole = TableSlice.whole(self.config)
-        return TableGroups([whole], [], pooled=False, device=device, seeds=seeds)
+        part = TableSlice(self.config, *self._span)
+        return TableGroups([part], [], pooled=False, device=device, seeds=seeds)
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
         self.groups = groups
@@ -161,6 +174,17 @@ class SharedTable:
     def kernel(self) -> Any:
         """Return the module that has the memory."""
         return self.groups.module_of(0)[0]
+
+    @property
+    def dim(self) -> int:
+        """Return the number of columns."""
+        first, end = self._span[1]
+        return end - first
+
+    @property
+    def is_joint(self) -> bool:
+        """Return whether backward makes joint steps."""
+        return autograd.updates_in_backward(self.kernel.optimizer)
 
     def values(self) -> dict[str, Any]:
         """Return the fields of the configuration that all collections have in common."""
@@ -198,9 +222,35 @@ class SharedTable:
         handle = before.handles[0]
         self._set_groups(made, handle)
 
+    @torch.no_grad()
+    def adopt(self, source: TableHandle) -> None:
+        """Take the rows, the optimizer state and the parameter of a table of a collection."""
+        before, kernel = source.kernel, self.kernel
+        views, targets = source.views(), self.handle.views()
+        for name in targets.keys() & views.keys():
+            targets[name].copy_(views[name])
+        if before.optimizer == kernel.optimizer:
+            kernel.hyperparams.copy_(before.hyperparams)
+        self.handle.adopt(source)
+        self.groups.replace_handle(0, self.handle)
+
     def reader(self, num_features: int, pooling: Pooling) -> SharedReader:
         """Return the kernel with which a collection reads the table."""
         return SharedReader(self, num_features, pooling)
+
+    def readers(self) -> list[SharedReader]:
+        """Return the kernels that read the table and are in use."""
+        return list(self._readers)
+
+    def add_reader(self, reader: SharedReader) -> None:
+        """Count a kernel among the readers, as long as it is in use."""
+        self._readers.add(reader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_readers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _readers=weakref.WeakSet())  # those of a copy add themselves
 
 
 class SharedReader(nn.Module):
@@ -208,32 +258,33 @@ class SharedReader(nn.Module):
 
     def __init__(self, table: SharedTable, num_features: int, pooling: Pooling) -> None:
         super().__init__()
-        self._table, self._num_features, self._pooling = table, num_features, pooling
+        self.table, self._num_features, self._pooling = table, num_features, pooling
+        table.add_reader(self)
         self.output_dtype = torch.float32
         self._features: Tensor | None = None
 
     @property
     def row_cache(self) -> Any:
         """Return the cache of the table, if it has one."""
-        return self._table.kernel.row_cache
+        return self.table.kernel.row_cache
 
     @property
     def optimizer(self) -> Optimizer:
         """Return the optimizer of the table."""
-        kernel: Any = self._table.kernel
+        kernel: Any = self.table.kernel
         found: Optimizer = kernel.optimizer
         return found
 
     def _reading(self) -> TableReading:
-        table = self._table
+        table = self.table
         kernel = table.kernel
         features, device = self._features, kernel.hyperparams.device
-        dim = table.config.embedding_dim
+        dim = table.dim
         if features is None or features.device != device:
             features = self._features = TableReading.features_of(
                 kernel.first_table, self._num_features, self._pooling, device
             )
-        joint = table.joint if autograd.updates_in_backward(kernel.optimizer) else None
+        joint = table.joint.of_backward() if table.is_joint else None
         return TableReading(features, dim, self._pooling, joint)
 
     def forward(
@@ -245,8 +296,8 @@ class SharedReader(nn.Module):
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """Look up a batch, as a kernel does."""
-        self._table.groups.check_parameters()
-        kernel = self._table.kernel
+        self.table.groups.check_parameters()
+        kernel = self.table.kernel
         batch_id = BatchId(ids, offsets)
         out: Tensor = kernel.look_up_as(self._reading(), batch_id, batch_sizes, weights)
         return out if out.dtype is self.output_dtype else out.to(self.output_dtype)
@@ -255,94 +306,246 @@ class SharedReader(nn.Module):
         self, ids: Tensor, offsets: Tensor, *, batch_sizes: Sequence[Sequence[int]] | None = None
     ) -> None:
         """Fetch the rows of a later batch into the cache, as a kernel does."""
-        kernel = self._table.kernel
+        kernel = self.table.kernel
         kernel.prefetch_as(self._reading(), BatchId(ids, offsets), batch_sizes)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the table: every collection that reads it counts them."""
-        return self._table.groups.nbytes()
+        return self.table.groups.nbytes()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.table.add_reader(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self._table.groups._apply(fn, recurse)
+        self.table.groups._apply(fn, recurse)
         return self
 
     def extra_repr(self) -> str:
         """Describe the table."""
-        return f"{self._table.config.name} (shared), pooling={self._pooling.value}"
+        return f"{self.table.config.name} (shared), pooling={self._pooling.value}"
 
 
-class _FirstLoad(NamedTuple):
-    """The first load of a table in one `load_state_dict`, which is known by its list of errors."""
+class SharedEntry:
+    """The entry of a shared table in state dicts: saved and loaded once, under its first name.
 
-    errors: list[str]
-    key: str
-    is_missing: bool
+    A collection asks for every name of the table. A copy or pickle is a new entry.
+    """
 
+    def __init__(self) -> None:
+        self._saved: tuple[Any, str] | None = None
+        self._loading: _FirstLoad | None = None
 
-class SharedHandle(DenseHandle):
-    """A dense table that several collections list: saved once, under the first of their names."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
-    _saved: tuple[Any, str] | None = None
-    _loading: _FirstLoad | None = None
+    def is_saved(self, destination: Any, key: str) -> bool:
+        """Return whether a state dict has the table at another key already; note that it is saved.
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
+        Args:
+            destination: the state dict.
+            key: of the first parameter of the table there.
+        """
         if self._saved is not None:
             target, first = self._saved
-            if target() is destination and first != prefix and f"{first}weight" in destination:
-                return
+            if target() is destination and first != key and first in destination:
+                return True
         if isinstance(destination, OrderedDict):
-            self._saved = weakref.ref(destination), prefix
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+            self._saved = weakref.ref(destination), key
+        return False
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        *_, missing, _, errors = arguments
-        key, before = f"{prefix}weight", self._loading
-        given = state_dict.get(key)
+    def is_loaded(self, key: str, given: Tensor | None, missing: list[str], errors: Any) -> bool:
+        """Return whether `load_state_dict` has loaded the table, or reported it, at another key.
+
+        Args:
+            key: of the first parameter of the table.
+            given: the value at this key, if there is one.
+            missing: the keys that are missing so far.
+            errors: the list of errors by which a load is known; other rows than at the first key
+                are one.
+        """
+        before = self._loading
         if before is None or before.errors is not errors or before.key == key:
-            self._loading = _FirstLoad(errors, key, given is None)
-            super()._load_from_state_dict(state_dict, prefix, *arguments)
-        elif given is None:
-            return  # the other entry is loaded, or reported
-        elif before.is_missing:
+            self._loading = _FirstLoad(errors, key, None if given is None else weakref.ref(given))
+            return False
+        if given is None:
+            return True
+        if before.given is None:
             if before.key in missing:
                 missing.remove(before.key)
-            self._loading = _FirstLoad(errors, key, is_missing=False)
-            super()._load_from_state_dict(state_dict, prefix, *arguments)
-        elif not self._equals(given):
+            self._loading = _FirstLoad(errors, key, weakref.ref(given))
+            return False
+        first = before.given()
+        if first is not None and not _are_equal(first, given):
             errors.append(
                 f"{key}: the state dict has other rows here than at {before.key}, but both are one "
                 "shared table now: remove one of the two entries from the state dict, or average "
                 "them"
             )
+        return True
 
-    def _equals(self, given: Tensor) -> bool:
-        rows = self.views()["weight"]
-        if given.shape != rows.shape:
-            return False
-        return torch.equal(rows, given.detach().to(rows))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_saved": None, "_loading": None}
+class _FirstLoad(NamedTuple):
+    """The first load of a table in one `load_state_dict`, which is known by its list of errors."""
+
+    errors: Any
+    key: str
+    given: Any
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors, or the local shards of two sharded ones, are equal."""
+    parts = getattr(first, "parts", None), getattr(second, "parts", None)
+    if parts[0] is not None and parts[1] is not None:
+        return parts[0].keys() == parts[1].keys() and all(
+            _are_equal(part, parts[1][i]) for i, part in parts[0].items()
+        )
+    if parts[0] is not None or parts[1] is not None or first.shape != second.shape:
+        return False
+    return torch.equal(first.detach(), second.detach().to(first))
+
+
+class SharedHandle(DenseHandle):
+    """A dense table that several collections list: saved once, under the first of their names."""
+
+    def __init__(self, storage: Storage, kernel: nn.Module, index: int) -> None:
+        self.entry = SharedEntry()
+        super().__init__(storage, kernel, index)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        if not self.entry.is_saved(destination, f"{prefix}weight"):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        *_, missing, _, errors = arguments
+        key = f"{prefix}weight"
+        if not self.entry.is_loaded(key, state_dict.get(key), missing, errors):
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
     """Return the tables that several collections of a model have under one name, unshared.
 
     Each of them has its own memory, optimizer state and entry in a checkpoint, and learns from its
-    own collection alone. Where one table is meant, make it with `SharedTables`.
+    own collection alone. Where one table is meant, `share_tables` makes it one.
 
     Returns:
         For each such name with equal sizes, the paths of the collections.
     """
-    found: dict[tuple[str, int, int], dict[int, str]] = {}
+    return {name: sorted(readers) for name, readers in _duplicates(model)}
+
+
+def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names of tables that are not shared, and the collections by path."""
+    found: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
     for path, part in model.named_modules():
         handles: Any = getattr(part, "handles", None)
         for config in getattr(part, "configs", ()) if callable(handles) else ():
             if isinstance(config, TableConfig):
-                owned = handles()
-                one = owned[config.name] if isinstance(owned, dict) else part
                 key = (config.name, config.num_embeddings, config.embedding_dim)
-                found.setdefault(key, {}).setdefault(id(one), path)
-    return {name: sorted(paths.values()) for (name, _, _), paths in found.items() if len(paths) > 1}
+                table = _identity(part, handles(), config.name)
+                found.setdefault(key, {}).setdefault(id(table), (path, part))
+    return [
+        (name, dict(tables.values())) for (name, _, _), tables in found.items() if len(tables) > 1
+    ]
+
+
+def _identity(collection: Any, handles: Any, name: str) -> Any:
+    """Return an object that the collections that read one table have in common."""
+    if isinstance(handles, dict):
+        return handles[name]
+    return getattr(collection, "shared", {}).get(name, collection)  # a sharded one
+
+
+def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, list[str]]:
+    """Make each table that several collections of a model have under one name one shared table.
+
+    For models that are written for separate tables, as those of TorchRec. The rows, the optimizer
+    state and the parameter are those of the first collection in the order of the model. Call it
+    before the model is sharded or trained.
+
+    Args:
+        model: is changed in place.
+        names: of the tables; left out, all of `duplicate_tables`.
+
+    Returns:
+        For each table, the paths of the collections that share it.
+
+    Raises:
+        KeyError: a name that no two collections have with equal sizes.
+        ValueError: a storage other than `Dense`; tables of a name that differ in their
+            configuration or optimizer; one whose steps would be lost. Nothing is changed then.
+        TypeError: a collection is sharded.
+
+    Example:
+        >>> item = emblib.EmbeddingBagConfig(1000, 16, "item", ["basket"])
+        >>> bags = emblib.EmbeddingBagCollection([item])
+        >>> item = emblib.EmbeddingConfig(1000, 16, "item", ["history"])
+        >>> model = torch.nn.ModuleList([bags, emblib.EmbeddingCollection([item])])
+        >>> emblib.share_tables(model)
+        {'item': ['0', '1']}
+    """
+    every = dict(_duplicates(model))
+    wanted = list(every) if names is None else list(names)
+    unknown = sorted(set(wanted) - every.keys())
+    if unknown:
+        raise KeyError(f"no two collections have tables {unknown}; duplicates are {sorted(every)}")
+    made = {name: _shared_by(name, every[name]) for name in wanted}
+    of_collection: dict[int, tuple[Any, dict[str, SharedTable]]] = {}
+    for name, table in made.items():
+        for one in every[name].values():
+            of_collection.setdefault(id(one), (one, {}))[1][name] = table
+    for collection, _ in of_collection.values():
+        for config in collection.configs:
+            config.storage.check_copied(config)
+    for name, table in made.items():
+        first = next(iter(every[name].values()))
+        table.adopt(first.handles()[name])
+    for collection, tables in of_collection.values():
+        collection.read_shared(tables)
+    return {name: list(every[name]) for name in wanted}
+
+
+def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path: str) -> None:
+    """Raise ValueError for tables of one name that differ in more than their lookups."""
+    names = [f.name for f in fields(TableConfig) if f.name not in ("feature_names", "pooling")]
+    differs = [
+        f"{name} {getattr(first, name)!r} and {getattr(second, name)!r}"
+        for name in names
+        if getattr(first, name) != getattr(second, name)
+    ]
+    if differs:
+        raise ValueError(
+            f"the tables {first.name!r} of the collections {first_path!r} and {path!r} cannot be "
+            f"one, they have {', '.join(differs)}: make these equal, or leave this name out of "
+            "names="
+        )
+
+
+def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
+    """Return the shared table for the tables of a name, without their rows."""
+    made: SharedTable | None = None
+    for path, one in readers.items():
+        if not callable(getattr(one, "read_shared", None)):
+            raise TypeError(
+                f"the collection {path!r} with table {name!r} is sharded: call share_tables before "
+                "the model is sharded"
+            )
+        config = next(config for config in one.configs if config.name == name)
+        config = replace(config, optimizer=config.optimizer or one.optimizer)
+        if made is None:
+            first_path, first = path, one
+            made = SharedTable(TableSlice.whole(config), one.device, one.groups.seeds)
+            continue
+        _check_alike(made.config, config, first_path, path)
+        kernel = one.handles()[name].kernel
+        steps = 0 if one.device.type == "meta" else getattr(kernel, "step", 0)
+        if steps and not _are_equal(first.handles()[name].weight, one.handles()[name].weight):
+            raise ValueError(
+                f"table {name!r} of the collection {path!r} has made {steps} steps, which would be "
+                "lost: share tables before training; or load one state dict into all first"
+            )
+    assert made is not None
+    return made

@@ -293,7 +293,7 @@ class ShardedEmbeddingBagCollection(  # type: ignore[misc]
         device: of the tables; by default that of the ranks.
         qcomm_codecs_registry: what `get_qcomm_codecs_registry` returns.
         module_fqn: not needed.
-        comm_precision, gradients, optimizer: emblib's.
+        comm_precision, gradients, optimizer, shared: emblib's.
     """
 
     def __init__(
@@ -309,6 +309,7 @@ class ShardedEmbeddingBagCollection(  # type: ignore[misc]
         comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
+        shared: Any = None,
     ) -> None:
         given = _settings(env, device, fused_params, qcomm_codecs_registry, pooled=True)
         super().__init__(
@@ -318,6 +319,7 @@ class ShardedEmbeddingBagCollection(  # type: ignore[misc]
             comm_precision=comm_precision or given["comm_precision"],
             gradients=gradients,
             optimizer=optimizer or given["optimizer"],
+            shared=shared,
         )
 
     @property
@@ -358,6 +360,7 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
         comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
+        shared: Any = None,
     ) -> None:
         given = _settings(env, device, fused_params, qcomm_codecs_registry, pooled=False)
         super().__init__(
@@ -367,6 +370,7 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
             comm_precision=comm_precision or given["comm_precision"],
             gradients=gradients,
             optimizer=optimizer or given["optimizer"],
+            shared=shared,
             dedup=use_index_dedup or get_ec_index_dedup(),
         )
 

@@ -5,6 +5,9 @@ would be two steps. A lookup whose batch has a `JointStep` records its gradient 
 such lookups depend on one scalar, the anchor: autograd accumulates the gradient of a leaf after all
 of its consumers, so the hook of the anchor runs when every gradient of this backward is known, and
 makes one step with their sum.
+
+A lookup that a backward makes itself, for a backward within it, adds its gradient to the outer one
+(`adding_to`).
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,9 +71,15 @@ class JointStep:
             self._anchor = anchor
         return self._anchor
 
-    def add(self, contribution: autograd.Contribution) -> Tensor:
-        """Record a gradient of the running backward; return the gradient of the anchor."""
-        task = torch._C._current_graph_task_id()
+    def of_backward(self) -> GradientSum:
+        """Return what lookups that are made now add their gradients to."""
+        task = _outer_task.get()
+        return self if task is None else _OuterStep(self, task)
+
+    def add(self, contribution: autograd.Contribution, task: int | None = None) -> Tensor:
+        """Record a gradient of a backward, the running one; return the gradient of the anchor."""
+        if task is None:
+            task = torch._C._current_graph_task_id()
         self._waiting.setdefault(task, []).append(contribution)
         while len(self._waiting) > _MAX_BACKWARDS:
             self._waiting.popitem(last=False)
@@ -87,6 +98,47 @@ class JointStep:
         if contributions and table is not None:
             with torch.no_grad():
                 table.apply_joint(contributions)
+
+
+class GradientSum(Protocol):
+    """Adds up the gradients of a table: a `JointStep`, or that of an outer backward."""
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """Return the scalar that lookups depend on."""
+
+    def add(self, contribution: autograd.Contribution) -> Tensor:
+        """Record a gradient of the running backward; return the gradient of the anchor."""
+
+
+class _OuterStep(NamedTuple):
+    """The joint step of an outer backward, whose own lookups have the anchor that completes it."""
+
+    step: JointStep
+    task: int
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """Return a scalar that completes nothing."""
+        return torch.zeros((), device=device, requires_grad=True)
+
+    def add(self, contribution: autograd.Contribution) -> Tensor:
+        """Record a gradient of the outer backward."""
+        return self.step.add(contribution, self.task)
+
+
+_outer_task: ContextVar[int | None] = ContextVar("outer_task", default=None)
+
+
+@contextmanager
+def adding_to(task: int) -> Iterator[None]:
+    """Make lookups inside add their gradients to the joint steps of the backward `task`.
+
+    The graph of that backward must have the anchors of the tables.
+    """
+    before = _outer_task.set(task)
+    try:
+        yield
+    finally:
+        _outer_task.reset(before)
 
 
 def apply_contributions(

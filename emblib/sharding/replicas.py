@@ -153,9 +153,13 @@ class ReplicatedModelParallel(DistributedModelParallel):
             yield from {id(shard.groups): shard.groups for shard in part.local_shards()}.values()
 
     def _replicated_values(self, *, optimizer_states: bool) -> Iterator[Tensor]:
-        """Yield the values that replicas share, as views that writes go through."""
+        """Yield the values that replicas share, once, as views that writes go through."""
+        listed = set()  # a shared table is in the groups of several collections
         for groups in self._table_groups():
             for part, views in enumerate(groups.all_views()):
+                if groups.handles[part] in listed:
+                    continue
+                listed.add(groups.handles[part])
                 trained = groups.parameters_of(part).keys()
                 for name, view in views.items():
                     if view.is_floating_point() and (optimizer_states or name in trained):

@@ -20,8 +20,9 @@ from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
-from emblib.sharding.sharded_tables import GradientReduction, check_not_shared
+from emblib.sharding.sharded_tables import GradientReduction
 from emblib.sharding.sharding_types import ParameterSharding, Rule, World
+from emblib.sharding.shared_shards import SharedTablesOfModel, check_shared
 from emblib.tables.parameters import caller_level
 
 SHARDED: dict[type[nn.Module], type[nn.Module]] = {
@@ -79,8 +80,9 @@ def shard(
     """Replace every collection that the plan names by its sharded form, and return the model.
 
     Weights and optimizer states are kept; tables on `meta` get initial values that do not depend on
-    the plan. All ranks call this together, and compare their arguments before anything is
-    allocated. The other parts of the model do not change.
+    the plan. A shared table is sharded once for all collections that read it. All ranks call this
+    together, and compare their arguments before anything is allocated. The other parts of the model
+    do not change.
 
     Args:
         module: a model, which is modified, or one collection, which is not.
@@ -94,7 +96,8 @@ def shard(
 
     Raises:
         ValueError: a path that is no collection, a plan for another number of ranks, two plans for
-            one collection, or plans, tables or settings that differ between ranks.
+            one collection or shared table, a shared table that collections out of the plan read, or
+            plans, tables or settings that differ between ranks.
         TypeError: a collection that the sharded form could not replace: methods changed by a
             subclass or on the instance, additional modules or parameters, hooks.
         RuntimeError: another rank failed.
@@ -113,7 +116,7 @@ def shard(
         ),
     )
     _warn_of_duplicates(module)
-    made = []
+    made, shared = [], SharedTablesOfModel()
     for one in chosen:
         sharded = one.make(
             one.source,
@@ -122,6 +125,7 @@ def shard(
             comm_precision=comm_precision,
             gradients=gradients,
             optimizer=optimizer,
+            shared=shared.of(one.source),
         )
         sharded.train(one.source.training)
         if one.source is module:
@@ -140,8 +144,8 @@ def _warn_of_duplicates(module: nn.Module) -> None:
         warnings.warn(
             f"emblib: the collections {paths} each have a table {name!r} of equal size. These are "
             "separate tables, with separate rows, optimizer states and entries in checkpoints: if "
-            "one is meant, give one collection all features of the table, or train it in one "
-            "process as emblib.SharedTables; if not, other names tell them apart",
+            "one is meant, call emblib.share_tables(model) first, or make it with "
+            "emblib.SharedTables; if not, other names tell them apart",
             stacklevel=caller_level(),
         )
 
@@ -187,6 +191,8 @@ def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup) -> 
                 f"{before.path!r} and {path!r} are paths of one collection, but the plan has "
                 "different rules for them: name one of the paths, or make two collections"
             )
+    others = {path: part for path, part in paths.items() if id(part) not in found}
+    check_shared([(one.path, one.source, one.plan) for one in found.values()], others)
     return list(found.values())
 
 
@@ -202,14 +208,21 @@ def _description(
     found: dict[str, dict[str, Any]] = {
         "": {"collections": [path or "(the model)" for path in modules]}
     }
+    readers: dict[int, str] = {}
     for path in modules:
         source: Any = paths.get(path)
         if source is None:
             continue
-        configs, default = trained_configs(source), optimizer or source.optimizer
+        configs, default = trained_configs(source, optimizer), optimizer or source.optimizer
         found = fingerprint.merged(
             found,
             fingerprint.collection_description(source, configs, plans.get(path), default, path),
+            {
+                f"table {name}{f' of {path}' if path else ''}": {
+                    "shared_first_by": readers.setdefault(id(table), path)
+                }
+                for name, table in source.shared_tables().items()
+            },
         )
     return found
 
@@ -281,7 +294,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
     """Raise TypeError for what was put on a collection and its sharded form would lack."""
     where = f"the collection{f' at {path!r}' if path else ''}"
-    check_not_shared(source, where)
     methods = sorted(name for name in vars(source) if isfunction(getattr(base, name, None)))
     if methods:
         raise TypeError(

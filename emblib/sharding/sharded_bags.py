@@ -31,6 +31,7 @@ from emblib.sharding.sharded_tables import (
     in_this_grad_mode,
 )
 from emblib.sharding.sharding_types import ParameterSharding
+from emblib.sharding.shared_shards import Shared
 from emblib.tables.graph_break import graph_break
 
 
@@ -51,6 +52,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         comm_precision: the codecs of rows and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
         optimizer: for tables whose configuration has none; by default that of `source`.
+        shared: the shards of tables that other collections read too, see `shard`.
     """
 
     handles_name = "embedding_bags"
@@ -65,6 +67,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
+        shared: Shared | None = None,
     ) -> None:
         ranks = RankGroup.from_value(ranks)
         settings = agreed_settings(
@@ -74,6 +77,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             comm_precision=comm_precision,
             gradients=gradients,
             optimizer=optimizer,
+            shared=shared or {},
         )
         super().__init__(
             source,
@@ -83,6 +87,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             pooled=True,
             optimizer=settings.optimizer,
             gradients=settings.gradients,
+            shared=shared or {},
         )
         self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
         self._output_dist = OutputDist(self.layout, ranks, self.comm_precision, self.scale)

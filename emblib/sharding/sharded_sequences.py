@@ -43,6 +43,7 @@ from emblib.sharding.sharded_tables import (
     in_this_grad_mode,
 )
 from emblib.sharding.sharding_types import ParameterSharding
+from emblib.sharding.shared_shards import Shared
 from emblib.sharding.values import LocalPart, Received, Values, local_part, without_local
 from emblib.tables.graph_break import graph_break
 
@@ -89,6 +90,7 @@ class SequenceTables(ShardedTables):
         optimizer: Optimizer | None,
         gradients: GradientReduction,
         exchange: SequenceExchange,
+        shared: Shared,
     ) -> None:
         super().__init__(
             source,
@@ -98,6 +100,7 @@ class SequenceTables(ShardedTables):
             pooled=False,
             optimizer=optimizer,
             gradients=gradients,
+            shared=shared,
         )
         self.exchange = exchange
         self.dim = configs[0].embedding_dim
@@ -319,6 +322,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         comm_precision: the codecs of vectors and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
         optimizer: for tables whose configuration has none; by default that of `source`.
+        shared: the shards of tables that other collections read too, see `shard`.
         dedup: whether each id of a feature is sent once per batch, and its vector returned once.
             It saves messages where ids repeat within the batch of a rank; the gradients of equal
             ids are added up before they are sent.
@@ -336,9 +340,11 @@ class ShardedEmbeddingCollection(StateOfTables):
         comm_precision: CommPrecision | None = None,
         gradients: GradientReduction = GradientReduction.MEAN,
         optimizer: Optimizer | None = None,
+        shared: Shared | None = None,
         dedup: bool = False,
     ) -> None:
         super().__init__()
+        self.shared = dict(shared or {})
         self.dedup = dedup
         self.plan, self.ranks = dict(plan), RankGroup.from_value(ranks)
         settings = agreed_settings(
@@ -348,6 +354,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             comm_precision=comm_precision,
             gradients=gradients,
             optimizer=optimizer,
+            shared=self.shared,
         )
         self.configs = settings.configs
         self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
@@ -365,6 +372,7 @@ class ShardedEmbeddingCollection(StateOfTables):
                 optimizer=settings.optimizer,
                 gradients=self.gradients,
                 exchange=SequenceExchange(self.comm_precision, width),
+                shared=self.shared,
             )
             for (_, width), configs in classes.items()
         )

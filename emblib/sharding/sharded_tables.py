@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from emblib.collections.groups import TableGroups, group
+from emblib.collections.groups import SliceKey, TableGroups, group
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.collections.optimizers.keyed import GradientShare
+from emblib.collections.shared import SharedTable
 from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
+from emblib.ops.joint_step import adding_to
 from emblib.ops.scaled_gradients import mark_nested
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
@@ -46,6 +48,7 @@ from emblib.sharding.layout import (
 from emblib.sharding.parameters import ShardHandle
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import ParameterSharding, Shard, World, table_wise
+from emblib.sharding.shared_shards import Shared
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import Choice, Pooling
 from emblib.storage import TableSlice
@@ -109,12 +112,21 @@ class ReplicatedTables(nn.Module):
             return self.groups(ids, offsets, weights, batch_sizes=sizes)
 
         grad_anchor = self.grad_anchor.detach().requires_grad_()
-        result: Tensor = GradientSink.apply(grad_anchor, weights, look_up, shape)
+        anchors = [
+            shared.joint.anchor(grad_anchor.device)
+            for shared in self.groups.shared_slices()
+            if shared.is_joint
+        ]
+        result: Tensor = GradientSink.apply(grad_anchor, weights, look_up, shape, *anchors)
         return result
 
 
 class GradientSink(torch.autograd.Function):
-    """A tensor without memory whose gradient is applied to a lookup that backward makes."""
+    """A tensor without memory whose gradient is applied to a lookup that backward makes.
+
+    Shared tables are not updated then: their gradients are added to the running backward, whose
+    joint steps depend on `anchors`.
+    """
 
     @staticmethod
     def forward(
@@ -123,9 +135,10 @@ class GradientSink(torch.autograd.Function):
         weights: Tensor | None,
         look_up: Callable[..., Tensor],
         shape: Any,
+        *anchors: Tensor,
     ) -> Tensor:
         """Return zeros of `shape`."""
-        ctx.look_up = look_up
+        ctx.look_up, ctx.num_anchors = look_up, len(anchors)
         ctx.save_for_backward(weights)
         return grad_anchor.detach().expand(shape)
 
@@ -137,12 +150,13 @@ class GradientSink(torch.autograd.Function):
         with torch.enable_grad():
             if weights is not None:
                 weights = weights.detach().requires_grad_(ctx.needs_input_grad[1])
-            with autograd.for_update():
+            with autograd.for_update(), adding_to(torch._C._current_graph_task_id()):
                 rows = ctx.look_up(weights)
             if rows.requires_grad:  # frozen tables have nothing to do
                 mark_nested(rows)
                 rows.backward(grad.reshape(rows.shape).to(rows.dtype))
-        return None, None if weights is None else weights.grad, None, None
+        anchor_grads = [grad.new_zeros((), dtype=torch.float32) for _ in range(ctx.num_anchors)]
+        return None, None if weights is None else weights.grad, None, None, *anchor_grads
 
 
 def reordered(
@@ -182,6 +196,7 @@ def common_seeds(
 def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
     """Copy the weights and optimizer states of whole tables into the shards that `groups` has.
 
+    Shards of shared tables, which are not of `groups` alone, stay as they are.
     A table whose storage is of another kind than in the source keeps its initial values.
 
     Args:
@@ -192,9 +207,10 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
     if source.device.type == "meta":
         return
     whole = {part.config.name: i for i, part in enumerate(source.slices)}
-    for i, part in enumerate(groups.slices):
+    for i, to_handle in groups.own_handles():
+        part = groups.slices[i]
         name = part.config.name
-        from_handle, to_handle = source.handles[whole[name]], groups.handles[i]
+        from_handle = source.handles[whole[name]]
         if part.storage.resumes(from_handle, to_handle):
             continue
         if type(source.slices[whole[name]].storage) is type(part.storage):
@@ -211,7 +227,8 @@ def equalise(groups: TableGroups, ranks: RankGroup) -> None:
     if ranks.size == 1:
         return
     tensors = [view for views in groups.all_views() for view in views.values()]
-    hypers = [info.module.hyperparams for info in groups.groups if hasattr(info.module, "hyper")]
+    kernels = {id(kernel): kernel for kernel, _ in map(groups.module_of, range(len(groups.slices)))}
+    hypers = [kernel.hyperparams for kernel in kernels.values() if hasattr(kernel, "hyper")]
     for tensor in (*tensors, *hypers):
         sent = tensor.contiguous()
         dist.broadcast(sent, ranks.global_rank(0), group=ranks.group)
@@ -253,15 +270,14 @@ class Settings:
     gradients: GradientReduction
 
 
-def check_not_shared(source: Any, where: str) -> None:
-    """Raise TypeError for a collection with tables that other collections read too."""
-    names = sorted(source.shared_tables())
+def check_shared_known(source: Any, shared: Shared) -> None:
+    """Raise TypeError for shared tables without the shards that other collections read too."""
+    names = sorted(source.shared_tables().keys() - shared.keys())
     if names:
         raise TypeError(
-            f"{where} reads shared tables {names}, which cannot be sharded: two sharded "
-            "collections would update two copies. Leave the collections that read them out of the "
-            "plan and train in one process, or give one EmbeddingCollection all their features, "
-            "and pool its vectors in the model; without shared=, each collection has its own table"
+            f"the collection reads shared tables {names}, so it cannot be sharded by itself: shard "
+            "the model with all collections that read them, with emblib.sharding.shard or "
+            "DistributedModelParallel; without shared=, each collection has its own table"
         )
 
 
@@ -273,6 +289,7 @@ def agreed_settings(
     comm_precision: CommPrecision | None,
     gradients: GradientReduction,
     optimizer: Optimizer | None,
+    shared: Shared,
 ) -> Settings:
     """Return the checked settings of a sharded collection; all ranks call this.
 
@@ -282,10 +299,11 @@ def agreed_settings(
     """
 
     def checked() -> Settings:
-        check_not_shared(source, "the collection")
+        check_shared_known(source, shared)
         default = optimizer or source.optimizer
         how = GradientReduction(gradients)
-        return Settings(trained_configs(source), default, check_comm_precision(comm_precision), how)
+        configs = trained_configs(source, optimizer)
+        return Settings(configs, default, check_comm_precision(comm_precision), how)
 
     def described(settings: Settings | None) -> fingerprint.Description:
         if settings is None:
@@ -316,6 +334,7 @@ class ShardedTables(nn.Module):
         pooled: whether rows are pooled.
         optimizer: for tables whose configuration has none.
         gradients: how table gradients are reduced over ranks.
+        shared: the shards of tables that other collections read too.
     """
 
     def __init__(
@@ -328,9 +347,10 @@ class ShardedTables(nn.Module):
         pooled: bool,
         optimizer: Optimizer | None,
         gradients: GradientReduction,
+        shared: Shared,
     ) -> None:
         super().__init__()
-        self.ranks, self.plan = ranks, dict(plan)
+        self.ranks, self.plan, self.shared = ranks, dict(plan), dict(shared)
         is_mean = GradientReduction(gradients) is GradientReduction.MEAN
         self.scale = 1.0 / ranks.size if is_mean else 1.0
         self.configs = tuple(configs)
@@ -340,17 +360,32 @@ class ShardedTables(nn.Module):
         pooling = Pooling.SUM if pooled else Pooling.NONE
 
         def arrange(slices: Sequence[TableSlice], reads: Sequence[int]) -> list[int]:
-            return [u for g in group(slices, reads, optimizer, pooling) for u in g.units]
+            return [u for g in group(slices, reads, optimizer, pooling, shared) for u in g.units]
 
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         wholes = map(TableSlice.whole, self.configs)
         seeds = common_seeds(wholes, source.groups, ranks)
         own, replicated = layout.ranks[ranks.rank], layout.replicated
 
+        def make_shared(part: TableSlice) -> SharedTable:
+            table = SharedTable(part, device, seeds)
+            fill(table.groups, source.groups, {})
+            return table
+
         def make(parts: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]) -> TableGroups:
             slices, reads = slices_of(self.configs, self.plan, parts), self._reads(parts)
             groups = TableGroups(
-                slices, reads, pooled=pooled, optimizer=optimizer, device=device, seeds=seeds
+                slices,
+                reads,
+                pooled=pooled,
+                optimizer=optimizer,
+                device=device,
+                seeds=seeds,
+                shared={
+                    SliceKey.of(part): shared[part.config.name].shard_of(part, make_shared)
+                    for part in slices
+                    if part.config.name in shared
+                },
             )
             fill(groups, source.groups, blocks)
             return groups

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import FeatureColumn
-from emblib.ops.joint_step import JointStep
+from emblib.ops.joint_step import GradientSum
 from emblib.specs import Pooling
 from emblib.tables.base import variable_batch
 from emblib.tables.memory import TableOffset
@@ -22,13 +22,13 @@ class TableReading(NamedTuple):
         features: `[F, columns]`, see `emblib.columns.FeatureColumn`.
         dim: columns of the table.
         pooling: of the features.
-        joint: the steps of the table, if backward updates it.
+        joint: adds up the gradients of the table, if backward updates it.
     """
 
     features: Tensor
     dim: int
     pooling: Pooling
-    joint: JointStep | None
+    joint: GradientSum | None
 
     @staticmethod
     def features_of(

@@ -15,7 +15,6 @@ import emblib
 from emblib import Placement, Pooling, optim
 from emblib.collections.optimizers import FusedOptimizer, apply_optimizer_in_backward
 from emblib.jagged import KeyedJaggedTensor
-from emblib.sharding.ranks import RankGroup
 
 ROWS, DIM, BATCH = 23, 5, 4
 FEATURES = ("sums", "more", "own", "means", "scaled", "history", "late")
@@ -517,8 +516,81 @@ def test_output_dtypes_of_readers_differ() -> None:
     assert model.history(batch)["late"].values().dtype is torch.float32
 
 
-def test_sharding_refuses_shared_tables() -> None:
-    model = make(optim.SGD(0.1))
-    plan = {"history": {"item": emblib.sharding.row_wise()}}
-    with pytest.raises(TypeError, match="cannot be sharded"):
-        emblib.sharding.shard(model, plan, RankGroup.single())
+class Duplicates(nn.Module):
+    """Collections as for separate tables, as TorchRec's are."""
+
+    def __init__(self, optimizer: Any, shared: Any = None, **choices: Any) -> None:
+        super().__init__()
+        arguments: Any = {"optimizer": optimizer, "shared": shared}
+        item = emblib.EmbeddingBagConfig(ROWS, DIM, "item", ["sums", "more"], **choices)
+        own = emblib.EmbeddingBagConfig(9, 3, "own")
+        self.sums = emblib.EmbeddingBagCollection([item, own], **arguments)
+        item = emblib.EmbeddingConfig(ROWS, DIM, "item", ["history", "late"], **choices)
+        self.history = emblib.EmbeddingCollection([item], **arguments)
+
+    def forward(self, batch: KeyedJaggedTensor) -> Tensor:
+        vectors = self.history(batch)
+        parts = [self.sums(batch).values(), *(vectors[n].values() for n in ("history", "late"))]
+        return torch.cat([part.flatten() for part in parts])
+
+
+@pytest.mark.parametrize("storage", STORAGES[::2], ids=["device", "cached"])
+def test_duplicates_become_one_table(storage: Any) -> None:
+    model = Duplicates(optim.Adagrad(0.1, eps=1e-10), storage=storage)
+    loss_of(model.sums(make_batch(5)).values()).backward()
+    first, own = model.sums.embedding_bags["item"].weight, model.sums.embedding_bags["own"].weight
+    before = {k: v.clone() for k, v in model.sums.state_dict().items()}
+    states = copy.deepcopy(model.sums.optimizer_state())
+    assert emblib.share_tables(model) == {"item": ["sums", "history"]}
+    assert emblib.duplicate_tables(model) == {}
+    assert model.history.embeddings["item"].weight is first
+    assert model.sums.embedding_bags["own"].weight is own
+    assert list(model.state_dict()) == [f"sums.{name}" for name in before]
+    for name, value in model.sums.state_dict().items():
+        assert torch.equal(value, before[name])
+    for name, entries in model.sums.optimizer_state().items():
+        assert all(torch.equal(value, states[name][k]) for k, value in entries.items())
+    config, rule = emblib.EmbeddingConfig(ROWS, DIM, "item", storage=storage), model.sums.optimizer
+    made = Duplicates(rule, emblib.SharedTables([config], optimizer=rule), storage=storage)
+    made.load_state_dict(model.state_dict())
+    FusedOptimizer.of(made).load_state_dict(FusedOptimizer.of(model).state_dict())
+    for one in (model, made):
+        loss_of(one(make_batch(0))).backward()
+        assert one.history.handles()["item"].kernel.step == 2
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, made.state_dict()[name])
+
+
+def test_duplicates_without_optimizer_and_on_meta() -> None:
+    model = Duplicates(None)
+    emblib.share_tables(model, ["item"])
+    loss_of(model(make_batch(0))).backward()
+    weight = model.history.embeddings["item"].weight
+    assert weight.grad is not None
+    assert [name for name, _ in model.named_parameters()].count("sums.embedding_bags.item.weight")
+    with torch.device("meta"):
+        model = Duplicates(optim.SGD(0.1))
+    emblib.share_tables(model)
+    model.to_empty(device="cpu")
+    for part in (model.sums, model.history):
+        part.reset_parameters()
+    loss_of(model(make_batch(0))).backward()
+
+
+def test_duplicates_that_cannot_be_one() -> None:
+    model = Duplicates(optim.SGD(0.1))
+    with pytest.raises(KeyError, match="duplicates are"):
+        emblib.share_tables(model, ["own"])
+    loss_of(model(make_batch(0))).backward()
+    with pytest.raises(ValueError, match="share tables before training"):
+        emblib.share_tables(model)
+    model = Duplicates(optim.SGD(0.1))
+    model.history.set_optimizers({"item": optim.SGD(0.2)})
+    with pytest.raises(
+        ValueError, match=r"'sums' and 'history' cannot be one, they have optimizer"
+    ):
+        emblib.share_tables(model)
+    model = Duplicates(optim.SGD(0.1), storage=emblib.storage.Hash())
+    with pytest.raises(ValueError, match="one collection all features"):
+        emblib.share_tables(model)
+    assert emblib.duplicate_tables(model) == {"item": ["history", "sums"]}

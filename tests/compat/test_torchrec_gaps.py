@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import emblib.compat.torchrec as torchrec
-from emblib import sharding
+from emblib import sharding, share_tables
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import RankGroup
 from tests.compat import torchrec_cases
@@ -322,3 +322,59 @@ def test_a_reservation_for_all_memory_says_what_is_left() -> None:
     )
     with pytest.raises(torchrec.PlannerError):
         planner.plan(torchrec_cases.collection(), [])
+
+
+class TwoViews(nn.Module):
+    """A table that two collections have, as TorchRec's models do: two tables there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        bag = torchrec.EmbeddingBagConfig(
+            name="x", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"]
+        )
+        sequence = torchrec.EmbeddingConfig(
+            name="x", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["g"]
+        )
+        self.bags = torchrec.EmbeddingBagCollection(tables=[bag])
+        self.vectors = torchrec.EmbeddingCollection(tables=[sequence])
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        vectors = self.vectors(features)["g"].values()
+        return self.bags(features)["f"].square().sum() + vectors.sin().sum()
+
+
+def _one_table(ranks: RankGroup) -> Any:
+    """The weights of two steps of a model whose duplicates were made one table."""
+    torch.manual_seed(2)
+    model = TwoViews()
+    share_tables(model)
+    sharders = [
+        made(fused_params={"optimizer": "exact_adagrad", "learning_rate": 0.5})
+        for made in (torchrec.EmbeddingBagCollectionSharder, torchrec.EmbeddingCollectionSharder)
+    ]
+    env = torchrec.ShardingEnv.from_process_group(ranks.group)
+    if ranks.rank == 0:
+        with pytest.raises(TypeError, match="shard the model with all collections"):
+            torchrec.ShardedEmbeddingBagCollection(model.bags, {}, RankGroup.single())
+    distributed = torchrec.DistributedModelParallel(model, env=env, sharders=sharders)
+    for _ in range(2):
+        distributed(repeated(0)).backward()  # the batch of all ranks
+    (name,) = [name for name in distributed.state_dict() if name.endswith("x.weight")]
+    weight = distributed.state_dict()[name]
+    return name, weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+def test_one_table_in_two_collections() -> None:
+    model = TwoViews()
+    share_tables(model)
+    weight = model.bags.embedding_bags["x"].weight
+    optimizer = torch.optim.Adagrad([weight], lr=0.5)
+    for _ in range(2):
+        model(repeated(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for size in (2, 3):
+        for name, found in worlds.run(size, _one_table):
+            assert name == "bags.embedding_bags.x.weight"
+            torch.testing.assert_close(found, weight.detach(), rtol=1e-4, atol=1e-5)

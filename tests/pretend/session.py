@@ -97,6 +97,7 @@ WIDE: dict[str, Room] = {
     "sharding": Room(
         (
             "tests/sharding/test_sharded.py",
+            "tests/sharding/test_shared_shards.py",
             "tests/sharding/test_pipelines.py",
             "tests/sharding/test_sharded_checkpoints.py",
             "tests/sharding/test_collectives.py",

@@ -17,6 +17,7 @@ from emblib.collections.optimizers.keyed import KeyedOptimizer, State
 from emblib.columns import Hyper
 from emblib.ops.autograd import is_fused
 from emblib.optim import Optimizer
+from emblib.storage.base import NO_UPDATE
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.base import FusedTables
 
@@ -65,14 +66,15 @@ class FusedOptimizer(KeyedOptimizer):
         self._modules_by_path = dict(modules)
         found: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
         self._first_names: dict[str, str] = {}  # of further names of shared tables
-        listed: dict[int, str] = {}
+        listed: dict[int, list[str]] = {}
         for path, module in modules.items():
             for table in module.fused_tables():
-                again = {k: id(p) for k, p in table.parameters.items() if id(p) in listed}
-                self._first_names.update((_joined(path, k), listed[i]) for k, i in again.items())
-                if again:
-                    continue
-                listed.update((id(p), _joined(path, k)) for k, p in table.parameters.items())
+                names = [_joined(path, name) for name in table.names]
+                if table.identity is not None:
+                    firsts = listed.setdefault(id(table.identity), names)
+                    if firsts is not names:
+                        self._first_names.update(zip(names, firsts, strict=True))
+                        continue
                 found.setdefault(table.optimizer, []).append((_joined(path, ""), table))
         self._names, self._kernels, groups = [], [], []
         params: dict[str, nn.Parameter] = {}
@@ -480,8 +482,11 @@ def _check_not_marked_by_torch(parameter: nn.Parameter) -> None:
         )
 
 
-def trained_configs(collection: Any) -> tuple[TableConfig, ...]:
+def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tuple[TableConfig, ...]:
     """Return the configurations of a collection, with the optimizers that torch set in backward.
+
+    Those of shared tables have the optimizer of the table, else `optimizer`, else none that would
+    be that of the collection.
 
     `torch.distributed.optim._apply_optimizer_in_backward` steps a parameter in a hook of its
     gradient. A sharded table has other parameters, so it runs the same optimizer fused instead.
@@ -492,8 +497,11 @@ def trained_configs(collection: Any) -> tuple[TableConfig, ...]:
             has made steps, whose state would be lost.
     """
     configs, handles = [], collection.handles()
+    shared = collection.shared_tables()
     for config in collection.configs:
         found = _given_by_torch(config.name, handles[config.name])
+        if found is None and config.name in shared:
+            found = shared[config.name].config.optimizer or optimizer or NO_UPDATE
         configs.append(config if found is None else replace(config, optimizer=found))
     return tuple(configs)
 

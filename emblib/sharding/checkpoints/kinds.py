@@ -4,7 +4,7 @@ The storage of a table defines its tensors and how they are cut (`TensorLayout`)
 storage are saved by key instead (`KeyedTable`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -22,6 +22,7 @@ from emblib.sharding.checkpoints import keyed, sharded_table
 from emblib.sharding.checkpoints.sharded_table import RowStates, ShardedTable
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard
+from emblib.sharding.shared_shards import Shared
 from emblib.storage.base import NO_UPDATE, Storage, TensorLayout
 
 
@@ -104,6 +105,7 @@ class Tables(Protocol):
     ranks: RankGroup
     plan: Mapping[str, ParameterSharding]
     groups: TableGroups
+    shared: Shared
 
     def local_shards(self) -> Sequence[StoredShard]:
         """Return the shards of this rank."""
@@ -296,11 +298,12 @@ class KeyedTable(Table):
         return ("weight",)
 
 
-def module_state(tables: Tables) -> dict[str, Tensor]:
-    """Return the weights of all tables, and the full state of dynamic tables; a collective."""
+def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the weights of tables, and the full state of dynamic tables; a collective."""
     return {
         f"{table.name}.{key}": value
         for table in _tables(tables)
+        if table.name not in omitted
         for key, value in table.parameters().items()
     }
 
@@ -377,6 +380,7 @@ def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
             tuple(f"{prefix}{table.name}.{name}" for name in table.fused_names()),
             table.kernels(),
             {f"{prefix}{table.name}.{key}": p for key, p in table.fused_parameters().items()},
+            tables.shared.get(table.name),
         )
         for table in _tables(tables)
         if table.is_fused
@@ -422,8 +426,14 @@ class StateOfTables(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         spread: Any = self
-        for key, value in module_state(spread).items():
-            destination[f"{prefix}{self.handles_name}.{key}"] = value
+        own = f"{prefix}{self.handles_name}."
+        again = {
+            name
+            for name, shared in spread.shared.items()
+            if shared.entry.is_saved(destination, f"{own}{name}.weight")
+        }
+        for key, value in module_state(spread, again).items():
+            destination[f"{own}{key}"] = value
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Tensor], prefix: str, *arguments: Any
@@ -432,7 +442,15 @@ class StateOfTables(nn.Module):
         own = f"{prefix}{self.handles_name}."
         given = {k.removeprefix(own): v for k, v in state_dict.items() if k.startswith(own)}
         spread: Any = self
-        lacking = missing_names(spread, given)
+        again = tuple(
+            f"{name}."
+            for name, shared in spread.shared.items()
+            if shared.entry.is_loaded(
+                f"{own}{name}.weight", given.get(f"{name}.weight"), missing, errors
+            )
+        )
+        given = {key: value for key, value in given.items() if not key.startswith(again)}
+        lacking = [key for key in missing_names(spread, given) if not key.startswith(again)]
         missing.extend(own + key for key in lacking)
         # Submodules have no state of their own: all entries are of tables.
         known = known_prefixes(spread)

@@ -7,7 +7,7 @@ ARRANGE.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -60,6 +60,14 @@ class Everywhere(NamedTuple):
     positions: float = 0.0
 
 
+class _Batch(NamedTuple):
+    """One collection's lookups in a table: seconds, and bytes until rows are sent and updated."""
+
+    seconds: Seconds
+    io: float
+    updating: float
+
+
 NOTHING = Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(0, 0))
 
 
@@ -98,7 +106,9 @@ class CostModel:
         works: Iterable[TableWorkload] = (),
     ) -> None:
         self.topology, self.wire, self.batches = topology, sent, batches
-        every = sum(work.batch * work.ids * work.config.embedding_dim for work in works)
+        every = sum(
+            one.batch * one.ids * one.config.embedding_dim for work in works for one in work.lookups
+        )
         self.traffic = every * topology.world_size
         self._costs = topology.costs
         world, local = topology.world_size, topology.local_world_size
@@ -112,6 +122,16 @@ class CostModel:
 
     def part(self, work: TableWorkload, part: TableSlice, share: float) -> Load:
         """Return the cost of a shard that gets the given share of the table's ids."""
+        table = part.storage.nbytes(part, work.optimizer, self.device)
+        batches = [self._batch(one, part, share) for one in work.lookups]
+        seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
+        return Load(
+            _exact(seconds),
+            _need(table, sum(one.io for one in batches), sum(one.updating for one in batches)),
+        )
+
+    def _batch(self, work: TableWorkload, part: TableSlice, share: float) -> "_Batch":
+        """Return the cost of one collection's lookups in a shard."""
         world = self.topology.world_size
         ids = work.batch * world * work.ids * share
         bags = work.batch * world * work.num_features * _filled(work, share)
@@ -130,14 +150,26 @@ class CostModel:
         io = self._moved * sent + rows
         grouping = _GROUPING * ids * part.storage.is_trained
         updating = io + (grouping if work.config.pooled else max(grouping, rows))
-        table = part.storage.nbytes(part, work.optimizer, self.device)
-        return Load(_exact(seconds), _need(table, io, updating))
+        return _Batch(seconds, io, updating)
 
     def everywhere(self, work: TableWorkload, shards: Iterable[tuple[int, float]]) -> Everywhere:
         """Return the cost of a sharded table for every rank: what it sends and combines.
 
         `shards` are the columns and id share of each shard.
         """
+        every = list(shards)
+        first, *others = (self._everywhere(one, every) for one in work.lookups)
+        for other in others:
+            first = Everywhere(
+                first.seconds,
+                first.arrange + other.arrange,
+                first.nbytes.plus(other.nbytes),
+                first.positions + other.positions,
+            )
+        return first
+
+    def _everywhere(self, work: TableWorkload, shards: Sequence[tuple[int, float]]) -> Everywhere:
+        """Return the cost of one collection's lookups in a sharded table for every rank."""
         bags, ids = work.batch * work.num_features, work.batch * work.ids
         sent = sent_ids = pieces = numbers = 0.0
         for columns, share in shards:
@@ -174,22 +206,30 @@ class CostModel:
 
     def replicated(self, work: TableWorkload, part: TableSlice) -> Everywhere:
         """Return the cost of a replicated table: lookups of its own batch, updates of all."""
+        table = part.storage.nbytes(part, work.optimizer, self.device)
+        batches = [self._replicated(one, part) for one in work.lookups]
+        if part.storage.is_trained and not is_fused(work.optimizer):
+            # The gradient of the whole table is summed over the ranks, there and back.
+            sent = 2 * part.num_rows * part.dim * _FLOAT * self._s_per_byte
+            batches.append(_Batch((0.0, 0.0, sent, 0.0), 0.0, 0.0))
+        seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
+        need = _need(table, sum(one.io for one in batches), sum(one.updating for one in batches))
+        return Everywhere(_exact(seconds), 0.0, need)
+
+    def _replicated(self, work: TableWorkload, part: TableSlice) -> "_Batch":
+        """Return the cost of one collection's lookups in a replicated table."""
         world = self.topology.world_size
         bags, ids = work.batch * work.num_features, work.batch * work.ids
         rows_out = bags if work.config.pooled else ids
         floats = rows_out * work.config.embedding_dim
         lookup = self._lookup(work, part, ids, rows_out)
-        table = part.storage.nbytes(part, work.optimizer, self.device)
         given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
         combining = given + (_FLOAT * floats if work.config.pooled else 0.0)
         updating = given + _GROUPING * ids
         if not part.storage.is_trained:
             seconds = 0.0, lookup, 0.0, 0.0
         elif not is_fused(work.optimizer):
-            # The gradient of the whole table is summed over the ranks, there and back.
-            dense = part.num_rows * part.dim * _FLOAT
-            update = self._update(work, part, ids, rows_out)
-            seconds = 0.0, lookup, 2 * dense * self._s_per_byte, update
+            seconds = 0.0, lookup, 0.0, self._update(work, part, ids, rows_out)
         else:
             # Ids and gradients of all ranks come here.
             sent = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
@@ -206,7 +246,7 @@ class CostModel:
             combining += everyone * self._copies_of(work)
             combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
             updating = given + everyone + values + _GROUPING * ids * world
-        return Everywhere(_exact(seconds), 0.0, _need(table, combining, updating))
+        return _Batch(seconds, combining, updating)
 
     # Lookups and updates
 
@@ -286,7 +326,7 @@ def _on_grid(seconds: float) -> float:
     return round(seconds * 2.0**44) / 2.0**44
 
 
-def _exact(seconds: Seconds) -> Seconds:
+def _exact(seconds: Sequence[float]) -> Seconds:
     a, b, c, d = seconds
     return _on_grid(a), _on_grid(b), _on_grid(c), _on_grid(d)
 

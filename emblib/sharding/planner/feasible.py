@@ -190,7 +190,8 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> PlacedOptio
     # What every rank holds for a table in so many pieces, before any row: a row of each piece for
     # every bag at most.
     equal = problem.model.everywhere(work, [(shape.columns, 1.0 / world)] * world)
-    pieces = world * work.batch * max(work.num_features, work.ids) * (shape.columns + 4) * 4
+    rows_sent = sum(one.batch * max(one.num_features, one.ids) for one in work.lookups)
+    pieces = world * rows_sent * (shape.columns + 4) * 4
     common = equal.nbytes.device + equal.positions + pieces
     first, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
     slope = max((all_rows - first) / max(shape.rows - unit, 1), 1e-9)

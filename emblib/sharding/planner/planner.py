@@ -106,7 +106,7 @@ class Planner:
         options: Sequence[Sequence[Option]],
         free_memory: Sequence[MemoryBytes],
     ) -> Problem:
-        weighted = any(work.is_weighted for work in works)
+        weighted = any(one.is_weighted for work in works for one in work.lookups)
         return Problem(model, free_memory, options, weighted, self.max_trials)
 
     def _search(self, problem: Problem, works: Sequence[TableWorkload]) -> Plan:
@@ -128,7 +128,8 @@ class Planner:
         modules: dict[str, dict[str, object]] = {}
         for work, choice in zip(works, plan, strict=True):
             sharding = choice.option.sharding(work, self.topology, choice.targets)
-            modules.setdefault(work.path, {})[work.config.name] = sharding
+            for one in work.lookups:
+                modules.setdefault(one.path, {})[one.config.name] = sharding
         return ShardingPlan(modules, self.topology.world)  # type: ignore[arg-type]
 
 

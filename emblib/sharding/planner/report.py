@@ -100,7 +100,8 @@ def predict(
         raise ValueError(
             f"the plan is for {plan.world}, the topology has {model.topology.world}: plan again"
         )
-    loads = RankCosts(model, free_memory, weighted=any(work.is_weighted for work in works))
+    weighted = any(one.is_weighted for work in works for one in work.lookups)
+    loads = RankCosts(model, free_memory, weighted=weighted)
     tables = []
     for work in works:
         sharding = plan.modules.get(work.path, {}).get(work.config.name)
@@ -211,7 +212,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
                 ranges(sharding.ranks, most=4) if sharding.shards else "all",
                 f"{config.num_embeddings:,}",
                 str(config.embedding_dim),
-                f"{table.work.ids:g}",
+                f"{sum(one.ids for one in table.work.lookups):g}",
                 size(table.nbytes.device + table.nbytes.host + table.nbytes.disk),
                 _ms(table.step_s),
             ]

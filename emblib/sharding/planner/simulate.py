@@ -20,6 +20,7 @@ from emblib.sharding.planner.planner import Planner
 from emblib.sharding.planner.report import Prediction
 from emblib.sharding.planner.work import TableConstraints, TableWorkload, workloads_of
 from emblib.sharding.ranks import RankGroup
+from emblib.sharding.shard import shard
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Choice
 
@@ -85,10 +86,11 @@ def _world(
     constraints = dict(planner.constraints)
     if sharding is not None:
         for work in workloads_of(module, batch, constraints):
-            given = constraints.get(work.name, constraints.get(work.config.name))
-            constraints[work.name] = replace(
-                given or TableConstraints(), sharding_types=(sharding,)
-            )
+            for one in work.lookups:
+                given = constraints.get(one.name, constraints.get(one.config.name))
+                constraints[one.name] = replace(
+                    given or TableConstraints(), sharding_types=(sharding,)
+                )
     there = Planner(
         planner.topology.of_size(world_size),
         batch,
@@ -196,26 +198,17 @@ class _Step(NamedTuple):
 def _steps(
     planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
 ) -> list[_Step]:
-    works = workloads_of(module, planner.batch_size, planner.constraints)
+    found = workloads_of(module, planner.batch_size, planner.constraints)
+    works = [one for work in found for one in work.lookups]
+    sharded = shard(copy.deepcopy(module), plan, ranks)
     steps = []
     for path in dict.fromkeys(work.path for work in works):
         own = [work for work in works if work.path == path]
-        source = copy.deepcopy(module.get_submodule(path))
-        collection = _sharded(source, plan[path], ranks, pooled=own[0].config.pooled)
+        collection = sharded.get_submodule(path)
         batch = batch_of(own, seed + ranks.rank).to(ranks.device)
         outputs = [torch.ones_like(out) * 1e-3 for out in _outputs(collection(batch))]
         steps.append(_Step(collection, batch, outputs))
     return steps
-
-
-def _sharded(source: Any, plan: Any, ranks: RankGroup, *, pooled: bool) -> Any:
-    if pooled:
-        from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
-
-        return ShardedEmbeddingBagCollection(source, plan, ranks)
-    from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
-
-    return ShardedEmbeddingCollection(source, plan, ranks)
 
 
 def _outputs(result: Any) -> list[Tensor]:
@@ -231,9 +224,8 @@ def _one(steps: Sequence[_Step], ranks: RankGroup) -> float:
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     start = time.perf_counter()
-    for step in steps:
-        outputs = _outputs(step.collection(step.batch))
-        torch.autograd.backward(outputs, step.gradients)
+    outputs = [out for step in steps for out in _outputs(step.collection(step.batch))]
+    torch.autograd.backward(outputs, [grad for step in steps for grad in step.gradients])
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     own = time.perf_counter() - start

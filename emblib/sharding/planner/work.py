@@ -1,7 +1,7 @@
 """The planner's view of a model: its tables, and how much each is looked up."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from emblib.optim import Optimizer
 from emblib.sharding.shard import collections_of
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import check_count
-from emblib.storage import MemoryBytes, Storage
+from emblib.storage import Dense, MemoryBytes, Storage
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class TableConstraints:
 class TableWorkload:
     """One table of one collection and its lookups in a step.
 
-    `batch` examples per rank, each with `ids` ids in all features of the table together.
+    `batch` examples per rank, each with `ids` ids in all features of the table together. `readers`
+    are the lookups of a shared table by other collections.
     """
 
     path: str
@@ -76,6 +77,12 @@ class TableWorkload:
     batch: int
     ids: float
     constraints: TableConstraints = field(default=TableConstraints())
+    readers: tuple["TableWorkload", ...] = ()
+
+    @property
+    def lookups(self) -> tuple["TableWorkload", ...]:
+        """Return the lookups of the table by each collection that reads it, this one first."""
+        return (self, *self.readers)
 
     @property
     def name(self) -> str:
@@ -133,16 +140,31 @@ def workloads_of(
 ) -> list[TableWorkload]:
     """Return the workloads of a model's tables; constraints are by table name or `path.name`.
 
+    A shared table is one workload, that of the first collection, with the others as `readers`.
+
     Raises:
-        ValueError: the model has no collections, or constraints name an unknown table.
+        ValueError: the model has no collections, constraints name an unknown table, or those of a
+            shared table differ between collections, or allow another storage than `Dense`.
     """
-    works, known = [], set()
+    works: list[TableWorkload] = []
+    numbers: dict[int, int] = {}
+    known = set()
     for path, collection in collections_of(module).items():
+        shared = collection.shared_tables()  # type: ignore[operator]
         for config in tables_of(collection):
             full = f"{path}.{config.name}" if path else config.name
             known |= {config.name, full}
             given = constraints.get(full, constraints.get(config.name, TableConstraints()))
-            works.append(_work(path, collection, config, given, batch_size))
+            work = _work(path, collection, config, given, batch_size)
+            number = len(works)
+            if config.name in shared:
+                number = numbers.setdefault(id(shared[config.name]), number)
+                _check_shared(work, works[number] if number < len(works) else work)
+            if number < len(works):
+                first = works[number]
+                works[number] = replace(first, readers=(*first.readers, work))
+            else:
+                works.append(work)
     if not works:
         raise ValueError(
             "the model has no EmbeddingBagCollection and no EmbeddingCollection, and so nothing "
@@ -154,6 +176,23 @@ def workloads_of(
             f"constraints for tables that are not there: {sorted(unknown)}; have {sorted(known)}"
         )
     return works
+
+
+def _check_shared(work: TableWorkload, first: TableWorkload) -> None:
+    """Raise ValueError for constraints that a shared table cannot have."""
+    own, theirs = work.constraints, first.constraints
+    if not all(type(storage) is Dense for storage in own.storages):
+        raise ValueError(
+            f"storages of the shared table {work.name} must be Dense(placement) each, got "
+            f"{own.storages}: leave the others out"
+        )
+    for name in ("sharding_types", "storages", "min_partition"):
+        if getattr(own, name) != getattr(theirs, name):
+            raise ValueError(
+                f"{first.name} and {work.name} are one shared table, but their constraints have "
+                f"{name} {getattr(theirs, name)} and {getattr(own, name)}: give them the same, or "
+                f"one constraint for {work.config.name!r}"
+            )
 
 
 def _work(

@@ -1,0 +1,103 @@
+"""Shared tables over ranks: the shards that several sharded collections read.
+
+`SharedTableShards` has the shards of one shared table on this rank, each once, whichever collection
+asks first. `SharedTablesOfModel` has those of all collections that one call of `shard` replaces.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from emblib.collections.groups import SliceKey
+from emblib.collections.shared import SharedEntry, SharedTable
+from emblib.sharding.sharding_types import ParameterSharding
+from emblib.storage import Dense, TableSlice
+
+Shared = Mapping[str, "SharedTableShards"]
+"""The shared tables of a collection, by name."""
+
+
+class SharedTableShards:
+    """One shared table over ranks: its shards on this rank, and its entry in state dicts."""
+
+    def __init__(self) -> None:
+        self.entry = SharedEntry()
+        self._shards: dict[SliceKey, SharedTable] = {}
+
+    def shard_of(self, part: TableSlice, make: Callable[[TableSlice], SharedTable]) -> SharedTable:
+        """Return the shard with the rows and columns of `part`; `make` makes it once."""
+        key = SliceKey.of(part)
+        if key not in self._shards:
+            self._shards[key] = make(part)
+        return self._shards[key]
+
+
+class SharedTablesOfModel:
+    """The shared tables of the collections that one call of `shard` replaces."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[SharedTable, SharedTableShards]] = {}
+
+    def of(self, source: Any) -> dict[str, SharedTableShards]:
+        """Return the shared tables of an unsharded collection, by name."""
+        return {
+            name: self._found.setdefault(id(table), (table, SharedTableShards()))[1]
+            for name, table in source.shared_tables().items()
+        }
+
+
+def check_shared(
+    chosen: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]], others: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for a plan that does not shard a shared table as one.
+
+    Args:
+        chosen: path, unsharded collection and plan of each collection that is replaced.
+        others: the other collections of the model, by path.
+    """
+    tables: dict[int, list[tuple[str, SharedTable, ParameterSharding]]] = {}
+    for path, source, plan in chosen:
+        for name, table in source.shared_tables().items():
+            tables.setdefault(id(table), []).append((path, table, plan[name]))
+    for users in tables.values():
+        first, table, sharding = users[0]
+        name = table.config.name
+        for path, _, other in users[1:]:
+            if other != sharding:
+                raise ValueError(
+                    f"the collections {first!r} and {path!r} read one shared table {name!r}, but "
+                    f"the plan shards it in two ways, {_text(sharding)} and {_text(other)}: give "
+                    "both the same rule; or construct the collections without shared=, for a table "
+                    "each"
+                )
+        if type(sharding.storage) not in (type(None), Dense):
+            raise ValueError(
+                f"the plan stores the shared table {name!r} as {sharding.storage}, but shared "
+                "tables must be Dense: leave that out of its constraints, or give one collection "
+                "all features of the table"
+            )
+        left = [path for path, one in others.items() if table in one.shared_tables().values()]
+        if left or _has_others(table, [source for _, source, _ in chosen]):
+            raise ValueError(
+                f"the shared table {name!r} is read by "
+                + (f"the collections {left}, which" if left else "other collections, which")
+                + " the plan does not shard, and would be two tables afterwards: shard all "
+                "collections that read it in one call, or none of them"
+            )
+
+
+def _has_others(table: SharedTable, sources: Sequence[Any]) -> bool:
+    """Return whether a table is read by other collections than those."""
+    readers = {kernel for source in sources for kernel in source.groups.table_kernels()}
+    if all(reader in readers for reader in table.readers()):
+        return False
+    gc.collect()  # of collections that are gone, but in a cycle
+    return not all(reader in readers for reader in table.readers())
+
+
+def _text(sharding: ParameterSharding) -> str:
+    ranks = f" on ranks {list(sharding.ranks)}" if sharding.shards else ""
+    storage = "" if sharding.storage is None else f" as {sharding.storage}"
+    return f"{sharding.type.value}{ranks}{storage}"
