@@ -15,17 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from emblib.ops import route
-from emblib.sharding.exchange import (
-    CommPrecision,
-    Received,
-    Values,
-    local_part,
-    without_local,
-)
+from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.input_dist import IncomingBatch
 from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout
 from emblib.sharding.output_exchange import OutputStep
 from emblib.sharding.ranks import RankGroup
+from emblib.sharding.values import Received, Values, local_part, without_local
 
 
 class _CopyTables(NamedTuple):
@@ -377,8 +372,14 @@ class _PooledStep(OutputStep):
             replica_grads /= self._scale  # DistributedDataParallel averages these
         if part is None or self._local_grads is None:
             return self._gradients(sent), replica_grads
-        sizes = (without_local(of_rank, ranks) for of_rank in (tables.received_sizes, self._sent))
-        return Values(sent, *sizes, codec, part.others(self._local_grads)), replica_grads
+        values = Values(
+            sent,
+            without_local(tables.received_sizes, ranks),
+            without_local(self._sent, ranks),
+            codec,
+            part.others(self._local_grads),
+        )
+        return values, replica_grads
 
     def local_gradient(self, received: Tensor) -> Tensor:
         grads, self._local_grads = self._local_grads, None

@@ -27,13 +27,11 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.exchange import (
     Content,
     Headers,
-    Received,
-    Values,
     gradient_headers,
     start_all_gather,
-    start_values,
 )
 from emblib.sharding.ranks import RankGroup
+from emblib.sharding.values import Received, Values, start_values
 
 
 class OutputStep(ABC):
@@ -112,7 +110,6 @@ class OutputExchange:
                 ranks,
                 content=Content.ROWS,
                 is_merged=is_merged,
-                keeps_local=not is_merged,
             )
         )
         self._headers: Headers | None = None

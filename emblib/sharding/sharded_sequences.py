@@ -21,14 +21,7 @@ from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
-from emblib.sharding.exchange import (
-    CommPrecision,
-    LocalPart,
-    Received,
-    Values,
-    local_part,
-    without_local,
-)
+from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.input_dist import IncomingBatch
 from emblib.sharding.joint_exchange import (
     Inputs,
@@ -51,6 +44,7 @@ from emblib.sharding.sharded_tables import (
 )
 from emblib.sharding.sharding_types import ParameterSharding
 from emblib.sharding.shared_shards import Shared
+from emblib.sharding.values import LocalPart, Received, Values, local_part, without_local
 from emblib.tables.graph_break import graph_break
 
 Rows = tuple[Tensor, Tensor | None]
@@ -292,8 +286,13 @@ class _SequenceStep(OutputStep):
         if part is None:
             return self._gradients(sent.view(-1)), copies
         self._local_grads = part.of(sent)
-        sizes = (without_local(of_rank, ranks) for of_rank in (self._num_received, self._sent))
-        return Values(part.others(sent).view(-1), *sizes, codec), copies
+        values = Values(
+            part.others(sent).view(-1),
+            without_local(self._num_received, ranks),
+            without_local(self._sent, ranks),
+            codec,
+        )
+        return values, copies
 
     def local_gradient(self, received: Tensor) -> Tensor:
         grads, order = received.view(-1, self._tables.exchange.width), self._route.order

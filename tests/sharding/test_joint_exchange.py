@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib import optim
-from emblib.sharding import input_dist
+from emblib.sharding import exchange, input_dist
 from emblib.sharding.codecs import BF16
-from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.exchange import CommPrecision, Content
 from emblib.sharding.joint_exchange import (
     InputCall,
     OutputCall,
@@ -214,3 +214,29 @@ def _without_batch(ranks: RankGroup) -> bool:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_without_a_batch_stops_all(size: int) -> None:
     assert all(worlds.run(size, _without_batch))
+
+
+def _sent_to_itself(ranks: RankGroup, case: Case) -> list[tuple[Content, int]]:
+    """The contents of the all-to-alls of a step, and how much a rank sends to itself."""
+    found: list[tuple[Content, int]] = []
+    plain = exchange.start_all_to_all
+
+    def counted(sent: Tensor, sizes: Any, *rest: Any, content: Content, **more: Any) -> Any:
+        assert sum(sizes) == sent.numel()
+        found.append((content, sizes[ranks.rank]))
+        return plain(sent, sizes, *rest, content=content, **more)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(input_dist, "_MAX_MERGED_NBYTES", -1)
+        monkeypatch.setattr(exchange, "start_all_to_all", counted)
+        sharded = make_sharded(case, ranks, make_source(case))
+        (output,) = _outputs([sharded], [batch(case, ranks.rank, 4)])
+        flat(output).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("case", [POOLED, SEQUENCES], ids=["pooled", "sequences"])
+def test_rows_and_gradients_of_a_rank_do_not_travel(case: Case) -> None:
+    for found in worlds.run(2, _sent_to_itself, replace(case, optimizer=optim.SGD(0.1))):
+        assert {content for content, _ in found} == {Content.IDS, Content.ROWS, Content.GRADIENTS}
+        assert all(bool(size) == (content is Content.IDS) for content, size in found)
