@@ -61,7 +61,16 @@ _KEY_VALUE: dict[str, Any] = {
 def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the names of each module, below the root."""
     disk = {"SSDTableBatchedEmbeddingBags": _RAISES["SSDTableBatchedEmbeddingBags"]}
-    kinds = {name: names[name] for name in ("EmbeddingLocation", "PoolingMode")}
+    kinds = {
+        name: names[name]
+        for name in (
+            "BoundsCheckMode",
+            "ComputeDevice",
+            "EmbeddingLocation",
+            "PoolingMode",
+            "RecordCacheMetrics",
+        )
+    }
     training = dict(names)
     partial = {"PartiallyMaterializedTensor": _RAISES["PartiallyMaterializedTensor"]}
     inference = {

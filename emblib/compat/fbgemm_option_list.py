@@ -251,6 +251,13 @@ OPTIMIZER = (
         "For LARS_SGD",
     ),
     Option(
+        "ar_alpha, ema_beta, min_shrinkage",
+        "–",
+        "FBGEMM 1.9: for ROWWISE_RMSPROP_AR, which raises; another value than the default warns",
+        cpu="no effect",
+        cuda="no effect",
+    ),
+    Option(
         "beta1, beta2",
         "`betas`",
         "For Adam and LAMB",
