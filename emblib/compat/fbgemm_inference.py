@@ -289,7 +289,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 Tables of floats have their rows only.
         """
         if split_scale_bias_mode not in (0, 1, 2):
-            raise ValueError(f"split_scale_bias_mode must be 0, 1 or 2, got {split_scale_bias_mode}")
+            raise ValueError(
+                f"split_scale_bias_mode must be 0, 1 or 2, got {split_scale_bias_mode}"
+            )
         result: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         for rows, spec in zip(self._rows(), self.embedding_specs, strict=True):
             if split_scale_bias_mode == 0 or spec[3] not in _BITS:

@@ -46,7 +46,7 @@ def values(rows: Tensor, kind: str) -> Tensor:
     return rowwise.fused_nbit_to_float(rowwise.to_fused_nbit(rows, FORMATS[kind]), FORMATS[kind])
 
 
-def batch(weighted: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+def batch(*, weighted: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(0, 4, (len(FEATURES) * BATCH,), generator=generator)
     ids = torch.randint(0, 5, (int(lengths.sum()),), generator=generator)
@@ -60,9 +60,9 @@ def tables(sizes: list[tuple[int, int]] = SIZES) -> list[Tensor]:
     return [torch.randn(*size, generator=generator) for size in sizes]
 
 
-def plain(rows: list[Tensor], mode: str, weighted: bool) -> Tensor:
+def plain(rows: list[Tensor], mode: str, *, weighted: bool) -> Tensor:
     """Pool feature by feature with PyTorch."""
-    ids, offsets, weights = batch(weighted)
+    ids, offsets, weights = batch(weighted=weighted)
     columns = []
     for number, table in enumerate(FEATURES):
         ends = offsets[number * BATCH : (number + 1) * BATCH + 1]
@@ -101,10 +101,10 @@ def test_lookups(formats: tuple[str, ...], mode: str) -> None:
     )
     expected = [values(table, kind) for table, kind in zip(rows, formats, strict=True)]
     weighted = mode == "SUM"
-    found = module(*batch(weighted))
-    torch.testing.assert_close(found, plain(expected, mode, weighted))
+    found = module(*batch(weighted=weighted))
+    torch.testing.assert_close(found, plain(expected, mode, weighted=weighted))
     assert not found.requires_grad
-    assert torch.equal(copy.deepcopy(module)(*batch(weighted)), found)
+    assert torch.equal(copy.deepcopy(module)(*batch(weighted=weighted)), found)
 
 
 def test_views_of_rows() -> None:
@@ -244,8 +244,10 @@ def test_lookups_of_fbgemm(formats: tuple[str, ...], mode: str, output: str) -> 
             for part, their_part in zip(mine, other, strict=True):
                 assert (part is None) == (their_part is None)
                 assert part is None or torch.equal(part, their_part)
-    given_batch = batch(mode == "SUM")
-    mine, other = (module(*(None if x is None else x.clone() for x in given_batch)) for module in made)
+    given_batch = batch(weighted=mode == "SUM")
+    mine, other = (
+        module(*(None if x is None else x.clone() for x in given_batch)) for module in made
+    )
     assert mine.dtype == other.dtype
     tolerance = 1e-5 if output == "FP32" else 2e-3
     torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
