@@ -228,8 +228,7 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   }
   const int64_t n = args.bags.offsets[end] - args.bags.offsets[begin];
   const bool bag_by_bag =
-      num_blocks == 1 ||
-      (route.few() && route.feature.rule == kByRange && n >= kLongBag * bags);
+      num_blocks == 1 || (route.few() && route.feature.rule == kByRange && n >= kLongBag * bags);
   if (!bag_by_bag) {
     for (int64_t k = 0; k < num_blocks; ++k) {
       if (first[k] >= 0) __builtin_memset(out + first[k], 0, bags * sizeof(I));

@@ -10,7 +10,7 @@ behind a cache, pruned tables and other formats raise.
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from emblib.ops import codes
 _logger = logging.getLogger(__name__)
 
 _Spec = tuple[str, int, int, SparseType, EmbeddingLocation]
-_Rows = tuple[Tensor, Optional[Tensor]]
+_Rows = tuple[Tensor, Tensor | None]
 
 _HEADER = 4  # bytes of scale and bias, two float16
 _BITS = {SparseType.INT8: 8, SparseType.INT4: 4}
@@ -424,7 +424,7 @@ class ScriptableLookup(nn.Module):
         self.pooling = int(codes.POOLING[bags.pooling.value])
 
     def forward(
-        self, indices: Tensor, offsets: Tensor, per_sample_weights: Optional[Tensor] = None
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Return pooled rows, as the module does."""
         result: Tensor = torch.ops.emblib.quant_lookup(

@@ -186,9 +186,9 @@ LOOKUPS = (
     Option(
         "forward: vbe_output, vbe_output_offsets",
         "–",
-        "Caller-provided buffers for the output",
-        cpu="raises, as in FBGEMM",
-        cuda="raises",
+        "A tensor to write the output of a variable batch into, and where each rank and feature "
+        "begins in it; TorchRec passes them where several modules share an output",
+        cpu="yes (FBGEMM: raises)",
     ),
 )
 

@@ -1,11 +1,11 @@
 """Step times of an unmodified TorchRec over FBGEMM and over emblib, interleaved, on two ranks.
 
-    python -m tests.bench.torchrec_over [--seconds 60] [--profile]
+    python -m tests.bench.torchrec_over [--rounds 15] [--steps 5] [--profile]
 
 Two groups of two processes over gloo, one per library, wait for orders; they take turns, `--steps`
 steps at a time, so both see the same machine. A step is forward and backward of a sharded pooled
 collection of 26 tables with row-wise Adagrad, on batches drawn before. TorchRec must be installed.
-`--profile` adds what rank 0 of emblib's group spends in each operator of `torch.ops.fbgemm`.
+`--profile` adds the operators in which rank 0 of each group spends its time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 
 TABLES, DIM, WORLD = 26, 64, 2
 LIBRARIES = ("fbgemm", "emblib")
-FOREIGN = ("fbgemm", "aten")
 
 
 class Case(NamedTuple):
@@ -150,10 +149,13 @@ def _step(model: Any, batch: Any) -> None:
 
 def _profile(model: Any, batches: Any, steps: int) -> list[tuple[str, float, int]]:
     """Return name, share of the time of steps, and calls per step of the longest operators."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with torch.profiler.record_function("steps"):
-            for _ in range(steps):
-                _step(model, next(batches))
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with (
+        torch.profiler.profile(activities=[cpu]) as profile,
+        torch.profiler.record_function("steps"),
+    ):
+        for _ in range(steps):
+            _step(model, next(batches))
     events = profile.key_averages()
     whole = next(event.cpu_time_total for event in events if event.key == "steps")
     rows = [
@@ -171,10 +173,10 @@ class Ranks:
     """The processes of one library."""
 
     def __init__(self, library: str, folder: str) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.bench.torchrec_over", "--serve"]
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", __spec__.name, "--serve"]
-                + [library, str(rank), f"{folder}/{library}"],
+                [*command, library, str(rank), f"{folder}/{library}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=open(f"{folder}/{library}{rank}.log", "w"),  # noqa: SIM115
@@ -191,7 +193,7 @@ class Ranks:
         answers = [_pipe(process.stdout).readline().strip() for process in self._processes]
         if not all(answers):
             raise RuntimeError(f"a rank ended at order {text!r}")
-        return [answer if answer == "ready" else eval(answer) for answer in answers]  # noqa: S307
+        return [answer if answer == "ready" else eval(answer) for answer in answers]
 
     def close(self) -> None:
         """End the processes."""
