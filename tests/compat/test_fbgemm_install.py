@@ -53,6 +53,15 @@ def test_modules_and_operators() -> None:
         assert on_meta[1].shape == (4,)
         compiled = torch.compile(ops.asynchronous_complete_cumsum, fullgraph=True, backend="eager")
         assert compiled(values).tolist() == [0, 0, 1, 3, 6]
+        bucketize = ops.block_bucketize_sparse_features
+        arguments = (lengths.flatten(), values, False, True, torch.tensor([2, 3]), 2)
+        eager = bucketize(*arguments)
+        assert eager[1].tolist() == [0, 1, 0, 0] and eager[4].tolist() == [0, 1, 2, 3]
+        graph = torch.compile(bucketize, fullgraph=True, backend="aot_eager")(*arguments)
+        on_meta = bucketize(*(a.to("meta") if torch.is_tensor(a) else a for a in arguments))
+        for mine, compiled, fake in zip(eager, graph, on_meta):
+            assert (mine is None) == (compiled is None) == (fake is None)
+            assert mine is None or torch.equal(mine, compiled) and fake.shape == mine.shape
         try:
             import fbgemm_gpu.docs
         except ModuleNotFoundError:
