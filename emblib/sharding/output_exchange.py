@@ -27,6 +27,7 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.exchange import (
     Content,
     Headers,
+    Received,
     Values,
     gradient_headers,
     start_all_gather,
@@ -70,20 +71,23 @@ class OutputStep(ABC):
         """Return the rows to send."""
 
     @abstractmethod
-    def assemble(self, received: Tensor, replica_rows: Tensor | None) -> Tensor:
+    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         """Return the output."""
 
     @abstractmethod
-    def backward(self, grad: Tensor) -> tuple[Values, Tensor | None]:
-        """Return the gradients of rows to send, and those of replicated tables' rows, flat."""
+    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+        """Return the gradients of rows to send, and those of replicated tables' rows, flat.
+
+        With `keeps_local`, the gradients of rows of this rank are not sent, where that is possible.
+        """
 
     @abstractmethod
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
         """Return the bytes of the gradients to each rank, and of those from each rank."""
 
+    @abstractmethod
     def local_gradient(self, received: Tensor) -> Tensor:
-        """Return the gradient of `local`."""
-        return received.view(self.local_shape)
+        """Return the gradient of `local`, of what other ranks or all of them sent."""
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
         """Return the gradient of `gradient_sink`."""
@@ -102,18 +106,19 @@ class OutputExchange:
 
     def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
         self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged
-        self._rows: list[Awaitable[Tensor] | None] = list(
+        self._rows: list[Awaitable[Received] | None] = list(
             start_values(
                 [step.rows() for step in steps],
                 ranks,
                 content=Content.ROWS,
                 is_merged=is_merged,
+                keeps_local=not is_merged,
             )
         )
         self._headers: Headers | None = None
         self._announced: set[int] = set()
         self._ready: dict[int, tuple[Values, Tensor | None]] = {}
-        self._coming: dict[int, tuple[Awaitable[Tensor], Awaitable[Tensor] | None]] = {}
+        self._coming: dict[int, tuple[Awaitable[Received], Awaitable[Tensor] | None]] = {}
         # A rank without tables takes part in backward too: the anchor requires a gradient.
         anchor = torch.empty((), device=ranks.device, requires_grad=True)
         self._tokens: list[Tensor | None] = [
@@ -152,7 +157,7 @@ class OutputExchange:
         is_last = len(self._announced) == len(self._steps)
         if is_last:
             self._headers = self._start_headers()
-        self._ready[index] = step.backward(grad)
+        self._ready[index] = step.backward(grad, keeps_local=not self._is_merged)
         replica_grads = self._ready[index][1]
         if is_last:
             self._send()
@@ -169,7 +174,7 @@ class OutputExchange:
         local, gathered = self._coming.pop(index)
         step = self._steps[index]
         return (
-            step.local_gradient(local.wait()),
+            step.local_gradient(local.wait().values),
             None if gathered is None else step.sink_gradient(gathered.wait()),
         )
 
