@@ -160,10 +160,15 @@ class RouteFeatureColumn(IntEnum):
 
 
 class RouteRule(IntEnum):
-    """How a feature selects the block of an id: by row range, or by the hash of the key."""
+    """How a feature selects the block of an id: by row range, or by the hash of the key.
+
+    BY_RANGE_ELSE_SPREAD divides ids beyond the rows by the number of blocks: the remainder is the
+    block, the quotient the id within it.
+    """
 
     BY_RANGE = 0
     BY_KEY = 1
+    BY_RANGE_ELSE_SPREAD = 2
 
 
 class RouteBlockColumn(IntEnum):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.columns import RouteRule
 from emblib.ops.route import Routing
 from emblib.reference import route
 
@@ -23,6 +24,7 @@ class Case:
     id_dtype: torch.dtype = torch.int64
     offset_dtype: torch.dtype = torch.int64
     by_key: bool = False
+    spread: bool = False  # ids beyond the rows
     broken: bool = False
     equal: bool = False  # blocks of ceil(rows / blocks) rows
     seed: int = 0
@@ -76,7 +78,9 @@ def make(case: Case) -> Problem:
         if case.equal and num_blocks:
             step = -(-case.rows // num_blocks)
             cuts = (torch.arange(num_blocks) * step).clamp(max=case.rows)
-        features.append((len(blocks), num_blocks, case.rows, int(case.by_key)))
+        rule = RouteRule.BY_KEY if case.by_key else RouteRule.BY_RANGE
+        rule = RouteRule.BY_RANGE_ELSE_SPREAD if case.spread else rule
+        features.append((len(blocks), num_blocks, case.rows, int(rule)))
         for row in cuts.tolist():
             copies = _draw(generator, 0, case.most_copies) if case.most_copies > 1 else 1
             blocks.append((row, len(sizes), copies))
@@ -115,6 +119,20 @@ CASES = {
     "more blocks than rows": Case(most_blocks=60, rows=20, most_copies=1, equal=True, seed=5),
     "by key": Case(by_key=True, most_blocks=5, seed=5),
     "by key, int32": Case(by_key=True, most_blocks=3, id_dtype=torch.int32, seed=6),
+    "spread": Case(spread=True, broken=True, longest=40, most_blocks=5, seed=3),
+    "spread, one block": Case(spread=True, broken=True, most_blocks=1, most_copies=1, seed=3),
+    "spread, int32, many blocks": Case(
+        spread=True,
+        broken=True,
+        equal=True,
+        most_blocks=60,
+        rows=300,
+        most_copies=1,
+        id_dtype=torch.int32,
+        longest=700,
+        seed=4,
+    ),
+    "spread, empty tables": Case(spread=True, rows=0, seed=10, broken=True),
     "variable bags": Case(bags=(3, 0, 17, 1, 33), longest=3, seed=7),
     "long bags": Case(bags=(2, 3), longest=1500, most_copies=1, seed=8, broken=True),
     "long bags among short ones": Case(bags=(40, 33), longest=3, uneven=True, seed=8, broken=True),

@@ -82,6 +82,7 @@ DISTRIBUTED_ALLOWED_IN = (
     "experiments/run/ranks.py",
     "tests/bench/sharded_models.py",
     "tests/bench/sharded_overhead.py",
+    "tests/bench/torchrec_over.py",
     "tests/collections/test_distributed_checkpoint.py",
     "tests/compat/test_torchrec_gaps.py",
     "tests/compat/torchrec_blocks.py",

@@ -7,7 +7,7 @@
 
 namespace emb {
 
-enum RouteRule : int64_t { kByRange = 0, kByKey = 1 };
+enum RouteRule : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
 
 // A row of `features`.
 struct RouteFeature {
@@ -53,6 +53,9 @@ struct RoutedId {
 
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == kByKey) return {owner(id, feature.num_blocks), id};
+  if (feature.rule == kByRangeElseSpread && id >= feature.rows) {
+    return {id % feature.num_blocks, id / feature.num_blocks};
+  }
   const int64_t row = repair_index(id, feature.rows);
   if (row < 0) return {0, -1};
   const int64_t block = block_of_row(blocks, feature.num_blocks, row);

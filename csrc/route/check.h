@@ -173,9 +173,10 @@ inline void check_blocks(const char* op, const Routing& routing, const RouteFeat
   STD_TORCH_CHECK(feature.first_block >= 0 && feature.num_blocks >= 0 && feature.rows >= 0 &&
                       feature.num_blocks <= routing.num_blocks &&
                       feature.first_block <= routing.num_blocks - feature.num_blocks &&
-                      (feature.rule == kByRange || feature.rule == kByKey),
+                      (feature.rule == kByRange || feature.rule == kByKey ||
+                       feature.rule == kByRangeElseSpread),
                   op, ": feature ", f, " must name blocks in [0, ", routing.num_blocks,
-                  "), rows >= 0 and rule 0 or 1");
+                  "), rows >= 0 and rule 0, 1 or 2");
   const RouteBlock* blocks = routing.blocks + feature.first_block;
   for (int64_t k = 0; k < feature.num_blocks; ++k) {
     STD_TORCH_CHECK(blocks[k].first_copy >= 0 && blocks[k].num_copies >= 0 &&

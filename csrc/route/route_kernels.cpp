@@ -49,7 +49,7 @@ struct FeatureRoute {
     }
   }
 
-  bool few() const { return feature.rule == kByRange && feature.num_blocks <= kFewBlocks; }
+  bool few() const { return feature.rule != kByKey && feature.num_blocks <= kFewBlocks; }
   // Return the first of the bags in copy `copy` of block k.
   int64_t bag(int64_t k, int64_t copy) const {
     return routing.units[routing.copies[blocks[k].first_copy + copy]] + begin;
@@ -149,7 +149,10 @@ void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
 
 template <class I>
 void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
-  if (route.few()) {
+  const RouteFeature& feature = route.feature;
+  if (feature.rule == kByRangeElseSpread && count_from(ids, n, feature.rows) > 0) {
+    find_many(route, ids, n, block, local);
+  } else if (route.few()) {
     find_few(route, ids, n, block, local);
   } else if (route.step > 0) {
     find_equal(route, ids, n, block, local);
@@ -224,7 +227,8 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
     first[k] = route.blocks[k].num_copies > 0 ? route.bag(k, 0) : -1;
   }
   const int64_t n = args.bags.offsets[end] - args.bags.offsets[begin];
-  const bool bag_by_bag = num_blocks == 1 || (route.few() && n >= kLongBag * bags);
+  const bool bag_by_bag =
+      num_blocks == 1 || (route.few() && route.feature.rule == kByRange && n >= kLongBag * bags);
   if (!bag_by_bag) {
     for (int64_t k = 0; k < num_blocks; ++k) {
       if (first[k] >= 0) __builtin_memset(out + first[k], 0, bags * sizeof(I));
@@ -303,7 +307,7 @@ bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCurso
   } else {
     I block[kChunk];
     for (int64_t i = 0; i < n; i += kChunk) {
-      find_few(route, ids + i, n - i < kChunk ? n - i : kChunk, block, out + i);
+      find(route, ids + i, n - i < kChunk ? n - i : kChunk, block, out + i);
     }
   }
   for (int64_t i = 0; i < n; ++i) args.positions[to + i] = first + i;

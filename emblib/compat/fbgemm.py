@@ -29,6 +29,7 @@ from emblib import Pooling, Precision, TableBatchedEmbeddingBags, TableSpec, opt
 from emblib.compat import fbgemm_arguments, fbgemm_modules
 from emblib.compat import fbgemm_arguments as optimizers
 from emblib.compat.fbgemm_arguments import float_dtype
+from emblib.compat.fbgemm_operators import jagged
 from emblib.compat.fbgemm_reporting import (
     CacheCounters,
     Events,
@@ -286,6 +287,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE,
+        ar_alpha: float = 0.0,
+        ema_beta: float = 0.99,
+        min_shrinkage: float = 0.1,
         eta: float = 0.001,
         beta1: float = 0.9,
         beta2: float = 0.999,
@@ -367,12 +371,48 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     ) -> Tensor:
         """Look up, pool, and tie the update of the tables to the backward pass.
 
-        See `emblib.TableBatchedEmbeddingBags.forward`; the identities are read by nothing.
+        See `emblib.TableBatchedEmbeddingBags.forward`; the identities are read by nothing. With
+        `vbe_output` the result is written into it, from `vbe_output_offsets` `[ranks, F]` on per
+        rank and feature, and it is what is returned.
         """
-        if vbe_output is not None or vbe_output_offsets is not None:
-            raise NotImplementedError(
-                "vbe_output is not supported: copy the result where you want it"
+        if vbe_output is None and vbe_output_offsets is None:
+            return self._look_up(
+                indices,
+                offsets,
+                per_sample_weights,
+                feature_requires_grad,
+                batch_size_per_feature_per_rank,
+                total_unique_indices,
             )
+        if vbe_output is None or vbe_output_offsets is None or not batch_size_per_feature_per_rank:
+            raise ValueError(
+                "vbe_output, vbe_output_offsets and batch_size_per_feature_per_rank go together"
+            )
+        output = self._look_up(
+            indices,
+            offsets,
+            per_sample_weights,
+            feature_requires_grad,
+            batch_size_per_feature_per_rank,
+            total_unique_indices,
+        )
+        dims = [self.dims[t] for t in self.feature_table_map]
+        sizes = torch.tensor(batch_size_per_feature_per_rank).t() * torch.tensor(dims)
+        starts = vbe_output_offsets.to(output.device, torch.int64).flatten()
+        into = jagged.segment_positions(starts, sizes.flatten().to(output.device), output.numel())
+        flat = vbe_output if vbe_output.dim() == 1 else vbe_output.view(-1)
+        flat.index_copy_(0, into, output.to(vbe_output.dtype))
+        return vbe_output
+
+    def _look_up(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None,
+        feature_requires_grad: Tensor | None,
+        batch_size_per_feature_per_rank: list[list[int]] | None,
+        total_unique_indices: int | None,
+    ) -> Tensor:
         indices = self._cast(indices)
         lookup = functools.partial(
             self.bags,

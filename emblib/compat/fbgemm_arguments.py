@@ -260,6 +260,9 @@ _DEFAULTS = {
     "weight_decay": 0.0,
     "max_norm": 0.0,
     "learning_rate": 0.01,
+    "ar_alpha": 0.0,
+    "ema_beta": 0.99,
+    "min_shrinkage": 0.1,
 }
 _ADAM = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
 _ADAGRAD = ("learning_rate", "eps")

@@ -9,15 +9,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from emblib.compat import fbgemm_comms, fbgemm_operators
+from emblib.compat import fbgemm_comms, fbgemm_inference, fbgemm_operators
 from emblib.compat.torchrec_tree import raising
 
 ROOT = "fbgemm_gpu"
 
 _DISK = "rows on a disk or behind other tiers are a storage of the table in emblib: docs/tiers.md"
-_QUANTISED = (
-    "quantised tables are emblib.compat.torchrec's and emblib.storage.Quantized: docs/quantised.md"
-)
 
 
 class BackendType(enum.IntEnum):
@@ -47,7 +44,6 @@ _RAISES = {
         "SSDTableBatchedEmbeddingBags": _DISK,
         "PartiallyMaterializedTensor": _DISK,
         "KVEmbeddingInference": _DISK,
-        "IntNBitTableBatchedEmbeddingBagsCodegen": _QUANTISED,
     }.items()
 }
 _KEY_VALUE: dict[str, Any] = {
@@ -61,13 +57,22 @@ _KEY_VALUE: dict[str, Any] = {
 def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the names of each module, below the root."""
     disk = {"SSDTableBatchedEmbeddingBags": _RAISES["SSDTableBatchedEmbeddingBags"]}
-    kinds = {name: names[name] for name in ("EmbeddingLocation", "PoolingMode")}
+    kinds = {
+        name: names[name]
+        for name in (
+            "BoundsCheckMode",
+            "ComputeDevice",
+            "EmbeddingLocation",
+            "PoolingMode",
+            "RecordCacheMetrics",
+        )
+    }
     training = dict(names)
     partial = {"PartiallyMaterializedTensor": _RAISES["PartiallyMaterializedTensor"]}
     inference = {
-        "IntNBitTableBatchedEmbeddingBagsCodegen": _RAISES[
-            "IntNBitTableBatchedEmbeddingBagsCodegen"
-        ],
+        "IntNBitTableBatchedEmbeddingBagsCodegen": (
+            fbgemm_inference.IntNBitTableBatchedEmbeddingBagsCodegen
+        ),
         "rounded_row_size_in_bytes": fbgemm_comms.rounded_row_size_in_bytes,
     }
     return {

@@ -186,9 +186,9 @@ LOOKUPS = (
     Option(
         "forward: vbe_output, vbe_output_offsets",
         "–",
-        "Caller-provided buffers for the output",
-        cpu="raises, as in FBGEMM",
-        cuda="raises",
+        "A tensor to write the output of a variable batch into, and where each rank and feature "
+        "begins in it; TorchRec passes them where several modules share an output",
+        cpu="yes (FBGEMM: raises)",
     ),
 )
 
@@ -249,6 +249,13 @@ OPTIMIZER = (
         "eta",
         "`LARS(eta=)`",
         "For LARS_SGD",
+    ),
+    Option(
+        "ar_alpha, ema_beta, min_shrinkage",
+        "–",
+        "FBGEMM 1.9: for ROWWISE_RMSPROP_AR, which raises; another value than the default warns",
+        cpu="no effect",
+        cuda="no effect",
     ),
     Option(
         "beta1, beta2",

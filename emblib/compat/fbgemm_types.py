@@ -121,6 +121,7 @@ class EmbOptimType(enum.Enum):
     EXACT_ROWWISE_WEIGHTED_ADAGRAD = "exact_row_wise_weighted_adagrad"
     ENSEMBLE_ROWWISE_ADAGRAD = "ensemble_row_wise_adagrad"
     EMAINPLACE_ROWWISE_ADAGRAD = "ema_in_place_row_wise_adagrad"
+    ROWWISE_RMSPROP_AR = "row_wise_rmsprop_ar"
     NONE = "none"
 
     def __str__(self) -> str:
@@ -357,3 +358,11 @@ class RESParams:
     table_names: list[str] = field(default_factory=list)
     table_offsets: list[int] = field(default_factory=list)
     table_sizes: list[int] = field(default_factory=list)
+    res_chunk_size: int = 500000
+    res_num_consumers: int = 8
+    res_num_uvm_hit_copy_threads: int = 4
+    res_num_hbm_copy_threads: int = 4
+    res_enabled_tables: list[str] = field(default_factory=list)
+    enable_hbm_streaming: bool = False
+    res_hbm_drain_interval: int = 1
+    res_use_copy_done_token: bool = False

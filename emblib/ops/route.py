@@ -9,8 +9,9 @@ with F features, K blocks, U units, L ids, and bags as `offsets` divides the ids
 - `blocks` `[K, 3]`, see `RouteBlockColumn`. By range, an id goes to the last block of its feature
   that begins at or before it; the first block begins at row 0. The rank receives `id - first_row`.
   An id outside `[0, rows)` goes unchanged to the rank with row 0, whose lookup repairs and reports
-  it like any other; -1 goes to the first block. By key, a key goes unchanged to the block
-  `emblib.dynamic.keys.owner` returns
+  it like any other; -1 goes to the first block. By range else spread is the same, except that an
+  id from `rows` on goes to block `id % num_blocks` of its feature, as `id // num_blocks`. By key, a
+  key goes unchanged to the block `emblib.dynamic.keys.owner` returns
 - `copies` `[C]`: the units that receive the ids of a block; each unit occurs once
 - `units` `[U + 1]`: the first bag of each unit in the output; a unit has as many bags as its
   feature, in the same order
@@ -48,6 +49,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from emblib.columns import RouteRule as RouteRule
 
 _ops = torch.ops.emblib
 

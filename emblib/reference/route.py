@@ -43,7 +43,12 @@ def places(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor
     first_rows = blocks[first : first + count, 0].contiguous()
     block = torch.searchsorted(first_rows, row, right=True) - 1
     local = torch.where(ids == row, row - first_rows[block], ids).to(ids.dtype)
-    return first + torch.where(pruned, 0, block), torch.where(pruned, -1, local)
+    block, local = torch.where(pruned, 0, block), torch.where(pruned, -1, local)
+    if rule == 2:
+        beyond = ids >= rows
+        block = torch.where(beyond, ids % count, block)
+        local = torch.where(beyond, ids // count, local)
+    return first + block, local
 
 
 def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:

@@ -127,6 +127,47 @@ def test_index_types() -> None:
     assert torch.equal(module(INDICES.int(), OFFSETS), module(INDICES, OFFSETS.int()))
 
 
-def test_buffers_for_the_output_raise() -> None:
-    with pytest.raises(NotImplementedError, match="vbe_output"):
-        make()(INDICES, OFFSETS, vbe_output=torch.zeros(1, 48))
+def test_outputs_of_two_modules_in_one_tensor() -> None:
+    """Two modules write their parts of a variable batch into one tensor, and both learn."""
+    place = (EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU)
+
+    def modules() -> list[fbgemm.SplitTableBatchedEmbeddingBagsCodegen]:
+        made = []
+        for number, specs in enumerate(([(9, 4, *place), (9, 8, *place)], [(9, 4, *place)])):
+            module = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(specs, learning_rate=0.1)
+            generator = torch.Generator().manual_seed(number)
+            for table in module.split_embedding_weights():
+                table.copy_(torch.rand(table.shape, generator=generator))
+            made.append(module)
+        return made
+
+    batches = [
+        (torch.tensor([1, 2, 3, 3, 8]), torch.tensor([0, 2, 3, 4, 5]), [[1, 1], [0, 2]]),
+        (torch.tensor([5, 5]), torch.tensor([0, 1, 1, 2]), [[2, 1]]),
+    ]
+    apart, joint = modules(), modules()
+    whole = [
+        module(ids, offsets, batch_size_per_feature_per_rank=sizes)
+        for module, (ids, offsets, sizes) in zip(apart, batches, strict=True)
+    ]
+    # Rank by rank, the features of the first module before that of the second.
+    expected = torch.cat([whole[0][:4], whole[1][:8], whole[0][4:], whole[1][8:]])
+    starts = [torch.tensor([[0, 4], [12, 16]]), torch.tensor([[4], [32]])]
+    found = torch.full((expected.numel(),), torch.nan)
+    for module, (ids, offsets, sizes), begin in zip(joint, batches, starts, strict=True):
+        found = module(
+            ids,
+            offsets,
+            batch_size_per_feature_per_rank=sizes,
+            vbe_output=found,
+            vbe_output_offsets=begin,
+        )
+    assert torch.equal(found, expected)
+    factors = torch.rand(expected.numel())
+    (expected * factors).sum().backward()
+    (found * factors).sum().backward()
+    for first, second in zip(apart, joint, strict=True):
+        tables = zip(first.split_embedding_weights(), second.split_embedding_weights(), strict=True)
+        assert all(torch.equal(one, other) for one, other in tables)
+    with pytest.raises(ValueError, match="go together"):
+        joint[1](*batches[1][:2], vbe_output=found)

@@ -53,6 +53,15 @@ def test_modules_and_operators() -> None:
         assert on_meta[1].shape == (4,)
         compiled = torch.compile(ops.asynchronous_complete_cumsum, fullgraph=True, backend="eager")
         assert compiled(values).tolist() == [0, 0, 1, 3, 6]
+        bucketize = ops.block_bucketize_sparse_features
+        arguments = (lengths.flatten(), values, False, True, torch.tensor([2, 3]), 2)
+        eager = bucketize(*arguments)
+        assert eager[1].tolist() == [0, 1, 0, 0] and eager[4].tolist() == [0, 1, 2, 3]
+        graph = torch.compile(bucketize, fullgraph=True, backend="aot_eager")(*arguments)
+        on_meta = bucketize(*(a.to("meta") if torch.is_tensor(a) else a for a in arguments))
+        for mine, compiled, fake in zip(eager, graph, on_meta):
+            assert (mine is None) == (compiled is None) == (fake is None)
+            assert mine is None or torch.equal(mine, compiled) and fake.shape == mine.shape
         try:
             import fbgemm_gpu.docs
         except ModuleNotFoundError:
@@ -204,3 +213,57 @@ def test_torchrec_trains_on_it(tmp_path: object) -> None:
         pytest.skip("torchrec is not installed")
     source = textwrap.dedent(TRAINING).replace("sys.argv[1]", repr(f"{tmp_path}/rendezvous"))
     run(source)
+
+
+QUANTISED = """
+    import torch
+    from emblib.compat import fbgemm
+
+    fbgemm.install()
+    import torchrec
+    from torchrec.inference.modules import quantize_embeddings
+
+    from emblib.compat.fbgemm_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+    from emblib.compat.fbgemm_operators import rowwise
+
+    lengths = torch.tensor([1, 0, 3, 2, 4, 1])
+    ids = torch.randint(0, 20, (int(lengths.sum()),))
+    batch = torchrec.KeyedJaggedTensor(keys=["a", "b"], values=ids, lengths=lengths)
+    bags = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    for dtype, bits in ((torch.qint8, 8), (torch.quint4x2, 4), (torch.float16, 16)):
+        collection = torchrec.EmbeddingBagCollection(
+            tables=[
+                torchrec.EmbeddingBagConfig(
+                    name="t" + name, embedding_dim=8, num_embeddings=20, feature_names=[name]
+                )
+                for name in "ab"
+            ]
+        )
+        rows = [table.weight.detach().clone() for table in collection.embedding_bags.values()]
+        module = torch.nn.ModuleDict({"ebc": collection})
+        quantised = quantize_embeddings(
+            module, dtype=dtype, inplace=True, output_dtype=torch.float32
+        )["ebc"]
+        kernel = quantised._emb_modules[0]
+        assert isinstance(kernel, IntNBitTableBatchedEmbeddingBagsCodegen)
+        found = quantised(batch)
+        for position, (key, table) in enumerate(zip("ab", rows)):
+            if bits == 16:
+                table = table.half().float()
+            else:
+                table = rowwise.fused_nbit_to_float(rowwise.to_fused_nbit(table, bits), bits)
+            first, last = 3 * position, 3 * position + 3
+            part = ids[bags[first] : bags[last]]
+            expected = torch.nn.functional.embedding_bag(
+                part, table, bags[first : last + 1] - bags[first], mode="sum",
+                include_last_offset=True,
+            )
+            torch.testing.assert_close(found[key], expected)
+"""
+
+
+def test_torchrec_quantises_on_it() -> None:
+    """Quantised collections of the real TorchRec, against the values of their rows."""
+    if importlib.util.find_spec("torchrec") is None:
+        pytest.skip("torchrec is not installed")
+    run(QUANTISED)

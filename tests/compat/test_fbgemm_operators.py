@@ -212,3 +212,41 @@ def test_schemas_are_those_of_fbgemm() -> None:
     for name, (schema, _) in OPERATORS.items():
         theirs = getattr(torch.ops.fbgemm, name).default
         assert str(theirs._schema) == f"fbgemm::{torch._C.parse_schema(schema)}"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("buckets", [1, 2, 5])
+@pytest.mark.parametrize("is_uneven", [False, True])
+def test_buckets_are_those_of_fbgemm(dtype: torch.dtype, buckets: int, is_uneven: bool) -> None:
+    """Rows beyond `block size * buckets` too, which raw ids of hashed tables are."""
+    peer_module("fbgemm_gpu.sparse_ops")
+    generator = torch.Generator().manual_seed(buckets)
+    batch = torch.tensor([3, 0, 7, 6] if is_uneven else [4, 4, 4, 4])
+    lengths = torch.randint(0, 30, (int(batch.sum()),), generator=generator).to(dtype)
+    rows = torch.randint(0, 200, (int(lengths.sum()),), generator=generator).to(dtype)
+    sizes = torch.tensor([7, 100, 31, 1], dtype=dtype)
+    weights = torch.rand(rows.numel(), generator=generator)
+    options: dict[str, Any] = {"keep_orig_idx": buckets == 5}
+    if is_uneven:
+        options |= {"batch_size_per_feature": batch.to(dtype), "max_B": 7}
+    arguments = (lengths, rows, True, True, sizes, buckets, weights)
+    found = bucketize.block_bucketize_sparse_features(*arguments, **options)
+    theirs = torch.ops.fbgemm.block_bucketize_sparse_features(*arguments, **options)
+    for mine, other in zip(found, theirs, strict=True):
+        assert mine is not None
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other)
+
+
+def test_native_buckets_are_the_plain_ones() -> None:
+    """The bucket of each lookup, which the plain form returns, does not change the others."""
+    lengths, rows = torch.tensor([3, 0, 2, 4]), torch.tensor([5, 60, 0, 9, 19, 7, 20, 3, 3])
+    sizes = torch.tensor([10, 4])
+    native = bucketize.block_bucketize_sparse_features(lengths, rows, True, True, sizes, 2)
+    *plain, bucket = bucketize.block_bucketize_sparse_features_inference(
+        lengths, rows, True, True, sizes, 2, return_bucket_mapping=True
+    )
+    assert bucket is not None
+    assert bucket.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+    for mine, other in zip(native, plain, strict=True):
+        assert (mine is None and other is None) or torch.equal(mine, other)

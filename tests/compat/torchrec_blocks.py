@@ -264,7 +264,9 @@ def fused_parameters(s: Any) -> None:
     sharder = make(fused_params=fused)
     s.fused = sharder.shard(s.ebc, s.plan.plan[""], s.env, s.device)
     assert f"{s.sharded.fused_optimizer}"
-    assert {group["lr"] for group in s.fused.fused_optimizer.param_groups} == {0.02}
+    # The real 1.9 reads the rate back from a float32 tensor.
+    (rate,) = {group["lr"] for group in s.fused.fused_optimizer.param_groups}
+    assert abs(rate - 0.02) < 1e-8
     assert isinstance(s.fused.fused_optimizer, s.module("optim.keyed").KeyedOptimizer)
 
 

@@ -70,11 +70,11 @@ def test_routes_as_the_reference(device: torch.device, name: str) -> None:
     longest=st.integers(0, 30),
     rows=st.integers(0, 40),
     dtype=st.sampled_from([torch.int32, torch.int64]),
-    by_key=st.booleans(),
+    rule=st.sampled_from(["by_key", "spread", "uneven"]),
     seed=st.integers(0, 1 << 30),
 )
-def test_any_layout(bags: list[int], dtype: torch.dtype, **rest: Any) -> None:
-    case = Case(bags=tuple(bags), id_dtype=dtype, broken=True, **rest)
+def test_any_layout(bags: list[int], dtype: torch.dtype, rule: str, **rest: Any) -> None:
+    case = Case(bags=tuple(bags), id_dtype=dtype, broken=True, **{rule: True}, **rest)
     _check(make(case), torch.device("cpu"))
 
 
@@ -415,7 +415,7 @@ def test_wrong_routing_is_refused() -> None:
         (routing._replace(first_bags=_changed(first_bags, 1, 11)), "first_bags must ascend"),
         (routing._replace(first_bags=_changed(first_bags, 2, 11)), "must lie in"),
         (routing._replace(features=_changed(features, (0, 1), 99)), "feature 0 must name blocks"),
-        (routing._replace(features=_changed(features, (0, 3), 2)), "rule 0 or 1"),
+        (routing._replace(features=_changed(features, (0, 3), 3)), "rule 0, 1 or 2"),
         (routing._replace(blocks=_changed(blocks, (0, 0), 1)), "must begin at row 0"),
         (routing._replace(blocks=_changed(blocks, (1, 0), 51)), "ascend to at most 50"),
         (routing._replace(blocks=_changed(blocks, (0, 2), 99)), "block 0 must name copies"),

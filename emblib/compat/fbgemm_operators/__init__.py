@@ -1,4 +1,4 @@
-"""Operators of namespace `torch.ops.fbgemm` that TorchRec calls, made of PyTorch's.
+"""Operators of namespace `torch.ops.fbgemm` that TorchRec calls, made of PyTorch's and emblib's.
 
 `register()` registers them; `emblib.compat.fbgemm.install()` calls it. Importing registers nothing.
 """

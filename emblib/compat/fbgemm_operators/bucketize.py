@@ -2,12 +2,18 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from emblib.compat.fbgemm_operators.jagged import invert_permute, segment_positions
+from emblib.compat.fbgemm_operators.jagged import (
+    complete_cumsum,
+    invert_permute,
+    segment_positions,
+)
 from emblib.compat.fbgemm_operators.registry import operator
+from emblib.ops import route
 
 _OPTIONS = (
     "Tensor? batch_size_per_feature=None, SymInt max_B=-1, Tensor[]? block_bucketize_pos=None, "
@@ -28,6 +34,16 @@ def _segments(lengths: Tensor, total: int) -> Tensor:
     return bags.repeat_interleave(lengths, output_size=total)
 
 
+def _bags_and_features(
+    lengths: Tensor, indices: Tensor, block_sizes: Tensor, batch_sizes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return bag and feature of each lookup."""
+    bag = _segments(lengths, indices.numel())
+    if batch_sizes is None:
+        return bag, bag // max(lengths.numel() // max(block_sizes.numel(), 1), 1)
+    return bag, _segments(batch_sizes, lengths.numel())[bag]
+
+
 def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     """Return the stable order by bucket and bag, and the lengths `[buckets * bags]`."""
     slot = bucket * lengths.numel() + bag
@@ -39,6 +55,66 @@ def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[
 def _bag_positions(lengths: Tensor, like: Tensor) -> Tensor:
     lengths = lengths.to(like.dtype)
     return segment_positions(torch.zeros_like(lengths), lengths, like.numel())
+
+
+class _Bucketed(NamedTuple):
+    """Lookups by bucket: lengths, rows, the position of each in the input, and the buckets."""
+
+    lengths: Tensor
+    rows: Tensor
+    positions: Tensor
+    bucket: Tensor | None
+
+
+def _routing(
+    bags: int, block_sizes: Tensor, batch_sizes: Tensor | None, buckets: int
+) -> route.Routing:
+    """Return the units of `buckets` ranks, bucket by bucket, each with a block of every table."""
+    sizes = block_sizes.long()
+    features = sizes.numel()
+    feature = torch.arange(features, device=sizes.device)
+    bucket = torch.arange(buckets, device=sizes.device)
+    block = torch.arange(features * buckets, device=sizes.device)
+    if batch_sizes is None:
+        batch = bags // features
+        first_bags = torch.arange(features + 1, device=sizes.device) * batch
+    else:
+        first_bags = complete_cumsum(batch_sizes.long())
+    first_rows = (sizes.unsqueeze(1) * bucket).flatten()
+    first_bags_of_units = (bucket.unsqueeze(1) * bags + first_bags[:-1]).flatten()
+    return route.Routing(
+        first_bags=first_bags,
+        features=torch.stack(
+            [
+                feature * buckets,
+                torch.full_like(feature, buckets),
+                sizes * buckets,
+                torch.full_like(feature, route.RouteRule.BY_RANGE_ELSE_SPREAD.value),
+            ],
+            dim=1,
+        ),
+        blocks=torch.stack([first_rows, block, torch.ones_like(block)], dim=1),
+        copies=(bucket * features + feature.unsqueeze(1)).flatten(),
+        units=torch.cat([first_bags_of_units, sizes.new_full((1,), buckets * bags)]),
+    )
+
+
+def _bucketize_natively(
+    lengths: Tensor,
+    indices: Tensor,
+    block_sizes: Tensor,
+    batch_sizes: Tensor | None,
+    buckets: int,
+) -> _Bucketed:
+    """Distribute lookups with the kernels of `emblib.ops.route`, for buckets of one block."""
+    routing = _routing(lengths.numel(), block_sizes, batch_sizes, buckets)
+    offsets = complete_cumsum(lengths)
+    num_bags = buckets * lengths.numel()
+    counts = route.route_lengths(indices, offsets, *routing, num_bags=num_bags)
+    rows, positions, _ = route.route_ids(
+        indices, offsets, *routing, starts=complete_cumsum(counts), total=indices.numel()
+    )
+    return _Bucketed(counts.to(lengths.dtype), rows, positions, None)
 
 
 def _split_evenly(
@@ -103,27 +179,31 @@ def block_bucketize_sparse_features_inference(
         lengths `[my_size * F * B]`, rows within the bucket, weights, positions in the bag, where
         in the result each of `indices` is, and the bucket of each of `indices`.
     """
-    bag = _segments(lengths, indices.numel())
-    if batch_size_per_feature is None:
-        feature = bag // max(lengths.numel() // max(block_sizes.numel(), 1), 1)
+    is_simple = block_bucketize_pos is None and total_num_blocks is None
+    if is_simple and block_sizes.numel() and not return_bucket_mapping:
+        found = _bucketize_natively(lengths, indices, block_sizes, batch_size_per_feature, my_size)
     else:
-        feature = _segments(batch_size_per_feature, lengths.numel())[bag]
-    if block_bucketize_pos is None:
-        bucket, row = _split_evenly(indices, feature, block_sizes, total_num_blocks, my_size)
-    else:
-        bucket, row = _split_at(indices, feature, block_bucketize_pos, my_size)
+        bag, feature = _bags_and_features(lengths, indices, block_sizes, batch_size_per_feature)
+        if block_bucketize_pos is None:
+            bucket, row = _split_evenly(indices, feature, block_sizes, total_num_blocks, my_size)
+        else:
+            bucket, row = _split_at(indices, feature, block_bucketize_pos, my_size)
+        order, counts = _group(lengths, bag, bucket, my_size)
+        found = _Bucketed(counts, row[order], order, bucket.to(lengths.dtype))
+    rows = found.rows
     if keep_orig_idx_per_feature is not None:
-        row = torch.where(keep_orig_idx_per_feature.bool()[feature], indices, row)
+        _, feature = _bags_and_features(lengths, indices, block_sizes, batch_size_per_feature)
+        keep = keep_orig_idx_per_feature.bool()[feature]
+        rows = torch.where(keep[found.positions], indices[found.positions], rows)
     elif keep_orig_idx:
-        row = indices
-    order, counts = _group(lengths, bag, bucket, my_size)
+        rows = indices[found.positions]
     return (
-        counts,
-        row[order],
-        None if weights is None else weights[order],
-        _bag_positions(lengths, indices)[order] if bucketize_pos else None,
-        invert_permute(order).to(indices.dtype) if sequence else None,
-        bucket.to(lengths.dtype) if return_bucket_mapping else None,
+        found.lengths,
+        rows,
+        None if weights is None else weights[found.positions],
+        _bag_positions(lengths, indices)[found.positions] if bucketize_pos else None,
+        invert_permute(found.positions).to(indices.dtype) if sequence else None,
+        found.bucket if return_bucket_mapping else None,
     )
 
 

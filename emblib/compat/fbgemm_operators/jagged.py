@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from emblib.compat.fbgemm_operators.registry import operator
+from emblib.ops import route
 
 _Permuted = tuple[Tensor, Tensor, Tensor | None]
 
@@ -110,9 +111,10 @@ def permute_1d_sparse_data(
 ) -> _Permuted:
     """Return lengths, values and weights of the segments `permute`; they may repeat or lack."""
     permuted = lengths.index_select(0, permute)
-    starts = exclusive_cumsum(lengths.long()).index_select(0, permute)
-    index = segment_positions(starts, permuted, permuted_lengths_sum)
-    return permuted, *_select(values, weights, index)
+    total = int(permuted.sum()) if permuted_lengths_sum is None else permuted_lengths_sum
+    starts, order = complete_cumsum(lengths.long()), permute.long()
+    moved = None if weights is None else route.gather_segments(weights, starts, order, total)
+    return permuted, route.gather_segments(values, starts, order, total), moved
 
 
 @operator(

@@ -1,7 +1,8 @@
 """The operators of namespace `fbgemm`: a table of schemas and implementations, and registration.
 
-Every implementation is made of PyTorch operators and registered as `CompositeImplicitAutograd`: for
-all devices at once, with the gradients and the meta kernels of what it calls.
+Every implementation is made of operators of PyTorch and emblib and registered as
+`CompositeImplicitAutograd`: for all devices at once, with the gradients and the meta kernels of
+what it calls.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,254 @@
+"""FBGEMM's inference module over emblib's tables: against plain PyTorch and against FBGEMM."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib.compat import fbgemm as names
+from emblib.compat.fbgemm_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+from emblib.compat.fbgemm_operators import rowwise
+from tests.compat.peer import peer_module
+
+HOST = names.EmbeddingLocation.HOST
+FORMATS = {"INT8": 8, "INT4": 4, "FP16": 16, "FP32": 32}
+SIZES = [(7, 8), (5, 16), (9, 8)]
+FEATURES = [0, 1, 1, 2]
+BATCH = 3
+
+
+def specs(*formats: str, sizes: list[tuple[int, int]] | None = None) -> list[Any]:
+    kinds = [names.SparseType[name] for name in formats]
+    given = SIZES if sizes is None else sizes
+    return [
+        (f"t{n}", *size, kind, HOST)
+        for n, (size, kind) in enumerate(zip(given, kinds, strict=True))
+    ]
+
+
+def packed(rows: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+    """Return the bytes of rows, as TorchRec makes them: numbers, and scale and bias."""
+    if FORMATS[kind] > 8:
+        return rows.to(names.SparseType[kind].as_dtype()).view(torch.uint8), None
+    codes = rowwise.to_fused_nbit(rows, FORMATS[kind])
+    return codes[:, :-4], codes[:, -4:]
+
+
+def values(rows: Tensor, kind: str) -> Tensor:
+    """Return the values that rows have in a format."""
+    if FORMATS[kind] > 8:
+        return rows.to(names.SparseType[kind].as_dtype()).float()
+    return rowwise.fused_nbit_to_float(rowwise.to_fused_nbit(rows, FORMATS[kind]), FORMATS[kind])
+
+
+def batch(*, weighted: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 4, (len(FEATURES) * BATCH,), generator=generator)
+    ids = torch.randint(0, 5, (int(lengths.sum()),), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    weights = torch.rand(ids.numel(), generator=generator) if weighted else None
+    return ids, offsets, weights
+
+
+def tables(sizes: list[tuple[int, int]] = SIZES) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*size, generator=generator) for size in sizes]
+
+
+def plain(rows: list[Tensor], mode: str, *, weighted: bool) -> Tensor:
+    """Pool feature by feature with PyTorch."""
+    ids, offsets, weights = batch(weighted=weighted)
+    columns = []
+    for number, table in enumerate(FEATURES):
+        ends = offsets[number * BATCH : (number + 1) * BATCH + 1]
+        part = slice(int(ends[0]), int(ends[-1]))
+        found = rows[table][ids[part]]
+        if weights is not None:
+            found = found * weights[part].unsqueeze(1)
+        if mode == "NONE":
+            columns.append(found)
+            continue
+        bags = found.split(ends.diff().tolist())
+        sums = [bag.sum(0) / (max(len(bag), 1) if mode == "MEAN" else 1) for bag in bags]
+        columns.append(torch.stack(sums))
+    return torch.cat(columns, 0 if mode == "NONE" else 1)
+
+
+MIXES = [("INT8",) * 3, ("INT4",) * 3, ("FP16",) * 3, ("FP32",) * 3, ("INT4", "FP16", "INT8")]
+
+
+@pytest.mark.parametrize("formats", MIXES, ids="-".join)
+@pytest.mark.parametrize("mode", ["SUM", "MEAN", "NONE"])
+def test_lookups(formats: tuple[str, ...], mode: str) -> None:
+    sizes = [(rows, 8) for rows, _ in SIZES] if mode == "NONE" else SIZES
+    rows = tables(sizes)
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(
+        specs(*formats, sizes=sizes),
+        FEATURES,
+        pooling_mode=names.PoolingMode[mode],
+        device="cpu",
+        output_dtype=names.SparseType.FP32,
+    )
+    with pytest.raises(RuntimeError, match="initialize_weights"):
+        module(*batch()[:2])
+    module.assign_embedding_weights(
+        [packed(table, kind) for table, kind in zip(rows, formats, strict=True)]
+    )
+    expected = [values(table, kind) for table, kind in zip(rows, formats, strict=True)]
+    weighted = mode == "SUM"
+    found = module(*batch(weighted=weighted))
+    torch.testing.assert_close(found, plain(expected, mode, weighted=weighted))
+    assert not found.requires_grad
+    assert torch.equal(copy.deepcopy(module)(*batch(weighted=weighted)), found)
+
+
+def test_views_of_rows() -> None:
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(
+        specs("INT8", "INT4", "FP16"), device="cpu", row_alignment=1
+    )
+    module.initialize_weights()
+    whole = module.split_embedding_weights(split_scale_shifts=False)
+    assert [tuple(rows.shape) for rows, _ in whole] == [(7, 12), (5, 12), (9, 16)]
+    split = module.split_embedding_weights_with_scale_bias(2)
+    shapes = [[None if part is None else tuple(part.shape) for part in rows] for rows in split]
+    assert shapes == [[(7, 8), (7, 1), (7, 1)], [(5, 8), (5, 1), (5, 1)], [(9, 16), None, None]]
+    numbers, scale, bias = split[0]
+    assert scale is not None
+    assert bias is not None
+    numbers[2], scale[2], bias[2] = torch.arange(8), 0.5, 1.0
+    ids, offsets = torch.tensor([2, 0, 0]), torch.tensor([0, 1, 2, 3])
+    found = module(ids, offsets)
+    assert found.dtype == torch.float16
+    assert found[0, :8].tolist() == [1 + 0.5 * n for n in range(8)]
+    row = whole[0][0][2].clone()
+    module.embedding_inplace_update([0], [[4]], [row.unsqueeze(0)])
+    assert torch.equal(whole[0][0][4], row)
+    module.fill_random_weights()
+    assert int(whole[1][0][:, 4:].max()) > 0
+    assert int(whole[1][0][:, :4].max()) == 0
+    wrong = module.split_embedding_weights()
+    wrong[1] = (wrong[1][0][:, 1:], wrong[1][1])
+    with pytest.raises(ValueError, match=r"table 't1': expected \[5, 8\], got \[5, 7\]"):
+        module.assign_embedding_weights(wrong)
+
+
+def test_graphs() -> None:
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(specs("INT4", "INT4", "INT4"), device="cpu")
+    module.assign_embedding_weights([packed(table, "INT4") for table in tables()])
+    ids, offsets = torch.tensor([2, 0, 0, 4]), torch.tensor([0, 1, 3, 4])
+    expected = module(ids, offsets)
+
+    class Caller(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = [module]
+
+        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+            return self.tables[0].forward(indices=ids, offsets=offsets)
+
+    graph = torch.fx.symbolic_trace(Caller())
+    assert torch.equal(graph(ids, offsets), expected)
+    assert torch.equal(torch.jit.script(module)(ids, offsets), expected)
+    mixed = IntNBitTableBatchedEmbeddingBagsCodegen(specs("INT4", "FP16", "INT4"), device="cpu")
+    mixed.initialize_weights()
+    with pytest.raises(TypeError, match="all INT8 or all INT4"):
+        torch.jit.script(mixed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"index_remapping": [torch.arange(7)]}, NotImplementedError, "pruned"),
+        ({"reverse_qparam": True}, NotImplementedError, "begins with scale"),
+        ({"scale_bias_size_in_bytes": 8}, NotImplementedError, "two float16"),
+        ({"gather_uvm_cache_stats": True}, NotImplementedError, "no cache"),
+        ({"output_dtype": names.SparseType.INT8}, NotImplementedError, "output_dtype"),
+        ({"feature_table_map": [0, 0]}, ValueError, "feature_table_map"),
+        ({"pooling_mode": names.PoolingMode.NONE}, ValueError, "one dim"),
+    ],
+)
+def test_other_options_raise(arguments: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        IntNBitTableBatchedEmbeddingBagsCodegen(
+            specs("INT8", "INT8", "INT8"), **{"device": "cpu", **arguments}
+        )
+
+
+@pytest.mark.parametrize("name", ["INT2", "FP8", "BF16"])
+def test_other_formats_raise(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"rows of {name} are not supported"):
+        IntNBitTableBatchedEmbeddingBagsCodegen(specs("INT8", name, "INT8"), device="cpu")
+
+
+def test_other_locations_raise() -> None:
+    caching = names.EmbeddingLocation.MANAGED_CACHING
+    with pytest.raises(NotImplementedError, match="location"):
+        IntNBitTableBatchedEmbeddingBagsCodegen(
+            [("t", 4, 8, names.SparseType.INT8, caching)], device="meta"
+        )
+
+
+# Against FBGEMM
+
+
+def peer() -> Any:
+    return peer_module("fbgemm_gpu.split_table_batched_embeddings_ops_inference")
+
+
+def test_signatures_are_those_of_fbgemm() -> None:
+    theirs = peer().IntNBitTableBatchedEmbeddingBagsCodegen
+    mine = IntNBitTableBatchedEmbeddingBagsCodegen
+    for method, function in vars(mine).items():
+        if inspect.isfunction(function) and (method == "__init__" or not method.startswith("_")):
+            if method == "extra_repr":
+                continue
+            found = list(inspect.signature(function).parameters)
+            assert found == list(inspect.signature(getattr(theirs, method)).parameters), method
+
+
+@pytest.mark.parametrize("formats", MIXES, ids="-".join)
+@pytest.mark.parametrize("mode", ["SUM", "MEAN", "NONE"])
+@pytest.mark.parametrize("output", ["FP32", "FP16"])
+def test_lookups_of_fbgemm(formats: tuple[str, ...], mode: str, output: str) -> None:
+    """Rows and views have the bytes of FBGEMM's, and lookups its values."""
+    theirs = peer()
+    sizes = [(rows, 8) for rows, _ in SIZES] if mode == "NONE" else SIZES
+    weights = [packed(table, kind) for table, kind in zip(tables(sizes), formats, strict=True)]
+    made = []
+    for kinds, kind in (
+        (names, IntNBitTableBatchedEmbeddingBagsCodegen),
+        (theirs, theirs.IntNBitTableBatchedEmbeddingBagsCodegen),
+    ):
+        given = [
+            (name, *size, kinds.SparseType[fmt.name], kinds.EmbeddingLocation.HOST)
+            for name, *size, fmt, _ in specs(*formats, sizes=sizes)
+        ]
+        made.append(
+            kind(
+                given,
+                FEATURES,
+                pooling_mode=kinds.PoolingMode[mode],
+                device="cpu",
+                output_dtype=kinds.SparseType[output],
+                weight_lists=weights,
+            )
+        )
+    for split in (0, 1, 2):
+        for mine, other in zip(
+            *(module.split_embedding_weights_with_scale_bias(split) for module in made), strict=True
+        ):
+            for part, their_part in zip(mine, other, strict=True):
+                assert (part is None) == (their_part is None)
+                assert part is None or torch.equal(part, their_part)
+    given_batch = batch(weighted=mode == "SUM")
+    mine, other = (
+        module(*(None if x is None else x.clone() for x in given_batch)) for module in made
+    )
+    assert mine.dtype == other.dtype
+    tolerance = 1e-5 if output == "FP32" else 2e-3
+    torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
