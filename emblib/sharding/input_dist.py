@@ -26,8 +26,8 @@ from emblib.sharding.exchange import (
     exchange_numbers,
     start_all_to_alls,
 )
-from emblib.sharding.layout import Blocks, CollectionLayout
-from emblib.sharding.ranks import RankGroup
+from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
+from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
 # Entries of a header before the number of bags of each unit: ids for the receiving rank, how many
 # of them are for replicated tables, kind of batch, whether units differ in their number of bags.
@@ -208,6 +208,7 @@ class InputDist(nn.Module):
         columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
         self._mean_columns = sum(columns) / max(len(columns), 1)
         self._ends = [0, *accumulate(len(features) for features in self._features)]
+        self._whole_units = self._units_with_all_bags(layout)
         self._dims = [feature.dim for feature in layout.features]
         self.is_whole = all(blocks_ <= 1 for _, blocks_, _, _ in blocks.features)
         tables = {
@@ -227,6 +228,22 @@ class InputDist(nn.Module):
     units: Tensor
     own_order: Tensor
     own_weight_order: Tensor
+
+    def _units_with_all_bags(self, layout: CollectionLayout) -> list[int]:
+        """Return the numbers of the units that get every bag, also those without ids for them.
+
+        The gradients of replicated tables have a row for every bag, and a node sums the rows of
+        every bag.
+        """
+        sums = None
+        if self._is_pooled and sums_in_nodes(self._ranks):
+            sums = sum_in_nodes(layout, self._ranks.local_size)
+        numbers: list[int] = []
+        for rank, (first, end) in enumerate(self._spans()):
+            if sums is not None:
+                numbers += [first + i for own in sums.units[rank] for i in own]
+            numbers += range(end - len(self._replicated), end)
+        return numbers
 
     def _segment_order(self, before: int) -> list[int]:
         """Return the unit-major order of rank-major segments, after `before` others per rank."""
@@ -356,17 +373,19 @@ class InputDist(nn.Module):
 
         Of a feature with one id per bag, each of W blocks of rows has one bag in W.
         """
-        if lengths.numel() * self._mean_columns < _MIN_SAVED:
+        droppable = lengths
+        if self._whole_units:
+            others = sorted(set(range(len(unit_bags))).difference(self._whole_units))
+            droppable = lengths.view(len(unit_bags), -1)[others]
+        if droppable.numel() * self._mean_columns < _MIN_SAVED:
             return lengths, None, unit_bags
-        count = int(lengths.count_nonzero())
-        saved = (lengths.numel() - count) * self._mean_columns
-        if count > _MAX_SHARE_OF_BAGS * lengths.numel() or saved < _MIN_SAVED:
+        count = int(droppable.count_nonzero())
+        saved = (droppable.numel() - count) * self._mean_columns
+        if count > _MAX_SHARE_OF_BAGS * droppable.numel() or saved < _MIN_SAVED:
             return lengths, None, unit_bags
         has_ids = (lengths > 0).view(len(unit_bags), -1)
-        if self._replicated:
-            # The gradients of replicated tables have a row for every bag.
-            for _, end in self._spans():
-                has_ids[end - len(self._replicated) : end] = True
+        if self._whole_units:
+            has_ids[self._whole_units] = True
         rows = has_ids.cumsum(1, dtype=torch.int32).sub_(1).masked_fill_(~has_ids, -1)
         return lengths[has_ids.view(-1)], rows.view(-1), has_ids.sum(1).tolist()
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from emblib.ops import route
 from emblib.sharding.exchange import CommPrecision, Values
 from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout
+from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout, sum_in_nodes
+from emblib.sharding.node_sums import NodeSumDist, NodeSumStep
 from emblib.sharding.output_exchange import OutputStep
-from emblib.sharding.ranks import RankGroup
+from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
 
 class _CopyTables(NamedTuple):
@@ -29,7 +30,7 @@ class _CopyTables(NamedTuple):
         targets: `[spans, 7]`, where each span of columns goes in the output.
         sources: `[sources, 3]`, where the rows that are added up for a span begin.
         rows: see `OutgoingBatch.rows`.
-        received_sizes: elements received from each rank.
+        received_sizes: elements received from each rank, then from each node that sums rows.
         num_replicated: elements of the rows of replicated tables, which follow the received ones.
         num_outputs: elements of the output.
     """
@@ -48,7 +49,7 @@ class _Span(NamedTuple):
     feature: int
     column: int
     width: int
-    units: list[tuple[int, LookupUnit, int]]  # rank, unit, column in the message of the rank
+    units: list[tuple[int, LookupUnit, int]]  # source, unit, column in the message of the source
 
 
 class OutputDist(nn.Module):
@@ -71,13 +72,20 @@ class OutputDist(nn.Module):
         super().__init__()
         self._layout, self._ranks = layout, ranks
         self._comm_precision, self._scale = comm_precision, scale
-        self._layouts: list[RankLayout] = [*layout.ranks, layout.replicated]
+        sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
+        own = layout.ranks[ranks.rank]
+        self._node_sums = None if sums is None else NodeSumDist(own, sums, ranks)
+        # What rows are received of: ranks, then nodes that sum rows.
+        self._sources = layout.ranks if sums is None else (*sums.direct, *sums.nodes)
+        self._layouts: list[RankLayout] = [*self._sources, layout.replicated]
+        every = [(r, unit) for r, of in enumerate(layout.ranks) for unit in of.all_units]
+        self._numbers = {unit: number for number, unit in enumerate(every)}
         self._spans = [
             span
             for f in range(len(layout.features))
             for span in _spans_of(layout, self._layouts, f)
         ]
-        self._own_widths = [unit.columns for unit in layout.ranks[ranks.rank].units]
+        self._own_widths = [unit.columns for unit in self._sources[ranks.rank].units]
         self._replicated_widths = [unit.columns for unit in layout.replicated.units]
         self._divides = any(feature.is_mean for feature in layout.features)
         order = [unit.feature for unit in layout.ranks[0].units]
@@ -124,16 +132,26 @@ class OutputDist(nn.Module):
         replica_sizes = (
             self._elements(self._replicated_widths, replica_bags) if replica_bags else []
         )
+        tables, bags, node_sums = self._tables(received), received.bags, None
+        if self._node_sums is not None:
+            node_sums = self._node_sums.step(
+                bags,
+                tables.received_sizes[self._ranks.size :],
+                self._comm_precision,
+                by_unit=received.by_unit,
+            )
+            bags = self._node_sums.direct_bags(bags)
         return _PooledStep(
             local,
             replica_rows,
             gradient_sink,
             replica_sizes,
             _PooledRoute(
-                tables=self._tables(received),
+                tables=tables,
                 lengths=received.inputs.lengths if self._divides else None,
-                sent=self._elements(self._own_widths, received.bags),
+                sent=self._elements(self._own_widths, bags),
                 shape=self._shape(received),
+                node_sums=node_sums,
             ),
             is_small=received.merges_rows,
             comm_precision=self._comm_precision,
@@ -188,7 +206,7 @@ class OutputDist(nn.Module):
             torch.add(self.constant_targets, self.by_bag_targets, alpha=batch),
             torch.add(self.constant_sources, self.by_bag_sources, alpha=batch),
             None,
-            [batch * rank_layout.columns for rank_layout in self._layout.ranks],
+            [batch * source.columns for source in self._sources],
             batch * self._layout.replicated.columns,
             batch * self._layout.columns,
         )
@@ -196,7 +214,7 @@ class OutputDist(nn.Module):
     def _equal_batch_tables(self) -> tuple[Any, Any]:
         """Return the tables for B bags of every feature: a constant term and a factor of B.
 
-        The messages `[B, columns of the rank]` of all ranks follow one another in rank order.
+        The messages `[B, columns of the source]` of all sources follow one another.
         """
         before = [0, *accumulate(rank_layout.columns for rank_layout in self._layouts)]
         targets: list[tuple[int, ...]] = []
@@ -224,7 +242,7 @@ class OutputDist(nn.Module):
         first_bag = [0, *accumulate(bags)]
         first_element = [0, *accumulate(n * f.dim for n, f in zip(bags, features, strict=True))]
         # The rows of replicated tables lie side by side, unless features differ in batch size.
-        replicated_index = -1 if inputs.is_variable else len(self._layout.ranks)
+        replicated_index = -1 if inputs.is_variable else len(self._sources)
         targets: list[tuple[int, ...]] = []
         sources: list[tuple[int, int, int]] = []
         for span in self._spans:
@@ -261,21 +279,22 @@ class OutputDist(nn.Module):
     def _starts_by_unit(
         self, received: IncomingBatch
     ) -> tuple[dict[tuple[int, LookupUnit], tuple[int, int]], list[int]]:
-        """Return where the rows of each unit begin, with its number; and elements by rank."""
+        """Return where the rows of each unit begin, with its number; and elements by source."""
         inputs, sent = received.inputs, received.sent
         starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
-        position = number = 0
+        position = 0
         received_sizes = []
-        for rank, rank_layout in enumerate(self._layout.ranks):
+        for source, source_layout in enumerate(self._sources):
             before = position
-            for i, unit in enumerate(rank_layout.units):
-                starts[rank, unit] = position, number + i
-                count = sent.unit_bags[number + i] if sent else inputs.bags[unit.feature]
+            for unit in source_layout.units:
+                number = self._numbers.get((source, unit), -1)
+                starts[source, unit] = position, number
+                is_sent = sent is not None and number >= 0
+                count = sent.unit_bags[number] if is_sent else inputs.bags[unit.feature]
                 position += count * unit.columns
-            number += len(rank_layout.all_units)
             received_sizes.append(position - before)
         for unit in self._layout.replicated.units:
-            starts[len(self._layout.ranks), unit] = position, -1
+            starts[len(self._sources), unit] = position, -1
             position += inputs.bags[unit.feature] * unit.columns
         return starts, received_sizes
 
@@ -287,6 +306,7 @@ class _PooledRoute(NamedTuple):
     lengths: Tensor | None
     sent: list[int]
     shape: tuple[int, ...]
+    node_sums: NodeSumStep | None
 
 
 class _PooledStep(OutputStep):
@@ -305,14 +325,16 @@ class _PooledStep(OutputStep):
         scale: float,
     ) -> None:
         super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
-        self._tables, self._lengths, self._sent, self._shape = pooled_route
+        self._tables, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
+        self._received = self._tables.received_sizes[: len(self._sent)]
         self._comm_precision, self._scale = comm_precision, scale
 
     def rows(self) -> Values:
         assert self.local is not None
         flat = self.local.detach().reshape(-1)
-        received_sizes = self._tables.received_sizes
-        return Values(flat, self._sent, received_sizes, self._comm_precision.forward)
+        if self.node_sums is not None:
+            flat = self.node_sums.pack(flat)
+        return Values(flat, self._sent, self._received, self._comm_precision.forward)
 
     def assemble(self, received: Tensor, replica_rows: Tensor | None) -> Tensor:
         tables = self._tables
@@ -334,8 +356,12 @@ class _PooledStep(OutputStep):
         return self._gradients(none).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:
-        codec = self._comm_precision.backward
-        return Values(flat, self._tables.received_sizes, self._sent, codec)
+        return Values(flat, self._received, self._sent, self._comm_precision.backward)
+
+    def local_gradient(self, received: Tensor) -> Tensor:
+        if self.node_sums is not None:
+            received = self.node_sums.unpack(received)
+        return super().local_gradient(received)
 
     def backward(self, grad: Tensor) -> tuple[Values, Tensor | None]:
         tables = self._tables
@@ -352,7 +378,10 @@ class _PooledStep(OutputStep):
         )
         if self.sink_shape is None and tables.num_replicated and self._scale != 1.0:
             flat[total:] /= self._scale  # DistributedDataParallel averages these
-        return self._gradients(flat[:total]), flat[total:]
+        num_direct = sum(self._received)
+        if self.node_sums is not None:
+            self.node_sums.take_gradients(flat[num_direct:total])
+        return self._gradients(flat[:num_direct]), flat[total:]
 
 
 def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: int) -> list[_Span]:
