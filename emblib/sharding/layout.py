@@ -116,8 +116,8 @@ def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
         span = min(first for first, _ in rows), max(end for _, end in rows)
         sums[node].append(LookupUnit(feature, Shard(-1, span, columns), -1))
         for rank in ranks:
-            own = [i for r, i in members if r == rank]
-            units[rank].append(tuple(sorted(own, key=lambda i, r=rank: shards[r, i].rows)))
+            own = sorted((shards[r, i].rows, i) for r, i in members if r == rank)
+            units[rank].append(tuple(i for _, i in own))
     if not any(sums):
         return None
     direct = []

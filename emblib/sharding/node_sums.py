@@ -88,7 +88,7 @@ class NodeSumDist:
         self._single = [i for i in range(len(own.units)) if i not in in_sums]
         self._known: tuple[tuple[list[list[int]], bool], _Packing] | None = None
 
-    def direct_bags(self, bags: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    def direct_bags(self, bags: list[list[int]]) -> list[list[int]]:
         """Return the bags of the units whose rows go to single ranks."""
         return [bags[i] for i in self._single]
 

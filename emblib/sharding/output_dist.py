@@ -289,8 +289,9 @@ class OutputDist(nn.Module):
             for unit in source_layout.units:
                 number = self._numbers.get((source, unit), -1)
                 starts[source, unit] = position, number
-                is_sent = sent is not None and number >= 0
-                count = sent.unit_bags[number] if is_sent else inputs.bags[unit.feature]
+                count = inputs.bags[unit.feature]
+                if sent is not None and number >= 0:
+                    count = sent.unit_bags[number]
                 position += count * unit.columns
             received_sizes.append(position - before)
         for unit in self._layout.replicated.units:
