@@ -104,25 +104,42 @@ class CostModel:
         world, local = topology.world_size, topology.local_world_size
         costs = self._costs
         # Of bytes that come from all ranks alike, those of the others pass a link or the network.
-        self._s_per_byte = (
-            (local - 1) / costs.link_bytes_per_s + (world - local) / costs.network_bytes_per_s
-        ) / world
+        link = (local - 1) / costs.link_bytes_per_s
+        network = (world - local) / costs.network_bytes_per_s
+        self._s_per_byte = (link + network) / world
+        # The same for rows that the ranks of a node sum first: within it, and between nodes.
+        self._s_per_summed = link / local, network / world / local
 
     # Parts
 
-    def part(self, work: TableWorkload, part: TableSlice, share: float) -> Load:
-        """Return the cost of a shard that gets the given share of the table's ids."""
-        world = self.topology.world_size
+    def part(
+        self, work: TableWorkload, part: TableSlice, share: float, *, is_summed: bool = False
+    ) -> Load:
+        """Return the cost of a shard that gets the given share of the table's ids.
+
+        `is_summed` is whether its node sums its rows with those of other shards.
+        """
+        world, local = self.topology.world_size, self.topology.local_world_size
         ids = work.batch * world * work.ids * share
-        bags = work.batch * world * work.num_features * _filled(work, share)
+        filled = 1.0 if is_summed else _filled(work, share)
+        bags = work.batch * world * work.num_features * filled
         rows_out = bags if work.config.pooled else ids
         floats = rows_out * part.dim
         sent = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
+        output = floats * (self.wire.forward + self.wire.backward) * self._s_per_byte
+        if is_summed:
+            # Within the node float32, and each row is copied twice there: for sending, and summed.
+            within, between = self._s_per_summed
+            copied = 4 * 2 * _FLOAT * self._costs.arrange_ns * _NS
+            output = floats * (
+                2 * _FLOAT * within + (self.wire.forward + self.wire.backward) * between + copied
+            )
+        uneven = bags * self._costs.uneven_ns * _NS / 2 if filled < 1.0 else 0.0
         seconds = (
             sent * self._s_per_byte,
-            self._lookup(work, part, ids, rows_out),
-            floats * (self.wire.forward + self.wire.backward) * self._s_per_byte,
-            self._update(work, part, ids, rows_out),
+            self._lookup(work, part, ids, rows_out) + uneven,
+            output,
+            self._update(work, part, ids, rows_out) + uneven * part.storage.is_trained,
         )
         # Ids and lengths of each batch under way, and rows on their way out or gradients back.
         # Single rows are put in order before they are sent, and their gradients afterwards.
@@ -130,25 +147,34 @@ class CostModel:
         io = self._moved * sent + rows
         grouping = _GROUPING * ids * part.storage.is_trained
         updating = io + (grouping if work.config.pooled else max(grouping, rows))
+        if is_summed:
+            # Rows in the order of sending, then those to sum; and gradients of all sums at once.
+            io += 2 * rows + rows / local
+            updating = max(updating, self._moved * sent + 2 * rows + rows / local)
         table = part.storage.nbytes(part, work.optimizer, self.device)
         return Load(_exact(seconds), _need(table, io, updating))
 
-    def everywhere(self, work: TableWorkload, shards: Iterable[tuple[int, float]]) -> Everywhere:
+    def everywhere(
+        self, work: TableWorkload, shards: Iterable[tuple[int, float, bool]]
+    ) -> Everywhere:
         """Return the cost of a sharded table for every rank: what it sends and combines.
 
-        `shards` are the columns and id share of each shard.
+        `shards` are the columns and id share of each shard, and whether its node sums its rows.
         """
         bags, ids = work.batch * work.num_features, work.batch * work.ids
         sent = sent_ids = pieces = numbers = 0.0
-        for columns, share in shards:
+        for columns, share, is_summed in shards:
             sent_ids += ids * share
-            filled = bags * _filled(work, share)
+            filled = bags * (1.0 if is_summed else _filled(work, share))
             numbers += _NUMBER * bags * (filled < bags)
             sent += ids * share * (_ID + (_FLOAT if work.is_weighted else 0)) + filled * _ID
-            pieces += (filled if work.config.pooled else ids * share) * columns
+            received = filled / self.topology.local_world_size if is_summed else filled
+            pieces += (received if work.config.pooled else ids * share) * columns
         out = (bags if work.config.pooled else ids) * work.config.embedding_dim
         arrange = (
-            sent / _ID * self._costs.route_ns + 2 * (pieces + out) * _FLOAT * self._costs.arrange_ns
+            sent / _ID * self._costs.route_ns
+            + numbers / _NUMBER * self._costs.pack_ns
+            + 2 * (pieces + out) * _FLOAT * self._costs.arrange_ns
         )
         # The caller's batch, the output and its gradient; then what is sent, and the pieces
         # that are put together.
@@ -276,6 +302,12 @@ class CostModel:
         each = costs.exchange_s + (world - 2) * costs.message_s
         # Sizes, ids, rows and gradients; weights and their gradients go by themselves.
         return (6 if weighted else 4) * each
+
+    def sums_s(self) -> float:
+        """Return the same of the all-to-alls in which nodes sum rows, and return gradients."""
+        costs, topology = self._costs, self.topology
+        sizes = topology.local_world_size, topology.num_nodes
+        return sum(2 * (costs.exchange_s + (size - 2) * costs.message_s) for size in sizes)
 
 
 # Seconds are multiples of 2^-44 (0.06 ps) and bytes whole, so that sums of them are exact, in any

@@ -189,7 +189,7 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> PlacedOptio
 
     # What every rank holds for a table in so many pieces, before any row: a row of each piece for
     # every bag at most.
-    equal = problem.model.everywhere(work, [(shape.columns, 1.0 / world)] * world)
+    equal = problem.model.everywhere(work, [(shape.columns, 1.0 / world, False)] * world)
     pieces = world * work.batch * max(work.num_features, work.ids) * (shape.columns + 4) * 4
     common = equal.nbytes.device + equal.positions + pieces
     first, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
