@@ -5,8 +5,8 @@
 The ranks, of one thread each, measure the constants of the planner's cost model, and then run steps
 under several plans in turn. Predicted / measured is printed per workload and plan, with the phases
 of the prediction. Measured is the fastest of all rounds, on the slower rank: constants are minimums
-too, so that other programs on the machine matter least. With `--realtime` the steps, for a few
-seconds per workload, run before all other programs, where the system allows that.
+too, so that other programs on the machine matter least. With `--realtime` messages and
+steps are measured before all other programs, for some seconds, where the system allows that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from emblib import EmbeddingBagCollection, EmbeddingBagConfig, optim
 from emblib.sharding import RankGroup, ShardingPlan, World
 from emblib.sharding.plan import construct_plan
 from emblib.sharding.planner import Calibration, Planner, TableConstraints, Topology
-from emblib.sharding.planner.measure import calibrate
+from emblib.sharding.planner.measure import Sizes, calibrate
 from emblib.sharding.planner.simulate import compare
 from emblib.sharding.sharding_types import (
     TableShape,
@@ -34,6 +34,10 @@ from emblib.sharding.sharding_types import (
     row_wise,
     table_wise,
 )
+
+
+# Constants that ranks measure together; processor time has the others.
+_WAITING = ("exchange_s", "message_s", "copies_s", "blocks_s", "step_s", "link_bytes_per_s")
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,11 @@ def _rank(rank: int, size: int, port: int, arguments: argparse.Namespace) -> Non
         constants = Calibration.load(path)
     else:
         constants = calibrate(ranks)
+        if arguments.realtime:
+            _schedule(os.SCHED_RR, 1)
+            links = calibrate(ranks, Sizes(1 << 20, 5))
+            _schedule(os.SCHED_OTHER, 0)
+            constants = replace(constants, **{name: getattr(links, name) for name in _WAITING})
         if path is not None and rank == 0:
             constants.save(path)
     if rank == 0:

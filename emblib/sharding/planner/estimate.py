@@ -51,13 +51,16 @@ class Everywhere(NamedTuple):
     """The cost of a table for every rank: seconds by phase, `arrange` in addition, and bytes.
 
     `positions` are the bytes that ranks keep for the original positions of ids, once any table is
-    cut by rows.
+    cut by rows. `packs` is whether bags without ids are not sent; `uneven` are the seconds that
+    this table costs in addition where another one packs, since lookups differ in their bags then.
     """
 
     seconds: Seconds
     arrange: float
     nbytes: MemoryNeed
     positions: float = 0.0
+    packs: bool = False
+    uneven: float = 0.0
 
 
 NOTHING = Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(0, 0))
@@ -162,11 +165,12 @@ class CostModel:
         `shards` are the columns and id share of each shard, and whether its node sums its rows.
         """
         bags, ids = work.batch * work.num_features, work.batch * work.ids
-        sent = sent_ids = pieces = numbers = 0.0
+        sent = sent_ids = pieces = numbers = looked_up = 0.0
         for columns, share, is_summed in shards:
             sent_ids += ids * share
             filled = bags * (1.0 if is_summed else _filled(work, share))
             numbers += _NUMBER * bags * (filled < bags)
+            looked_up += filled
             sent += ids * share * (_ID + (_FLOAT if work.is_weighted else 0)) + filled * _ID
             received = filled / self.topology.local_world_size if is_summed else filled
             pieces += (received if work.config.pooled else ids * share) * columns
@@ -185,8 +189,14 @@ class CostModel:
         combining = given + (self.batches - 1) * sent + pieces_nbytes + ordered + numbers
         positions = 0.0 if work.config.pooled else self._moved * sent_ids * _ID
         arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
+        uneven = 0.0 if numbers or not work.config.pooled else looked_up * self._costs.uneven_ns
         return Everywhere(
-            NOTHING.seconds, arrange, _need(MemoryBytes(0), combining, given + ordered), positions
+            NOTHING.seconds,
+            arrange,
+            _need(MemoryBytes(0), combining, given + ordered),
+            positions,
+            packs=numbers > 0,
+            uneven=_on_grid(uneven * _NS),
         )
 
     @property
@@ -209,6 +219,10 @@ class CostModel:
         given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
         combining = given + (_FLOAT * floats if work.config.pooled else 0.0)
         updating = given + _GROUPING * ids
+        arrange = 0.0
+        if world > 1:
+            # Rows are appended to the received ones and put into the output, gradients taken out.
+            arrange = 6 * _FLOAT * floats * self._costs.arrange_ns * _NS
         if not part.storage.is_trained:
             seconds = 0.0, lookup, 0.0, 0.0
         elif not is_fused(work.optimizer):
@@ -226,13 +240,16 @@ class CostModel:
                 values = _FLOAT * floats * world
             back = floats * world * self.wire.backward
             seconds = sent * self._s_per_byte, lookup, back * self._s_per_byte, update
+            arrange += sent / _ID * self._costs.route_ns * _NS if world > 1 else 0.0
             # Gradients of this rank and of all; those of single rows are first made one tensor of
             # all features, and put in order when they have come.
             everyone = self.batches * sent + _FLOAT * floats * world
             combining += everyone * self._copies_of(work)
             combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
             updating = given + everyone + values + _GROUPING * ids * world
-        return Everywhere(_exact(seconds), 0.0, _need(table, combining, updating))
+        return Everywhere(
+            _exact(seconds), _on_grid(arrange), _need(table, combining, updating)
+        )
 
     # Lookups and updates
 

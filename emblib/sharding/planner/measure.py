@@ -47,6 +47,7 @@ _BAGS = 4096
 _FEW, _MANY = 1, 13  # ids of a bag: what more of them take is the cost of an id
 _SMALL = 1 << 19  # bytes of a table that is in cache
 _VARIANTS = 6  # batches that take turns, so that one does not find its own rows in cache
+_COLD = 3  # large buffers that take turns, so that caches hold none of them
 _TABLES = 64
 
 
@@ -290,17 +291,20 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
         starts = running_sums(lengths)
         route.route_ids(ids, offsets, *routing, starts=starts, total=bags)
 
-    source = torch.randn(bags * width, device=device)
-    targets = torch.tensor([[0, width, bags, width, 0, 1, -1]], device=device)
+    # As many rows as large batches have: into new memory, and from memory that no cache holds.
+    lines = 2 * bags
+    sources = [torch.randn(lines * width, device=device) for _ in range(_COLD)]
+    source = cycle(sources)
+    targets = torch.tensor([[0, width, lines, width, 0, 1, -1]], device=device)
     pieces = torch.tensor([[0, width, -1]], device=device)
 
     def arrange() -> None:
-        route.combine(source, targets, pieces, None, source.numel(), torch.float32)
+        route.combine(next(source), targets, pieces, None, lines * width, torch.float32)
 
     # `arrange_ns` is for bytes read and bytes written, `route_ns` for an id that arrives.
     return (
         timed(send, device, rounds) / bags * 1e9,
-        timed(arrange, device, rounds) / (2 * source.nbytes) * 1e9,
+        timed(arrange, device, rounds) / (2 * sources[0].nbytes) * 1e9,
     )
 
 
@@ -465,12 +469,16 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
 
 
 def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
-    """Measure an all-to-all of `count` floats with each of `peers`, by all ranks at once."""
-    sizes = [count if r in peers else 0 for r in range(ranks.size)]
-    sent = torch.ones(sum(sizes), device=ranks.device)
+    """Measure an all-to-all of `count` floats with each of `peers`, by all ranks at once.
+
+    A rank sends as much to itself, as it does in a step.
+    """
+    sizes = [count if r in peers or r == ranks.rank else 0 for r in range(ranks.size)]
+    large = count > 1
+    sent = cycle(torch.ones(sum(sizes), device=ranks.device) for _ in range(_COLD if large else 1))
 
     def once() -> None:
         # Into new memory, as in a step.
-        start_all_to_all(sent, sizes, sizes, ranks).wait()
+        start_all_to_all(next(sent), sizes, sizes, ranks).wait()
 
-    return _fastest(ranks, once, 1 if count > 1 else 4, (2 if count > 1 else 5) * rounds)
+    return _fastest(ranks, once, 1 if large else 4, (2 if large else 5) * rounds)
