@@ -151,6 +151,11 @@ def test_a_step_in_other_worlds(world: int, way: str) -> None:
     _check_step(world, way, 5.0, 32, pooled=True)
 
 
+def test_a_step_whose_rows_nodes_sum() -> None:
+    for real, predicted in worlds.run(4, step_bytes, "table_row_wise", 5.0, 32, "pooled", 2):
+        assert real <= predicted * (1 + TOLERANCE) <= 1.3 * real
+
+
 @pytest.mark.parametrize("way", ["table_wise", "row_wise", "data_parallel"])
 def test_a_step_of_sequences(way: str) -> None:
     _check_step(2, way, 4.0, 16, pooled=False)
