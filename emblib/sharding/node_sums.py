@@ -54,7 +54,7 @@ class _Packing(NamedTuple):
         num_direct: elements for single ranks.
         local_sizes: elements that each rank of this node sums.
         sent: elements of the sums of this rank that go to each node.
-        row: elements of the rows in which sums are computed.
+        row: elements of the rows in which sums are computed; 0 where the node sums none.
     """
 
     targets: Tensor
@@ -110,17 +110,16 @@ class NodeSumDist:
         """
         known = [list(of_unit) for of_unit in bags[: len(self._own.units)]], by_unit
         if self._known is None or self._known[0] != known:
-            self._known = known, self._packing(*known)
+            self._known = known, self._packing(known[0], by_unit=by_unit)
         return NodeSumStep(
             self._known[1],
             self.groups,
             received,
             comm_precision,
-            has_sums=bool(self.summed.units),
             has_direct=self.exchanges_rows,
         )
 
-    def _packing(self, bags: list[list[int]], by_unit: bool) -> _Packing:
+    def _packing(self, bags: list[list[int]], *, by_unit: bool) -> _Packing:
         world, local_size = self._ranks.size, self._ranks.local_size
         units = self._own.units
         widths = [unit.columns for unit in units]
@@ -195,10 +194,9 @@ class NodeSumStep:
         received: list[int],
         comm_precision: CommPrecision,
         *,
-        has_sums: bool,
         has_direct: bool,
     ) -> None:
-        self.groups, self.has_sums, self.has_direct = groups, has_sums, has_direct
+        self.groups, self.has_sums, self.has_direct = groups, packing.row > 0, has_direct
         self.local_sizes = packing.local_sizes
         self._packing, self._received, self._comm_precision = packing, received, comm_precision
         self._rows: Tensor | None = None
@@ -226,7 +224,7 @@ class NodeSumStep:
     def sums(self, received: Tensor) -> Values:
         """Add up the rows of the ranks of this node, in their order; return the sums to send."""
         world = self.groups.local.size
-        size, row = self.local_sizes[self.groups.local.rank], max(self._packing.row, 1)
+        size, row = self.local_sizes[self.groups.local.rank], self._packing.row
         total = received
         if size:
             targets = torch.tensor([[0, row, size // row, row, 0, world, -1]])

@@ -52,6 +52,35 @@ class _Span(NamedTuple):
     units: list[tuple[int, LookupUnit, int]]  # source, unit, column in the message of the source
 
 
+class _Sources:
+    """What rows are received of: all ranks; or ranks, then nodes that sum rows.
+
+    Attributes:
+        layouts: the layout of each.
+        all_layouts: these, then that of the replicated tables.
+        spans: how they make up the columns of the output.
+        columns: where the columns of each unit begin in the rows of its source.
+    """
+
+    def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
+        self.layouts = layouts
+        self.all_layouts: list[RankLayout] = [*layouts, layout.replicated]
+        self.spans = [
+            span
+            for f in range(len(layout.features))
+            for span in _spans_of(layout, self.all_layouts, f)
+        ]
+        self.columns = {
+            (source, unit): column
+            for source, source_layout in enumerate(self.all_layouts)
+            for unit, column in zip(
+                source_layout.units,
+                accumulate((u.columns for u in source_layout.units), initial=0),
+                strict=False,
+            )
+        }
+
+
 class OutputDist(nn.Module):
     """Returns pooled rows to the ranks that own the bags.
 
@@ -75,30 +104,15 @@ class OutputDist(nn.Module):
         sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
         own = layout.ranks[ranks.rank]
         self._node_sums = None if sums is None else NodeSumDist(own, sums, ranks)
-        # What rows are received of: ranks, then nodes that sum rows.
-        self._sources = layout.ranks if sums is None else (*sums.direct, *sums.nodes)
-        self._layouts: list[RankLayout] = [*self._sources, layout.replicated]
+        self._flat_sources = self._sources = _Sources(layout, layout.ranks)
+        if sums is not None:
+            self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
         every = [(r, unit) for r, of in enumerate(layout.ranks) for unit in of.all_units]
         self._numbers = {unit: number for number, unit in enumerate(every)}
-        self._spans = [
-            span
-            for f in range(len(layout.features))
-            for span in _spans_of(layout, self._layouts, f)
-        ]
-        self._own_widths = [unit.columns for unit in self._sources[ranks.rank].units]
         self._replicated_widths = [unit.columns for unit in layout.replicated.units]
         self._divides = any(feature.is_mean for feature in layout.features)
         order = [unit.feature for unit in layout.ranks[0].units]
         self._in_order = not self._divides and order == list(range(len(layout.features)))
-        self._columns = {
-            (rank, unit): column
-            for rank, rank_layout in enumerate(self._layouts)
-            for unit, column in zip(
-                rank_layout.units,
-                accumulate((u.columns for u in rank_layout.units), initial=0),
-                strict=False,
-            )
-        }
         constant, by_bag = self._equal_batch_tables()
         for name, rows in (("constant", constant), ("by_bag", by_bag)):
             for kind, width, table in zip(("targets", "sources"), (7, 3), rows, strict=True):
@@ -133,7 +147,7 @@ class OutputDist(nn.Module):
             self._elements(self._replicated_widths, replica_bags) if replica_bags else []
         )
         tables, bags, node_sums = self._tables(received), received.bags, None
-        if self._node_sums is not None:
+        if self._node_sums is not None and not received.skips_sums:
             node_sums = self._node_sums.step(
                 bags,
                 tables.received_sizes[self._ranks.size :],
@@ -141,6 +155,7 @@ class OutputDist(nn.Module):
                 by_unit=received.by_unit,
             )
             bags = self._node_sums.direct_bags(bags)
+        own = self._sources_of(received).layouts[self._ranks.rank]
         return _PooledStep(
             local,
             replica_rows,
@@ -149,7 +164,7 @@ class OutputDist(nn.Module):
             _PooledRoute(
                 tables=tables,
                 lengths=received.inputs.lengths if self._divides else None,
-                sent=self._elements(self._own_widths, bags),
+                sent=self._elements([unit.columns for unit in own.units], bags),
                 shape=self._shape(received),
                 node_sums=node_sums,
             ),
@@ -197,6 +212,9 @@ class OutputDist(nn.Module):
 
     # Arguments of route.combine
 
+    def _sources_of(self, received: IncomingBatch) -> _Sources:
+        return self._flat_sources if received.skips_sums else self._sources
+
     def _tables(self, received: IncomingBatch) -> _CopyTables:
         inputs = received.inputs
         if received.by_unit:
@@ -206,7 +224,7 @@ class OutputDist(nn.Module):
             torch.add(self.constant_targets, self.by_bag_targets, alpha=batch),
             torch.add(self.constant_sources, self.by_bag_sources, alpha=batch),
             None,
-            [batch * source.columns for source in self._sources],
+            [batch * source.columns for source in self._sources.layouts],
             batch * self._layout.replicated.columns,
             batch * self._layout.columns,
         )
@@ -216,15 +234,16 @@ class OutputDist(nn.Module):
 
         The messages `[B, columns of the source]` of all sources follow one another.
         """
-        before = [0, *accumulate(rank_layout.columns for rank_layout in self._layouts)]
+        layouts = self._sources.all_layouts
+        before = [0, *accumulate(source.columns for source in layouts)]
         targets: list[tuple[int, ...]] = []
         targets_by_bag: list[tuple[int, ...]] = []
         sources: list[tuple[int, int, int]] = []
         sources_by_bag: list[tuple[int, int, int]] = []
-        for span in self._spans:
+        for span in self._sources.spans:
             first = len(sources)
             for rank, _, column in span.units:
-                sources.append((column, self._layouts[rank].columns, -1))
+                sources.append((column, layouts[rank].columns, -1))
                 sources_by_bag.append((before[rank], 0, 0))
             is_mean = self._layout.features[span.feature].is_mean
             ends = first, len(sources)
@@ -242,15 +261,16 @@ class OutputDist(nn.Module):
         first_bag = [0, *accumulate(bags)]
         first_element = [0, *accumulate(n * f.dim for n, f in zip(bags, features, strict=True))]
         # The rows of replicated tables lie side by side, unless features differ in batch size.
-        replicated_index = -1 if inputs.is_variable else len(self._sources)
+        sources_of = self._sources_of(received)
+        replicated_index = -1 if inputs.is_variable else len(sources_of.layouts)
         targets: list[tuple[int, ...]] = []
         sources: list[tuple[int, int, int]] = []
-        for span in self._spans:
+        for span in sources_of.spans:
             feature, count = features[span.feature], bags[span.feature]
             first = len(sources)
             for rank, unit, column in span.units:
                 offset, number = starts[rank, unit]
-                within = column - self._columns[rank, unit]
+                within = column - sources_of.columns[rank, unit]
                 if rank == replicated_index:
                     width = self._layout.replicated.columns
                     sources.append((sum(received_sizes) + column, width, -1))
@@ -284,7 +304,8 @@ class OutputDist(nn.Module):
         starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
         position = 0
         received_sizes = []
-        for source, source_layout in enumerate(self._sources):
+        layouts = self._sources_of(received).layouts
+        for source, source_layout in enumerate(layouts):
             before = position
             for unit in source_layout.units:
                 number = self._numbers.get((source, unit), -1)
@@ -295,7 +316,7 @@ class OutputDist(nn.Module):
                 position += count * unit.columns
             received_sizes.append(position - before)
         for unit in self._layout.replicated.units:
-            starts[len(self._sources), unit] = position, -1
+            starts[len(layouts), unit] = position, -1
             position += inputs.bags[unit.feature] * unit.columns
         return starts, received_sizes
 

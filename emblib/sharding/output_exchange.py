@@ -109,9 +109,7 @@ class OutputExchange:
         self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged
         sums = [step.node_sums for step in steps]
         rows = self._start([step.rows() for step in steps], sums, Content.ROWS)
-        self._rows: list[Awaitable[Tensor] | None] = [
-            *start_sums(sums, rows, is_merged=is_merged)
-        ]
+        self._rows: list[Awaitable[Tensor] | None] = [*start_sums(sums, rows, is_merged=is_merged)]
         self._headers: Headers | None = None
         self._announced: set[int] = set()
         self._ready: dict[int, tuple[Values, Tensor | None]] = {}

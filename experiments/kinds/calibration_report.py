@@ -42,10 +42,10 @@ LINKS = {
 }
 BETWEEN = ("exchange_s", "message_s", *LINKS)  # of several ranks
 NOTES = (
-    "Constants of the planner's cost model (docs/planner.md). What ranks compute and send is measured "
-    "by all of them at once, where each has a core, since they share memory; what they compute by "
-    "one of them where they share cores. Each is the minimum over several rounds, which excludes "
-    "other load on the machine.",
+    "Constants of the planner's cost model (docs/planner.md). What ranks compute and send is "
+    "measured by all of them at once, where each has a core, since they share memory; what they "
+    "compute by one of them where they share cores. Each is the minimum over several rounds, which "
+    "excludes other load on the machine.",
     "calibration.json is what emblib.sharding.planner.Calibration.load reads: of the largest world "
     "that was measured. What a world has no "
     "links for keeps its default, as do exchanges of a rank that is alone: those are not measured.",

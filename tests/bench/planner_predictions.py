@@ -35,7 +35,6 @@ from emblib.sharding.sharding_types import (
     table_wise,
 )
 
-
 # Constants that ranks measure together; processor time has the others.
 _WAITING = ("exchange_s", "message_s", "copies_s", "blocks_s", "step_s", "link_bytes_per_s")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from emblib import EmbeddingBagConfig, optim
+from emblib import EmbeddingBagConfig, KeyedJaggedTensor, optim
 from emblib.sharding import exchange, input_dist
 from emblib.sharding.codecs import BF16, INT8
 from emblib.sharding.exchange import CommPrecision, Content
@@ -169,6 +169,32 @@ def test_the_bits_are_those_without_sums(plan: str) -> None:
             assert 0 < with_sums < without
 
 
+def _skipped(ranks: RankGroup, ids: Sequence[int]) -> bool:
+    """Whether rows were not summed, where rank r has `ids[r]` ids per bag."""
+    input_dist._MIN_SAVED = 0
+    case = case_of("twrw", SUM)
+    source = make_source(case)
+    module = make_sharded(case, on_nodes(ranks), copy.deepcopy(source))
+    keys, size, count = ["f0", "f1", "f2", "f3"], 8, ids[ranks.rank]
+    features = KeyedJaggedTensor(
+        keys,
+        torch.arange(len(keys) * size * count) * 7 % 3,
+        lengths=torch.full((len(keys) * size,), count),
+    )
+    received = module.input_dist(features).wait().wait()
+    output = module.compute_and_output_dist(received)
+    torch.testing.assert_close(flat(output), flat(source(features)))
+    output.values().sum().backward()
+    return received.skips_sums
+
+
+@pytest.mark.parametrize(
+    ("ids", "skipped"), [((1,) * 4, True), ((5, 1, 5, 5), True), ((5,) * 4, False)]
+)
+def test_no_sums_where_they_save_nothing(ids: tuple[int, ...], *, skipped: bool) -> None:
+    assert worlds.run(4, _skipped, ids) == [skipped] * 4
+
+
 # Several collections at once, and groups
 
 
@@ -234,7 +260,12 @@ def test_what_is_summed() -> None:
     # Not "c", whose rows are on two nodes, nor "d", of which a node has no two blocks.
     assert found == [[(1, (0, 4))], [(0, (0, 8)), (1, (4, 8))]]
     assert [node.columns for node in sums.nodes] == [4, 12]
-    assert [[unit.feature for unit in rank.units] for rank in sums.direct] == [[2, 3], [2], [2], [2]]
+    assert [[unit.feature for unit in rank.units] for rank in sums.direct] == [
+        [2, 3],
+        [2],
+        [2],
+        [2],
+    ]
     none = {name: custom([Shard(0, (0, r), (0, d))]) for name, (r, d) in shapes.items()}
     plan = {name: rule(TableShape(*shapes[name]), world) for name, rule in none.items()}
     assert sum_in_nodes(lay_out(configs, plan, 4, arrange, pooled=True), 2) is None
@@ -251,4 +282,3 @@ def _where(ranks: RankGroup) -> list[bool]:
 def test_ranks_with_nodes() -> None:
     assert worlds.run(4, _where) == [[False, True, False]] * 4
     assert not sums_in_nodes(RankGroup.single())
-

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from emblib.optim import SGD, Adagrad, Adam, External
 from emblib.sharding import sharding_types
 from emblib.sharding.layout import shape_of, with_storage
-from emblib.sharding.planner.estimate import INPUT, NOTHING, CostModel, Everywhere, Load
+from emblib.sharding.planner.estimate import (
+    INPUT,
+    NOTHING,
+    CostModel,
+    Everywhere,
+    Load,
+    filled,
+)
 from emblib.sharding.planner.topology import MemoryNeed, Topology
 from emblib.sharding.planner.work import TableWorkload
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, ShardingType
@@ -181,11 +188,15 @@ class Parts:
         if not self.config.pooled or local == 1 or self.model.topology.num_nodes == 1:
             return [False] * len(shards)
         ranks: dict[tuple[int, int], set[int]] = {}
-        for shard in shards:
+        rows: dict[tuple[int, int], float] = {}
+        for shard, share in zip(shards, self.shares(shards), strict=True):
             ranks.setdefault(shard.columns, set()).add(shard.rank)
+            rows[shard.columns] = rows.get(shard.columns, 0.0) + filled(self.work, share)
+        # Sums save nothing where a bag has ids in one block of rows, and the others send no row.
         return [
             len(ranks[shard.columns]) == local
             and len({rank // local for rank in ranks[shard.columns]}) == 1
+            and rows[shard.columns] > 1.0 + 1e-9
             for shard in shards
         ]
 

@@ -124,8 +124,8 @@ class CostModel:
         """
         world, local = self.topology.world_size, self.topology.local_world_size
         ids = work.batch * world * work.ids * share
-        filled = 1.0 if is_summed else _filled(work, share)
-        bags = work.batch * world * work.num_features * filled
+        of_bags = 1.0 if is_summed else filled(work, share)
+        bags = work.batch * world * work.num_features * of_bags
         rows_out = bags if work.config.pooled else ids
         floats = rows_out * part.dim
         sent = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
@@ -137,7 +137,7 @@ class CostModel:
             output = floats * (
                 2 * _FLOAT * within + (self.wire.forward + self.wire.backward) * between + copied
             )
-        uneven = bags * self._costs.uneven_ns * _NS / 2 if filled < 1.0 else 0.0
+        uneven = bags * self._costs.uneven_ns * _NS / 2 if of_bags < 1.0 else 0.0
         seconds = (
             sent * self._s_per_byte,
             self._lookup(work, part, ids, rows_out) + uneven,
@@ -168,11 +168,11 @@ class CostModel:
         sent = sent_ids = pieces = numbers = looked_up = 0.0
         for columns, share, is_summed in shards:
             sent_ids += ids * share
-            filled = bags * (1.0 if is_summed else _filled(work, share))
-            numbers += _NUMBER * bags * (filled < bags)
-            looked_up += filled
-            sent += ids * share * (_ID + (_FLOAT if work.is_weighted else 0)) + filled * _ID
-            received = filled / self.topology.local_world_size if is_summed else filled
+            rows = bags * (1.0 if is_summed else filled(work, share))
+            numbers += _NUMBER * bags * (rows < bags)
+            looked_up += rows
+            sent += ids * share * (_ID + (_FLOAT if work.is_weighted else 0)) + rows * _ID
+            received = rows / self.topology.local_world_size if is_summed else rows
             pieces += (received if work.config.pooled else ids * share) * columns
         out = (bags if work.config.pooled else ids) * work.config.embedding_dim
         arrange = (
@@ -247,9 +247,7 @@ class CostModel:
             combining += everyone * self._copies_of(work)
             combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
             updating = given + everyone + values + _GROUPING * ids * world
-        return Everywhere(
-            _exact(seconds), _on_grid(arrange), _need(table, combining, updating)
-        )
+        return Everywhere(_exact(seconds), _on_grid(arrange), _need(table, combining, updating))
 
     # Lookups and updates
 
@@ -348,7 +346,7 @@ def _need(table: MemoryBytes, combining: float, updating: float) -> MemoryNeed:
     )
 
 
-def _filled(work: TableWorkload, share: float) -> float:
+def filled(work: TableWorkload, share: float) -> float:
     """Return the share of a table's bags with ids in a shard; empty bags are not sent if many.
 
     All bags count as sent where most are.
@@ -356,5 +354,5 @@ def _filled(work: TableWorkload, share: float) -> float:
     if share >= 1.0 or not work.config.pooled:
         return 1.0
     ids = work.ids / work.num_features
-    filled = 1.0 - (1.0 - share) ** ids if ids >= 1.0 else ids * share
-    return 1.0 if filled > _MAX_BAGS else filled
+    of_bags = 1.0 - (1.0 - share) ** ids if ids >= 1.0 else ids * share
+    return 1.0 if of_bags > _MAX_BAGS else of_bags
