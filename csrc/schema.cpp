@@ -133,10 +133,12 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " -> (Tensor ids, Tensor positions, Tensor weights)");
   m.def(
       "combine(Tensor source, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
-      " SymInt out_numel, ScalarType dtype, float scale) -> Tensor");
+      " SymInt out_numel, ScalarType dtype, float scale, Tensor? local=None, SymInt local_begin=0)"
+      " -> Tensor");
   m.def(
-      "combine_backward(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
-      " SymInt source_numel, ScalarType dtype, float scale) -> Tensor");
+      "combine_backward_(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
+      " SymInt source_numel, ScalarType dtype, float scale, Tensor(a!)? local=None,"
+      " SymInt local_begin=0) -> Tensor");
 
   // Quantised tables.
   m.def("quantize_rows_(Tensor(a!) packed, Tensor weights, int bits) -> ()");

@@ -110,6 +110,16 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+# Of other architectures than the one that CI compiles for.
+COMPILATIONS = (
+    "test_hot_kernels_do_not_spill[sm_80]",
+    "test_hot_kernels_spill_little_on_blackwell[sm_100]",
+    "test_hot_kernels_spill_little_on_blackwell[sm_120]",
+    "test_products_of_tensor_trains_run_on_tensor_cores[sm_80]",
+    "test_quantised_rows_are_in_flight_before_the_first_is_used[sm_80]",
+    "test_the_page_on_performance_is_of_these_kernels[sm_80]",
+    "test_the_page_on_tensor_cores_is_of_these_kernels",
+)
 # Files and tests that take minutes and would take CI over its limit; `make nightly` sets
 # EMBLIB_NIGHTLY.
 NIGHTLY = (
@@ -118,11 +128,9 @@ NIGHTLY = (
     "experiments/report/test_pages.py",
     "pretend/test_mistakes.py",
     "pretend/test_races.py",
-    "pretend/test_short_set.py",
     "sanitize/test_hash.py",
     "sharding/test_restarts.py",
-    "simt/test_compile.py::test_hot_kernels_spill_little_on_blackwell[sm_100]",
-    "simt/test_compile.py::test_hot_kernels_spill_little_on_blackwell[sm_120]",
+    *(f"simt/test_compile.py::{test}" for test in COMPILATIONS),
     "simt/test_variants.py",
     "tables/test_disk_training.py",
     "test_house_rules.py::test_headers_compile_alone",

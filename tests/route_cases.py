@@ -189,6 +189,23 @@ COMBININGS = {
 }
 
 
+def local_parts(problem: Pieces) -> list[tuple[int, int]]:
+    """Parts `[begin, end)` of the source that may be a tensor of their own: no piece crosses them.
+
+    At the start, in the middle, at the end, everything and nothing.
+    """
+    ends = [0, problem.source.numel()]
+    ends += [min(offset, problem.source.numel()) for offset, _, _ in problem.pieces.tolist()]
+    cuts = sorted(set(ends))
+    a, b = cuts[len(cuts) // 3], cuts[2 * len(cuts) // 3]
+    return sorted({(0, b), (a, b), (a, cuts[-1]), (0, cuts[-1]), (a, a)})
+
+
+def without(values: Tensor, part: tuple[int, int]) -> Tensor:
+    """Return the elements outside of a part."""
+    return torch.cat([values[: part[0]], values[part[1] :]])
+
+
 def some_rows(problem: Pieces) -> tuple[Pieces, Tensor]:
     """The same targets, of whose rows every piece has about half, packed; and where they are."""
     pieces, found = problem.pieces.clone(), []

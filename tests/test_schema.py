@@ -49,7 +49,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "route_lengths": route.route_lengths,
     "route_ids": route.route_ids,
     "combine": route.combine,
-    "combine_backward": route.combine_backward,
+    "combine_backward_": route.combine_backward,
     "quantize_rows_": quant.quantize_rows,
     "quant_lookup": quant.lookup,
     "update_rows_": tt.update_rows_,

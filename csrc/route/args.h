@@ -99,11 +99,34 @@ struct RouteTable {
   RouteFn count[2], move[2];  // [ids are int64]
 };
 
+// The elements of a source that are in a tensor of their own, `local`: the part [begin, end). The
+// others follow one another in the tensor of the source.
+struct LocalPart {
+  void* data;
+  int64_t begin, end;
+
+  EMB_HD int64_t size() const { return end - begin; }
+
+  // Return the number of parts before an element: 0, 1 or 2.
+  EMB_HD int section(int64_t offset) const {
+    return size() == 0 ? 0 : int{offset >= begin} + int{offset >= end};
+  }
+
+  // Return the address of an element.
+  template <class T>
+  EMB_HD T* at(T* data_of_others, int64_t offset) const {
+    const int number = section(offset);
+    if (number == 1) return static_cast<T*>(data) + (offset - begin);
+    return data_of_others + (number == 0 ? offset : offset - size());
+  }
+};
+
 // The CPU kernels of `combine` and `combine_backward`.
 
 struct CombineArgs {
   const void* in;
   void* out;
+  LocalPart local;  // of `in` for `combine`, of `out` for `combine_backward`
   const SourcePiece* pieces;
   IndexArray lengths;
   const int32_t* rows;

@@ -112,6 +112,7 @@ struct CombineInputs {
   const Target* targets;
   const SourcePiece* pieces;
   int64_t num_targets, num_pieces;
+  LocalPart local{};
 
   CombineInputs(const char* op, const char* name, const Tensor& flat_in, const Tensor& target_rows,
                 const Tensor& piece_rows, const std::optional<Tensor>& rows_in,
@@ -135,6 +136,26 @@ struct CombineInputs {
     pieces = static_cast<const SourcePiece*>(piece_rows.const_data_ptr());
     num_targets = target_rows.size(0);
     num_pieces = piece_rows.size(0);
+  }
+
+  // Add the elements of the source from `begin` on that are in a tensor of their own; the source
+  // has `others` elements outside of it.
+  void set_local(const char* op, const std::optional<Tensor>& tensor, int64_t begin, int64_t others,
+                 ScalarType dtype) {
+    if (!tensor) {
+      STD_TORCH_CHECK(begin == 0, op, ": local_begin needs local, got ", begin, " without it");
+      return;
+    }
+    STD_TORCH_CHECK(tensor->dim() == 1 && tensor->is_contiguous(), op,
+                    ": local must be flat and contiguous, got ", tensor->dim(),
+                    " dimensions; use .view(-1)");
+    STD_TORCH_CHECK(tensor->scalar_type() == dtype, op,
+                    ": local must have the dtype of the source");
+    check_same_device(op, "local", *tensor, flat);
+    STD_TORCH_CHECK(begin >= 0 && begin <= others, op, ": local_begin must lie in [0, ", others,
+                    "], the elements of the source outside of local, got ", begin);
+    void* data = tensor->numel() == 0 ? nullptr : const_cast<void*>(tensor->const_data_ptr());
+    local = {data, begin, begin + tensor->numel()};
   }
 
   int64_t num_rows() const { return rows ? rows->numel() : 0; }
@@ -225,10 +246,19 @@ inline bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t width
   return rows == 1 || (stride >= width && (numel - width - offset) / stride >= rows - 1);
 }
 
+// Return whether `rows` rows of a piece lie in the source, all inside or all outside of `local`.
+inline bool piece_rows_fit(const CombineInputs& in, const SourcePiece& piece, int64_t rows,
+                           int64_t width, int64_t source_numel) {
+  if (!rows_fit(piece.offset, piece.stride, rows, width, source_numel)) return false;
+  if (rows == 0 || width == 0) return true;
+  const int64_t last = piece.offset + (rows - 1) * piece.stride + width - 1;
+  return in.local.section(piece.offset) == in.local.section(last);
+}
+
 inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const Target& target,
                        int64_t source_numel) {
   if (piece.first_row < 0) {
-    return rows_fit(piece.offset, piece.stride, target.rows, target.width, source_numel);
+    return piece_rows_fit(in, piece, target.rows, target.width, source_numel);
   }
   if (piece.first_row > in.num_rows() || target.rows > in.num_rows() - piece.first_row)
     return false;
@@ -236,7 +266,7 @@ inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const 
   const int32_t* rows = in.row_data() + piece.first_row;
   int32_t last = -1;
   for (int64_t i = 0; i < target.rows; ++i) last = std::max(last, rows[i]);
-  return rows_fit(piece.offset, piece.stride, last + int64_t{1}, target.width, source_numel);
+  return piece_rows_fit(in, piece, last + int64_t{1}, target.width, source_numel);
 }
 
 // Check the contents of targets and pieces; `out_numel` and `source_numel` are those of `combine`.
@@ -256,9 +286,11 @@ inline void check_targets(const char* op, const CombineInputs& in, int64_t out_n
                     op, ": target ", t, " divides by lengths from ", x.first_bag, " on, of ",
                     in.num_lengths(), "; first_bag is -1 where nothing is divided");
     for (int64_t p = x.first_piece; p < x.end_piece; ++p) {
-      STD_TORCH_CHECK(piece_fits(in, in.pieces[p], x, source_numel), op, ": piece ", p,
-                      " of target ", t, " does not lie in the ", source_numel,
-                      " elements of the source, or names entries that rows does not have");
+      STD_TORCH_CHECK(
+          piece_fits(in, in.pieces[p], x, source_numel), op, ": piece ", p, " of target ", t,
+          " does not lie in the ", source_numel,
+          " elements of the source, crosses an end of local, or names entries that rows ",
+          "does not have");
     }
     covered += x.rows * x.width;
   }

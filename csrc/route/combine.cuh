@@ -22,7 +22,8 @@ struct DeviceCombine {
   float scale;
   const void* in;
   void* out;
-  int64_t source_numel, out_numel;  // those of `combine`; either may be the size of `in`
+  LocalPart local;                  // of the source of `combine`
+  int64_t source_numel, out_numel;  // those of `combine`, with `local`
 };
 
 EMB_DEVICE bool lies_inside(int64_t offset, int64_t width, int64_t numel) {
@@ -45,7 +46,9 @@ EMB_DEVICE int64_t piece_begin(const DeviceCombine& in, const SourcePiece& piece
     if (row < 0) return -1;
   }
   const int64_t begin = piece.offset + row * piece.stride;
-  return lies_inside(begin, target.width, in.source_numel) ? begin : -1;
+  if (!lies_inside(begin, target.width, in.source_numel)) return -1;
+  const bool is_in_one = in.local.section(begin) == in.local.section(begin + target.width - 1);
+  return is_in_one ? begin : -1;
 }
 
 // Call `body(target, row, group)` for the rows of all targets that lie inside the output:
@@ -88,7 +91,7 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(DeviceCombi
         const int64_t begin = piece_begin(in, in.pieces[p], target, row);
         if (begin < 0) continue;
         float values[kCombineColumns];
-        read_columns(source + begin + c, valid, values);
+        read_columns(in.local.at(source, begin) + c, valid, values);
 #pragma unroll
         for (int k = 0; k < kCombineColumns; ++k) sum[k] += values[k];
       }
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(kCombineThreads, 4) spread_kernel(DeviceCombin
       for (int k = 0; k < kCombineColumns; ++k) values[k] = values[k] / length * in.scale;
       for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
         const int64_t begin = piece_begin(in, in.pieces[p], target, row);
-        if (begin >= 0) write_columns(out + begin + c, valid, values);
+        if (begin >= 0) write_columns(in.local.at(out, begin) + c, valid, values);
       }
     }
   });

@@ -20,7 +20,8 @@ constexpr int64_t kRows = 16;          // rows of a target per call of the kerne
 constexpr int64_t kGrain = 32 * 1024;  // elements
 
 // Return whether the columns of `next` and of its pieces continue those of `target`.
-bool continues(const Target& target, const Target& next, const SourcePiece* pieces) {
+bool continues(const CombineInputs& in, const Target& target, const Target& next) {
+  const SourcePiece* pieces = in.pieces;
   const int64_t count = target.end_piece - target.first_piece;
   if (target.rows != next.rows || target.stride != next.stride ||
       target.offset + target.width != next.offset || target.first_bag >= 0 || next.first_bag >= 0 ||
@@ -29,7 +30,8 @@ bool continues(const Target& target, const Target& next, const SourcePiece* piec
   }
   for (int64_t p = 0; p < count; ++p) {
     const SourcePiece &a = pieces[target.first_piece + p], &b = pieces[next.first_piece + p];
-    if (a.stride != b.stride || a.first_row != b.first_row || a.offset + target.width != b.offset) {
+    if (a.stride != b.stride || a.first_row != b.first_row || a.offset + target.width != b.offset ||
+        in.local.section(a.offset) != in.local.section(b.offset)) {
       return false;
     }
   }
@@ -43,7 +45,7 @@ std::vector<Target> merged(const CombineInputs& in) {
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& next = in.targets[t];
     if (next.rows == 0 || next.width == 0) continue;
-    if (!targets.empty() && continues(targets.back(), next, in.pieces)) {
+    if (!targets.empty() && continues(in, targets.back(), next)) {
       targets.back().width += next.width;
     } else {
       targets.push_back(next);
@@ -98,30 +100,40 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
 
 Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces,
                std::optional<Tensor> rows, std::optional<Tensor> lengths, int64_t out_numel,
-               ScalarType dtype, double scale) {
+               ScalarType dtype, double scale, std::optional<Tensor> local, int64_t local_begin) {
   const char* op = "combine";
-  const CombineInputs in(op, "source", source, targets, pieces, rows, lengths);
+  CombineInputs in(op, "source", source, targets, pieces, rows, lengths);
+  in.set_local(op, local, local_begin, in.flat.numel(), in.flat.scalar_type());
   const Dtype from = float_dtype(op, "source", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
-  check_targets(op, in, out_numel, in.flat.numel());
+  check_targets(op, in, out_numel, in.flat.numel() + in.local.size());
   Tensor out = allocate(in.flat, {out_numel}, dtype);
-  const CombineArgs args{
-      in.flat.const_data_ptr(), out.mutable_data_ptr(), in.pieces,
-      in.length_array(),        in.row_data(),          static_cast<float>(scale)};
+  const CombineArgs args{in.flat.const_data_ptr(),
+                         out.mutable_data_ptr(),
+                         in.local,
+                         in.pieces,
+                         in.length_array(),
+                         in.row_data(),
+                         static_cast<float>(scale)};
   run(combine_table().combine[static_cast<int>(from)][static_cast<int>(to)], args, merged(in));
   return out;
 }
 
-Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
-                        std::optional<Tensor> rows, std::optional<Tensor> lengths,
-                        int64_t source_numel, ScalarType dtype, double scale) {
-  const char* op = "combine_backward";
-  const CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
+Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
+                         std::optional<Tensor> rows, std::optional<Tensor> lengths,
+                         int64_t source_numel, ScalarType dtype, double scale,
+                         std::optional<Tensor> local, int64_t local_begin) {
+  const char* op = "combine_backward_";
+  CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
   STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ", source_numel);
+  const int64_t others = source_numel - (local ? local->numel() : 0);
+  STD_TORCH_CHECK(others >= 0, op, ": local must be part of the ", source_numel,
+                  " elements of the source, got ", source_numel - others);
+  in.set_local(op, local, local_begin, others, dtype);
   check_targets(op, in, in.flat.numel(), source_numel);
-  Tensor out = allocate(in.flat, {source_numel}, dtype);
+  Tensor out = allocate(in.flat, {others}, dtype);
   int64_t named = 0;
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& x = in.targets[t];
@@ -129,10 +141,17 @@ Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor&
       named += rows_named(in, in.pieces[p], x.rows) * x.width;
     }
   }
-  if (named != source_numel) torch::stable::zero_(out);
-  const CombineArgs args{
-      in.flat.const_data_ptr(), out.mutable_data_ptr(), in.pieces,
-      in.length_array(),        in.row_data(),          static_cast<float>(scale)};
+  if (named != source_numel) {
+    torch::stable::zero_(out);
+    if (local) torch::stable::zero_(*local);
+  }
+  const CombineArgs args{in.flat.const_data_ptr(),
+                         out.mutable_data_ptr(),
+                         in.local,
+                         in.pieces,
+                         in.length_array(),
+                         in.row_data(),
+                         static_cast<float>(scale)};
   run(combine_table().combine_backward[static_cast<int>(from)][static_cast<int>(to)], args,
       merged(in));
   return out;
@@ -143,5 +162,5 @@ Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor&
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, combine);
-  EMB_IMPL(m, emb, combine_backward);
+  EMB_IMPL(m, emb, combine_backward_);
 }

@@ -100,38 +100,46 @@ DeviceCombine device_combine(const CombineInputs& in, Tensor& out, double scale)
           static_cast<float>(scale),
           in.flat.const_data_ptr(),
           out.mutable_data_ptr(),
+          in.local,
           0,
           0};
 }
 
 Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces,
                std::optional<Tensor> rows, std::optional<Tensor> lengths, int64_t out_numel,
-               ScalarType dtype, double scale) {
+               ScalarType dtype, double scale, std::optional<Tensor> local, int64_t local_begin) {
   const char* op = "combine";
-  const CombineInputs in(op, "source", source, targets, pieces, rows, lengths);
+  CombineInputs in(op, "source", source, targets, pieces, rows, lengths);
+  in.set_local(op, local, local_begin, in.flat.numel(), in.flat.scalar_type());
   const Dtype from = float_dtype(op, "source", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
   STD_TORCH_CHECK(out_numel >= 0, op, ": out_numel must not be negative, got ", out_numel);
   const CudaLauncher launcher(in.flat);
   Tensor out = allocate(in.flat, {out_numel}, dtype);
   DeviceCombine work = device_combine(in, out, scale);
-  work.source_numel = in.flat.numel();
+  work.source_numel = in.flat.numel() + in.local.size();
   work.out_numel = out_numel;
   launch_combine<Direction::kCombine>(launcher, work, from, to);
   return out;
 }
 
-Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
-                        std::optional<Tensor> rows, std::optional<Tensor> lengths,
-                        int64_t source_numel, ScalarType dtype, double scale) {
-  const char* op = "combine_backward";
-  const CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
+Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
+                         std::optional<Tensor> rows, std::optional<Tensor> lengths,
+                         int64_t source_numel, ScalarType dtype, double scale,
+                         std::optional<Tensor> local, int64_t local_begin) {
+  const char* op = "combine_backward_";
+  CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
   STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ", source_numel);
+  const int64_t others = source_numel - (local ? local->numel() : 0);
+  STD_TORCH_CHECK(others >= 0, op, ": local must be part of the ", source_numel,
+                  " elements of the source, got ", source_numel - others);
+  in.set_local(op, local, local_begin, others, dtype);
   const CudaLauncher launcher(in.flat);
-  Tensor out = allocate(in.flat, {source_numel}, dtype);
+  Tensor out = allocate(in.flat, {others}, dtype);
   torch::stable::zero_(out);
+  if (local) torch::stable::zero_(*local);
   DeviceCombine work = device_combine(in, out, scale);
   work.source_numel = source_numel;
   work.out_numel = in.flat.numel();
@@ -147,5 +155,5 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, route_ids);
   EMB_IMPL(m, emb::cuda, gather_segments);
   EMB_IMPL(m, emb::cuda, combine);
-  EMB_IMPL(m, emb::cuda, combine_backward);
+  EMB_IMPL(m, emb::cuda, combine_backward_);
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/huge_pages.h"
@@ -44,6 +45,36 @@ bool is_lines(const void* out, int64_t columns, int64_t dim) {
   return reinterpret_cast<uintptr_t>(out) % 64 == 0 && columns % kLine == 0 && dim % kLine == 0;
 }
 
+// Return whether the rows of a variable batch cover the output without gaps or overlaps. They are
+// runs of neighbouring rows, one per feature and rank.
+bool variable_rows_cover(const LookupInputs& in, int64_t columns) {
+  constexpr size_t kMaxRuns = 4096;
+  const FeatureBags& feature_bags = in.feature_bags;
+  const BagLayout* layout = feature_bags.map.layout;
+  const Feature* feature = feature_array(in.features);
+  std::vector<std::pair<int64_t, int64_t>> runs;
+  for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
+    const int64_t dim = feature[f].dim;
+    for (int64_t bag = feature_bags.first[f]; bag < feature_bags.first[f + 1]; ++bag) {
+      const int64_t element = layout[bag].element;
+      if (!runs.empty() && runs.back().second == element) {
+        runs.back().second += dim;
+      } else if (runs.size() < kMaxRuns) {
+        runs.emplace_back(element, element + dim);
+      } else {
+        return false;
+      }
+    }
+  }
+  std::sort(runs.begin(), runs.end());
+  int64_t end = 0;
+  for (const auto& run : runs) {
+    if (run.first != end) return false;
+    end = run.second;
+  }
+  return end == columns;
+}
+
 // Allocate the output; clear it if the kernels may leave some of it unwritten.
 Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const FeatureBags& feature_bags = in.feature_bags;
@@ -67,7 +98,9 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   if (nbytes >= kFaultBytes) advise_huge_pages(out.mutable_data_ptr(), nbytes);
   // The rows of a variable batch may overlap and leave gaps, whatever their total size.
   const bool complete =
-      in.bags.count > 0 && (none ? in.bags.begin(0) == 0 : !variable && covered == columns);
+      in.bags.count > 0 && (none       ? in.bags.begin(0) == 0
+                            : variable ? covered == columns && variable_rows_cover(in, columns)
+                                       : covered == columns);
   if (!complete) torch::stable::zero_(out);
   return out;
 }

@@ -29,6 +29,10 @@ pieces must not overlap. `combine_backward` is the adjoint: pieces receive the g
 target, and elements of the source that no piece names are 0. `source` and `dtype` are float32,
 float16 or bfloat16.
 
+Part of the source may be in a tensor of its own: with `local`, flat, elements `[local_begin,
+local_begin + local.numel())` of the source are in `local`, and `source` has the others. A piece
+lies completely in one of the two. `combine_backward_` writes `local` and returns the others.
+
 `gather_segments(values [N, ...], starts [S + 1], order [M], total)` concatenates the segments
 `values[starts[s]:starts[s + 1]]` for s in `order`, `total` rows in all; any dtype.
 
@@ -100,11 +104,25 @@ def combine(
     dtype: torch.dtype,
     rows: Tensor | None = None,
     scale: float = 1.0,
+    *,
+    local: Tensor | None = None,
+    local_begin: int = 0,
 ) -> Tensor:
-    """Sum or average pieces of `source` to `[out_numel]`; differentiable any number of times."""
-    if source.requires_grad and torch.is_grad_enabled():
+    """Sum or average pieces of `source` to `[out_numel]`.
+
+    Differentiable any number of times without `local`.
+
+    Raises:
+        RuntimeError: the description is wrong, or `local` comes with a tensor that needs gradients.
+    """
+    needs_grad = source.requires_grad or (local is not None and local.requires_grad)
+    if needs_grad and torch.is_grad_enabled():
+        if local is not None:
+            raise RuntimeError(_LOCAL_WITHOUT_GRAD.format("combine"))
         return _Combine.apply(source, targets, pieces, lengths, out_numel, dtype, rows, scale)
-    return _ops.combine(source, targets, pieces, rows, lengths, out_numel, dtype, scale)
+    return _ops.combine(
+        source, targets, pieces, rows, lengths, out_numel, dtype, scale, local, local_begin
+    )
 
 
 def combine_backward(
@@ -120,7 +138,39 @@ def combine_backward(
     """Apply the adjoint of `combine`, to `[source_numel]`; differentiable."""
     if grad.requires_grad and torch.is_grad_enabled():
         return _Spread.apply(grad, targets, pieces, lengths, source_numel, dtype, rows, scale)
-    return _ops.combine_backward(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
+    return _ops.combine_backward_(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
+
+
+def combine_backward_(
+    grad: Tensor,
+    targets: Tensor,
+    pieces: Tensor,
+    lengths: Tensor | None,
+    source_numel: int,
+    rows: Tensor | None = None,
+    scale: float = 1.0,
+    *,
+    local: Tensor,
+    local_begin: int,
+) -> Tensor:
+    """Apply the adjoint of `combine`: write the part in `local`, return the other elements.
+
+    `source_numel` counts the elements of both; the result has the dtype of `local`.
+
+    Raises:
+        RuntimeError: the description is wrong, or a tensor needs gradients.
+    """
+    if torch.is_grad_enabled() and (grad.requires_grad or local.requires_grad):
+        raise RuntimeError(_LOCAL_WITHOUT_GRAD.format("combine_backward_"))
+    dtype = local.dtype
+    return _ops.combine_backward_(
+        grad, targets, pieces, rows, lengths, source_numel, dtype, scale, local, local_begin
+    )
+
+
+_LOCAL_WITHOUT_GRAD = (
+    "{}: local has no derivative: detach the tensors, or concatenate local and the others"
+)
 
 
 class _GatherSegments(torch.autograd.Function):
@@ -206,7 +256,7 @@ class _Spread(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(targets, pieces, lengths, rows)
         ctx.grad, ctx.scale = (grad.numel(), grad.dtype), scale
-        return _ops.combine_backward(
+        return _ops.combine_backward_(
             grad, targets, pieces, rows, lengths, source_numel, dtype, scale
         )
 
@@ -247,11 +297,13 @@ def _(
     out_numel: int,
     dtype: torch.dtype,
     scale: float,
+    local: Tensor | None = None,
+    local_begin: int = 0,
 ) -> Tensor:
     return source.new_empty(out_numel, dtype=dtype)
 
 
-@torch.library.register_fake("emblib::combine_backward")
+@torch.library.register_fake("emblib::combine_backward_")
 def _(
     grad: Tensor,
     targets: Tensor,
@@ -261,5 +313,7 @@ def _(
     source_numel: int,
     dtype: torch.dtype,
     scale: float,
+    local: Tensor | None = None,
+    local_begin: int = 0,
 ) -> Tensor:
-    return grad.new_empty(source_numel, dtype=dtype)
+    return grad.new_empty(source_numel - (0 if local is None else local.numel()), dtype=dtype)

@@ -118,8 +118,13 @@ def combine(
     dtype: torch.dtype,
     rows: Tensor | None = None,
     scale: float = 1.0,
+    *,
+    local: Tensor | None = None,
+    local_begin: int = 0,
 ) -> Tensor:
     """Sum the pieces of every target in float32; means are divided by the lengths of bags."""
+    if local is not None:
+        source = torch.cat([source[:local_begin], local, source[local_begin:]])
     out = source.new_zeros(out_numel, dtype=dtype)
     for offset, stride, count, width, first, end, first_bag in targets.tolist():
         total = source.new_zeros((count, width), dtype=torch.float32)
@@ -141,6 +146,9 @@ def combine_backward(
     dtype: torch.dtype,
     rows: Tensor | None = None,
     scale: float = 1.0,
+    *,
+    local: Tensor | None = None,
+    local_begin: int = 0,
 ) -> Tensor:
     """Apply the adjoint of `combine`: every piece gets its target's values, divided alike."""
     out = grad.new_zeros(source_numel, dtype=dtype)
@@ -151,4 +159,8 @@ def combine_backward(
             there, found = _named(rows, first_row, count)
             values = _rows(out, piece, piece_stride, _most(found), width)
             values[found] = share[there].to(dtype)
-    return out
+    if local is None:
+        return out
+    local_end = local_begin + local.numel()
+    local.copy_(out[local_begin:local_end])
+    return torch.cat([out[:local_begin], out[local_end:]])

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from emblib.ops import route
-from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.codecs import FP32
 from emblib.sharding.exchange import (
     CommPrecision,
     Content,
+    Received,
     Values,
     start_all_gather,
     start_values,
@@ -257,8 +258,8 @@ class NodeSumStep:
 
 
 def start_sums(
-    steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Tensor]], *, is_merged: bool
-) -> list[Awaitable[Tensor]]:
+    steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Received]], *, is_merged: bool
+) -> list[Awaitable[Received]]:
     """Sum rows within the node and start to send the sums; they follow what `direct` receives.
 
     Waits for the ranks of this node.
@@ -273,7 +274,7 @@ def start_sums(
         content=Content.ROWS,
         is_merged=is_merged,
     )
-    received = {id(step): rows.wait() for step, rows in zip(is_sent, local, strict=True)}
+    received = {id(step): rows.wait().values for step, rows in zip(is_sent, local, strict=True)}
     nothing = torch.empty(0, device=groups.local.device)
     sums = start_values(
         [step.sums(received.pop(id(step), nothing)) for step in own],
@@ -285,8 +286,8 @@ def start_sums(
 
 
 def start_gradients_of_sums(
-    steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Tensor]], *, is_merged: bool
-) -> list[Awaitable[Tensor]]:
+    steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Received]], *, is_merged: bool
+) -> list[Awaitable[Received]]:
     """Start to send the gradients of sums to the ranks of the nodes that made them.
 
     They follow what `direct` receives. Waits for the ranks with the local number of this one.
@@ -301,31 +302,36 @@ def start_gradients_of_sums(
         content=Content.GRADIENTS,
         is_merged=is_merged,
     )
-    received = [gradients.wait() for gradients in across]
-    gathered: list[Awaitable[Tensor]] = [
-        start_all_gather(
-            gradients,
-            step.local_sizes,
-            groups.local,
-            content=Content.GRADIENTS,
-            has_header=False,
+    received = [gradients.wait().values for gradients in across]
+    gathered: list[Awaitable[Received]] = [
+        ReadyAwaitable(Received(gradients))
+        if not step.has_sums
+        else DeferredAwaitable(
+            partial(
+                _received,
+                start_all_gather(
+                    gradients,
+                    step.local_sizes,
+                    groups.local,
+                    content=Content.GRADIENTS,
+                    has_header=False,
+                ),
+            )
         )
-        if step.has_sums
-        else DeferredAwaitable(partial(_identity, gradients))
         for step, gradients in zip(own, received, strict=True)
     ]
     return _appended(steps, pending, gathered)
 
 
-def _identity(values: Tensor) -> Tensor:
-    return values
+def _received(pending: Awaitable[Tensor]) -> Received:
+    return Received(pending.wait())
 
 
 def _appended(
     steps: Sequence[NodeSumStep | None],
-    first: Sequence[Awaitable[Tensor]],
-    then: Sequence[Awaitable[Tensor]],
-) -> list[Awaitable[Tensor]]:
+    first: Sequence[Awaitable[Received]],
+    then: Sequence[Awaitable[Received]],
+) -> list[Awaitable[Received]]:
     """Join two results of each step that has sums; those of the others stay as they are."""
     following = iter(then)
     return [
@@ -336,6 +342,7 @@ def _appended(
     ]
 
 
-def _joined(first: Awaitable[Tensor], second: Awaitable[Tensor]) -> Tensor:
-    both = [values for values in (first.wait(), second.wait()) if values.numel()]
-    return torch.cat(both) if len(both) > 1 else (both or [first.wait()])[0]
+def _joined(first: Awaitable[Received], second: Awaitable[Received]) -> Received:
+    both = [received.wait().values for received in (first, second)]
+    parts = [values for values in both if values.numel()]
+    return Received(torch.cat(parts) if len(parts) > 1 else (parts or both)[0])

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from emblib.ops import route
-from emblib.sharding.exchange import CommPrecision, Values
+from emblib.sharding.exchange import (
+    CommPrecision,
+    Received,
+    Values,
+    local_part,
+    without_local,
+)
 from emblib.sharding.input_dist import IncomingBatch
 from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout, sum_in_nodes
 from emblib.sharding.node_sums import NodeSumDist, NodeSumStep
@@ -169,6 +175,7 @@ class OutputDist(nn.Module):
                 node_sums=node_sums,
             ),
             is_small=received.merges_rows,
+            ranks=self._ranks,
             comm_precision=self._comm_precision,
             scale=self._scale,
         )
@@ -343,13 +350,15 @@ class _PooledStep(OutputStep):
         pooled_route: _PooledRoute,
         *,
         is_small: bool,
+        ranks: RankGroup,
         comm_precision: CommPrecision,
         scale: float,
     ) -> None:
         super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
         self._tables, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
         self._received = self._tables.received_sizes[: len(self._sent)]
-        self._comm_precision, self._scale = comm_precision, scale
+        self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
+        self._local_grads: Tensor | None = None  # those of this rank's own bags are written first
 
     def rows(self) -> Values:
         assert self.local is not None
@@ -358,18 +367,20 @@ class _PooledStep(OutputStep):
             flat = self.node_sums.pack(flat)
         return Values(flat, self._sent, self._received, self._comm_precision.forward)
 
-    def assemble(self, received: Tensor, replica_rows: Tensor | None) -> Tensor:
-        tables = self._tables
+    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
+        tables, values = self._tables, received.values
         if replica_rows is not None and tables.num_replicated:
-            received = torch.cat([received, replica_rows.detach().reshape(-1).to(received.dtype)])
+            values = torch.cat([values, replica_rows.detach().reshape(-1).to(values.dtype)])
         out = route.combine(
-            received,
+            values,
             tables.targets,
             tables.sources,
             self._lengths,
             tables.num_outputs,
             torch.float32,
             tables.rows,
+            local=received.local,
+            local_begin=received.local_begin,
         )
         return out.view(self._shape)
 
@@ -380,30 +391,48 @@ class _PooledStep(OutputStep):
     def _gradients(self, flat: Tensor) -> Values:
         return Values(flat, self._received, self._sent, self._comm_precision.backward)
 
-    def local_gradient(self, received: Tensor) -> Tensor:
-        if self.node_sums is not None:
-            received = self.node_sums.unpack(received)
-        return super().local_gradient(received)
-
-    def backward(self, grad: Tensor) -> tuple[Values, Tensor | None]:
-        tables = self._tables
-        total = sum(tables.received_sizes)
-        flat = route.combine_backward(
+    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+        tables, ranks = self._tables, self._ranks
+        total, codec = sum(tables.received_sizes), self._comm_precision.backward
+        keeps_local = keeps_local and codec.is_identity and self.node_sums is None
+        part = local_part(self._sent, ranks) if keeps_local else None
+        arguments = (
             grad.contiguous().view(-1),
             tables.targets,
             tables.sources,
             self._lengths,
             total + tables.num_replicated,
-            torch.float32,
-            tables.rows,
-            self._scale,
         )
+        if part is None:
+            flat = route.combine_backward(*arguments, torch.float32, tables.rows, self._scale)
+        else:
+            # Rows of this rank's own bags get their gradients here, the others from their ranks.
+            self._local_grads = grad.new_empty(sum(self._sent), dtype=torch.float32)
+            flat = route.combine_backward_(
+                *arguments,
+                tables.rows,
+                self._scale,
+                local=part.of(self._local_grads),
+                local_begin=sum(tables.received_sizes[: ranks.rank]),
+            )
+        num_sent = flat.numel() - tables.num_replicated
+        sent, replica_grads = flat[:num_sent], flat[num_sent:]
         if self.sink_shape is None and tables.num_replicated and self._scale != 1.0:
-            flat[total:] /= self._scale  # DistributedDataParallel averages these
-        num_direct = sum(self._received)
+            replica_grads /= self._scale  # DistributedDataParallel averages these
         if self.node_sums is not None:
-            self.node_sums.take_gradients(flat[num_direct:total])
-        return self._gradients(flat[:num_direct]), flat[total:]
+            num_direct = sum(self._received)
+            self.node_sums.take_gradients(sent[num_direct:])
+            return self._gradients(sent[:num_direct]), replica_grads
+        if part is None or self._local_grads is None:
+            return self._gradients(sent), replica_grads
+        sizes = (without_local(of_rank, ranks) for of_rank in (tables.received_sizes, self._sent))
+        return Values(sent, *sizes, codec, part.others(self._local_grads)), replica_grads
+
+    def local_gradient(self, received: Tensor) -> Tensor:
+        if self.node_sums is not None:
+            return self.node_sums.unpack(received).view(self.local_shape)
+        grads, self._local_grads = self._local_grads, None
+        return (received if grads is None else grads).view(self.local_shape)
 
 
 def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: int) -> list[_Span]:

@@ -27,6 +27,7 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaita
 from emblib.sharding.exchange import (
     Content,
     Headers,
+    Received,
     Values,
     gradient_headers,
     start_all_gather,
@@ -75,20 +76,23 @@ class OutputStep(ABC):
         """Return the rows to send."""
 
     @abstractmethod
-    def assemble(self, received: Tensor, replica_rows: Tensor | None) -> Tensor:
+    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         """Return the output."""
 
     @abstractmethod
-    def backward(self, grad: Tensor) -> tuple[Values, Tensor | None]:
-        """Return the gradients of rows to send, and those of replicated tables' rows, flat."""
+    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+        """Return the gradients of rows to send, and those of replicated tables' rows, flat.
+
+        With `keeps_local`, the gradients of rows of this rank are not sent, where that is possible.
+        """
 
     @abstractmethod
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
         """Return the bytes of the gradients to each rank, and of those from each rank."""
 
+    @abstractmethod
     def local_gradient(self, received: Tensor) -> Tensor:
-        """Return the gradient of `local`."""
-        return received.view(self.local_shape)
+        """Return the gradient of `local`, of what other ranks or all of them sent."""
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
         """Return the gradient of `gradient_sink`."""
@@ -109,11 +113,13 @@ class OutputExchange:
         self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged
         sums = [step.node_sums for step in steps]
         rows = self._start([step.rows() for step in steps], sums, Content.ROWS)
-        self._rows: list[Awaitable[Tensor] | None] = [*start_sums(sums, rows, is_merged=is_merged)]
+        self._rows: list[Awaitable[Received] | None] = [
+            *start_sums(sums, rows, is_merged=is_merged)
+        ]
         self._headers: Headers | None = None
         self._announced: set[int] = set()
         self._ready: dict[int, tuple[Values, Tensor | None]] = {}
-        self._coming: dict[int, tuple[Awaitable[Tensor], Awaitable[Tensor] | None]] = {}
+        self._coming: dict[int, tuple[Awaitable[Received], Awaitable[Tensor] | None]] = {}
         # A rank without tables takes part in backward too: the anchor requires a gradient.
         anchor = torch.empty((), device=ranks.device, requires_grad=True)
         self._tokens: list[Tensor | None] = [
@@ -125,21 +131,33 @@ class OutputExchange:
 
     def _start(
         self, values: Sequence[Values], sums: Sequence[NodeSumStep | None], content: Content
-    ) -> list[Awaitable[Tensor]]:
+    ) -> list[Awaitable[Received]]:
         """Start to send values to single ranks, where any rank has some."""
         is_sent = [step is None or step.has_direct for step in sums]
-        pending = iter(
-            start_values(
-                [one for one, sent in zip(values, is_sent, strict=True) if sent],
+        sent = [(v, step) for v, step, here in zip(values, sums, is_sent, strict=True) if here]
+        batches = [sent] if self._is_merged else [[one] for one in sent]
+        pending = [
+            received
+            for batch in batches
+            for received in start_values(
+                [one for one, _ in batch],
                 self._ranks,
                 content=content,
                 is_merged=self._is_merged,
+                # Rows of rank and node are one tensor where a node sums some.
+                keeps_local=self._keeps_local(content, [step for _, step in batch]),
             )
-        )
-        return [
-            next(pending) if sent else ReadyAwaitable(one.values)
-            for one, sent in zip(values, is_sent, strict=True)
         ]
+        received = iter(pending)
+        return [
+            next(received) if here else ReadyAwaitable(Received(one.values))
+            for one, here in zip(values, is_sent, strict=True)
+        ]
+
+    def _keeps_local(self, content: Content, sums: Sequence[NodeSumStep | None]) -> bool:
+        # Gradients that stay on this rank are not among those to send, see `OutputStep.backward`.
+        is_free = content is Content.ROWS and not self._is_merged
+        return is_free and all(step is None for step in sums)
 
     def outputs(self) -> list[Awaitable[Tensor]]:
         """Return the output of each lookup."""
@@ -170,7 +188,7 @@ class OutputExchange:
         is_last = len(self._announced) == len(self._steps)
         if is_last:
             self._headers = self._start_headers()
-        self._ready[index] = step.backward(grad)
+        self._ready[index] = step.backward(grad, keeps_local=not self._is_merged)
         replica_grads = self._ready[index][1]
         if is_last:
             self._send()
@@ -187,7 +205,7 @@ class OutputExchange:
         local, gathered = self._coming.pop(index)
         step = self._steps[index]
         return (
-            step.local_gradient(local.wait()),
+            step.local_gradient(local.wait().values),
             None if gathered is None else step.sink_gradient(gathered.wait()),
         )
 

@@ -21,7 +21,14 @@ from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
-from emblib.sharding.exchange import CommPrecision, Values
+from emblib.sharding.exchange import (
+    CommPrecision,
+    LocalPart,
+    Received,
+    Values,
+    local_part,
+    without_local,
+)
 from emblib.sharding.input_dist import IncomingBatch
 from emblib.sharding.joint_exchange import (
     Inputs,
@@ -231,6 +238,7 @@ class _SequenceStep(OutputStep):
         width = tables.exchange.width
         self._sent = [n * width for n in vector_route.sent]
         self._num_received = [n * width for n in vector_route.num_received]
+        self._local_grads: Tensor | None = None  # gradients that no rank sends
 
     def rows(self) -> Values:
         assert self.local is not None
@@ -239,10 +247,17 @@ class _SequenceStep(OutputStep):
         codec = self._tables.exchange.comm_precision.forward
         return Values(sent, self._sent, self._num_received, codec)
 
-    def assemble(self, received: Tensor, replica_rows: Tensor | None) -> Tensor:
+    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         width, dim = self._tables.exchange.width, self._tables.dim
-        out = torch.empty(self._route.total, dim, device=received.device)
-        out.view(-1, width).index_copy_(0, self._route.index, received.view(-1, width).float())
+        out = torch.empty(self._route.total, dim, device=received.values.device)
+        index, pieces = self._route.index, out.view(-1, width)
+        if received.local is not None:
+            # Of this rank's own vectors, which no rank has sent.
+            begin = received.local_begin // width
+            part = LocalPart(begin, begin + received.local.numel() // width)
+            pieces.index_copy_(0, part.of(index), received.local.view(-1, width).float())
+            index = part.others(index)
+        pieces.index_copy_(0, index, received.values.view(-1, width).float())
         if replica_rows is not None and self._route.copies is not None:
             out.index_copy_(0, self._route.copies, replica_rows.detach().float())
         return out
@@ -254,9 +269,10 @@ class _SequenceStep(OutputStep):
         codec = self._tables.exchange.comm_precision.backward
         return Values(flat, self._num_received, self._sent, codec)
 
-    def backward(self, grad: Tensor) -> tuple[Values, Tensor | None]:
+    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         scale, grad = self._tables.scale, grad.contiguous()
-        sent = grad.view(-1, self._tables.exchange.width).index_select(0, self._route.index)
+        width, ranks = self._tables.exchange.width, self._tables.ranks
+        sent = grad.view(-1, width).index_select(0, self._route.index)
         if scale != 1.0:
             sent.mul_(scale)
         copies = None
@@ -266,12 +282,26 @@ class _SequenceStep(OutputStep):
             if self.sink_shape is not None and scale != 1.0:
                 copies.mul_(scale)
             copies = copies.view(-1)
-        return self._gradients(sent.view(-1)), copies
+        codec = self._tables.exchange.comm_precision.backward
+        part = None
+        if keeps_local and codec.is_identity:
+            part = local_part(self._route.num_received, ranks)
+        if part is None:
+            return self._gradients(sent.view(-1)), copies
+        self._local_grads = part.of(sent)
+        sizes = (without_local(of_rank, ranks) for of_rank in (self._num_received, self._sent))
+        return Values(part.others(sent).view(-1), *sizes, codec), copies
 
     def local_gradient(self, received: Tensor) -> Tensor:
-        grads = received.view(-1, self._tables.exchange.width)
-        rows = torch.empty_like(grads).index_copy_(0, self._route.order, grads)
-        return rows.view(self.local_shape)
+        grads, order = received.view(-1, self._tables.exchange.width), self._route.order
+        rows = grads.new_empty((order.numel(), grads.size(1)))
+        local, self._local_grads = self._local_grads, None
+        if local is not None:
+            part = local_part(self._route.sent, self._tables.ranks)
+            assert part is not None
+            rows.index_copy_(0, part.of(order), local)
+            order = part.others(order)
+        return rows.index_copy_(0, order, grads).view(self.local_shape)
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
         return gathered.view(-1, self._tables.dim).index_select(0, self._route.copies_order)

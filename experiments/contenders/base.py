@@ -29,9 +29,12 @@ __all__ = [
     "read_rows",
     "split_gradient",
     "touched",
+    "update_rounding",
 ]
 
 State = list[Tensor]
+EPS = 1e-8  # of Adagrad, for every contender
+GRADIENT_ROUNDING = 1e-6  # of sums in another order; the gradients of a batch are of order one
 
 
 @dataclass(frozen=True)
@@ -181,14 +184,29 @@ def pool_rows(rows: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
 
 
 def first_update(kind: Optimizer, weights: Tensor, gradient: Tensor, lr: float) -> Tensor:
-    """Return `weights` after one update from zero optimizer state; eps as in torch.optim."""
-    eps = 1e-8
+    """Return `weights` after one update from zero optimizer state."""
     if kind is Optimizer.sgd:
         return weights - lr * gradient
     square = gradient * gradient
     if kind is Optimizer.rowwise_adagrad:
         square = square.mean(dim=1, keepdim=True)
-    return weights - lr * gradient / (square.sqrt() + eps)
+    return weights - lr * gradient / (square.sqrt() + EPS)
+
+
+def update_rounding(kind: Optimizer, update: Tensor, lr: float) -> Tensor:
+    """Return how much each element of a first update may change by the rounding of its gradient.
+
+    Adagrad divides an element by its own size, so that one next to zero may become anything from
+    -lr to lr. Elsewhere the relative tolerance covers rounding, and this is zero, as it is for
+    elements without a gradient.
+    """
+    if kind is not Optimizer.adagrad:
+        return torch.zeros_like(update)
+    # |update| = lr g / (g + EPS), so g + EPS = lr EPS / (lr - |update|).
+    divisor = lr * EPS / (lr - update.abs()).clamp(min=1e-9 * lr)
+    nearest = divisor - EPS - GRADIENT_ROUNDING
+    change = lr * EPS * GRADIENT_ROUNDING / (nearest.clamp(min=0.0) + EPS).square()
+    return torch.where(nearest > 0, change, 2 * lr).masked_fill(update == 0, 0.0)
 
 
 def fill_(weights: Tensor, seed: int) -> Tensor:

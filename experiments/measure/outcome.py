@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.config.schema import Mode
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
-from experiments.contenders.base import Contender
+from experiments.contenders.base import Contender, update_rounding
 from experiments.contenders.registry import Missing, Unsupported
 from experiments.results.store import Record
 from experiments.run.process import Died, is_out_of_memory
@@ -37,21 +37,25 @@ def verify(contender: Contender, batch: Batch) -> None:
     before = contender.observe(batch)
     output, after = contender.expect(batch, before)
     prepared = contender.prepare(batch)
-    _compare("forward", contender.forward(prepared), output, 0.0)
+    _compare("forward", contender.forward(prepared), output, torch.zeros(()))
     contender.step(prepared)
     observed = contender.observe(batch)
     for number, (start, got, want) in enumerate(zip(before, observed, after, strict=True)):
-        slack = ROUNDING * float(start.abs().max()) if start.numel() else 0.0
-        _compare(f"update of parameters {number}", got - start, want - start, slack)
+        update = (want - start).float()
+        slack = update_rounding(contender.task.optimizer, update, contender.task.lr)
+        if start.numel():
+            slack += ROUNDING * float(start.abs().max())
+        _compare(f"update of parameters {number}", got - start, update, slack)
 
 
-def _compare(what: str, got: Tensor, want: Tensor, slack: float) -> None:
+def _compare(what: str, got: Tensor, want: Tensor, slack: Tensor) -> None:
     got, want = got.detach().cpu().float(), want.float()
     if got.shape != want.shape:
         raise Wrong(f"{what}: shape {tuple(got.shape)}, reference has {tuple(want.shape)}")
     scale = float(want.abs().max()) if want.numel() else 0.0
-    worst = float((got - want).abs().max()) if want.numel() else 0.0
-    if not worst <= RTOL * scale + slack:  # also catches NaN
+    off = (got - want).abs()
+    if not (off <= RTOL * scale + slack).all():  # also catches NaN
+        worst = float(off.max())
         raise Wrong(f"{what}: differs from the reference by up to {worst:.3g} of {scale:.3g}")
     if not torch.isfinite(want).all():
         raise Wrong(f"{what}: the reference itself is not finite")

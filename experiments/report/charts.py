@@ -153,20 +153,19 @@ def curves(
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
         if names == "points":
+            # Towards the middle, where names of both sides meet.
+            middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
             points = [
-                (y, x, name, line.colour)
+                (y, x, name, line.colour, 9 if x < middle else -9)
                 for line in lines
                 for x, y, name in zip(line.x, line.y, line.names, strict=True)
             ]
-            # Towards the middle, on either side apart from each other.
-            middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
-            _write_apart(axes, [p for p in points if p[1] < middle], 9, 0.06)
-            _write_apart(axes, [p for p in points if p[1] >= middle], -9, 0.06)
+            _write_apart(axes, points, 0.06)
         elif names == "ends":
             named = [line for line in lines if line.label]
             right = max((max(line.x) for line in named), default=0.0)
-            ends = [(list(line.y)[-1], right, line.label, line.colour) for line in named]
-            _write_apart(axes, ends, 12, 0.075)
+            ends = [(list(line.y)[-1], right, line.label, line.colour, 12) for line in named]
+            _write_apart(axes, ends, 0.075)
         elif names and axes.get_legend_handles_labels()[1]:
             where: dict[str, Any] = {"loc": names}
             if names == "outside":
@@ -235,12 +234,12 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
 
 
 def _write_apart(
-    axes: Axes, entries: Sequence[tuple[float, float, str, str]], shift: float, gap: float
+    axes: Axes, entries: Sequence[tuple[float, float, str, str, float]], gap: float
 ) -> None:
-    """Write (y, x, words, colour) next to points, no two nearer than a share of the axis."""
+    """Write (y, x, words, colour, shift) next to points, no two nearer than a share of the axis."""
     low, high = (math.log(v) for v in axes.get_ylim())
     height = -math.inf
-    for y, x, words, colour in sorted(entries):
+    for y, x, words, colour, shift in sorted(entries):
         height = max(math.log(y), height + gap * (high - low))
         axes.annotate(
             words,

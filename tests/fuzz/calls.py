@@ -508,7 +508,9 @@ def _spread(draw: random.Random) -> Call:
     def check(_: Arguments, got: Any) -> None:
         close(got, route.combine_backward(grad, targets, pieces, lengths, size, dtype, rows, 2.0))
 
-    return Call("combine_backward", (grad, targets, pieces, rows, lengths, size, dtype, 2.0), check)
+    return Call(
+        "combine_backward_", (grad, targets, pieces, rows, lengths, size, dtype, 2.0), check
+    )
 
 
 # Quantised tables, memory, random numbers
@@ -582,7 +584,7 @@ CALLS: dict[str, Callable[[random.Random], Call]] = {
     "route_lengths": _route_lengths,
     "route_ids": _route_ids,
     "combine": _combine,
-    "combine_backward": _spread,
+    "combine_backward_": _spread,
     "quantize_rows_": _quantize_rows,
     "quant_lookup": _quant_lookup,
     "update_rows_": _update_rows,

@@ -20,9 +20,11 @@ from tests.route_cases import (
     Case,
     Combining,
     Problem,
+    local_parts,
     make,
     make_pieces,
     some_rows,
+    without,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -262,6 +264,77 @@ def test_pieces_of_some_rows(name: str, dtype: torch.dtype, device: torch.device
     assert_close(back.cpu(), want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("has_rows", [False, True])
+@pytest.mark.parametrize("name", COMBININGS)
+def test_a_part_of_the_source_in_its_own_tensor(
+    name: str, has_rows: bool, device: torch.device
+) -> None:
+    problem, rows = make_pieces(COMBININGS[name]), None
+    if has_rows:
+        problem, rows = some_rows(problem)
+    source, numel = problem.source, problem.out_numel
+    layout = problem.targets, problem.pieces, problem.lengths
+    on, rows_on = _moved(device, layout), None if rows is None else rows.to(device)
+    grad = torch.randn(numel)
+    want = reference.combine(*problem, torch.float32, rows)
+    want_back = reference.combine_backward(grad, *layout, source.numel(), torch.float32, rows)
+    for part in local_parts(problem):
+        local, others = source[part[0] : part[1]].clone(), without(source, part)
+        at = {"local": local.to(device), "local_begin": part[0]}
+        got = route.combine(others.to(device), *on, numel, torch.float32, rows_on, **at)
+        assert torch.equal(got.cpu(), want)
+        same = reference.combine(
+            others, *layout, numel, torch.float32, rows, local=local, local_begin=part[0]
+        )
+        assert torch.equal(same, want)
+        back = route.combine_backward_(grad.to(device), *on, source.numel(), rows_on, **at)
+        assert torch.equal(back.cpu(), without(want_back, part))
+        assert torch.equal(at["local"].cpu(), want_back[part[0] : part[1]])
+
+
+def test_neighbours_on_both_sides_of_an_end_are_not_one_copy() -> None:
+    """One row, whose columns continue in the source, but not in memory."""
+    targets = torch.tensor([[0, 5, 1, 2, 0, 1, -1], [2, 5, 1, 3, 1, 2, -1]])
+    pieces = torch.tensor([[0, 5, -1], [2, 5, -1]])
+    source = torch.arange(5.0)
+    local = source[2:].clone()
+    out = route.combine(
+        source[:2].clone(), targets, pieces, None, 5, torch.float32, local=local, local_begin=2
+    )
+    assert torch.equal(out, source)
+    local.zero_()
+    back = route.combine_backward_(source, targets, pieces, None, 5, local=local, local_begin=2)
+    assert torch.equal(torch.cat([back, local]), source)
+
+
+def test_wrong_local_parts_raise() -> None:
+    problem = make_pieces(COMBININGS["sums"])
+    source, *layout, numel = problem
+    crossing = source[:1].clone(), source[1:].clone()
+    with pytest.raises(RuntimeError, match="crosses an end of local"):
+        route.combine(crossing[1], *layout, numel, torch.float32, local=crossing[0])
+    for begin in (-1, source.numel() + 1):
+        with pytest.raises(RuntimeError, match="local_begin must lie in"):
+            route.combine(
+                source, *layout, numel, torch.float32, local=source[:0], local_begin=begin
+            )
+    with pytest.raises(RuntimeError, match="local_begin needs local"):
+        route.combine(source, *layout, numel, torch.float32, local_begin=3)
+    with pytest.raises(RuntimeError, match="local must have the dtype"):
+        route.combine(source, *layout, numel, torch.float32, local=source[:0].half())
+    with pytest.raises(RuntimeError, match="local must be flat"):
+        route.combine(source, *layout, numel, torch.float32, local=source[:0].view(0, 1))
+    with pytest.raises(RuntimeError, match="local must be part of the"):
+        route.combine_backward_(torch.zeros(numel), *layout, 3, local=torch.zeros(4), local_begin=0)
+    with pytest.raises(RuntimeError, match="local has no derivative"):
+        route.combine(
+            source.requires_grad_(), *layout, numel, torch.float32, local=source[:0].detach()
+        )
+    grad = torch.zeros(numel, requires_grad=True)
+    with pytest.raises(RuntimeError, match="local has no derivative"):
+        route.combine_backward_(grad, *layout, 0, local=torch.zeros(0), local_begin=0)
+
+
 def test_gradients_of_pieces_of_some_rows() -> None:
     problem, rows = some_rows(make_pieces(COMBININGS["means"]))
     source, targets, pieces, lengths, numel = problem
@@ -292,9 +365,18 @@ def test_opcheck(device: torch.device) -> None:
         "route_lengths": (problem.ids, problem.offsets, *problem.routing, num_bags),
         "route_ids": (*problem[:2], *problem.routing, starts, total, problem.weights),
         "combine": (source, *layout, numel, torch.float16, 0.5),
-        "combine_backward": (grad, *layout, source.numel(), torch.bfloat16, 2.0),
+        "combine_backward_": (grad, *layout, source.numel(), torch.bfloat16, 2.0),
     }
     for name, arguments in cases.items():
+        torch.library.opcheck(getattr(ops, name), arguments)
+    problem_of_parts = make_pieces(COMBININGS["means"])
+    begin, end = local_parts(problem_of_parts)[-1]
+    source, targets, pieces, lengths, numel = _moved(device, problem_of_parts)
+    layout, local = (targets, pieces, None, lengths), source[begin:end].clone()
+    others = without(source, (begin, end))
+    sizes = {"combine": numel, "combine_backward_": source.numel()}
+    for name, values in (("combine", others), ("combine_backward_", torch.randn_like(grad))):
+        arguments = (values, *layout, sizes[name], torch.float32, 1.0, local, begin)
         torch.library.opcheck(getattr(ops, name), arguments)
 
 

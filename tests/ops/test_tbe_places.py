@@ -99,6 +99,20 @@ def test_variable_batch_of_equal_sizes_is_a_fixed_one(pooling: Pooling) -> None:
     assert torch.equal(look_up(data, [data.weights], data.features, None).view_as(fixed), fixed)
 
 
+def test_elements_that_no_bag_has_are_zero() -> None:
+    """As many elements as the bags have, but with a gap: two bags have the same place."""
+    weights, elements = torch.ones(64 * 64), [0, 64, 64, 192]
+    features = torch.tensor([[0, 0, 64, 64, 0, 0, 0, 0]])
+    layout = torch.stack([torch.zeros(4, dtype=torch.int64), torch.tensor(elements)], 1)
+    ids, offsets = torch.arange(4), torch.arange(5)
+    for _ in range(20):
+        torch.full((256,), torch.nan)  # memory that the output may get
+        got = ops.tbe_lookup(
+            [weights], features, ids, offsets, None, layout, None, 0, 256, torch.float32
+        )
+        assert torch.equal(got.view(4, 64).sum(1), torch.tensor([64.0, 64.0, 0.0, 64.0]))
+
+
 @VARIABLE
 def test_grouping_of_a_variable_batch(case: Case, device: torch.device) -> None:
     data = Data(case)

@@ -54,10 +54,10 @@ class Compiled:
 
 
 @cache
-def compiled_kernels() -> tuple[Compiled, ...]:
+def compiled_kernels(architecture: str) -> tuple[Compiled, ...]:
     """Compile the sources hot_*.cu, or read what was kept of that in build/simt."""
     sources = sorted(Path(__file__).parent.glob("hot_*.cu"))
-    return tuple(kernel for source in sources for kernel in _kernels_of(source))
+    return tuple(kernel for source in sources for kernel in _kernels_of(source, architecture))
 
 
 @cache
@@ -72,20 +72,21 @@ def blackwell_kernels() -> tuple[Compiled, ...]:
     return tuple(kernels)
 
 
-def _kernels_of(source: Path) -> list[Compiled]:
+def _kernels_of(source: Path, architecture: str) -> list[Compiled]:
     tool = cuobjdump()
     files = (source, Path(__file__), *HEADERS)
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files) + bytes([tool is None]))
     folder = ROOT / "build" / "simt"
-    kept = folder / f"compiled-{source.stem}-{digest.hexdigest()[:16]}.json"
+    stem = f"compiled-{source.stem}-{architecture}"
+    kept = folder / f"{stem}-{digest.hexdigest()[:16]}.json"
     if kept.exists():
         return [Compiled(**kernel) for kernel in json.loads(kept.read_text())]
     folder.mkdir(parents=True, exist_ok=True)
-    output = folder / f"{source.stem}.fatbin"
-    log = _compile(source, output, ARCHITECTURES)
+    output = folder / f"{source.stem}-{architecture}.fatbin"
+    log = _compile(source, output, [architecture])
     sass = "" if tool is None else _sass(tool, output)
     kernels = _parse(log, sass)
-    for old in folder.glob(f"compiled-{source.stem}-*.json"):
+    for old in folder.glob(f"{stem}-*.json"):
         old.unlink()
     kept.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
     return kernels

@@ -67,7 +67,14 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
     return out
 
 
-def _combine(flat: Tensor, layout: tuple[Any, ...], out: Tensor, *, forward: bool) -> Tensor:
+def _combine(
+    flat: Tensor,
+    layout: tuple[Any, ...],
+    out: Tensor,
+    local: tuple[Tensor | None, int],
+    *,
+    forward: bool,
+) -> Tensor:
     targets, pieces, lengths, rows, scale = layout
     source, output = (flat, out) if forward else (out, flat)
     words: tuple[Word, ...] = (forward, targets, pieces, len(targets), len(pieces))
@@ -75,8 +82,11 @@ def _combine(flat: Tensor, layout: tuple[Any, ...], out: Tensor, *, forward: boo
     if lengths is not None:
         counts = (*_indices(lengths), lengths.numel())
     found = (rows, 0 if rows is None else rows.numel(), round(scale * 1024))
-    ends = (flat, DTYPES[flat.dtype], out, DTYPES[out.dtype], source.numel(), output.numel())
-    library().call("combine", *words, *counts, *found, *ends)
+    ends = (flat, DTYPES[flat.dtype], out, DTYPES[out.dtype])
+    tensor, begin = local
+    size = 0 if tensor is None else tensor.numel()
+    part = (tensor, begin, begin + size, source.numel() + size, output.numel())
+    library().call("combine", *words, *counts, *found, *ends, *part)
     return out
 
 
@@ -89,10 +99,14 @@ def combine(
     dtype: torch.dtype,
     rows: Tensor | None = None,
     scale: float = 1.0,
+    *,
+    local: Tensor | None = None,
+    local_begin: int = 0,
 ) -> Tensor:
     """Emulated `combine`, for scales that are whole 1024ths."""
     out = torch.full((out_numel,), torch.nan, dtype=dtype)
-    return _combine(source, (targets, pieces, lengths, rows, scale), out, forward=True)
+    layout = targets, pieces, lengths, rows, scale
+    return _combine(source, layout, out, (local, local_begin), forward=True)
 
 
 def combine_backward(
@@ -104,7 +118,15 @@ def combine_backward(
     dtype: torch.dtype,
     rows: Tensor | None = None,
     scale: float = 1.0,
+    *,
+    local: Tensor | None = None,
+    local_begin: int = 0,
 ) -> Tensor:
     """Emulated `combine_backward`, for scales that are whole 1024ths."""
-    out = torch.zeros(source_numel, dtype=dtype)
-    return _combine(grad, (targets, pieces, lengths, rows, scale), out, forward=False)
+    size = 0
+    if local is not None:
+        local.zero_()
+        size = local.numel()
+    out = torch.zeros(source_numel - size, dtype=dtype)
+    layout = targets, pieces, lengths, rows, scale
+    return _combine(grad, layout, out, (local, local_begin), forward=False)

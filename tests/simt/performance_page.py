@@ -108,7 +108,9 @@ def page() -> str:
     models = [_model(shape) for shape in SHAPES]
     heads = [f"{name} {architecture}" for architecture in ARCHITECTURES for name in _NUMBERS]
     rows = [f"| kernel | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
-    rows += [f"| `{name}` | {' | '.join(numbers)} |" for name, numbers in cells().items()]
+    columns = [cells(architecture) for architecture in ARCHITECTURES]
+    for name in columns[0]:
+        rows.append(f"| `{name}` | {' | '.join(n for column in columns for n in column[name])} |")
     table = f"{_TABLE}\nnvcc {nvcc_release()}.\n\n"
     checked, unchecked = (STEPS[name][1] for name in ("plain", "without a bounds check"))
     launches = _LAUNCHES.format(checked=checked, unchecked=unchecked)
@@ -132,15 +134,9 @@ def _launches() -> list[str]:
     ]
 
 
-def cells() -> dict[str, list[str]]:
-    """Return the cells of the table of kernels."""
-    by_name: dict[str, dict[str, Compiled]] = {}
-    for kernel in compiled_kernels():
-        by_name.setdefault(kernel.name, {})[kernel.architecture] = kernel
-    return {
-        name: [number for a in ARCHITECTURES for number in _numbers(kernels[a])]
-        for name, kernels in sorted(by_name.items())
-    }
+def cells(architecture: str) -> dict[str, list[str]]:
+    """Return an architecture's cells of the table of kernels."""
+    return {kernel.name: _numbers(kernel) for kernel in compiled_kernels(architecture)}
 
 
 def _numbers(kernel: Compiled) -> list[str]:
@@ -149,11 +145,12 @@ def _numbers(kernel: Compiled) -> list[str]:
     return [str(n) for n in (kernel.registers, warps, kernel.instructions, kernel.wide)]
 
 
-def recorded() -> dict[str, list[str]]:
-    """Return the cells of the page's table of all kernels by kernel."""
+def recorded(architecture: str) -> dict[str, list[str]]:
+    """Return what the page's table of all kernels says of an architecture, by kernel."""
     text = PAGE.read_text().partition(_TENSOR)[0]
     rows = re.findall(r"^\| `(\w+_kernel.*?)` \| (.*) \|$", text, re.MULTILINE)
-    return {name: cells.split(" | ") for name, cells in rows}
+    first = ARCHITECTURES.index(architecture) * len(_NUMBERS)
+    return {name: cells.split(" | ")[first : first + len(_NUMBERS)] for name, cells in rows}
 
 
 def recorded_tensor_part() -> str:

@@ -84,8 +84,8 @@ extern "C" const char* simt_gather_segments(const int64_t* call) {
 }
 
 // forward, targets, pieces, number of targets, of pieces, lengths, number of lengths, rows and
-// their number, 1024 times the scale, in and its dtype, out and its dtype, elements of the source,
-// of the output
+// their number, 1024 times the scale, in and its dtype, out and its dtype, local, its begin and
+// end, elements of the source, of the output
 extern "C" const char* simt_combine(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
@@ -104,6 +104,9 @@ extern "C" const char* simt_combine(const int64_t* call) {
     const emb::Dtype from = words.dtype();
     work.out = words.pointer<void>();
     const emb::Dtype to = words.dtype();
+    work.local.data = words.pointer<void>();
+    work.local.begin = words.number();
+    work.local.end = words.number();
     work.source_numel = words.number();
     work.out_numel = words.number();
     if (forward) {

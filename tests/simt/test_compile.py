@@ -46,7 +46,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_hot_kernels_do_not_spill(architecture: str) -> None:
-    kernels = [k for k in compiled_kernels() if k.architecture == architecture]
+    kernels = compiled_kernels(architecture)
     assert len(kernels) >= 25
     for kernel in kernels:
         assert kernel.spills == 0, f"{kernel.name} spills"
@@ -67,40 +67,52 @@ def test_hot_kernels_spill_little_on_blackwell(architecture: str) -> None:
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
-def test_quantised_rows_are_in_flight_before_the_first_is_used() -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_quantised_rows_are_in_flight_before_the_first_is_used(architecture: str) -> None:
     """The compiler serialises them where registers are short."""
-    found = {(k.name, k.architecture): k.in_flight for k in compiled_kernels()}
+    found = {kernel.name: kernel.in_flight for kernel in compiled_kernels(architecture)}
     for name, loads in QUANT_LOADS.items():
-        for architecture in ARCHITECTURES:
-            count = found[name, architecture]
-            assert count is not None
-            assert count >= loads, (name, architecture)
+        count = found[name]
+        assert count is not None
+        assert count >= loads, name
 
 
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
-def test_the_page_on_performance_is_of_these_kernels() -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_page_on_performance_is_of_these_kernels(architecture: str) -> None:
     """Numbers that rise are a regression to explain; those that fall must be written down too."""
-    if f"nvcc {nvcc_release()}." not in PAGE.read_text():
-        pytest.skip("the page is of another compiler")
-    assert recorded() == cells(), f"if that is meant: {COMMAND}"
+    skip_if_of_another_compiler()
+    assert recorded(architecture) == cells(architecture), f"if that is meant: {COMMAND}"
+
+
+@needs_nvcc
+@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
+def test_the_page_on_tensor_cores_is_of_these_kernels() -> None:
+    skip_if_of_another_compiler()
     assert recorded_tensor_part() == tensor_part(), f"if that is meant: {COMMAND}"
 
 
+def skip_if_of_another_compiler() -> None:
+    if f"nvcc {nvcc_release()}." not in PAGE.read_text():
+        pytest.skip("the page is of another compiler")
+
+
 @needs_nvcc
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
-def test_products_of_tensor_trains_run_on_tensor_cores() -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_products_of_tensor_trains_run_on_tensor_cores(architecture: str) -> None:
     """And the loops of tiles do more per clock than float32 arithmetic could, by the model."""
-    kernels = [kernel for kernel in compiled_kernels() if kernel.tensor]
+    kernels = [kernel for kernel in compiled_kernels(architecture) if kernel.tensor]
     names = {kernel.name.partition("<")[0] for kernel in kernels}
     tiled = {"expand_kernel", "inner_grads_kernel", "outer_values_kernel"}
     assert names == tiled | {"mma_rows_kernel", "mma_left_grads_kernel"}
-    assert len(kernels) == len(names) * len(ARCHITECTURES) * 3
+    assert len(kernels) == len(names) * 3
     for kernel in kernels:
         if kernel.name.partition("<")[0] not in tiled:
             continue
         assert kernel.copies, f"{kernel.name} does not copy asynchronously"
-        assert multiply_adds(kernel) > PEAKS[kernel.architecture].float32, kernel
+        assert multiply_adds(kernel) > PEAKS[architecture].float32, kernel
 
 
 def test_cuda_library_has_every_op() -> None:

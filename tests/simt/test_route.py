@@ -6,7 +6,16 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from emblib.reference import route
-from tests.route_cases import CASES, COMBININGS, Case, make, make_pieces, some_rows
+from tests.route_cases import (
+    CASES,
+    COMBININGS,
+    Case,
+    local_parts,
+    make,
+    make_pieces,
+    some_rows,
+    without,
+)
 from tests.simt import emulated_route as emulated
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -118,6 +127,24 @@ def test_pieces_of_some_rows(name: str) -> None:
     back = emulated.combine_backward(result, *layout, size, torch.float32, rows, 0.25)
     want = route.combine_backward(result, *layout, size, torch.float32, rows, 0.25)
     assert_close(back, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", COMBININGS)
+def test_a_part_of_the_source_in_its_own_tensor(name: str) -> None:
+    problem = make_pieces(COMBININGS[name])
+    source, *layout, numel = problem
+    want = route.combine(*problem, torch.float32)
+    grad = torch.randn(numel)
+    want_back = route.combine_backward(grad, *layout, source.numel(), torch.float32)
+    for part in local_parts(problem):
+        local = source[part[0] : part[1]].clone()
+        others = without(source, part)
+        at = {"local": local, "local_begin": part[0]}
+        result = emulated.combine(others, *layout, numel, torch.float32, **at)
+        assert torch.equal(result, want)
+        back = emulated.combine_backward(grad, *layout, source.numel(), torch.float32, **at)
+        assert torch.equal(back, without(want_back, part))
+        assert torch.equal(local, want_back[part[0] : part[1]])
 
 
 def test_wrong_pieces_touch_nothing_else() -> None:

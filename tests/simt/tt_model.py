@@ -57,7 +57,7 @@ def loop_table() -> list[str]:
     heads = [f"{title} {a}" for a in ARCHITECTURES for title in titles]
     lines = [f"| kernel | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
     by_name: dict[str, list[Compiled]] = {}
-    for kernel in compiled_kernels():
+    for kernel in (kernel for a in ARCHITECTURES for kernel in compiled_kernels(a)):
         if kernel.tensor:
             by_name.setdefault(kernel.name, []).append(kernel)
     for name, kernels in sorted(by_name.items()):

@@ -469,11 +469,8 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
 
 
 def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
-    """Measure an all-to-all of `count` floats with each of `peers`, by all ranks at once.
-
-    A rank sends as much to itself, as it does in a step.
-    """
-    sizes = [count if r in peers or r == ranks.rank else 0 for r in range(ranks.size)]
+    """Measure an all-to-all of `count` floats with each of `peers`, by all ranks at once."""
+    sizes = [count if r in peers else 0 for r in range(ranks.size)]
     large = count > 1
     sent = cycle(torch.ones(sum(sizes), device=ranks.device) for _ in range(_COLD if large else 1))
 

@@ -10,7 +10,13 @@ import torch
 
 from experiments.config.schema import Optimizer, WorkloadConfig
 from experiments.contenders import registry
-from experiments.contenders.base import Task, build
+from experiments.contenders.base import (
+    GRADIENT_ROUNDING,
+    Task,
+    build,
+    first_update,
+    update_rounding,
+)
 from experiments.contenders.registry import Unsupported
 from experiments.contenders.tables import BatchedTables
 from experiments.contenders.tt import TTTables
@@ -56,6 +62,22 @@ def test_contenders_agree_with_plain_pytorch(name: str, optimizer: Optimizer) ->
     work = dataclasses.replace(WORK, T=12, E=42)
     wide = dataclasses.replace(task(optimizer, tt_tables=12), shapes=many)
     verify(build(name, wide), make_pool(work, many, 1, seed=3).batches[0])
+
+
+def test_what_the_rounding_of_a_gradient_may_change() -> None:
+    """A run once called a right contender wrong: Adagrad moves by -lr or lr for a tiny gradient."""
+    size = torch.logspace(-8, 1, 200)
+    gradients = torch.stack([size, -size])
+    start = torch.zeros_like(gradients)
+    update = first_update(Optimizer.adagrad, start, gradients, 0.05)
+    allowed = update_rounding(Optimizer.adagrad, update, 0.05)
+    for off in (GRADIENT_ROUNDING, -GRADIENT_ROUNDING):
+        other = first_update(Optimizer.adagrad, start, gradients + off, 0.05)
+        assert ((other - update).abs() <= 1.01 * allowed + 1e-6).all()
+    assert (allowed[:, size > 2e-5] < 1e-3 * 0.05).all()
+    still = torch.zeros(3)
+    assert update_rounding(Optimizer.adagrad, still, 0.05).count_nonzero() == 0
+    assert update_rounding(Optimizer.sgd, update, 0.05).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("tt_tables", [1, 2])
