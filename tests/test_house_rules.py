@@ -80,6 +80,8 @@ DISTRIBUTED_ALLOWED_IN = (
     "experiments/contenders/sharded.py",
     "experiments/contenders/torchrec.py",
     "experiments/run/ranks.py",
+    "tests/bench/node_sums.py",
+    "tests/bench/planner_predictions.py",
     "tests/bench/sharded_models.py",
     "tests/bench/sharded_overhead.py",
     "tests/bench/torchrec_over.py",

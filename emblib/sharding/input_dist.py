@@ -26,11 +26,12 @@ from emblib.sharding.exchange import (
     exchange_numbers,
     start_all_to_alls,
 )
-from emblib.sharding.layout import Blocks, CollectionLayout
-from emblib.sharding.ranks import RankGroup
+from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
+from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
 # Entries of a header before the number of bags of each unit: ids for the receiving rank, how many
-# of them are for replicated tables, kind of batch, whether units differ in their number of bags.
+# of them are for replicated tables, kind of batch, whether units differ in their number of bags: 2
+# where nodes cannot sum the rows of this batch.
 _HEADER = 4
 _MAX_MERGED_NBYTES = 1 << 19  # copying larger messages costs more than a collective each
 _MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only where at most this share is left
@@ -95,6 +96,7 @@ class OutgoingBatch(NamedTuple):
         num_ids: ids sent to each rank.
         num_replicated_ids: how many ids of each rank's message, the last ones, are for replicated
             tables.
+        skips_sums: whether bags of units that nodes sum were dropped, so that they cannot sum them.
     """
 
     lengths: Tensor | None
@@ -107,6 +109,7 @@ class OutgoingBatch(NamedTuple):
     num_bags: list[int]
     num_ids: list[int]
     num_replicated_ids: int
+    skips_sums: bool = False
 
 
 class IncomingBatch(NamedTuple):
@@ -126,6 +129,7 @@ class IncomingBatch(NamedTuple):
         num_replicated_ids: how many of `ids`, the last ones, are for replicated tables.
         merges_rows: whether the rows of all collections that were sent together are few enough on
             every rank to return in one message.
+        skips_sums: whether nodes cannot sum rows, because a rank has dropped bags of them.
     """
 
     inputs: LocalBatch
@@ -139,6 +143,7 @@ class IncomingBatch(NamedTuple):
     num_ids: list[int]
     num_replicated_ids: int
     merges_rows: bool = False
+    skips_sums: bool = False
 
 
 class _InFlight(NamedTuple):
@@ -155,6 +160,7 @@ class _InFlight(NamedTuple):
     sizes: list[int]
     num_ids: list[int]
     num_replicated_ids: int
+    skips_sums: bool
 
     def received_ids(self) -> list[int]:
         """Return the number of ids from each rank, with those for replicated tables."""
@@ -208,6 +214,11 @@ class InputDist(nn.Module):
         columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
         self._mean_columns = sum(columns) / max(len(columns), 1)
         self._ends = [0, *accumulate(len(features) for features in self._features)]
+        # The gradients of replicated tables have a row for every bag.
+        self._whole_units = [
+            number for _, end in self._spans() for number in range(end - len(self._replicated), end)
+        ]
+        self._summed_units, self._num_sums = self._units_of_sums(layout)
         self._dims = [feature.dim for feature in layout.features]
         self.is_whole = all(blocks_ <= 1 for _, blocks_, _, _ in blocks.features)
         tables = {
@@ -227,6 +238,22 @@ class InputDist(nn.Module):
     units: Tensor
     own_order: Tensor
     own_weight_order: Tensor
+
+    def _units_of_sums(self, layout: CollectionLayout) -> tuple[list[int], int]:
+        """Return the numbers of the units whose rows nodes sum, and the number of sums per bag."""
+        if not self._is_pooled or not sums_in_nodes(self._ranks):
+            return [], 0
+        sums = sum_in_nodes(layout, self._ranks.local_size)
+        if sums is None:
+            return [], 0
+        firsts = [first for first, _ in self._spans()]
+        numbers = [
+            first + i
+            for first, of_rank in zip(firsts, sums.units, strict=True)
+            for own in of_rank
+            for i in own
+        ]
+        return numbers, sum(len(node.units) for node in sums.nodes)
 
     def _segment_order(self, before: int) -> list[int]:
         """Return the unit-major order of rank-major segments, after `before` others per rank."""
@@ -254,7 +281,13 @@ class InputDist(nn.Module):
         kind = _batch_kind(inputs)
         by_unit = int(inputs.is_variable or batch.rows is not None)
         return [
-            [ids, batch.num_replicated_ids, kind, by_unit, *batch.unit_bags[first:end]]
+            [
+                ids,
+                batch.num_replicated_ids,
+                kind,
+                by_unit + batch.skips_sums,
+                *batch.unit_bags[first:end],
+            ]
             for (first, end), ids in zip(self._spans(), batch.num_ids, strict=True)
         ]
 
@@ -311,7 +344,7 @@ class InputDist(nn.Module):
 
     def _bucketize(self, inputs: LocalBatch) -> OutgoingBatch:
         """Send every id to the block of rows that has its row."""
-        unit_bags, rows = [inputs.bags[f] for f in self._all], None
+        unit_bags, rows, skips_sums = [inputs.bags[f] for f in self._all], None, False
         first_bags = inputs.first_bags(range(len(inputs.bags)))
         where = first_bags, self.features, self.blocks, self.units
         units = inputs.first_bags(self._all)
@@ -334,7 +367,10 @@ class InputDist(nn.Module):
         num_ids = [ends[b] - ends[a] for a, b in self._spans()]
         num_replicated_ids = ends[self._ends[1]] - ends[self._ends[1] - len(self._replicated)]
         if self._is_pooled and not inputs.is_variable:
-            lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags)
+            skips_sums = self._skips_sums(lengths, unit_bags)
+            kept = self._whole_units if skips_sums else self._whole_units + self._summed_units
+            lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags, kept)
+            skips_sums &= rows is not None
         num_bags = [sum(unit_bags[a:b]) for a, b in self._spans()]
         return OutgoingBatch(
             lengths=lengths,
@@ -347,26 +383,40 @@ class InputDist(nn.Module):
             num_bags=num_bags,
             num_ids=num_ids,
             num_replicated_ids=num_replicated_ids,
+            skips_sums=skips_sums,
         )
 
+    def _skips_sums(self, lengths: Tensor, unit_bags: list[int]) -> bool:
+        """Return whether sums of nodes save no rows over those of bags that have ids.
+
+        Of a feature with one id per bag, each bag has an id in one block of rows.
+        """
+        if not self._summed_units:
+            return False
+        summed = lengths.view(len(unit_bags), -1)[self._summed_units]
+        return int(summed.count_nonzero()) <= self._num_sums * summed.size(1)
+
     def _drop_empty_bags(
-        self, lengths: Tensor, unit_bags: list[int]
+        self, lengths: Tensor, unit_bags: list[int], kept: Sequence[int]
     ) -> tuple[Tensor, Tensor | None, list[int]]:
         """Drop bags that have no id in a block of rows, if there are many: they need no row.
 
-        Of a feature with one id per bag, each of W blocks of rows has one bag in W.
+        Of a feature with one id per bag, each of W blocks of rows has one bag in W. The bags of
+        the units `kept` stay.
         """
-        if lengths.numel() * self._mean_columns < _MIN_SAVED:
+        droppable = lengths
+        if kept:
+            others = sorted(set(range(len(unit_bags))).difference(kept))
+            droppable = lengths.view(len(unit_bags), -1)[others]
+        if droppable.numel() * self._mean_columns < _MIN_SAVED:
             return lengths, None, unit_bags
-        count = int(lengths.count_nonzero())
-        saved = (lengths.numel() - count) * self._mean_columns
-        if count > _MAX_SHARE_OF_BAGS * lengths.numel() or saved < _MIN_SAVED:
+        count = int(droppable.count_nonzero())
+        saved = (droppable.numel() - count) * self._mean_columns
+        if count > _MAX_SHARE_OF_BAGS * droppable.numel() or saved < _MIN_SAVED:
             return lengths, None, unit_bags
         has_ids = (lengths > 0).view(len(unit_bags), -1)
-        if self._replicated:
-            # The gradients of replicated tables have a row for every bag.
-            for _, end in self._spans():
-                has_ids[end - len(self._replicated) : end] = True
+        if kept:
+            has_ids[kept] = True
         # The number of bags with ids until here, 0 without ids; a tenth of a masked_fill's time.
         rows = has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
         return lengths[has_ids.view(-1)], rows.view(-1), has_ids.sum(1).tolist()
@@ -409,6 +459,7 @@ class InputDist(nn.Module):
             sizes=[a + b for a, b in zip(num_bags, num_ids, strict=True)],
             num_ids=[header[0] - header[1] for header in headers],
             num_replicated_ids=sum(header[1] for header in headers),
+            skips_sums=any(header[3] == 2 for header in headers),
         )
 
     def finish(
@@ -442,6 +493,7 @@ class InputDist(nn.Module):
             num_ids=in_flight.num_ids,
             num_replicated_ids=in_flight.num_replicated_ids,
             merges_rows=merges_rows,
+            skips_sums=in_flight.skips_sums,
         )
 
 

@@ -81,6 +81,57 @@ class CollectionLayout(NamedTuple):
     replicated: RankLayout
 
 
+class NodeSums(NamedTuple):
+    """The units whose rows are summed within a node, before they are sent to other nodes.
+
+    These are the units of a feature and columns of it whose rows are divided over all ranks of one
+    node, as `table_row_wise` and `grid` divide them.
+
+    Attributes:
+        direct: per rank, its other units, in the order of its layout.
+        nodes: per node, the sums as units that no rank has: rank and part are -1.
+        units: per rank, the positions of its units for each sum of its node, in the order of rows.
+    """
+
+    direct: tuple[RankLayout, ...]
+    nodes: tuple[RankLayout, ...]
+    units: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
+    """Find the units whose rows nodes of `local_size` ranks can sum; None if there are none."""
+    found: dict[tuple[int, Span], list[tuple[int, int]]] = {}
+    for rank, rank_layout in enumerate(layout.ranks):
+        for i, unit in enumerate(rank_layout.units):
+            found.setdefault((unit.feature, unit.shard.columns), []).append((rank, i))
+    sums: list[list[LookupUnit]] = [[] for _ in range(len(layout.ranks) // local_size)]
+    units: list[list[tuple[int, ...]]] = [[] for _ in layout.ranks]
+    for (feature, columns), members in sorted(found.items()):
+        node = members[0][0] // local_size
+        ranks = range(node * local_size, (node + 1) * local_size)
+        if {rank for rank, _ in members} != set(ranks):
+            continue
+        shards = {(rank, i): layout.ranks[rank].units[i].shard for rank, i in members}
+        rows = [shard.rows for shard in shards.values()]
+        span = min(first for first, _ in rows), max(end for _, end in rows)
+        sums[node].append(LookupUnit(feature, Shard(-1, span, columns), -1))
+        for rank in ranks:
+            own = sorted((shards[r, i].rows, i) for r, i in members if r == rank)
+            units[rank].append(tuple(i for _, i in own))
+    if not any(sums):
+        return None
+    direct = []
+    for rank_layout, own_sums in zip(layout.ranks, units, strict=True):
+        summed = {i for of_sum in own_sums for i in of_sum}
+        others = [unit for i, unit in enumerate(rank_layout.units) if i not in summed]
+        direct.append(_of_units(others))
+    return NodeSums(tuple(direct), tuple(map(_of_units, sums)), tuple(map(tuple, units)))
+
+
+def _of_units(units: Sequence[LookupUnit]) -> RankLayout:
+    return RankLayout((), tuple(units), sum(unit.columns for unit in units))
+
+
 def shape_of(config: Config, storage: Storage | None = None) -> TableShape:
     """Return rows and columns of a table, and where it can be cut.
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from emblib.ops import route
 from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout
+from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout, sum_in_nodes
+from emblib.sharding.node_sums import NodeSumDist, NodeSumStep
 from emblib.sharding.output_exchange import OutputStep
-from emblib.sharding.ranks import RankGroup
+from emblib.sharding.ranks import RankGroup, sums_in_nodes
 from emblib.sharding.values import Received, Values, local_part, without_local
 
 
@@ -30,7 +31,7 @@ class _CopyTables(NamedTuple):
         targets: `[spans, 7]`, where each span of columns goes in the output.
         sources: `[sources, 3]`, where the rows that are added up for a span begin.
         rows: see `OutgoingBatch.rows`.
-        received_sizes: elements received from each rank.
+        received_sizes: elements received from each rank, then from each node that sums rows.
         num_replicated: elements of the rows of replicated tables, which follow the received ones.
         num_outputs: elements of the output.
     """
@@ -49,7 +50,36 @@ class _Span(NamedTuple):
     feature: int
     column: int
     width: int
-    units: list[tuple[int, LookupUnit, int]]  # rank, unit, column in the message of the rank
+    units: list[tuple[int, LookupUnit, int]]  # source, unit, column in the message of the source
+
+
+class _Sources:
+    """What rows are received of: all ranks; or ranks, then nodes that sum rows.
+
+    Attributes:
+        layouts: the layout of each.
+        all_layouts: these, then that of the replicated tables.
+        spans: how they make up the columns of the output.
+        columns: where the columns of each unit begin in the rows of its source.
+    """
+
+    def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
+        self.layouts = layouts
+        self.all_layouts: list[RankLayout] = [*layouts, layout.replicated]
+        self.spans = [
+            span
+            for f in range(len(layout.features))
+            for span in _spans_of(layout, self.all_layouts, f)
+        ]
+        self.columns = {
+            (source, unit): column
+            for source, source_layout in enumerate(self.all_layouts)
+            for unit, column in zip(
+                source_layout.units,
+                accumulate((u.columns for u in source_layout.units), initial=0),
+                strict=False,
+            )
+        }
 
 
 class OutputDist(nn.Module):
@@ -72,26 +102,18 @@ class OutputDist(nn.Module):
         super().__init__()
         self._layout, self._ranks = layout, ranks
         self._comm_precision, self._scale = comm_precision, scale
-        self._layouts: list[RankLayout] = [*layout.ranks, layout.replicated]
-        self._spans = [
-            span
-            for f in range(len(layout.features))
-            for span in _spans_of(layout, self._layouts, f)
-        ]
-        self._own_widths = [unit.columns for unit in layout.ranks[ranks.rank].units]
+        sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
+        own = layout.ranks[ranks.rank]
+        self._node_sums = None if sums is None else NodeSumDist(own, sums, ranks)
+        self._flat_sources = self._sources = _Sources(layout, layout.ranks)
+        if sums is not None:
+            self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
+        every = [(r, unit) for r, of in enumerate(layout.ranks) for unit in of.all_units]
+        self._numbers = {unit: number for number, unit in enumerate(every)}
         self._replicated_widths = [unit.columns for unit in layout.replicated.units]
         self._divides = any(feature.is_mean for feature in layout.features)
         order = [unit.feature for unit in layout.ranks[0].units]
         self._in_order = not self._divides and order == list(range(len(layout.features)))
-        self._columns = {
-            (rank, unit): column
-            for rank, rank_layout in enumerate(self._layouts)
-            for unit, column in zip(
-                rank_layout.units,
-                accumulate((u.columns for u in rank_layout.units), initial=0),
-                strict=False,
-            )
-        }
         constant, by_bag = self._equal_batch_tables()
         for name, rows in (("constant", constant), ("by_bag", by_bag)):
             for kind, width, table in zip(("targets", "sources"), (7, 3), rows, strict=True):
@@ -125,16 +147,27 @@ class OutputDist(nn.Module):
         replica_sizes = (
             self._elements(self._replicated_widths, replica_bags) if replica_bags else []
         )
+        tables, bags, node_sums = self._tables(received), received.bags, None
+        if self._node_sums is not None and not received.skips_sums:
+            node_sums = self._node_sums.step(
+                bags,
+                tables.received_sizes[self._ranks.size :],
+                self._comm_precision,
+                by_unit=received.by_unit,
+            )
+            bags = self._node_sums.direct_bags(bags)
+        own = self._sources_of(received).layouts[self._ranks.rank]
         return _PooledStep(
             local,
             replica_rows,
             gradient_sink,
             replica_sizes,
             _PooledRoute(
-                tables=self._tables(received),
+                tables=tables,
                 lengths=received.inputs.lengths if self._divides else None,
-                sent=self._elements(self._own_widths, received.bags),
+                sent=self._elements([unit.columns for unit in own.units], bags),
                 shape=self._shape(received),
+                node_sums=node_sums,
             ),
             is_small=received.merges_rows,
             ranks=self._ranks,
@@ -181,6 +214,9 @@ class OutputDist(nn.Module):
 
     # Arguments of route.combine
 
+    def _sources_of(self, received: IncomingBatch) -> _Sources:
+        return self._flat_sources if received.skips_sums else self._sources
+
     def _tables(self, received: IncomingBatch) -> _CopyTables:
         inputs = received.inputs
         if received.by_unit:
@@ -190,7 +226,7 @@ class OutputDist(nn.Module):
             torch.add(self.constant_targets, self.by_bag_targets, alpha=batch),
             torch.add(self.constant_sources, self.by_bag_sources, alpha=batch),
             None,
-            [batch * rank_layout.columns for rank_layout in self._layout.ranks],
+            [batch * source.columns for source in self._sources.layouts],
             batch * self._layout.replicated.columns,
             batch * self._layout.columns,
         )
@@ -198,17 +234,18 @@ class OutputDist(nn.Module):
     def _equal_batch_tables(self) -> tuple[Any, Any]:
         """Return the tables for B bags of every feature: a constant term and a factor of B.
 
-        The messages `[B, columns of the rank]` of all ranks follow one another in rank order.
+        The messages `[B, columns of the source]` of all sources follow one another.
         """
-        before = [0, *accumulate(rank_layout.columns for rank_layout in self._layouts)]
+        layouts = self._sources.all_layouts
+        before = [0, *accumulate(source.columns for source in layouts)]
         targets: list[tuple[int, ...]] = []
         targets_by_bag: list[tuple[int, ...]] = []
         sources: list[tuple[int, int, int]] = []
         sources_by_bag: list[tuple[int, int, int]] = []
-        for span in self._spans:
+        for span in self._sources.spans:
             first = len(sources)
             for rank, _, column in span.units:
-                sources.append((column, self._layouts[rank].columns, -1))
+                sources.append((column, layouts[rank].columns, -1))
                 sources_by_bag.append((before[rank], 0, 0))
             is_mean = self._layout.features[span.feature].is_mean
             ends = first, len(sources)
@@ -226,15 +263,16 @@ class OutputDist(nn.Module):
         first_bag = [0, *accumulate(bags)]
         first_element = [0, *accumulate(n * f.dim for n, f in zip(bags, features, strict=True))]
         # The rows of replicated tables lie side by side, unless features differ in batch size.
-        replicated_index = -1 if inputs.is_variable else len(self._layout.ranks)
+        sources_of = self._sources_of(received)
+        replicated_index = -1 if inputs.is_variable else len(sources_of.layouts)
         targets: list[tuple[int, ...]] = []
         sources: list[tuple[int, int, int]] = []
-        for span in self._spans:
+        for span in sources_of.spans:
             feature, count = features[span.feature], bags[span.feature]
             first = len(sources)
             for rank, unit, column in span.units:
                 offset, number = starts[rank, unit]
-                within = column - self._columns[rank, unit]
+                within = column - sources_of.columns[rank, unit]
                 if rank == replicated_index:
                     width = self._layout.replicated.columns
                     sources.append((sum(received_sizes) + column, width, -1))
@@ -263,21 +301,24 @@ class OutputDist(nn.Module):
     def _starts_by_unit(
         self, received: IncomingBatch
     ) -> tuple[dict[tuple[int, LookupUnit], tuple[int, int]], list[int]]:
-        """Return where the rows of each unit begin, with its number; and elements by rank."""
+        """Return where the rows of each unit begin, with its number; and elements by source."""
         inputs, sent = received.inputs, received.sent
         starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
-        position = number = 0
+        position = 0
         received_sizes = []
-        for rank, rank_layout in enumerate(self._layout.ranks):
+        layouts = self._sources_of(received).layouts
+        for source, source_layout in enumerate(layouts):
             before = position
-            for i, unit in enumerate(rank_layout.units):
-                starts[rank, unit] = position, number + i
-                count = sent.unit_bags[number + i] if sent else inputs.bags[unit.feature]
+            for unit in source_layout.units:
+                number = self._numbers.get((source, unit), -1)
+                starts[source, unit] = position, number
+                count = inputs.bags[unit.feature]
+                if sent is not None and number >= 0:
+                    count = sent.unit_bags[number]
                 position += count * unit.columns
-            number += len(rank_layout.all_units)
             received_sizes.append(position - before)
         for unit in self._layout.replicated.units:
-            starts[len(self._layout.ranks), unit] = position, -1
+            starts[len(layouts), unit] = position, -1
             position += inputs.bags[unit.feature] * unit.columns
         return starts, received_sizes
 
@@ -289,6 +330,7 @@ class _PooledRoute(NamedTuple):
     lengths: Tensor | None
     sent: list[int]
     shape: tuple[int, ...]
+    node_sums: NodeSumStep | None
 
 
 class _PooledStep(OutputStep):
@@ -308,15 +350,19 @@ class _PooledStep(OutputStep):
         scale: float,
     ) -> None:
         super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
-        self._tables, self._lengths, self._sent, self._shape = pooled_route
+        self._tables, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
+        self._received = self._tables.received_sizes[: len(self._sent)]
         self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
         self._local_grads: Tensor | None = None  # those of this rank's own bags are written first
 
     def rows(self) -> Values:
         assert self.local is not None
         flat = self.local.detach().reshape(-1)
-        received_sizes = self._tables.received_sizes
-        return Values(flat, self._sent, received_sizes, self._comm_precision.forward)
+        is_summed = self.node_sums is not None
+        if self.node_sums is not None:
+            flat = self.node_sums.pack(flat)
+        codec = self._comm_precision.forward
+        return Values(flat, self._sent, self._received, codec, comes_whole=is_summed)
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         tables, values = self._tables, received.values
@@ -340,13 +386,13 @@ class _PooledStep(OutputStep):
         return self._gradients(none).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:
-        codec = self._comm_precision.backward
-        return Values(flat, self._tables.received_sizes, self._sent, codec)
+        return Values(flat, self._received, self._sent, self._comm_precision.backward)
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         tables, ranks = self._tables, self._ranks
         total, codec = sum(tables.received_sizes), self._comm_precision.backward
-        part = local_part(self._sent, ranks) if keeps_local and codec.is_identity else None
+        keeps_local = keeps_local and codec.is_identity and self.node_sums is None
+        part = local_part(self._sent, ranks) if keeps_local else None
         arguments = (
             grad.contiguous().view(-1),
             tables.targets,
@@ -370,6 +416,10 @@ class _PooledStep(OutputStep):
         sent, replica_grads = flat[:num_sent], flat[num_sent:]
         if self.sink_shape is None and tables.num_replicated and self._scale != 1.0:
             replica_grads /= self._scale  # DistributedDataParallel averages these
+        if self.node_sums is not None:
+            num_direct = sum(self._received)
+            self.node_sums.take_gradients(sent[num_direct:])
+            return self._gradients(sent[:num_direct]), replica_grads
         if part is None or self._local_grads is None:
             return self._gradients(sent), replica_grads
         values = Values(
@@ -382,6 +432,8 @@ class _PooledStep(OutputStep):
         return values, replica_grads
 
     def local_gradient(self, received: Tensor) -> Tensor:
+        if self.node_sums is not None:
+            return self.node_sums.unpack(received).view(self.local_shape)
         grads, self._local_grads = self._local_grads, None
         return (received if grads is None else grads).view(self.local_shape)
 

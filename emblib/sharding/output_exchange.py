@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.exchange import (
     Content,
     Headers,
     gradient_headers,
     start_all_gather,
 )
+from emblib.sharding.node_sums import NodeSumStep, start_gradients_of_sums, start_sums
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.values import Received, Values, start_values
 
@@ -45,7 +46,11 @@ class OutputStep(ABC):
         replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
             a `gradient_sink`.
         is_small: whether the rows may travel with those of other lookups, see `IncomingBatch`.
+        node_sums: the rows that the node sums before they are sent; None for none. `rows` passes
+            them on, and `assemble` gets the sums after the rows of single ranks.
     """
+
+    node_sums: NodeSumStep | None = None
 
     def __init__(
         self,
@@ -104,14 +109,11 @@ class OutputExchange:
 
     def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
         self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged
-        self._rows: list[Awaitable[Received] | None] = list(
-            start_values(
-                [step.rows() for step in steps],
-                ranks,
-                content=Content.ROWS,
-                is_merged=is_merged,
-            )
-        )
+        sums = [step.node_sums for step in steps]
+        rows = self._start([step.rows() for step in steps], sums, Content.ROWS)
+        self._rows: list[Awaitable[Received] | None] = [
+            *start_sums(sums, rows, is_merged=is_merged)
+        ]
         self._headers: Headers | None = None
         self._announced: set[int] = set()
         self._ready: dict[int, tuple[Values, Tensor | None]] = {}
@@ -124,6 +126,24 @@ class OutputExchange:
         ]
         for step in self._steps:
             step.local = step.gradient_sink = None
+
+    def _start(
+        self, values: Sequence[Values], sums: Sequence[NodeSumStep | None], content: Content
+    ) -> list[Awaitable[Received]]:
+        """Start to send values to single ranks, where any rank has some."""
+        is_sent = [step is None or step.has_direct for step in sums]
+        received = iter(
+            start_values(
+                [one for one, here in zip(values, is_sent, strict=True) if here],
+                self._ranks,
+                content=content,
+                is_merged=self._is_merged,
+            )
+        )
+        return [
+            next(received) if here else ReadyAwaitable(Received(one.values))
+            for one, here in zip(values, is_sent, strict=True)
+        ]
 
     def outputs(self) -> list[Awaitable[Tensor]]:
         """Return the output of each lookup."""
@@ -189,10 +209,10 @@ class OutputExchange:
         if headers is not None:
             headers.check()
         indices = sorted(ready)
-        pending = start_values(
-            [ready[index][0] for index in indices],
-            self._ranks,
-            content=Content.GRADIENTS,
+        sums = [self._steps[index].node_sums for index in indices]
+        pending = start_gradients_of_sums(
+            sums,
+            self._start([ready[index][0] for index in indices], sums, Content.GRADIENTS),
             is_merged=self._is_merged,
         )
         for index, local in zip(indices, pending, strict=True):

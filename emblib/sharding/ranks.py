@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
 
 
 class RankGroup:
@@ -170,8 +174,13 @@ def subgroup(
     # torch prefixes the store of a group with its own name of the group. This works for gloo alone,
     # whose constructor is public and takes the store.
     name = ranks.gather_objects(uuid.uuid4().hex)[0]
-    if ranks.rank not in members:
-        return None
+    return _connected(ranks, members, name, timeout) if ranks.rank in members else None
+
+
+def _connected(
+    ranks: RankGroup, members: Sequence[int], name: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """Return a gloo group of `members`, one of which this rank is, under a name that they share."""
     _register_host_backend()
     world = dist.group.WORLD
     assert world is not None
@@ -184,6 +193,65 @@ def subgroup(
         use_local_synchronization=True,
         group_desc=f"emblib/subgroup/{name}",
     )
+
+
+class NodeRanks(NamedTuple):
+    """The ranks of this node, and the ranks with this local number, one per node."""
+
+    local: RankGroup
+    across: RankGroup
+
+
+def sums_in_nodes(ranks: RankGroup) -> bool:
+    """Return whether rows can be summed within the nodes of `ranks` before they leave a node.
+
+    False for one node, for nodes of one rank, and for GPUs of a process group that is not of all
+    processes, since torch makes groups of NCCL among all processes only.
+    """
+    if ranks.group is None or ranks.nodes == 1 or ranks.local_size == 1:
+        return False
+    if ranks.device.type == "cpu" or ranks.group is dist.group.WORLD:
+        return True
+    _LOG.info("%r is not of all processes: its nodes exchange rows without local sums", ranks)
+    return False
+
+
+_node_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, NodeRanks]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def split_by_node(ranks: RankGroup) -> NodeRanks:
+    """Return the groups of this node and across nodes, made by the first call of all `ranks`.
+
+    All of `ranks` call this together the first time; `sums_in_nodes(ranks)` is True.
+    """
+    assert ranks.group is not None
+    known = _node_ranks.setdefault(ranks.group, {})
+    if ranks.local_size not in known:
+        if ranks.device.type == "cpu":
+            name = ranks.gather_objects(uuid.uuid4().hex)[0]
+            first, timeout = ranks.node * ranks.local_size, _timeout_of(ranks.group)
+            own = range(first, first + ranks.local_size)
+            peers = range(ranks.local_rank, ranks.size, ranks.local_size)
+            local = _connected(ranks, own, f"{name}/node{ranks.node}", timeout)
+            across = _connected(ranks, peers, f"{name}/across{ranks.local_rank}", timeout)
+        else:
+            local, across = node_groups(ranks)
+        known[ranks.local_size] = NodeRanks(
+            RankGroup(local, local_size=ranks.local_size, device=ranks.device),
+            RankGroup(across, local_size=1, device=ranks.device),
+        )
+    return known[ranks.local_size]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout of a group's collectives in host memory; None where it is not known."""
+    try:
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout
 
 
 def node_groups(ranks: RankGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

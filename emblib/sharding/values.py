@@ -66,6 +66,7 @@ class Values(NamedTuple):
     """Floating-point values for all ranks, flat, that a codec encodes.
 
     `received` is where to write what comes, for values without a codec; allocated if it is None.
+    `comes_whole` is whether what comes must be one tensor, with the part of this rank.
     """
 
     values: Tensor
@@ -73,6 +74,7 @@ class Values(NamedTuple):
     received_sizes: Sequence[int]
     codec: Codec
     received: Tensor | None = None
+    comes_whole: bool = False
 
     def nbytes(self) -> tuple[list[int], list[int]]:
         """Return the bytes of the messages to each rank, and of those from each rank."""
@@ -102,7 +104,8 @@ def start_values(
     messages, results = [], []
     for one in batch:
         message, part = one.encoded(), None
-        if content is Content.ROWS and not is_merged and _is_read_directly(one.codec, message.sent):
+        may_stay = content is Content.ROWS and not is_merged and not one.comes_whole
+        if may_stay and _is_read_directly(one.codec, message.sent):
             part = local_part(message.sizes, ranks)
         sizes, local, begin = list(one.received_sizes), None, 0
         if part is not None:

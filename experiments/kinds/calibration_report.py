@@ -31,6 +31,8 @@ SECONDS = {
 NANOSECONDS = {
     "route_ns": "an id, sorted by destination",
     "arrange_ns": "a byte of pooled rows, copied to its position",
+    "pack_ns": "a bag and block of rows, to find empty bags",
+    "uneven_ns": "a bag of a lookup whose features differ in their bags, in addition",
     "hash_ns": "a key of a dynamic table, in addition to a plain row",
     "tt_ns": "a multiply-add of a tensor-train row",
 }
@@ -40,9 +42,10 @@ LINKS = {
 }
 BETWEEN = ("exchange_s", "message_s", *LINKS)  # of several ranks
 NOTES = (
-    "Constants of the planner's cost model (docs/planner.md). What ranks compute is measured by "
-    "one of them while the others wait, what they send by all at once; each is the minimum "
-    "over several rounds, which excludes other load on the machine.",
+    "Constants of the planner's cost model (docs/planner.md). What ranks compute and send is "
+    "measured by all of them at once, where each has a core, since they share memory; what they "
+    "compute by one of them where they share cores. Each is the minimum over several rounds, which "
+    "excludes other load on the machine.",
     "calibration.json is what emblib.sharding.planner.Calibration.load reads: of the largest world "
     "that was measured. What a world has no "
     "links for keeps its default, as do exchanges of a rank that is alone: those are not measured.",
@@ -97,7 +100,8 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     for world in sorted(found):
         columns[text.count(world, "rank")] = functools.partial(_cost, run, found[world], world)
     curves_of = [(name, f"{what}, row of {ROW} bytes") for name, (what, _) in CURVES.items()]
-    rows = [*curves_of, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
+    every = [*curves_of, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
+    rows = [row for row in every if row[0] in found[max(found)]]  # earlier runs have fewer
     words = f"Constants: {found[max(found)]['source']}."
     return [("Constants of the cost model", words, Table.of(rows, columns))]
 

@@ -89,12 +89,17 @@ def _against(run: Run, rows: pd.DataFrame) -> list[str]:
 
 
 def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
-    """Describe the subject and the best type at the largest world, for both kinds of scaling."""
+    """Describe the subject and the best type, for both kinds of scaling.
+
+    That is in the largest world in which every rank has a core; larger ones measure nothing.
+    """
     ours = rows[rows["contender"].str.startswith(sharding.OURS) & rows["base_s"].notna()]
+    said: list[str] = []
+    shared, cores = _sharing_cores(run, ours), _usable_cores(run)
+    ours = ours[ours["world_size"] <= cores] if cores else ours
     largest = ours["world_size"].max() if len(ours) else 1
     if not largest > 1 or not ours["compute_s"].notna().any():
-        return []
-    found = []
+        return shared
     for scaling in Scaling:
         last = ours[(ours["world_size"] == largest) & (ours["scaling"] == scaling.value)]
         if not len(last):
@@ -106,10 +111,8 @@ def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
         own = last[last["contender"] == run.subject.contender]
         told = [best] if best["contender"] == run.subject.contender else [best, *_rows(own)]
         words = " and ".join(_efficiency(row) for row in told)
-        found.append(
-            f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}{_cores(run)}."
-        )
-    return found
+        said.append(f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}.")
+    return [*said, *shared]
 
 
 def _rows(rows: pd.DataFrame) -> list[pd.Series]:
@@ -129,13 +132,17 @@ def _efficiency(row: pd.Series) -> str:
     )
 
 
-def _cores(run: Run) -> str:
-    """Say that ranks shared cores, if they did."""
+def _sharing_cores(run: Run, rows: pd.DataFrame) -> list[str]:
+    """Say that the steps of ranks that share cores measure nothing but correctness."""
     cores = _usable_cores(run)
-    largest = max(r["world_size"] for r in run.records)
-    if not cores or cores >= largest:
-        return ""
-    return f" ({largest} ranks share {cores} cores, so this is no measure of scaling)"
+    worlds = sorted({int(size) for size in rows["world_size"] if cores and size > cores})
+    if not cores or not worlds:
+        return []
+    sizes = " or ".join(map(str, worlds))
+    return [
+        f"Where {sizes} ranks share {text.count(cores, 'core')}, a run measures nothing but that "
+        "results are correct."
+    ]
 
 
 def _predicted(run: Run) -> list[str]:

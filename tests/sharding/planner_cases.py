@@ -23,6 +23,7 @@ from emblib.sharding.sharding_types import (
     column_wise,
     data_parallel,
     row_wise,
+    table_row_wise,
     table_wise,
 )
 
@@ -56,6 +57,7 @@ def rules(world: int, tables: int, way: str) -> list[Rule]:
         "row_wise": lambda t: row_wise(),
         "column_wise": lambda t: column_wise(),
         "data_parallel": lambda t: data_parallel(),
+        "table_row_wise": lambda t: table_row_wise(t % max(world // 2, 1)),
         "mixed": lambda t: [table_wise(t % world), row_wise(), column_wise()][t % 3],
     }
     return [of[way](t) for t in range(tables)]
@@ -71,25 +73,27 @@ def collection(tables: int, rows: int, dim: int, *, pooled: bool) -> Any:
     return EmbeddingCollection(sequences, optimizer=optimizer)
 
 
-def plan_of(module: Any, world: int, way: str) -> ShardingPlan:
+def plan_of(module: Any, world: int, way: str, local_size: int | None = None) -> ShardingPlan:
     """All tables of a collection spread in one way."""
     configs = tables_of(module)
     shapes = {config.name: shape_of(config) for config in configs}
     chosen = dict(zip(shapes, rules(world, len(configs), way), strict=True))
-    size = World(world, world)
+    size = World(world, local_size or world)
     return ShardingPlan({"": construct_plan(shapes, chosen, size)}, size)
 
 
 def step_bytes(
-    ranks: RankGroup, way: str, pooling_factor: float, dim: int, kind: str
+    ranks: RankGroup, way: str, pooling_factor: float, dim: int, kind: str, local_size: int = 0
 ) -> tuple[int, float]:
     """Most bytes that are there at a time in a step, tables and batch included; and predicted."""
     tables, batch, pooled = 6, 512, kind == "pooled"
     module = collection(tables, 2000, dim, pooled=pooled)
     constraints = {f"t{t}": TableConstraints(pooling_factor=pooling_factor) for t in range(tables)}
-    topology = Topology(ranks.size, memory=1 << 33)
+    if local_size:
+        ranks = RankGroup(ranks.group, local_size=local_size, device=ranks.device)
+    topology = Topology(ranks.size, ranks.local_size, memory=1 << 33)
     planner = Planner(topology, batch, constraints, reservation=Reservation(share=0.0))
-    plan = plan_of(module, ranks.size, way)
+    plan = plan_of(module, ranks.size, way, ranks.local_size)
     kjt = batch_of(workloads_of(module, batch, constraints), ranks.rank)
     sharded = _sharded(module, plan, ranks, pooled=pooled)
     gradients = [torch.ones_like(out) for out in _tensors(sharded(kjt))]

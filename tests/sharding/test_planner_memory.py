@@ -41,6 +41,7 @@ KINDS: dict[str, Storage] = {
     "sketch": Hash(admission=FrequencyAdmission(300, CountMinSketch(4096))),
 }
 TOLERANCE = 0.05
+OWN_ROWS = 0.06  # the model counts the rows of a rank for itself, though large ones stay in place
 
 
 def _both(config: EmbeddingBagConfig, part: TableSlice, optimizer: Any) -> tuple[float, int]:
@@ -151,6 +152,11 @@ def test_a_step_in_other_worlds(world: int, way: str) -> None:
     _check_step(world, way, 5.0, 32, pooled=True)
 
 
+def test_a_step_whose_rows_nodes_sum() -> None:
+    for real, predicted in worlds.run(4, step_bytes, "table_row_wise", 5.0, 32, "pooled", 2):
+        assert real <= predicted * (1 + TOLERANCE) <= 1.3 * real
+
+
 @pytest.mark.parametrize("way", ["table_wise", "row_wise", "data_parallel"])
 def test_a_step_of_sequences(way: str) -> None:
     _check_step(2, way, 4.0, 16, pooled=False)
@@ -159,4 +165,4 @@ def test_a_step_of_sequences(way: str) -> None:
 def _check_step(world: int, way: str, pooling_factor: float, dim: int, *, pooled: bool) -> None:
     kind = "pooled" if pooled else "sequences"
     for real, predicted in worlds.run(world, step_bytes, way, pooling_factor, dim, kind):
-        assert predicted == pytest.approx(real, rel=TOLERANCE)
+        assert real * (1 - TOLERANCE) <= predicted <= real * (1 + TOLERANCE + OWN_ROWS)

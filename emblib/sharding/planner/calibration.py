@@ -42,6 +42,10 @@ class Calibration:
         unit_s: seconds per shard that a rank looks up, forward and backward.
         route_ns: ns to sort one id by destination.
         arrange_ns: ns per byte of pooled rows to be reordered, forward or backward.
+        pack_ns: ns per bag and block of rows to find the bags without ids for the block, which are
+            not sent if they are many.
+        uneven_ns: additional ns per bag, forward and backward, of a lookup whose features differ in
+            their number of bags, as they do then.
         hash_ns: ns to find one key of a dynamic table, in addition to the cost of a dense row.
         tt_ns: ns per multiply-add of computing a tensor-train row.
         host_bytes_per_s: rate at which a GPU reads host memory.
@@ -66,6 +70,8 @@ class Calibration:
     unit_s: float
     route_ns: float
     arrange_ns: float
+    pack_ns: float
+    uneven_ns: float
     hash_ns: float
     tt_ns: float
     host_bytes_per_s: float
@@ -173,6 +179,8 @@ CUDA = Calibration(
     unit_s=1e-6,
     route_ns=0.05,
     arrange_ns=3 / 3350,
+    pack_ns=0.02,
+    uneven_ns=0.1,
     hash_ns=0.1,
     tt_ns=2e-5,
     host_bytes_per_s=64e9,
@@ -198,6 +206,8 @@ CPU = Calibration(
     unit_s=1e-6,
     route_ns=8.0,
     arrange_ns=0.03,
+    pack_ns=15.0,
+    uneven_ns=50.0,
     hash_ns=31.0,
     tt_ns=0.045,
     host_bytes_per_s=10e9,

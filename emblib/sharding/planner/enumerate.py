@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from emblib.optim import SGD, Adagrad, Adam, External
 from emblib.sharding import sharding_types
 from emblib.sharding.layout import shape_of, with_storage
-from emblib.sharding.planner.estimate import INPUT, NOTHING, CostModel, Everywhere, Load
+from emblib.sharding.planner.estimate import (
+    INPUT,
+    NOTHING,
+    CostModel,
+    Everywhere,
+    Load,
+    filled,
+)
 from emblib.sharding.planner.topology import MemoryNeed, Topology
 from emblib.sharding.planner.work import TableWorkload
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, ShardingType
@@ -60,6 +67,7 @@ class Option:
     penalty: int = 0
     fixed: tuple[Shard, ...] = ()
     cuts_rows: bool = False
+    sums_in_nodes: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -162,7 +170,7 @@ class Parts:
     def __init__(self, work: TableWorkload, model: CostModel, storage: Storage | None) -> None:
         self.work, self.model, self.storage = work, model, storage
         self.config = with_storage(work.config, storage)
-        self._loads: dict[tuple[int, int, float], Load] = {}
+        self._loads: dict[tuple[int, int, float, bool], Load] = {}
 
     def shares(self, shards: Sequence[Shard]) -> list[float]:
         """Return each shard's share of the ids: by rows, or equal where keys select the block."""
@@ -174,17 +182,38 @@ class Parts:
         """Return a shard as a slice of the table."""
         return TableSlice(self.config, shard.rows, shard.columns)
 
-    def load(self, shard: Shard, share: float) -> Load:
+    def summed(self, shards: Sequence[Shard]) -> list[bool]:
+        """Return whether the node of each shard sums its rows, see `layout.sum_in_nodes`."""
+        local = self.model.topology.local_world_size
+        if not self.config.pooled or local == 1 or self.model.topology.num_nodes == 1:
+            return [False] * len(shards)
+        ranks: dict[tuple[int, int], set[int]] = {}
+        rows: dict[tuple[int, int], float] = {}
+        for shard, share in zip(shards, self.shares(shards), strict=True):
+            ranks.setdefault(shard.columns, set()).add(shard.rank)
+            rows[shard.columns] = rows.get(shard.columns, 0.0) + filled(self.work, share)
+        # Sums save nothing where a bag has ids in one block of rows, and the others send no row.
+        return [
+            len(ranks[shard.columns]) == local
+            and len({rank // local for rank in ranks[shard.columns]}) == 1
+            and rows[shard.columns] > 1.0 + 1e-9
+            for shard in shards
+        ]
+
+    def load(self, shard: Shard, share: float, *, is_summed: bool = False) -> Load:
         """Return the cost of a shard for the rank that holds it."""
-        key = (*shard.shape, share)
+        key = (*shard.shape, share, is_summed)
         if key not in self._loads:
-            self._loads[key] = self.model.part(self.work, self.slice_of(shard), share)
+            self._loads[key] = self.model.part(
+                self.work, self.slice_of(shard), share, is_summed=is_summed
+            )
         return self._loads[key]
 
     def everywhere(self, shards: Sequence[Shard]) -> Everywhere:
         """Return the cost of the shards for every rank."""
         columns = (shard.shape[1] for shard in shards)
-        return self.model.everywhere(self.work, zip(columns, self.shares(shards), strict=True))
+        described = zip(columns, self.shares(shards), self.summed(shards), strict=True)
+        return self.model.everywhere(self.work, described)
 
     def replicated(self) -> Everywhere:
         """Return the cost of a replicated table for every rank."""
@@ -214,7 +243,11 @@ def option_of(
 ) -> Option:
     """Build an option from shards; units with the domain RANK or NODE can be placed again."""
     topology = parts.model.topology
-    loads = [parts.load(b, s) for b, s in zip(shards, parts.shares(shards), strict=True)]
+    summed = parts.summed(shards)
+    loads = [
+        parts.load(shard, share, is_summed=is_summed)
+        for shard, share, is_summed in zip(shards, parts.shares(shards), summed, strict=True)
+    ]
     everywhere = parts.everywhere(shards)
     if domain is Domain.WORLD:
         by_rank = _by_rank(shards, loads, topology.world_size)
@@ -226,7 +259,9 @@ def option_of(
         units = tuple(_units(shards, loads, domain, topology))
     fixed = tuple(shards) if sharding_type is ShardingType.CUSTOM else ()
     cuts_rows = any(shard.shape[0] < parts.config.num_embeddings for shard in shards)
-    return Option(sharding_type, parts.storage, units, everywhere, penalty, fixed, cuts_rows)
+    return Option(
+        sharding_type, parts.storage, units, everywhere, penalty, fixed, cuts_rows, any(summed)
+    )
 
 
 def _by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:

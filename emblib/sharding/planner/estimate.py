@@ -51,21 +51,28 @@ class Everywhere(NamedTuple):
     """The cost of a table for every rank: seconds by phase, `arrange` in addition, and bytes.
 
     `positions` are the bytes that ranks keep for the original positions of ids, once any table is
-    cut by rows.
+    cut by rows. `packs` is whether bags without ids are not sent; `uneven` are the seconds that
+    this table costs in addition where another one packs, since lookups differ in their bags then.
     """
 
     seconds: Seconds
     arrange: float
     nbytes: MemoryNeed
     positions: float = 0.0
+    packs: bool = False
+    uneven: float = 0.0
 
 
 class _Batch(NamedTuple):
-    """One collection's lookups in a table: seconds, and bytes until rows are sent and updated."""
+    """One collection's lookups in a table: seconds, and bytes until rows are sent and updated.
+
+    `arrange` are seconds in addition, as in `Everywhere`.
+    """
 
     seconds: Seconds
     io: float
     updating: float
+    arrange: float = 0.0
 
 
 NOTHING = Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(0, 0))
@@ -114,48 +121,74 @@ class CostModel:
         world, local = topology.world_size, topology.local_world_size
         costs = self._costs
         # Of bytes that come from all ranks alike, those of the others pass a link or the network.
-        self._s_per_byte = (
-            (local - 1) / costs.link_bytes_per_s + (world - local) / costs.network_bytes_per_s
-        ) / world
+        link = (local - 1) / costs.link_bytes_per_s
+        network = (world - local) / costs.network_bytes_per_s
+        self._s_per_byte = (link + network) / world
+        # The same for rows that the ranks of a node sum first: within it, and between nodes.
+        self._s_per_summed = link / local, network / world / local
 
     # Parts
 
-    def part(self, work: TableWorkload, part: TableSlice, share: float) -> Load:
-        """Return the cost of a shard that gets the given share of the table's ids."""
+    def part(
+        self, work: TableWorkload, part: TableSlice, share: float, *, is_summed: bool = False
+    ) -> Load:
+        """Return the cost of a shard that gets the given share of the table's ids.
+
+        `is_summed` is whether its node sums its rows with those of other shards.
+        """
         table = part.storage.nbytes(part, work.optimizer, self.device)
-        batches = [self._batch(one, part, share) for one in work.lookups]
+        batches = [self._batch(one, part, share, is_summed=is_summed) for one in work.lookups]
         seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
         return Load(
             _exact(seconds),
             _need(table, sum(one.io for one in batches), sum(one.updating for one in batches)),
         )
 
-    def _batch(self, work: TableWorkload, part: TableSlice, share: float) -> "_Batch":
+    def _batch(
+        self, work: TableWorkload, part: TableSlice, share: float, *, is_summed: bool
+    ) -> "_Batch":
         """Return the cost of one collection's lookups in a shard."""
-        world = self.topology.world_size
+        world, local = self.topology.world_size, self.topology.local_world_size
         ids = work.batch * world * work.ids * share
-        bags = work.batch * world * work.num_features * _filled(work, share)
+        of_bags = 1.0 if is_summed else filled(work, share)
+        bags = work.batch * world * work.num_features * of_bags
         rows_out = bags if work.config.pooled else ids
         floats = rows_out * part.dim
         sent = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
+        output = floats * (self.wire.forward + self.wire.backward) * self._s_per_byte
+        if is_summed:
+            # Within the node float32, and each row is copied twice there: for sending, and summed.
+            within, between = self._s_per_summed
+            copied = 4 * 2 * _FLOAT * self._costs.arrange_ns * _NS
+            output = floats * (
+                2 * _FLOAT * within + (self.wire.forward + self.wire.backward) * between + copied
+            )
+        uneven = bags * self._costs.uneven_ns * _NS / 2 if of_bags < 1.0 else 0.0
         seconds = (
             sent * self._s_per_byte,
-            self._lookup(work, part, ids, rows_out),
-            floats * (self.wire.forward + self.wire.backward) * self._s_per_byte,
-            self._update(work, part, ids, rows_out),
+            self._lookup(work, part, ids, rows_out) + uneven,
+            output,
+            self._update(work, part, ids, rows_out) + uneven * part.storage.is_trained,
         )
         # Ids and lengths of each batch under way, and rows on their way out or gradients back.
         # Single rows are put in order before they are sent, and their gradients afterwards.
         rows = self._copies_of(work) * _FLOAT * floats
+        # A rank's own rows count as sent, though those of large messages stay in place.
         io = self._moved * sent + rows
         grouping = _GROUPING * ids * part.storage.is_trained
         updating = io + (grouping if work.config.pooled else max(grouping, rows))
+        if is_summed:
+            # Rows in the order of sending, then those to sum; and gradients of all sums at once.
+            io += 2 * rows + rows / local
+            updating = max(updating, self._moved * sent + 2 * rows + rows / local)
         return _Batch(seconds, io, updating)
 
-    def everywhere(self, work: TableWorkload, shards: Iterable[tuple[int, float]]) -> Everywhere:
+    def everywhere(
+        self, work: TableWorkload, shards: Iterable[tuple[int, float, bool]]
+    ) -> Everywhere:
         """Return the cost of a sharded table for every rank: what it sends and combines.
 
-        `shards` are the columns and id share of each shard.
+        `shards` are the columns and id share of each shard, and whether its node sums its rows.
         """
         every = list(shards)
         first, *others = (self._everywhere(one, every) for one in work.lookups)
@@ -165,22 +198,30 @@ class CostModel:
                 first.arrange + other.arrange,
                 first.nbytes.plus(other.nbytes),
                 first.positions + other.positions,
+                packs=first.packs or other.packs,
+                uneven=first.uneven + other.uneven,
             )
         return first
 
-    def _everywhere(self, work: TableWorkload, shards: Sequence[tuple[int, float]]) -> Everywhere:
+    def _everywhere(
+        self, work: TableWorkload, shards: Sequence[tuple[int, float, bool]]
+    ) -> Everywhere:
         """Return the cost of one collection's lookups in a sharded table for every rank."""
         bags, ids = work.batch * work.num_features, work.batch * work.ids
-        sent = sent_ids = pieces = numbers = 0.0
-        for columns, share in shards:
+        sent = sent_ids = pieces = numbers = looked_up = 0.0
+        for columns, share, is_summed in shards:
             sent_ids += ids * share
-            filled = bags * _filled(work, share)
-            numbers += _NUMBER * bags * (filled < bags)
-            sent += ids * share * (_ID + (_FLOAT if work.is_weighted else 0)) + filled * _ID
-            pieces += (filled if work.config.pooled else ids * share) * columns
+            rows = bags * (1.0 if is_summed else filled(work, share))
+            numbers += _NUMBER * bags * (rows < bags)
+            looked_up += rows
+            sent += ids * share * (_ID + (_FLOAT if work.is_weighted else 0)) + rows * _ID
+            received = rows / self.topology.local_world_size if is_summed else rows
+            pieces += (received if work.config.pooled else ids * share) * columns
         out = (bags if work.config.pooled else ids) * work.config.embedding_dim
         arrange = (
-            sent / _ID * self._costs.route_ns + 2 * (pieces + out) * _FLOAT * self._costs.arrange_ns
+            sent / _ID * self._costs.route_ns
+            + numbers / _NUMBER * self._costs.pack_ns
+            + 2 * (pieces + out) * _FLOAT * self._costs.arrange_ns
         )
         # The caller's batch, the output and its gradient; then what is sent, and the pieces
         # that are put together.
@@ -191,8 +232,14 @@ class CostModel:
         combining = given + (self.batches - 1) * sent + pieces_nbytes + ordered + numbers
         positions = 0.0 if work.config.pooled else self._moved * sent_ids * _ID
         arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
+        uneven = 0.0 if numbers or not work.config.pooled else looked_up * self._costs.uneven_ns
         return Everywhere(
-            NOTHING.seconds, arrange, _need(MemoryBytes(0), combining, given + ordered), positions
+            NOTHING.seconds,
+            arrange,
+            _need(MemoryBytes(0), combining, given + ordered),
+            positions,
+            packs=numbers > 0,
+            uneven=_on_grid(uneven * _NS),
         )
 
     @property
@@ -214,7 +261,8 @@ class CostModel:
             batches.append(_Batch((0.0, 0.0, sent, 0.0), 0.0, 0.0))
         seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
         need = _need(table, sum(one.io for one in batches), sum(one.updating for one in batches))
-        return Everywhere(_exact(seconds), 0.0, need)
+        arrange = sum(one.arrange for one in batches)
+        return Everywhere(_exact(seconds), _on_grid(arrange), need)
 
     def _replicated(self, work: TableWorkload, part: TableSlice) -> "_Batch":
         """Return the cost of one collection's lookups in a replicated table."""
@@ -226,6 +274,10 @@ class CostModel:
         given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
         combining = given + (_FLOAT * floats if work.config.pooled else 0.0)
         updating = given + _GROUPING * ids
+        arrange = 0.0
+        if world > 1:
+            # Rows are appended to the received ones and put into the output, gradients taken out.
+            arrange = 6 * _FLOAT * floats * self._costs.arrange_ns * _NS
         if not part.storage.is_trained:
             seconds = 0.0, lookup, 0.0, 0.0
         elif not is_fused(work.optimizer):
@@ -240,13 +292,14 @@ class CostModel:
                 values = _FLOAT * floats * world
             back = floats * world * self.wire.backward
             seconds = sent * self._s_per_byte, lookup, back * self._s_per_byte, update
+            arrange += sent / _ID * self._costs.route_ns * _NS if world > 1 else 0.0
             # Gradients of this rank and of all; those of single rows are first made one tensor of
             # all features, and put in order when they have come.
             everyone = self.batches * sent + _FLOAT * floats * world
             combining += everyone * self._copies_of(work)
             combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
             updating = given + everyone + values + _GROUPING * ids * world
-        return _Batch(seconds, combining, updating)
+        return _Batch(seconds, combining, updating, arrange)
 
     # Lookups and updates
 
@@ -317,6 +370,12 @@ class CostModel:
         # Sizes, ids, rows and gradients; weights and their gradients go by themselves.
         return (6 if weighted else 4) * each
 
+    def sums_s(self) -> float:
+        """Return the same of the all-to-alls in which nodes sum rows, and return gradients."""
+        costs, topology = self._costs, self.topology
+        sizes = topology.local_world_size, topology.num_nodes
+        return sum(2 * (costs.exchange_s + (size - 2) * costs.message_s) for size in sizes)
+
 
 # Seconds are multiples of 2^-44 (0.06 ps) and bytes whole, so that sums of them are exact, in any
 # order: taking away what was added leaves what was there, and equal loads stay equal.
@@ -339,7 +398,7 @@ def _need(table: MemoryBytes, combining: float, updating: float) -> MemoryNeed:
     )
 
 
-def _filled(work: TableWorkload, share: float) -> float:
+def filled(work: TableWorkload, share: float) -> float:
     """Return the share of a table's bags with ids in a shard; empty bags are not sent if many.
 
     All bags count as sent where most are.
@@ -347,5 +406,5 @@ def _filled(work: TableWorkload, share: float) -> float:
     if share >= 1.0 or not work.config.pooled:
         return 1.0
     ids = work.ids / work.num_features
-    filled = 1.0 - (1.0 - share) ** ids if ids >= 1.0 else ids * share
-    return 1.0 if filled > _MAX_BAGS else filled
+    of_bags = 1.0 - (1.0 - share) ** ids if ids >= 1.0 else ids * share
+    return 1.0 if of_bags > _MAX_BAGS else of_bags

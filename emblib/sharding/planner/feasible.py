@@ -189,7 +189,7 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> PlacedOptio
 
     # What every rank holds for a table in so many pieces, before any row: a row of each piece for
     # every bag at most.
-    equal = problem.model.everywhere(work, [(shape.columns, 1.0 / world)] * world)
+    equal = problem.model.everywhere(work, [(shape.columns, 1.0 / world, False)] * world)
     rows_sent = sum(one.batch * max(one.num_features, one.ids) for one in work.lookups)
     pieces = world * rows_sent * (shape.columns + 4) * 4
     common = equal.nbytes.device + equal.positions + pieces

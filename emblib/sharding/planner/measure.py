@@ -1,8 +1,10 @@
 """Measure the constants of the cost model on this machine.
 
-Times are the minimum over several rounds, to exclude other load on the machine.
+Times are the minimum over several rounds, to exclude other load on the machine; what a rank of one
+CPU thread computes is measured in processor time, which other programs do not lengthen.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +47,7 @@ _BAGS = 4096
 _FEW, _MANY = 1, 13  # ids of a bag: what more of them take is the cost of an id
 _SMALL = 1 << 19  # bytes of a table that is in cache
 _VARIANTS = 6  # batches that take turns, so that one does not find its own rows in cache
+_COLD = 3  # large buffers that take turns, so that caches hold none of them
 _TABLES = 64
 
 
@@ -57,15 +60,17 @@ class Sizes:
 
 
 def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Return the seconds of a call: the minimum over rounds that each last 5 ms."""
+    """Return the seconds of a call that computes: the minimum over rounds that each last 5 ms."""
+    is_serial = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if is_serial else time.perf_counter
 
     def once(times: int) -> float:
         wait(device)
-        start = time.perf_counter()
+        start = clock()
         for _ in range(times):
             function()
         wait(device)
-        return (time.perf_counter() - start) / times
+        return (clock() - start) / times
 
     once(1)
     times = max(1, round(5e-3 / max(once(1), 1e-7)))
@@ -107,6 +112,8 @@ def computing(device: torch.device, sizes: Sizes) -> Calibration:
         step_s=step,
         route_ns=route_ns,
         arrange_ns=arrange_ns,
+        pack_ns=_packing(device, sizes.rounds),
+        uneven_ns=_uneven(device, sizes.rounds),
         hash_ns=_hashing(device, sizes.rounds, near.costs(64, SGD(0.1)).id_ns),
         tt_ns=_multiply_add(device, sizes.rounds),
     )
@@ -284,18 +291,54 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
         starts = running_sums(lengths)
         route.route_ids(ids, offsets, *routing, starts=starts, total=bags)
 
-    source = torch.randn(bags * width, device=device)
-    targets = torch.tensor([[0, width, bags, width, 0, 1, -1]], device=device)
+    # As many rows as large batches have: into new memory, and from memory that no cache holds.
+    lines = 2 * bags
+    sources = [torch.randn(lines * width, device=device) for _ in range(_COLD)]
+    source = cycle(sources)
+    targets = torch.tensor([[0, width, lines, width, 0, 1, -1]], device=device)
     pieces = torch.tensor([[0, width, -1]], device=device)
 
     def arrange() -> None:
-        route.combine(source, targets, pieces, None, source.numel(), torch.float32)
+        route.combine(next(source), targets, pieces, None, lines * width, torch.float32)
 
     # `arrange_ns` is for bytes read and bytes written, `route_ns` for an id that arrives.
     return (
         timed(send, device, rounds) / bags * 1e9,
-        timed(arrange, device, rounds) / (2 * source.nbytes) * 1e9,
+        timed(arrange, device, rounds) / (2 * sources[0].nbytes) * 1e9,
     )
+
+
+def _packing(device: torch.device, rounds: int) -> float:
+    """Measure the ns to drop a bag without ids, as `InputDist` does."""
+    lengths = torch.randint(0, 2, (16 * _BAGS,), device=device)
+
+    def pack() -> None:
+        has_ids = (lengths > 0).view(16, -1)
+        has_ids.cumsum(1, dtype=torch.int32).sub_(1).masked_fill_(~has_ids, -1)
+        lengths[has_ids.view(-1)]
+
+    return timed(pack, device, rounds) / lengths.numel() * 1e9
+
+
+def _uneven(device: torch.device, rounds: int) -> float:
+    """Measure the additional ns per bag of a step whose features differ in their bags."""
+    tables, dim = 8, 64
+    module = TableBatchedEmbeddingBags(
+        [TableSpec(1 << 11, dim)] * tables, SGD(0.1), bounds_check=BoundsCheck.NONE, device=device
+    )
+    ids = torch.randint(1 << 11, (tables * _BAGS,), device=device)
+    offsets = torch.arange(tables * _BAGS + 1, device=device)
+    grad = torch.randn(tables * _BAGS * dim, device=device) * 1e-3
+    uneven = [[_BAGS // 2 + t, _BAGS // 2 - t] for t in range(tables)]
+
+    def step(sizes: list[list[int]] | None) -> float:
+        def run() -> None:
+            out = module(ids, offsets, batch_sizes=sizes)
+            out.backward(grad.view(out.shape))
+
+        return timed(run, device, rounds)
+
+    return max(step(uneven) - step(None), 0.0) / (tables * _BAGS) * 1e9
 
 
 def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
@@ -323,7 +366,7 @@ def _multiply_add(device: torch.device, rounds: int) -> float:
 
 
 _EXCHANGES = 4  # all-to-alls of a step: header, ids, rows, gradients
-_MESSAGE = 1 << 20  # elements to each rank
+_MESSAGE = 1 << 21  # elements to each rank: more than caches hold, as rows of large batches are
 
 
 def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Calibration:
@@ -335,7 +378,9 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
     found = None
-    if ranks.rank == 0:
+    # At the same time on all ranks that have a core, as in a step: they share memory bandwidth.
+    at_once = _has_a_core_each(ranks)
+    if ranks.rank == 0 or at_once:
         found = computing(ranks.device, sizes)
     ranks.barrier()
     first = ranks.gather_objects(found)[0]
@@ -357,6 +402,16 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     )
 
 
+def _has_a_core_each(ranks: RankGroup) -> bool:
+    """Return whether every rank of this node can compute at the same time; a collective."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(1))
+    every = ranks.gather_objects(cores)
+    node = every[ranks.node * ranks.local_size : (ranks.node + 1) * ranks.local_size]
+    if ranks.device.type == "cuda":
+        return True
+    return len(set().union(*node)) >= ranks.local_size * torch.get_num_threads()
+
+
 def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, float, float]:
     """Measure seconds per all-to-all and further rank, of replication, and of row cuts."""
     one_each = [table_wise(rank) for rank in range(ranks.size)]
@@ -371,14 +426,22 @@ def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, flo
 
 def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
     """Measure the seconds of a step that all ranks make together."""
-    times = 10
+
+    def once() -> None:
+        step.forward().backward(step.gradient)
+
+    return _fastest(ranks, once, 2, 5 * rounds)
+
+
+def _fastest(ranks: RankGroup, function: Callable[[], object], times: int, rounds: int) -> float:
+    """Measure the seconds of a call by all ranks, of few calls at a time, the fastest of many."""
 
     def once() -> float:
         ranks.barrier()
         wait(ranks.device)
         start = time.perf_counter()
         for _ in range(times):
-            step.forward().backward(step.gradient)
+            function()
         wait(ranks.device)
         return (time.perf_counter() - start) / times
 
@@ -408,18 +471,11 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
 def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
     """Measure an all-to-all of `count` floats with each of `peers`, by all ranks at once."""
     sizes = [count if r in peers else 0 for r in range(ranks.size)]
-    sent = torch.ones(sum(sizes), device=ranks.device)
-    received = torch.empty_like(sent)
-    times = 3 if count > 1 else 30
+    large = count > 1
+    sent = cycle(torch.ones(sum(sizes), device=ranks.device) for _ in range(_COLD if large else 1))
 
-    def once() -> float:
-        ranks.barrier()
-        wait(ranks.device)
-        start = time.perf_counter()
-        for _ in range(times):
-            start_all_to_all(sent, sizes, sizes, ranks, received=received).wait()
-        wait(ranks.device)
-        return (time.perf_counter() - start) / times
+    def once() -> None:
+        # Into new memory, as in a step.
+        start_all_to_all(next(sent), sizes, sizes, ranks).wait()
 
-    once()
-    return min(once() for _ in range(rounds))
+    return _fastest(ranks, once, 1 if large else 4, (2 if large else 5) * rounds)

@@ -129,7 +129,7 @@ def _prediction(
     topology = model.topology
     crowd = topology.local_world_size / topology.computing
     phases = {name: loads.phase(number) for number, name in enumerate(PHASES)}
-    phases["arrange"] = loads.arrange * crowd
+    phases["arrange"] = loads.arrange_s * crowd
     phases["overhead"] = loads.overhead_s
     num_shards = [0] * topology.world_size
     for table in tables:

@@ -48,12 +48,13 @@ class RankCosts:
         self.everywhere = [0.0] * len(PHASES)
         self.arrange = 0.0
         self.common = [0.0] * len(MemoryNeed._fields)
-        self.cut = 0
+        self.cut = self.summed = self.packing = 0
+        self.uneven = 0.0
         self._positions = self._counted = 0.0
         self.penalty = 0
         self.sharded = 0
         self.replicated = 0
-        self._exchanges_s = model.exchanges_s(weighted=weighted)
+        self._exchanges_s, self._sums_s = model.exchanges_s(weighted=weighted), model.sums_s()
 
     # Changes
 
@@ -103,6 +104,9 @@ class RankCosts:
         for pool, nbytes in enumerate(everywhere.nbytes):
             self.common[pool] += sign * nbytes
         self.cut += sign * option.cuts_rows
+        self.summed += sign * option.sums_in_nodes
+        self.packing += sign * everywhere.packs
+        self.uneven += sign * everywhere.uneven
         self._positions += sign * everywhere.positions
         # Where ids came from is kept of all tables as soon as one is cut by rows.
         counted = self._positions if self.cut else 0.0
@@ -153,7 +157,12 @@ class RankCosts:
         topology = self.topology
         crowd = topology.local_world_size / topology.computing
         phases = sum(self.phase(n) for n in range(len(PHASES)))
-        return phases + self.arrange * crowd + self.overhead_s
+        return phases + self.arrange_s * crowd + self.overhead_s
+
+    @property
+    def arrange_s(self) -> float:
+        """Return the seconds in which every rank orders ids and rows, whatever it stores."""
+        return self.arrange + (self.uneven if self.packing else 0.0)
 
     @property
     def overhead_s(self) -> float:
@@ -162,7 +171,8 @@ class RankCosts:
         exchanges = self._exchanges_s if self.sharded else 0.0
         blocks = costs.blocks_s if self.cut else 0.0
         copies = costs.copies_s if self.replicated else 0.0
-        return costs.step_s + exchanges + blocks + copies
+        sums = self._sums_s if self.summed else 0.0
+        return costs.step_s + exchanges + blocks + copies + sums
 
     def spread(self) -> float:
         """Return the sum of squares of the ranks' seconds: among equal steps, even is better."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,6 +167,22 @@ def test_a_step_is_compute_and_communication_and_scales_from_one_rank() -> None:
     assert strong["efficiency"] == pytest.approx(0.5)
     assert rows.loc[("sharded_row_wise", 1, "weak"), "efficiency"] == 1.0
     assert math.isnan(rows.loc[("torchrec_row_wise", 4, "weak"), "efficiency"])
+
+
+def test_ranks_that_share_cores_measure_nothing_but_correctness() -> None:
+    records = [record("sharded_row_wise", world, 1e-3 * world) for world in (1, 2, 4)]
+    rows = sharding.steps(sharding.frame(records))
+    run: Any = SimpleNamespace(
+        environment={"cpu": {"usable_cores": 2}},
+        records=records,
+        headline="sweep",
+        subject=SimpleNamespace(contender="sharded_row_wise"),
+    )
+    measured, shared = sharding_report._scaling(run, rows)
+    assert measured.startswith("Weak scaling to 2 ranks: row-wise takes 2.0")
+    assert shared.startswith("Where 4 ranks share 2 cores, a run measures nothing but that results")
+    run.environment = {}
+    assert "4 ranks" in sharding_report._scaling(run, rows)[0]
 
 
 def test_predictions_are_set_beside_what_was_measured_and_marked_beyond() -> None:
