@@ -88,7 +88,7 @@ LONG = {
     "tables/test_compile.py": 35,
     "experiments/bundle/test_verify.py": 35,
     "pretend/test_mistakes.py": 60,
-    "pretend/test_short_set.py": 60,
+    "pretend/test_short_set.py": 120,
     "test_native_library.py": 30,
     "experiments/contenders/test_new_contender.py": 30,
     "experiments/gate/test_revisions.py": 30,

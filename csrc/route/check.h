@@ -158,6 +158,17 @@ struct CombineInputs {
     local = {data, begin, begin + tensor->numel()};
   }
 
+  // The same for a source of `numel` elements in all; return how many are outside of `local`.
+  int64_t set_local_of(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
+                       int64_t numel, ScalarType dtype) {
+    STD_TORCH_CHECK(numel >= 0, op, ": source_numel must not be negative, got ", numel);
+    const int64_t others = numel - (tensor ? tensor->numel() : 0);
+    STD_TORCH_CHECK(others >= 0, op, ": local must be part of the ", numel,
+                    " elements of the source, got ", numel - others);
+    set_local(op, tensor, begin, others, dtype);
+    return others;
+  }
+
   int64_t num_rows() const { return rows ? rows->numel() : 0; }
   const int32_t* row_data() const {
     return num_rows() > 0 ? rows->const_data_ptr<int32_t>() : nullptr;

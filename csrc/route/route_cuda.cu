@@ -131,11 +131,7 @@ Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor
   CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
-  STD_TORCH_CHECK(source_numel >= 0, op, ": source_numel must not be negative, got ", source_numel);
-  const int64_t others = source_numel - (local ? local->numel() : 0);
-  STD_TORCH_CHECK(others >= 0, op, ": local must be part of the ", source_numel,
-                  " elements of the source, got ", source_numel - others);
-  in.set_local(op, local, local_begin, others, dtype);
+  const int64_t others = in.set_local_of(op, local, local_begin, source_numel, dtype);
   const CudaLauncher launcher(in.flat);
   Tensor out = allocate(in.flat, {others}, dtype);
   torch::stable::zero_(out);

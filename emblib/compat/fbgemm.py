@@ -375,16 +375,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         `vbe_output` the result is written into it, from `vbe_output_offsets` `[ranks, F]` on per
         rank and feature, and it is what is returned.
         """
-        if vbe_output is None and vbe_output_offsets is None:
-            return self._look_up(
-                indices,
-                offsets,
-                per_sample_weights,
-                feature_requires_grad,
-                batch_size_per_feature_per_rank,
-                total_unique_indices,
-            )
-        if vbe_output is None or vbe_output_offsets is None or not batch_size_per_feature_per_rank:
+        into_output = vbe_output is not None, vbe_output_offsets is not None
+        if any(into_output) and not (all(into_output) and batch_size_per_feature_per_rank):
             raise ValueError(
                 "vbe_output, vbe_output_offsets and batch_size_per_feature_per_rank go together"
             )
@@ -396,6 +388,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
             batch_size_per_feature_per_rank,
             total_unique_indices,
         )
+        if vbe_output is None or vbe_output_offsets is None:
+            return output
         dims = [self.dims[t] for t in self.feature_table_map]
         sizes = torch.tensor(batch_size_per_feature_per_rank).t() * torch.tensor(dims)
         starts = vbe_output_offsets.to(output.device, torch.int64).flatten()

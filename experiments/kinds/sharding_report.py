@@ -127,8 +127,8 @@ def _efficiency(row: pd.Series) -> str:
         else (f", an efficiency of {text.digits(100 * row['efficiency'], 2)} %")
     )
     return (
-        f"{row['type']} takes {text.seconds(row['median_s'])} per step{efficiency}, "
-        f"{share} % of it communication"
+        f"{row['type']} takes {text.seconds(row['median_s'])} per step, "
+        f"{share} % of it communication{efficiency}"
     )
 
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -126,17 +128,17 @@ def _serve(library: str, rank: int, path: str) -> None:
         if verb == "case":
             case = CASES[int(argument)]
             model, batches = _model(case), itertools.cycle(_batches(case, rank))
-            answer = "ready"
+            answer: Any = "ready"
         elif verb == "steps":
             torch.distributed.barrier()
             begin = time.perf_counter()
             for _ in range(int(argument)):
                 _step(model, next(batches))
             torch.distributed.barrier()
-            answer = repr((time.perf_counter() - begin) / int(argument))
+            answer = (time.perf_counter() - begin) / int(argument)
         else:
-            answer = repr(_profile(model, batches, int(argument)))
-        print(answer, file=out, flush=True)
+            answer = _profile(model, batches, int(argument))
+        print(json.dumps(answer), file=out, flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -174,12 +176,13 @@ class Ranks:
 
     def __init__(self, library: str, folder: str) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "tests.bench.torchrec_over", "--serve"]
+        self._logs = ExitStack()
         self._processes = [
             subprocess.Popen(
                 [*command, library, str(rank), f"{folder}/{library}"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=open(f"{folder}/{library}{rank}.log", "w"),  # noqa: SIM115
+                stderr=self._logs.enter_context(Path(folder, f"{library}{rank}.log").open("w")),
                 text=True,
             )
             for rank in range(WORLD)
@@ -193,7 +196,7 @@ class Ranks:
         answers = [_pipe(process.stdout).readline().strip() for process in self._processes]
         if not all(answers):
             raise RuntimeError(f"a rank ended at order {text!r}")
-        return [answer if answer == "ready" else eval(answer) for answer in answers]
+        return [json.loads(answer) for answer in answers]
 
     def close(self) -> None:
         """End the processes."""
@@ -201,6 +204,7 @@ class Ranks:
             _pipe(process.stdin).close()
         for process in self._processes:
             process.wait(timeout=60)
+        self._logs.close()
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

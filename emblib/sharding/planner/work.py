@@ -150,7 +150,8 @@ def workloads_of(
     numbers: dict[int, int] = {}
     known = set()
     for path, collection in collections_of(module).items():
-        shared = collection.shared_tables()  # type: ignore[operator]
+        source: Any = collection
+        shared = source.shared_tables()
         for config in tables_of(collection):
             full = f"{path}.{config.name}" if path else config.name
             known |= {config.name, full}
