@@ -178,7 +178,8 @@ def compare(model: Any, oracle: Model, tolerance: float) -> None:
             kernel: Any = shard.groups.module_of(shard.index)[0]
             theirs: Any = whole.handles()[shard.table].kernel  # type: ignore[operator]
             if hasattr(kernel, "step"):
-                assert kernel.step == theirs.step, f"{path}.{shard.table}"
+                ours, expected = kernel.step, theirs.step
+                assert ours == expected, f"{path}.{shard.table}: step {ours}, not {expected}"
 
 
 def check_listed_once(model: Any, oracle: Model) -> None:
