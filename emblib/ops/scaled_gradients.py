@@ -5,6 +5,9 @@ optimizer steps, and skips steps whose gradients are not finite. Tables that are
 do the same there: they divide by the scale, a tensor on the device, and skip the update of a
 gradient that is not finite, without reading anything back. `GradScaler.scale` is wrapped to mark
 the losses that it returns; the backward of a marked loss is known by the id of its graph task.
+
+Over ranks a step is skipped by all or none: sharded collections note what the gradients of the
+other ranks are (`note_finite`).
 """
 
 import functools
@@ -31,7 +34,17 @@ class _Scaler:
 
 # The scalers of the process by their id: a subclass may define equality without a hash.
 _Scalers = dict[int, _Scaler]
-_scales: OrderedDict[int, Tensor] = OrderedDict()  # by the id of a graph task
+
+
+class _Scaled:
+    """The scale of a backward, and whether gradients elsewhere are finite, if that is known."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+        self.is_finite: Tensor | None = None
+
+
+_scaled: OrderedDict[int, _Scaled] = OrderedDict()  # by the id of a graph task
 
 
 def _entry(scalers: _Scalers, scaler: GradScaler) -> _Scaler:
@@ -108,22 +121,46 @@ _scalers = _record_scalers()
 
 def mark_scaled(loss: Tensor, scale: Tensor) -> None:
     """Note that gradients of every backward from `loss` are multiplied by `scale`."""
+    _mark(loss, lambda: _Scaled(scale))
+
+
+def _mark(loss: Tensor, scaled: Callable[[], _Scaled]) -> None:
     if not loss.requires_grad:
         return
 
     def begin(grad: Tensor) -> None:
-        _scales[torch._C._current_graph_task_id()] = scale
-        while len(_scales) > _MAX_TASKS:
-            _scales.popitem(last=False)
+        _scaled[torch._C._current_graph_task_id()] = scaled()
+        while len(_scaled) > _MAX_TASKS:
+            _scaled.popitem(last=False)
 
     loss.register_hook(begin)
 
 
 def mark_nested(output: Tensor) -> None:
     """Note that a backward from `output`, within the running one, has the same scale."""
-    scale = _scales.get(torch._C._current_graph_task_id())
-    if scale is not None:
-        mark_scaled(output, scale)
+    outer = _of_this_backward()
+    if outer is not None:
+        _mark(output, lambda: outer)
+
+
+def note_finite(is_finite: Tensor) -> None:
+    """Note whether gradients elsewhere that belong to the running backward are finite, a scalar.
+
+    Updates from here on are skipped where they are not.
+    """
+    scaled = _of_this_backward()
+    assert scaled is not None
+    scaled.is_finite = is_finite if scaled.is_finite is None else scaled.is_finite & is_finite
+
+
+def _of_this_backward() -> _Scaled | None:
+    return _scaled.get(torch._C._current_graph_task_id())
+
+
+def known_scale() -> Tensor | None:
+    """Return the scale of the gradients of the running backward, if it is known."""
+    scaled = _of_this_backward()
+    return None if scaled is None else scaled.scale
 
 
 def scale_of_backward() -> Tensor | None:
@@ -136,7 +173,7 @@ def scale_of_backward() -> Tensor | None:
     """
     if torch.compiler.is_compiling():
         return None
-    scale = _scales.get(torch._C._current_graph_task_id())
+    scale = known_scale()
     if scale is None:
         for entry in list(_scalers.values()):
             scaler = entry.reference()
@@ -154,7 +191,7 @@ def scale_of_backward() -> Tensor | None:
 
 
 class UnscaledGradient(NamedTuple):
-    """A gradient divided by its scale, and whether all of it is finite, as a tensor."""
+    """A gradient divided by its scale, and whether the step is finite, as a tensor."""
 
     gradient: Tensor
     is_finite: Tensor
@@ -168,10 +205,16 @@ class UnscaledGradient(NamedTuple):
 
 
 def unscaled(grad: Tensor, scale: Tensor) -> UnscaledGradient:
-    """Divide a gradient by its scale, in float32; nothing is read back from the device."""
+    """Divide a gradient by its scale, in float32; nothing is read back from the device.
+
+    It counts as not finite where gradients elsewhere are not, see `note_finite`.
+    """
     inverse = scale.to(grad.device).double().reciprocal().float()
     gradient = grad.float() * inverse
-    return UnscaledGradient(gradient, gradient.isfinite().all())
+    is_finite, scaled = gradient.isfinite().all(), _of_this_backward()
+    if scaled is not None and scaled.is_finite is not None:
+        is_finite = is_finite & scaled.is_finite.to(grad.device)
+    return UnscaledGradient(gradient, is_finite)
 
 
 def counted_step(hyper: Tensor, grad: Tensor) -> Tensor | int:

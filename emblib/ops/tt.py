@@ -395,12 +395,12 @@ class FusedTTLookup(torch.autograd.Function):
         if ctx.chunked:
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
         made, sample_weights, _ = _saved(ctx)
-        scale = overflow = sample_grad = None
+        scale = overflow = sample_grad = is_finite = None
         if ctx.needs_input_grad[0]:
             scale = scale_of_backward()
         if scale is not None:
-            found = unscaled(grad, scale)
-            grad, overflow = found.gradient, found.overflow()
+            grad, is_finite = found = unscaled(grad, scale)
+            overflow = found.overflow()
         if ctx.needs_input_grad[6]:
             sample_grad = _sample_weight_grad(grad, made, batch)
             if scale is not None:
@@ -418,7 +418,7 @@ class FusedTTLookup(torch.autograd.Function):
             return overflow, None, None, None, None, None, sample_grad, None, None
         row_grads = _row_grads(grad, made, batch, sample_weights)
         core_grads = _core_grads(row_grads, made, batch, cores)
-        _apply_core_grads(ctx, core_grads, skips_overflow=scale is not None)
+        _apply_core_grads(ctx, core_grads, is_finite)
         return overflow, None, None, None, None, None, sample_grad, None, None
 
 
@@ -428,10 +428,10 @@ def _fused_backward_chunked(
     """Apply one step with gradients summed over the chunks of a large batch."""
     trains = ctx.needs_input_grad[0]
     scale = scale_of_backward() if trains else None
-    overflow = None
+    overflow = is_finite = None
     if scale is not None:
-        found = unscaled(grad, scale)
-        grad, overflow = found.gradient, found.overflow()
+        grad, is_finite = found = unscaled(grad, scale)
+        overflow = found.overflow()
     needs_sample_grad = ctx.needs_input_grad[6]
     clipped = autograd.clip_gradient(grad, ctx.rule) if trains else grad
     at_once = needs_sample_grad and clipped is grad
@@ -445,12 +445,17 @@ def _fused_backward_chunked(
     if sample_grad is not None and scale is not None:
         sample_grad = sample_grad * scale.to(sample_grad.device)
     if trains:
-        _apply_core_grads(ctx, core_grads, skips_overflow=scale is not None)
+        _apply_core_grads(ctx, core_grads, is_finite)
     return overflow, None, None, None, None, None, sample_grad, None, None
 
 
-def _apply_core_grads(ctx: Any, core_grads: list[Tensor], *, skips_overflow: bool) -> None:
-    """Apply one step to the trained cores, from gradients of whole cores."""
+def _apply_core_grads(ctx: Any, core_grads: list[Tensor], is_finite: Tensor | None) -> None:
+    """Apply one step to the trained cores, from gradients of whole cores.
+
+    `is_finite` is whether scaled gradients of the batch are, on all ranks.
+    """
+    if is_finite is not None:  # also for cores that no row of the batch uses, and shared ones
+        core_grads = [torch.where(is_finite, grad, torch.nan) for grad in core_grads]
     trained = [k for k in range(len(ctx.cores)) if k not in ctx.frozen_cores]
     first_rows = ctx.batch.layout.first_core_rows()
 
@@ -462,7 +467,7 @@ def _apply_core_grads(ctx: Any, core_grads: list[Tensor], *, skips_overflow: boo
             ctx.rule,
             [grads[k] for k in trained],
             [first_rows[k] for k in trained],
-            skips_overflow=skips_overflow,
+            skips_overflow=is_finite is not None,
         )
 
     layout = ctx.batch.layout

@@ -175,6 +175,19 @@ def start_all_gather(
     return AllToAllAwaitable(received, _Works(works), in_flight=in_flight)
 
 
+def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
+    """Start to take the minimum of `values` over all ranks, element by element, in place.
+
+    Raises:
+        RuntimeError: another thread has a collective over this process group in flight.
+    """
+    if ranks.size == 1:
+        return ReadyAwaitable(values)
+    in_flight = _enter_collective(ranks) if values.device.type == "cpu" else None
+    work = dist.all_reduce(values, dist.ReduceOp.MIN, group=ranks.group, async_op=True)
+    return AllToAllAwaitable(values, work, in_flight=in_flight)
+
+
 class _Works:
     """Several `dist.Work`s that are waited for as one."""
 
@@ -411,6 +424,8 @@ def gradient_headers(
     indices: Sequence[int],
     nbytes: Sequence[tuple[Sequence[int], Sequence[int]]],
     ranks: RankGroup,
+    *,
+    is_scaled: bool,
 ) -> Headers | None:
     """Start the header of gradients; None where ranks do not compare headers.
 
@@ -418,10 +433,11 @@ def gradient_headers(
         indices: the outputs that the loss uses, among those that were looked up together.
         nbytes: the bytes to each rank and from each rank, by output.
         ranks: the ranks.
+        is_scaled: whether a `GradScaler` has scaled the loss.
     """
     if ranks.size == 1 or ranks.device.type != "cpu":
         return None
-    outputs = sum(1 << (index % 62) for index in indices)
+    outputs = sum({1 << (index % _SCALED_BIT) for index in indices}) | is_scaled << _SCALED_BIT
     sent, received = (
         [sum(of_rank) for of_rank in zip(*side, strict=True)] for side in zip(*nbytes, strict=True)
     )
@@ -429,6 +445,7 @@ def gradient_headers(
 
 
 _KIND = 3  # entries of a header before the sizes
+_SCALED_BIT = 62  # of the third entry, for gradients
 
 
 def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: RankGroup) -> None:
@@ -445,6 +462,14 @@ def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: R
         raise RuntimeError(
             f"rank {peer} called {names[int(kinds[peer, 1])]} where rank {rank} called "
             f"{names[int(kinds[rank, 1])]}: {_SAME_ORDER}"
+        )
+    if contents[rank] == Content.GRADIENTS and kinds[rank, 2] >> _SCALED_BIT != (
+        kinds[peer, 2] >> _SCALED_BIT
+    ):
+        scaled, plain = sorted((rank, peer), key=lambda r: -int(kinds[r, 2]))
+        raise RuntimeError(
+            f"a torch.amp.GradScaler has scaled the loss of rank {scaled} and not that of rank "
+            f"{plain}: use one on all ranks, or on none"
         )
     if kinds[rank, 2] != kinds[peer, 2] and contents[rank] == Content.GRADIENTS:
         raise RuntimeError(

@@ -10,6 +10,9 @@ rows from all ranks. Autograd runs nodes that were made later first, so that eve
 that takes part in a backward pass has run before the first `_RowsNode`: by then it is known which
 outputs the loss uses, on all ranks alike, and outputs that no loss uses are left alone. If all are
 used, gradients are sent as soon as the last one is known.
+
+A loss that a `GradScaler` has scaled may overflow on one rank alone. The ranks agree about that
+while the gradients are under way, so that all of them skip the step (`_Scaling`).
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from emblib.ops.scaled_gradients import known_scale, note_finite
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.exchange import (
     Content,
     Headers,
     gradient_headers,
     start_all_gather,
+    start_minimum,
 )
 from emblib.sharding.node_sums import NodeSumStep, start_gradients_of_sums, start_sums
 from emblib.sharding.ranks import RankGroup
@@ -118,6 +123,7 @@ class OutputExchange:
         self._announced: set[int] = set()
         self._ready: dict[int, tuple[Values, Tensor | None]] = {}
         self._coming: dict[int, tuple[Awaitable[Received], Awaitable[Tensor] | None]] = {}
+        self._scaling: _Scaling | None = None
         # A rank without tables takes part in backward too: the anchor requires a gradient.
         anchor = torch.empty((), device=ranks.device, requires_grad=True)
         self._tokens: list[Tensor | None] = [
@@ -170,6 +176,7 @@ class OutputExchange:
         The gradients are sent when the outputs of all lookups have theirs.
         """
         step = self._steps[index]
+        self._add_to_scaling(grad)
         self._announced.add(index)
         is_last = len(self._announced) == len(self._steps)
         if is_last:
@@ -188,6 +195,9 @@ class OutputExchange:
         if self._ready:
             self._headers = self._start_headers()
             self._send()
+        if self._scaling is not None:
+            self._scaling.agree()
+            self._scaling = None
         local, gathered = self._coming.pop(index)
         step = self._steps[index]
         return (
@@ -200,7 +210,16 @@ class OutputExchange:
         indices = sorted(self._announced)
         self._announced = set()
         sizes = [self._steps[index].gradient_nbytes() for index in indices]
-        return gradient_headers(indices, sizes, self._ranks)
+        is_scaled = self._scaling is not None
+        return gradient_headers(indices, sizes, self._ranks, is_scaled=is_scaled)
+
+    def _add_to_scaling(self, grad: Tensor) -> None:
+        scale = known_scale()
+        if scale is None:
+            return
+        if self._scaling is None:
+            self._scaling = _Scaling(scale.to(grad.device), self._ranks)
+        self._scaling.add(grad)
 
     def _send(self) -> None:
         """Start to send the gradients that are ready."""
@@ -208,6 +227,8 @@ class OutputExchange:
         headers, self._headers = self._headers, None
         if headers is not None:
             headers.check()
+        if self._scaling is not None:
+            self._scaling.start()
         indices = sorted(ready)
         sums = [self._steps[index].node_sums for index in indices]
         pending = start_gradients_of_sums(
@@ -227,6 +248,50 @@ class OutputExchange:
                     has_header=False,
                 )
             self._coming[index] = local, gathered
+
+
+class _Scaling:
+    """What ranks agree about where a `GradScaler` has scaled their losses, in one backward.
+
+    Args:
+        scale: of this rank.
+        ranks: the processes.
+    """
+
+    def __init__(self, scale: Tensor, ranks: RankGroup) -> None:
+        self._scale, self._ranks = scale.float(), ranks
+        self._finite: list[Tensor] = []
+        self._pending: Awaitable[Tensor] | None = None
+
+    def add(self, grad: Tensor) -> None:
+        """Add the gradient of an output of this rank."""
+        self._finite.append(grad.isfinite().all())
+
+    def start(self) -> None:
+        """Start to tell the other ranks."""
+        is_finite = torch.stack(self._finite).all().float()
+        numbers = torch.stack([is_finite, self._scale, -self._scale])
+        self._pending = start_minimum(numbers, self._ranks)
+
+    def agree(self) -> None:
+        """Note for updates of this backward whether the gradients of all ranks are finite.
+
+        Where the host need not wait for the device to know it, scales that differ between ranks
+        raise; elsewhere the step is skipped, as after an overflow.
+
+        Raises:
+            RuntimeError: the scales differ, on every rank.
+        """
+        assert self._pending is not None
+        is_finite, least, most = self._pending.wait().unbind()
+        if is_finite.device.type == "cpu" and least != -most:
+            raise RuntimeError(
+                f"the torch.amp.GradScalers of the ranks have different scales, {float(least)} to "
+                f"{float(-most)}, and a gradient has one: make them with equal arguments, give "
+                "scaler.step the FusedOptimizer on every rank, or use "
+                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+            )
+        note_finite((is_finite > 0.0) & (least == -most))
 
 
 class _RowsNode(torch.autograd.Function):

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -175,18 +174,7 @@ class Ranks:
     """The processes of one library."""
 
     def __init__(self, library: str, folder: str) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.bench.torchrec_over", "--serve"]
-        self._logs = ExitStack()
-        self._processes = [
-            subprocess.Popen(
-                [*command, library, str(rank), f"{folder}/{library}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._logs.enter_context(Path(folder, f"{library}{rank}.log").open("w")),
-                text=True,
-            )
-            for rank in range(WORLD)
-        ]
+        self._processes = [_started(library, rank, folder) for rank in range(WORLD)]
 
     def order(self, text: str) -> list[Any]:
         """Send an order to all ranks, and return their answers."""
@@ -204,7 +192,18 @@ class Ranks:
             _pipe(process.stdin).close()
         for process in self._processes:
             process.wait(timeout=60)
-        self._logs.close()
+
+
+def _started(library: str, rank: int, folder: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.bench.torchrec_over", "--serve"]
+    with Path(folder, f"{library}{rank}.log").open("w") as log:
+        return subprocess.Popen(
+            [*command, library, str(rank), f"{folder}/{library}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

@@ -98,6 +98,7 @@ WIDE: dict[str, Room] = {
         (
             "tests/sharding/test_sharded.py",
             "tests/sharding/test_shared_shards.py",
+            "tests/sharding/test_scaled_ranks.py",
             "tests/sharding/test_pipelines.py",
             "tests/sharding/test_sharded_checkpoints.py",
             "tests/sharding/test_collectives.py",

@@ -227,12 +227,12 @@ def train(ranks: RankGroup, case: Case) -> str:
             for r, one in enumerate(outputs)
         ]
         got.backward(grads[ranks.rank])
-        _step(case, oracle, batches, grads)
+        step_of_all(case, oracle, batches, grads)
         compare_tables(sharded, oracle, case.tolerance)
     return "equal"
 
 
-def _step(case: Case, oracle: Any, batches: Any, grads: Any) -> None:
+def step_of_all(case: Case, oracle: Any, batches: Any, grads: Any) -> None:
     """One step of the whole collection on the batches of all ranks, which are one batch to it."""
     whole = joined([expanded(one) for one in batches])
     output = oracle(whole)

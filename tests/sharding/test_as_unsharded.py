@@ -18,13 +18,13 @@ from emblib.storage import Dense, Hash, Quantized, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
     Case,
-    _step,
     batch,
     compare_tables,
     flat,
     make_sharded,
     make_source,
     sequences,
+    step_of_all,
     tables,
     train,
 )
@@ -65,7 +65,7 @@ def invalid_ids(ranks: RankGroup, plan: Any, kind: Any, *, pooled: bool) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         got.backward(grads[ranks.rank])
-        _step(case, oracle, batches, grads)
+        step_of_all(case, oracle, batches, grads)
     compare_tables(sharded, oracle, 1e-6)
 
 

@@ -31,7 +31,6 @@ from tests.sharding.sharded_cases import (
     WORDS,
     Case,
     _close,
-    _step,
     batch,
     compare_tables,
     flat,
@@ -39,6 +38,7 @@ from tests.sharding.sharded_cases import (
     make_source,
     plan_of,
     sequences,
+    step_of_all,
     tables,
 )
 
@@ -120,7 +120,7 @@ def _compare_steps(ranks: RankGroup, joint: Joint) -> None:
         else:
             torch.autograd.backward([found[i] for i in used], own_grads)
         for i in used:
-            _step(joint.cases[i], oracles[i], batches[i], grads[i])
+            step_of_all(joint.cases[i], oracles[i], batches[i], grads[i])
         for one, oracle, case in zip(sharded, oracles, joint.cases, strict=True):
             compare_tables(one, oracle, case.tolerance)
 

@@ -3,9 +3,9 @@
 `run(3, function, *args)` calls `function(ranks, *args)` on three ranks and returns what they
 returned, by rank. The function is one of a module (also the test's own), since the processes import
 it; arguments and results are pickled, and the seed is the same on all ranks. An error of a rank is
-raised with its traceback. The processes have imported torch and emblib once and were forked after
-that, so that another world costs a tenth of a second; one is made whenever a test has left the last
-one unfit.
+raised with its traceback. Functions may set the limits of `input_dist`, which are restored. The
+processes have imported torch and emblib once and were forked after that, so that another world
+costs a tenth of a second; one is made whenever a test has left the last one unfit.
 
 With EMBLIB_TEST_RANKS=cuda the device of a rank is a GPU, which the functions find in
 `ranks.device`: one of its own, or one of the two pretend GPUs (docs/pretend_gpu.md), over NCCL or
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -280,7 +280,8 @@ def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:
             size, name, args = pickle.loads(order)
             module, function = name.split(":")
             torch.manual_seed(0)
-            value = getattr(importlib.import_module(module), function)(worlds[size - 1], *args)
+            with _limits_restored():
+                value = getattr(importlib.import_module(module), function)(worlds[size - 1], *args)
             if ON_GPUS:
                 torch.cuda.synchronize()  # raises what no call has raised
                 value = tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
@@ -288,6 +289,20 @@ def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:
         except BaseException as error:
             answer = pickle.dumps((True, "".join(traceback.format_exception(error))))
         pipe.send_bytes(answer)
+
+
+@contextlib.contextmanager
+def _limits_restored() -> Iterator[None]:
+    """Undo changes of the sizes from which messages are sent otherwise."""
+    from emblib.sharding import input_dist
+
+    names = ("_MIN_SAVED", "_MAX_MERGED_NBYTES")
+    before = {name: getattr(input_dist, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(input_dist, name, value)
 
 
 if __name__ == "__main__":
