@@ -46,14 +46,9 @@ from emblib.specs import (
     check_count,
 )
 from emblib.tables import base
-from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
+from emblib.tables.base import FusedTables, SpecKind, append_last_offset
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
-
-_BOUNDS_MESSAGE = (
-    "emblib: {offsets} offsets out of bounds, which are clamped: they must begin with "
-    "0, not decrease and end with the number of indices (are they offsets, not lengths?)"
-)
 
 
 class DynamicEmbeddingBags(FusedTables):
@@ -213,14 +208,19 @@ class DynamicEmbeddingBags(FusedTables):
         return self._look_up(keys, batch, per_sample_weights, counts)
 
     def _make_batch(
-        self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        *,
+        is_prefetch: bool = False,
     ) -> tuple[Keys, autograd.Lookup]:
         """Return the batch as keys by table, and as bags whose rows are not known yet."""
         if not self.include_last_offset:
             offsets = append_last_offset(ids, offsets)
         bag_layout, columns = self._bag_layout(offsets, batch_sizes, ids.device)
-        valid = self._valid_indices(ids)
-        offsets = check_bounds(self, valid, offsets, self.features, bag_layout, _BOUNDS_MESSAGE)
+        zeros = self._zeros_like(ids)
+        offsets = training.check_offsets(self, zeros, offsets, bag_layout, is_prefetch=is_prefetch)
         starts = training.feature_starts(offsets, len(self.feature_tables), batch_sizes)
         keys = Keys(ids.contiguous(), starts, self.feature_table)
         return keys, autograd.Lookup(
@@ -234,8 +234,7 @@ class DynamicEmbeddingBags(FusedTables):
             repaired=self.bounds_check is not BoundsCheck.NONE,
         )
 
-    def _valid_indices(self, ids: Tensor) -> Tensor:
-        """Return indices that pass the bounds check: every id is valid, only offsets may not be."""
+    def _zeros_like(self, ids: Tensor) -> Tensor:
         count, zeros = ids.numel(), self._zeros
         if zeros.numel() < count or zeros.device != ids.device:
             zeros = self._zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
@@ -526,7 +525,7 @@ class DynamicEmbeddingBags(FusedTables):
         if self.backing is None:
             return
         with torch.no_grad(), self._lock:
-            keys, _ = self._make_batch(as_keys(indices), offsets, batch_sizes)
+            keys, _ = self._make_batch(as_keys(indices), offsets, batch_sizes, is_prefetch=True)
             self.backing.prefetch(keys)
 
     @atomic

@@ -18,6 +18,7 @@ from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import External, Optimizer
 from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
+from emblib.tables.base import check_bounds
 from emblib.tables.parameters import caller_level, loses_values
 
 if TYPE_CHECKING:
@@ -320,6 +321,27 @@ def check_batch(
         )
     if counts is not None and not counts.is_cuda and counts.numel() and int(counts.min()) < 0:
         raise ValueError(f"counts must be >= 0, got {int(counts.min())}")
+
+
+def check_offsets(
+    module: "DynamicEmbeddingBags",
+    zeros: Tensor,
+    offsets: Tensor,
+    bag_layout: Tensor | None,
+    *,
+    is_prefetch: bool,
+) -> Tensor:
+    """Return the offsets of a batch repaired, see `check_bounds`.
+
+    Every id is valid: `zeros`, as many as there are ids, pass the check in their place.
+    """
+    message = (
+        "emblib: {offsets} offsets out of bounds, which are clamped: they must begin with "
+        "0, not decrease and end with the number of indices (are they offsets, not lengths?)"
+    )
+    return check_bounds(
+        module, zeros, offsets, module.features, bag_layout, message, is_prefetch=is_prefetch
+    )
 
 
 def feature_starts(

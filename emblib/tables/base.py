@@ -515,10 +515,14 @@ def check_bounds(
     features: Tensor,
     bag_layout: Tensor | None = None,
     message: str = BOUNDS_MESSAGE,
+    *,
+    is_prefetch: bool = False,
 ) -> Tensor:
     """Return offsets repaired according to `bounds_check`; on CUDA WARNING counts and warns later.
 
     `message` is the text of the warning, a format of the numbers of bad `indices` and `offsets`.
+    With `is_prefetch` violations are not counted: the lookup of the batch counts them, and may do
+    so on another stream at the same time.
 
     Raises:
         RuntimeError: another device; out of bounds in mode FATAL; in mode WARNING on the CPU,
@@ -536,7 +540,7 @@ def check_bounds(
     repaired, violations = tbe.check_bounds(
         indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
     )
-    if mode is not BoundsCheck.WARNING:
+    if mode is not BoundsCheck.WARNING or is_prefetch:
         return repaired
     if isinstance(violations, FakeTensor):
         return repaired

@@ -262,6 +262,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         offsets: Tensor,
         batch_sizes: Sequence[Sequence[int]] | None,
         reading: TableReading | None = None,
+        *,
+        is_prefetch: bool = False,
     ) -> autograd.Lookup:
         """Return the batch as the kernels take it: repaired offsets and bag layout."""
         if not self.include_last_offset:
@@ -269,7 +271,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         source = self if reading is None else reading
         lay_out = self._bag_layout if reading is None else reading.layout_of_bags
         bag_layout, output_dim = lay_out(offsets, batch_sizes, indices.device)
-        offsets = base.check_bounds(self, indices, offsets, source.features, bag_layout)
+        given = indices, offsets, source.features, bag_layout
+        offsets = base.check_bounds(self, *given, is_prefetch=is_prefetch)
         return autograd.Lookup(
             source.features,
             indices,
@@ -487,7 +490,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self._reporting is not None:
             timed = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
         with torch.no_grad(), timed:
-            batch = self._batch(*batch_id, batch_sizes, reading)
+            batch = self._batch(*batch_id, batch_sizes, reading, is_prefetch=True)
             prefetcher.prefetch(batch, self._tiers(), batch_id)
 
     def flush(self) -> None:

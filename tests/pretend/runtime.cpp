@@ -1,6 +1,7 @@
 // The CUDA runtime of the pretend devices: launches, copies, attributes and errors; and what Python
 // sets and reads.
 #include <cxxabi.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -28,6 +29,42 @@ thread_local const char* entry_now = nullptr;           // the last that this th
 std::unordered_map<const void*, size_t> shared_limits;  // of kernels that asked for more
 cudaError_t last_error = cudaSuccess;
 std::string last_text;
+
+// A function of the interpreter, which the process has and this library is not linked with.
+template <typename Function>
+Function* of_python(const char* name) {
+  return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+}
+
+// Keeps the exception that this thread is raising while a callback runs Python: a tensor may be
+// freed, and its line asked for, between the raise of an exception and its handler.
+class ExceptionAside {
+ public:
+  ExceptionAside() {
+    static auto* const ensure = of_python<int()>("PyGILState_Ensure");
+    static auto* const fetch = of_python<void(void**, void**, void**)>("PyErr_Fetch");
+    lock_ = ensure();
+    fetch(&type_, &value_, &trace_);
+  }
+  ~ExceptionAside() {
+    static auto* const restore = of_python<void(void*, void*, void*)>("PyErr_Restore");
+    static auto* const release = of_python<void(int)>("PyGILState_Release");
+    restore(type_, value_, trace_);
+    release(lock_);
+  }
+  ExceptionAside(const ExceptionAside&) = delete;
+  ExceptionAside& operator=(const ExceptionAside&) = delete;
+
+ private:
+  int lock_;
+  void *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
+};
+
+bool is_forbidden(const char* wait) {
+  if (wait_callback == nullptr) return false;
+  const ExceptionAside aside;
+  return wait_callback(wait) != 0;
+}
 
 State* make_state() {
   auto* made = new State;
@@ -103,7 +140,9 @@ const char* interned(const std::string& text) {
 }
 
 const char* python_line() {
-  const char* line = python_line_callback == nullptr ? nullptr : python_line_callback();
+  if (python_line_callback == nullptr) return "";
+  const ExceptionAside aside;
+  const char* line = python_line_callback();
   return line == nullptr ? "" : line;
 }
 
@@ -118,7 +157,7 @@ void report_wait(const char* what) {
     const Lock lock(state().mutex);
     ++state().counts[std::string("wait ") + what];
   }
-  if (wait_callback != nullptr && wait_callback(what) != 0) {
+  if (is_forbidden(what)) {
     throw std::runtime_error(std::string("called a synchronizing CUDA operation: ") + what +
                              ", at " + python_line());
   }

@@ -14,6 +14,7 @@ from emblib import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     KeyedJaggedTensor,
+    Placement,
     QuantizedEmbeddingBags,
     TableBatchedEmbeddingBags,
     TableSpec,
@@ -151,3 +152,13 @@ def test_other_modes_report_nothing() -> None:
     module, bad = make(BoundsCheck.IGNORE), batch(BAD)
     assert not messages(lambda: module(*bad), 2)
     assert not messages(lambda: report_bounds_violations(module))
+
+
+def test_a_prefetched_batch_counts_once() -> None:
+    """Prefetches run on streams of their own, while the lookup of another batch counts."""
+    spec = TableSpec(10, 4, placement=Placement.MANAGED_CACHING)
+    module = TableBatchedEmbeddingBags([spec], optim.SGD(0.1), device="cuda")
+    bad = torch.tensor([10, 9], device="cuda"), torch.tensor([0, 1, 2], device="cuda")
+    module.prefetch(*bad)
+    module(*bad)
+    assert module.bounds_violations.tolist() == [1, 0]

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,19 @@ def test_batches_must_come_in_the_order_of_prefetch(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="in the order they were prefetched"):
         module(*batch(1))
     module(*batch(0))
+
+
+def test_a_prefetched_batch_warns_of_bounds_once(tmp_path: Path) -> None:
+    cache = CacheConfig(sets=3, directory=tmp_path)
+    module = make(cache=cache, bounds_check=BoundsCheck.WARNING)
+    indices, offsets = batch(0)
+    indices[0] = 1 << 40
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.prefetch(indices, offsets)
+    with pytest.warns(UserWarning, match="1 indices and 0 offsets out of bounds"):
+        module(indices, offsets)
+    assert module.bounds_violations.tolist() == [1, 0]
 
 
 def test_a_prefetched_batch_must_not_be_written_to(tmp_path: Path) -> None:
