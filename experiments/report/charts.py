@@ -156,7 +156,7 @@ def curves(
             # Towards the middle, where names of both sides meet.
             middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
             points = [
-                (y, x, name, line.colour, 9 if x < middle else -9)
+                (y, _end_of(line, x, middle), name, line.colour, 9 if x < middle else -9)
                 for line in lines
                 for x, y, name in zip(line.x, line.y, line.names, strict=True)
             ]
@@ -231,6 +231,13 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
                 fontsize=8,
                 color=mark.colour,
             )
+
+
+def _end_of(line: Curve, x: float, middle: float) -> float:
+    """Return the x of a line's last point on the side of `x`, past which names cross no marks."""
+    if x < middle:
+        return max(v for v in line.x if v < middle)
+    return min(v for v in line.x if v >= middle)
 
 
 def _write_apart(
