@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.configs import TableConfig
-from emblib.collections.optimizers.fused import trained_configs
+from emblib.memory_plan.planned import importances_of, planned_tables
 from emblib.memory_plan.selection import (
     AS_IT_IS,
     SHARES,
@@ -38,7 +38,6 @@ from emblib.memory_plan.selection import (
 )
 from emblib.optim import SGD, Optimizer
 from emblib.sharding.planner.feasible import size
-from emblib.sharding.shard import collections_of
 from emblib.specs import (
     CacheConfig,
     Eviction,
@@ -239,7 +238,8 @@ def plan_memory(
 
     Raises:
         BudgetError: the smallest choice of every table takes more.
-        TypeError, ValueError: wrong arguments, or a table in `importance` that is not there.
+        TypeError, ValueError: wrong arguments, a table in `importance` that is not there, or a
+            model with `SharedTables`, which stay dense.
 
     Example:
         >>> tables = [EmbeddingBagConfig(10**7, 64, "user"), EmbeddingBagConfig(10**5, 64, "item")]
@@ -258,8 +258,8 @@ def plan_memory(
         raise TypeError(f"trace must be a LookupTrace, as TraceRecorder.trace is, got {trace!r}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one of emblib.optim, got {optimizer!r}")
-    found = _tables(tables, optimizer)
-    given = _described_tables(found, _importances(found, importance), trace, losses, backing)
+    found = planned_tables(tables, optimizer)
+    given = _described_tables(found, importances_of(found, importance), trace, losses, backing)
     options = [_candidates(table, methods, serving, device) for table in given]
     picked = pick(options, Limits(budget, None if backing is None else backing.nbytes))
     choices = tuple(_explained(some, k) for some, k in zip(options, picked, strict=True))
@@ -584,50 +584,6 @@ def _assumptions(
 def _some(names: Sequence[str]) -> str:
     """Return the first names."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
-def _tables(
-    tables: nn.Module | Sequence[TableConfig], optimizer: Optimizer | None
-) -> list[tuple[str, TableConfig, Optimizer | None]]:
-    """Return path, configuration and optimizer of each table."""
-    found: list[tuple[str, TableConfig, Any]]
-    if not isinstance(tables, nn.Module):
-        for config in tables:
-            if not isinstance(config, TableConfig):
-                raise TypeError(
-                    "tables must be a model, or a list of EmbeddingBagConfig or EmbeddingConfig, "
-                    f"got {config!r}"
-                )
-        found = [("", config, config.optimizer or optimizer) for config in tables]
-    else:
-        found = [
-            (path, config, config.optimizer or collection.optimizer)
-            for path, collection in collections_of(tables).items()
-            for config in trained_configs(collection)
-        ]
-    if not found:
-        raise ValueError("there are no tables: the model has no collection, or the list is empty")
-    return found
-
-
-def _importances(
-    found: Sequence[tuple[str, TableConfig, Optimizer | None]],
-    importance: Mapping[str, float] | None,
-) -> list[float]:
-    """Return the importance of each table."""
-    given, known = dict(importance or {}), set()
-    importances = []
-    for path, config, _ in found:
-        own = f"{path}.{config.name}"
-        known |= {own, config.name}
-        importances.append(float(given.get(own, given.get(config.name, 1.0))))
-    if unknown := sorted(given.keys() - known):
-        raise ValueError(
-            f"importance of tables that are not there: {unknown}; have {sorted(known)}"
-        )
-    if not all(math.isfinite(number) and number >= 0 for number in importances):
-        raise ValueError(f"importance must be finite numbers >= 0, got {importance}")
-    return importances
 
 
 def _counts(

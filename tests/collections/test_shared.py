@@ -594,3 +594,13 @@ def test_duplicates_that_cannot_be_one() -> None:
     with pytest.raises(ValueError, match="one collection all features"):
         emblib.share_tables(model)
     assert emblib.duplicate_tables(model) == {"item": ["history", "sums"]}
+
+
+def test_memory_plans_refuse_shared_tables() -> None:
+    shared = emblib.SharedTables([emblib.EmbeddingConfig(100, 8, "item")])
+    model = nn.ModuleList(
+        emblib.EmbeddingBagCollection([shared.pooled("item", [feature])], shared=shared)
+        for feature in ("bought", "seen")
+    )
+    with pytest.raises(ValueError, match=r"tables \['item'\] are shared by collections"):
+        emblib.plan_memory(model, 1 << 20)
