@@ -146,12 +146,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         self.row_cache = self._prefetcher = None
         if layout.cached_rows:
             self.row_cache = RowCache.of(
-                layout,
-                self.table_names,
-                self.optimizer.states,
-                self.cache,
-                self.precision,
-                device,
+                layout, self.table_names, self.optimizer.states, self.cache, self.precision, device
             )
             self._prefetcher = Prefetcher(self._memory, self.row_cache, self.cache, self._lock)
 
@@ -271,8 +266,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         source = self if reading is None else reading
         lay_out = self._bag_layout if reading is None else reading.layout_of_bags
         bag_layout, output_dim = lay_out(offsets, batch_sizes, indices.device)
-        given = indices, offsets, source.features, bag_layout
-        offsets = base.check_bounds(self, *given, is_prefetch=is_prefetch)
+        offsets = base.check_bounds(
+            self, indices, offsets, source.features, bag_layout, is_prefetch=is_prefetch
+        )
         return autograd.Lookup(
             source.features,
             indices,
