@@ -20,6 +20,16 @@ assert (int(n[0]), int(n[1])) >= (2, 10), v
 print(v)' 2>/dev/null
 }
 
+# The requirement that only the installed torch meets. torch.__version__ may have a local version that the
+# distribution lacks: PyPI's torch 2.13.0 calls itself 2.13.0+cu130, and no distribution has that name.
+torch_requirement() {
+  "$python" -c 'import sys, importlib.metadata as metadata
+try:
+    print("torch==" + metadata.version("torch"))
+except metadata.PackageNotFoundError:
+    sys.exit(1)'
+}
+
 # Check everything that a build needs and pip cannot install, before downloading anything.
 preflight() {
   command -v "$PYTHON" >/dev/null || fail "no '$PYTHON' on PATH; name one: make PYTHON=/path/to/python3.11"
@@ -98,7 +108,10 @@ install_torch() {
 
 if ! torch_of "$python" >/dev/null; then install_torch; fi
 mkdir -p "$state"
-echo "torch==$(torch_of "$python")" > "$state/constraints"
+torch_requirement > "$state/constraints.new" ||
+  fail "$python imports a torch that pip does not know, so pip would install another one over it; \
+install torch with pip (pip install torch==$TORCH_VERSION), or name an environment without it: make PYTHON=..."
+mv "$state/constraints.new" "$state/constraints"
 "$python" -c 'import torch; print(torch.version.cuda or "", end="")' > "$state/torch_cuda"
 dirname "$python" > "$state/bin"
 

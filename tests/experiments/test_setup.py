@@ -22,6 +22,7 @@ case "$*" in
   *sysconfig*) echo "$here/site" ;;
   "-m venv "*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
   *"torch.version.cuda"*) printf %s "${TORCH_CUDA:-}" ;;
+  *'metadata.version("torch")'*) echo torch==2.13.0 ;;
   *"import torch; v ="*) [ -e "$INSTALLED_TORCH" ] && echo 2.13.0 || exit 1 ;;
   *"install "*"torch==2.13.0"* | *"install "*.whl)
     echo "$*" >> "$CALLS"
