@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
-from emblib.optim import Optimizer
-from emblib.specs import Pooling, brief, check_float_dtype
+from emblib.optim import NO_UPDATE, Optimizer
+from emblib.specs import BoundsCheck, Pooling, brief, check_float_dtype
 from emblib.storage import Storage, TableHandle, TableSlice
-from emblib.storage.base import NO_UPDATE
 from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
 from emblib.tables.locks import ModuleLock
@@ -152,6 +151,7 @@ class TableGroups(nn.Module):
                 )
         self.pooling = Pooling(bags) if pooled else Pooling.NONE
         self.optimizer, self.output_dtype = optimizer, torch.float32
+        self._bounds_check, self._features = BoundsCheck.WARNING, [""] * len(self.reads)
         self.device = torch.empty(0, device=device).device
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
         self._groupings = group(
@@ -315,6 +315,17 @@ class TableGroups(nn.Module):
             if hasattr(kernel, "precision"):
                 any_kernel.precision = replace(any_kernel.precision, output=dtype)
 
+    def set_bounds_check(self, bounds_check: BoundsCheck, features: Sequence[str]) -> None:
+        """Set what happens to invalid indices, and the names of the units' features in reports."""
+        self._bounds_check, self._features = BoundsCheck(bounds_check), list(features)
+        for grouping, kernel in zip(self._groupings, self._kernels, strict=True):
+            any_kernel: Any = kernel
+            any_kernel.bounds_check = self._bounds_check
+            any_kernel.feature_labels = [
+                f"feature {self._features[u]!r}, table {self.slices[self.reads[u]].config.name!r}"
+                for u in grouping.units
+            ]
+
     # Tables
 
     def table_kernels(self) -> list[nn.Module]:
@@ -447,6 +458,7 @@ class TableGroups(nn.Module):
             else:
                 kernel._apply(fn, recurse)
         self.set_output_dtype(self.output_dtype)  # kernels may be new
+        self.set_bounds_check(self._bounds_check, self._features)
         self.device = device
         self._bind()
         return self

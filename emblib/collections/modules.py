@@ -27,7 +27,7 @@ from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops import route
 from emblib.optim import Optimizer
-from emblib.specs import Pooling
+from emblib.specs import BoundsCheck, Pooling
 from emblib.storage import Quantized, TableHandle, TableSlice
 
 
@@ -88,8 +88,10 @@ class TableCollection(nn.Module):
         device: torch.device | str | None,
         optimizer: Optimizer | None,
         shared: SharedTables | None = None,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
     ) -> None:
         super().__init__()
+        self.bounds_check = BoundsCheck(bounds_check)
         self.configs = _sequence_of(tables, self.config_type)
         self._check_tables()
         _check_device(device)
@@ -146,6 +148,7 @@ class TableCollection(nn.Module):
             self._modules.pop(name, None)
         self.add_module(self.handles_name, nn.ModuleDict(handles))
         self._own_handles()
+        groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
         self._wanted = [self._units[u].feature for u in groups.order]
         self._permutation: tuple[list[str], list[int]] = ([], [])
@@ -393,6 +396,7 @@ class EmbeddingBagCollection(TableCollection):
         is_weighted: whether batches have weights, which scale the rows.
         optimizer: one of `emblib.optim`, of tables whose configuration has none.
         shared: tables that other collections read too; those that `tables` names are read.
+        bounds_check: what happens to invalid ids and lengths, see `BoundsCheck`.
     """
 
     handles_name = "embedding_bags"
@@ -407,9 +411,10 @@ class EmbeddingBagCollection(TableCollection):
         is_weighted: bool = False,
         optimizer: Optimizer | None = None,
         shared: SharedTables | None = None,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
     ) -> None:
         self._weighted = is_weighted
-        super().__init__(tables, device, optimizer, shared)
+        super().__init__(tables, device, optimizer, shared, bounds_check)
 
     def _bag_pooling(self) -> Pooling:
         """Return MEAN if all tables have it; of a mixture the sums are divided afterwards."""
@@ -482,8 +487,13 @@ class EmbeddingBagCollection(TableCollection):
         return torch.cat(pieces, 1)
 
     def _like(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
-        weighted, optimizer = self._weighted, self.optimizer
-        return type(self)(configs, device=self.device, is_weighted=weighted, optimizer=optimizer)
+        return type(self)(
+            configs,
+            device=self.device,
+            is_weighted=self._weighted,
+            optimizer=self.optimizer,
+            bounds_check=self.bounds_check,
+        )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return the configurations of the tables."""
@@ -560,6 +570,7 @@ class EmbeddingCollection(TableCollection):
         need_indices: whether the result has the ids as its weights.
         optimizer: one of `emblib.optim`, of tables whose configuration has none.
         shared: tables that other collections read too; those that `tables` names are read.
+        bounds_check: what happens to invalid ids and lengths, see `BoundsCheck`.
     """
 
     handles_name = "embeddings"
@@ -574,9 +585,10 @@ class EmbeddingCollection(TableCollection):
         need_indices: bool = False,
         optimizer: Optimizer | None = None,
         shared: SharedTables | None = None,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
     ) -> None:
         self._need_indices = need_indices
-        super().__init__(tables, device, optimizer, shared)
+        super().__init__(tables, device, optimizer, shared, bounds_check)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the vectors `[L, D]`, float32, by feature (`feature@table` if several have it).
@@ -621,8 +633,13 @@ class EmbeddingCollection(TableCollection):
         self._places = sorted(range(len(groups.order)), key=groups.order.__getitem__)
 
     def _like(self, configs: Sequence[EmbeddingConfig]) -> Self:
-        indices, optimizer = self._need_indices, self.optimizer
-        return type(self)(configs, device=self.device, need_indices=indices, optimizer=optimizer)
+        return type(self)(
+            configs,
+            device=self.device,
+            need_indices=self._need_indices,
+            optimizer=self.optimizer,
+            bounds_check=self.bounds_check,
+        )
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Return the configurations of the tables."""

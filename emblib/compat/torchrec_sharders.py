@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from emblib import BoundsCheck, sharding
 from emblib import collections as emblib_collections
-from emblib import sharding
 from emblib.collections.optimizers import apply_optimizer_in_backward, from_torch
 from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
 from emblib.compat.torchrec_sharding import (
@@ -61,8 +61,16 @@ class EmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         optimizer: Optimizer | None = None,
+        *,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
     ) -> None:
-        super().__init__(tables, device, is_weighted=is_weighted, optimizer=optimizer)
+        super().__init__(
+            tables,
+            device,
+            is_weighted=is_weighted,
+            optimizer=optimizer,
+            bounds_check=bounds_check,
+        )
 
 
 class EmbeddingCollection(emblib_collections.EmbeddingCollection):
@@ -74,8 +82,16 @@ class EmbeddingCollection(emblib_collections.EmbeddingCollection):
         device: torch.device | str | None = None,
         need_indices: bool = False,
         optimizer: Optimizer | None = None,
+        *,
+        bounds_check: BoundsCheck = BoundsCheck.WARNING,
     ) -> None:
-        super().__init__(tables, device, need_indices=need_indices, optimizer=optimizer)
+        super().__init__(
+            tables,
+            device,
+            need_indices=need_indices,
+            optimizer=optimizer,
+            bounds_check=bounds_check,
+        )
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return the names of the results of each table."""

@@ -18,7 +18,7 @@ from emblib.dynamic.hash_table import HashTable, TableRows
 from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
-from emblib.optim import Optimizer
+from emblib.optim import NO_UPDATE, Optimizer, description
 from emblib.specs import (
     BoundsCheck,
     MatmulPrecision,
@@ -173,6 +173,16 @@ class CachedTTEmbeddingBags(nn.Module):
             "ends": [self.tables[t].rows for t in features],
             "tables_of_features": list(features),
         }
+
+    @property
+    def feature_tables(self) -> tuple[int, ...]:
+        """Return the table of each feature."""
+        return self.trains.feature_tables
+
+    @property
+    def table_names(self) -> list[str]:
+        """Return the name of each table."""
+        return self.trains.table_names
 
     def _locations(self) -> Tensor:
         """Return the features of the trains, which are below those of the keys of cores."""
@@ -629,8 +639,7 @@ def _check_arguments(
         raise ValueError(
             "the hash table of a cache cannot be on meta: construct the module on its device"
         )
-    if optimizer is None:
-        return
+    optimizer = NO_UPDATE if optimizer is None else optimizer
     if optimizer.deferred:
         raise ValueError(
             f"{brief(optimizer)} would apply gradients of rows that may have been replaced: "
@@ -638,8 +647,8 @@ def _check_arguments(
         )
     if cache.eviction is RowEviction.SPILL and not updates_in_backward(optimizer):
         raise ValueError(
-            f"{brief(optimizer)} leaves gradients, and rows in host memory have none: use an "
-            "optimizer that backward applies, or another eviction"
+            f"{description(optimizer)} leaves gradients, and rows in host memory have none: use an "
+            "optimizer that backward applies, e.g. optim.SGD(0.01), or another eviction"
         )
 
 

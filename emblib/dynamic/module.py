@@ -73,7 +73,8 @@ class DynamicEmbeddingBags(FusedTables):
     Args:
         tables: capacity, dim and rules of each table; all must agree in eviction and insert_policy,
             which `backing` sets.
-        optimizer: one of `emblib.optim`.
+        optimizer: one of `emblib.optim`. Without one, backward leaves dense gradients for an
+            optimizer of `torch.optim`.
         backing: the store behind the tables, which belongs to this module alone; None for none.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
@@ -268,6 +269,7 @@ class DynamicEmbeddingBags(FusedTables):
         batch = batch._replace(hooks=update)
         if not autograd.updates_in_backward(self.optimizer):
             memory, dtype = [self.weights], self.output_dtype
+            self._unstepped.check(memory)
             return autograd.lookup(
                 self.weights, memory, batch, self.optimizer, sample_weights, dtype
             )

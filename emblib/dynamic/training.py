@@ -15,7 +15,7 @@ from emblib.dynamic.rows import RowLayout
 from emblib.ops import hash
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.hash import Keys, Misses, tables_of
-from emblib.optim import External, Optimizer
+from emblib.optim import External, Optimizer, description
 from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.base import check_bounds
@@ -274,14 +274,15 @@ def check_optimizer(
     what = "state" if isinstance(optimizer, External) else "gradients"
     if has_backing:
         raise ValueError(
-            f"{brief(optimizer)} keeps its {what} outside, where they would not move with the "
-            "rows; use an optimizer that backward applies, or tables without a backing store"
+            f"{description(optimizer)} keeps its {what} outside, where they would not move with "
+            "the rows; use an optimizer that backward applies, e.g. optim.SGD(0.01), or tables "
+            "without a backing store"
         )
     if any(s.buckets < s.max_buckets for s in specs):
         raise ValueError(
-            f"{brief(optimizer)} keeps its {what} outside, where they would not move with the rows "
-            "of a table that grows: leave initial_capacity out, or use an optimizer that backward "
-            "applies"
+            f"{description(optimizer)} keeps its {what} outside, where they would not move with "
+            "the rows of a table that grows: leave initial_capacity out, or use an optimizer that "
+            "backward applies, e.g. optim.SGD(0.01)"
         )
 
 

@@ -12,6 +12,7 @@ from emblib.jagged import keyed_tensor
 from emblib.jagged.jagged_tensor import JaggedTensor, lengths_from_offsets, offsets_from_lengths
 from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
 from emblib.jagged.keyed_tensor import KeyedTensor, KTRegroupAsDict
+from emblib.jagged.padding import drop_padding, drop_padding_from_bags
 
 keyed_tensor.register()
 # So that torch.load reads saved batches with its defaults (weights_only=True).
@@ -22,6 +23,8 @@ __all__ = [
     "KTRegroupAsDict",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "drop_padding",
+    "drop_padding_from_bags",
     "lengths_from_offsets",
     "offsets_from_lengths",
 ]

@@ -27,6 +27,7 @@ from emblib.optim.base import (
     FTRL,
     L2,
     LARS,
+    NO_UPDATE,
     SGD,
     AdagradW,
     Decoupled,
@@ -36,6 +37,7 @@ from emblib.optim.base import (
     State,
     WeightDecay,
     check_learning_rate,
+    description,
 )
 
 FUSED: dict[str, type[Optimizer]] = {
@@ -61,6 +63,7 @@ __all__ = [
     "L2",
     "LAMB",
     "LARS",
+    "NO_UPDATE",
     "SGD",
     "Adagrad",
     "AdagradW",
@@ -85,6 +88,7 @@ __all__ = [
     "check_learning_rate",
     "count_largest_",
     "decode_steps",
+    "description",
     "encode_steps",
     "ensemble_",
 ]

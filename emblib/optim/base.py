@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from emblib.specs import Choice
+from emblib.specs import Choice, brief
 
 
 @dataclass(frozen=True)
@@ -246,3 +246,12 @@ class External(Optimizer):
     def leaves_gradient(self) -> Gradient:
         """Return the form of the gradient that backward leaves."""
         return self.gradient
+
+
+NO_UPDATE = External(gradient=Gradient.DENSE)
+"""The optimizer of tables that are given none: gradients are left to torch.optim."""
+
+
+def description(optimizer: Optimizer) -> str:
+    """Return an optimizer as error messages name it."""
+    return "no optimizer (the default)" if optimizer is NO_UPDATE else brief(optimizer)

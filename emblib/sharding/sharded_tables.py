@@ -387,6 +387,7 @@ class ShardedTables(nn.Module):
                     if part.config.name in shared
                 },
             )
+            groups.set_bounds_check(source.bounds_check, self._features_of(parts))
             fill(groups, source.groups, blocks)
             return groups
 
@@ -442,6 +443,10 @@ class ShardedTables(nn.Module):
         """Return the shard that each unit reads."""
         features = [config.feature_names for config in self.configs]
         return [p for p, part in enumerate(parts) for _ in features[part.table]]
+
+    def _features_of(self, parts: Sequence[TableShard]) -> list[str]:
+        """Return the name of each unit's feature."""
+        return [name for part in parts for name in self.configs[part.table].feature_names]
 
     def _key_blocks(self, parts: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
         """Return (number, count) of the block of keys of each hash table on this rank, by name."""

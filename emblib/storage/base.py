@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 Spec = TableSpec | TTSpec | DynamicSpec
 
-NO_UPDATE = External(gradient=Gradient.DENSE)
-"""The optimizer of a table that has none: gradients are left to torch.optim."""
-
 
 class TableDescription(Protocol):
     """The configuration of one table, as its storage sees it (a `TableConfig`)."""

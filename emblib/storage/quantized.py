@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from emblib.ops import quant
-from emblib.optim import Optimizer
+from emblib.optim import NO_UPDATE, Optimizer
 from emblib.specs import Pooling
 from emblib.storage.base import (
-    NO_UPDATE,
     MemoryBytes,
     Rates,
     Span,

@@ -23,7 +23,7 @@ from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.optim import (
     FUSED,
-    SGD,
+    NO_UPDATE,
     Counter,
     External,
     Gradient,
@@ -39,7 +39,7 @@ from emblib.specs import (
     check_count,
 )
 from emblib.tables import parameters
-from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
+from emblib.tables.bounds_report import BOUNDS_MESSAGE, first_violation, report_of
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
 
@@ -113,7 +113,8 @@ class FusedTables(nn.Module):
                 f"are products of matrices; {type(self).__name__} has none: leave matmul out"
             )
         self._lock = ModuleLock()  # for changes of more than the weights of the rows of a lookup
-        self.optimizer = SGD(0.01) if optimizer is None else optimizer
+        self.optimizer = NO_UPDATE if optimizer is None else optimizer
+        self._unstepped = parameters.UnsteppedGradients(watch=optimizer is None)
         if not isinstance(self.optimizer, Optimizer):
             choices = ", ".join(cls.__name__ for cls in (*FUSED.values(), External))
             raise TypeError(
@@ -270,7 +271,9 @@ class FusedTables(nn.Module):
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate, from the next backward on."""
         if not autograd.is_fused(self.optimizer):
-            raise RuntimeError("optim.External has no learning rate; set that of your optimizer")
+            raise RuntimeError(
+                "these tables leave gradients for your own optimizer: set its learning rate"
+            )
         check_learning_rate(lr)
         self.hyperparams[Hyper.LEARNING_RATE].fill_(
             lr
@@ -288,7 +291,9 @@ class FusedTables(nn.Module):
             ValueError: a value out of range, or one that makes it another kind of optimizer.
         """
         if not autograd.is_fused(self.optimizer):
-            raise RuntimeError("optim.External has no numbers; set those of your optimizer")
+            raise RuntimeError(
+                "these tables leave gradients for your own optimizer: set its numbers"
+            )
         rate = self.learning_rate
         changed = replace(self.optimizer, **{"lr": rate, **changes})
         if (changed.name, changed.states) != (self.optimizer.name, self.optimizer.states):
@@ -520,7 +525,7 @@ def check_bounds(
 ) -> Tensor:
     """Return offsets repaired according to `bounds_check`; on CUDA WARNING counts and warns later.
 
-    `message` is the text of the warning, a format of the numbers of bad `indices` and `offsets`.
+    `message` is the warning, a format of the numbers `indices` and `offsets` and the text `where`.
     With `is_prefetch` violations are not counted: the lookup of the batch counts them, and may do
     so on another stream at the same time.
 
@@ -547,14 +552,14 @@ def check_bounds(
     if violations.is_cuda or torch.compiler.is_compiling():
         module.bounds_violations.add_(violations)
         if not torch.compiler.is_compiling():
-            report_of(module).add_check(module.bounds_violations, message)
+            report_of(module).add_check(module, message)
         return repaired
     bad_indices, bad_offsets = violations.tolist()
     if bad_indices or bad_offsets:
         module.bounds_violations.add_(violations)
-        warnings.warn(
-            message.format(indices=bad_indices, offsets=bad_offsets), stacklevel=caller_level()
-        )
+        where = first_violation(module, indices, repaired, features, bag_layout)
+        text = message.format(indices=bad_indices, offsets=bad_offsets, where=where)
+        warnings.warn(text, stacklevel=caller_level())
     return repaired
 
 

@@ -1,4 +1,4 @@
-"""Report what a bounds check on a GPU repaired, without a wait of the host."""
+"""Report what a bounds check repaired: which index of which feature, on a GPU without a wait."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -7,14 +7,67 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from emblib.columns import FeatureColumn
 from emblib.tables.parameters import caller_level
 
 CHECKS_PER_COPY = 16
 BOUNDS_MESSAGE = (
-    "emblib: {indices} indices and {offsets} offsets out of bounds; "
+    "emblib: {indices} indices and {offsets} offsets out of bounds{where}; "
     "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
     "and in this order? bounds_check=BoundsCheck.FATAL raises instead)"
 )
+
+
+def first_violation(
+    module: object,
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    bag_layout: Tensor | None,
+) -> str:
+    """Return a phrase that names the first invalid index of a batch on the CPU.
+
+    Args:
+        module: whose features and tables are named.
+        indices: `[L]`, of which at least one is invalid; else the phrase is empty.
+        offsets: `[bags + 1]`, repaired.
+        features: `[F, columns]`, see `FeatureColumn`.
+        bag_layout: `[bags, 2]` with the feature of each bag, if batch sizes differ.
+    """
+    if bag_layout is None:
+        bags = torch.arange(len(features)).repeat_interleave((len(offsets) - 1) // len(features))
+    else:
+        bags = bag_layout[:, 0]
+    by_index = bags.repeat_interleave(offsets.diff())
+    first = int(offsets[0])
+    used = indices[first : first + len(by_index)]
+    rows = features[by_index, FeatureColumn.ROWS]
+    invalid = ((used < -1) | (used >= rows)).nonzero()
+    if not len(invalid):
+        return ""
+    at = int(invalid[0])
+    return (
+        f" (the first: index {int(used[at])} at position {first + at}, "
+        f"{feature_label(module, int(by_index[at]))} of {int(rows[at])} rows)"
+    )
+
+
+def feature_label(module: Any, feature: int) -> str:
+    """Return the name of a feature of a table module, and of the table that it reads.
+
+    `feature_labels` of a module are those that its collection has set.
+    """
+    labels: Sequence[str] | None = getattr(module, "feature_labels", None)
+    if labels is not None:
+        return labels[feature]
+    return f"feature {feature}, table {module.table_names[module.feature_tables[feature]]!r}"
+
+
+def _where(module: Any) -> str:
+    """Return a phrase that names the features of a module, of which a GPU counts violations."""
+    labels = [feature_label(module, f) for f in range(len(module.features))]
+    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+    return f" (in one of: {'; '.join(labels[:3])}{more})"
 
 
 class BoundsReport:
@@ -31,23 +84,25 @@ class BoundsReport:
         self._reported = (0, 0)
         self._checks = 0
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
-        self._message = BOUNDS_MESSAGE
+        self._message, self._where = BOUNDS_MESSAGE, ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a new report: events belong to a process."""
         return BoundsReport, ()
 
-    def add_check(self, counts: Tensor, message: str) -> None:
-        """Note that a check has added to `counts`, int64 `[2]` indices and offsets on the device.
+    def add_check(self, module: Any, message: str) -> None:
+        """Note that a check has added to the module's `bounds_violations`, on its device.
 
-        `message` is a format of the numbers of bad `indices` and `offsets`.
+        `message` is a format of the numbers of bad `indices` and `offsets`, and `where`.
         """
         if torch.cuda.is_current_stream_capturing():
             return
+        if not self._where:
+            self._where = _where(module)
         self._message = message
         self.poll()
         if self._copy is None and self._checks % CHECKS_PER_COPY == 0:
-            self._start(counts)
+            self._start(module.bounds_violations)
         self._checks += 1
 
     def poll(self) -> None:
@@ -78,7 +133,7 @@ class BoundsReport:
         indices, offsets = (now - then for now, then in zip(counts, before, strict=True))
         self._reported = counts[0], counts[1]
         if indices or offsets:
-            text = self._message.format(indices=indices, offsets=offsets)
+            text = self._message.format(indices=indices, offsets=offsets, where=self._where)
             text += "; counted on the GPU in earlier batches"
             warnings.warn(text, stacklevel=caller_level())
 

@@ -453,6 +453,38 @@ def check_dense_gradients(tables: Iterable[Tensor]) -> None:
         )
 
 
+class UnsteppedGradients:
+    """Warns if backward leaves gradients pass after pass and no optimizer uses them.
+
+    For modules constructed without an optimizer: an earlier emblib updated them in backward.
+    """
+
+    MAX_PASSES = 8  # more than most programs accumulate
+
+    def __init__(self, *, watch: bool) -> None:
+        self._watch = watch
+        self._versions: list[int] = []
+        self._passes = 0
+
+    def check(self, weights: Iterable[Tensor]) -> None:
+        """Count a training forward over `weights` since they were last written; warn once."""
+        if not self._watch or torch.compiler.is_compiling():
+            return
+        trained = [parameter for parameter in weights if parameter.grad is not None]
+        versions = [parameter._version for parameter in trained]
+        self._passes = self._passes + 1 if trained and versions == self._versions else 0
+        self._versions = versions
+        if self._passes > self.MAX_PASSES:
+            self._watch = False
+            warnings.warn(
+                f"backward has left gradients on these tables {self.MAX_PASSES} times, and nothing "
+                "has changed the weights since: without an optimizer, tables leave gradients for "
+                "one of torch.optim, as nn.EmbeddingBag does. Step it, or pass an optimizer that "
+                "updates in backward, e.g. emblib.optim.SGD(0.01), the default of earlier versions",
+                stacklevel=caller_level(),
+            )
+
+
 def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does."""
     known = torch.tensor([time.monotonic_ns()])  # in no freed memory that `fn` may get

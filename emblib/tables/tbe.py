@@ -19,7 +19,7 @@ from torch import Tensor
 from emblib import ops
 from emblib.columns import FeatureColumn, Tier
 from emblib.ops import autograd, joint_step, tbe
-from emblib.optim import Gradient, Optimizer
+from emblib.optim import Gradient, Optimizer, description
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks, parameters
 from emblib.tables.base import FusedTables, SpecKind
@@ -52,7 +52,8 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     Args:
         tables: rows, dim, name and placement of each table.
-        optimizer: one of `emblib.optim`.
+        optimizer: one of `emblib.optim`. Without one, backward leaves dense gradients for an
+            optimizer of `torch.optim`, as `optim.External(gradient=Gradient.DENSE)` does.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
@@ -131,9 +132,10 @@ class TableBatchedEmbeddingBags(FusedTables):
             return
         if any(spec.placement not in (Placement.DEVICE, Placement.HOST) for spec in self.tables):
             raise ValueError(
-                f"{brief(self.optimizer)} leaves its gradient on a parameter, so all tables must "
-                "be on the device: use an optimizer that backward applies for others, or, with "
-                "deferred=True, an EmbeddingBagCollection, which has a parameter per table"
+                f"{description(self.optimizer)} leaves its gradient on a parameter, so all tables "
+                "must be on the device: pass an optimizer that backward applies for others, e.g. "
+                "optim.SGD(0.01), or, with deferred=True, use an EmbeddingBagCollection, which has "
+                "a parameter per table"
             )
 
     def _register_memory(self, device: torch.device) -> None:
@@ -340,6 +342,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     ) -> Tensor:
         """Look up a batch whose backward leaves gradients on the parameters."""
         trained, offsets = self._gradient_parameters()
+        self._unstepped.check(trained)
         if self.optimizer.leaves_gradient is Gradient.SPARSE:
             parameters.check_dense_gradients(trained)
         return autograd.lookup(

@@ -73,7 +73,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     Args:
         tables: rows, dim, ranks, factors and name of each table.
-        optimizer: one of `emblib.optim`; its "row" is the row of a core.
+        optimizer: one of `emblib.optim`; its "row" is the row of a core. Without one, backward
+            leaves dense gradients for an optimizer of `torch.optim`.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
@@ -319,6 +320,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             return tt.lookup([core.detach() for core in cores], batch, per_sample_weights)
         rule = autograd.UpdateRule.of(self.optimizer)
         if not autograd.updates_in_backward(self.optimizer):
+            self._unstepped.check(cores)
             return tt.DenseTTLookup.apply(
                 batch, per_sample_weights, rule, self.shared_gradients, *cores
             )

@@ -276,11 +276,14 @@ def test_weights_of_lookups_have_gradients() -> None:
     ("make", "message"),
     [
         (lambda: TTCache(10, every=0), "every"),
-        (lambda: CachedTTEmbeddingBags(TABLES, TTCache((1, 2, 3))), "one per table"),
-        (lambda: CachedTTEmbeddingBags(TABLES, TTCache(0)), "rows"),
+        (
+            lambda: CachedTTEmbeddingBags(TABLES, TTCache((1, 2, 3)), optim.SGD(0.01)),
+            "one per table",
+        ),
+        (lambda: CachedTTEmbeddingBags(TABLES, TTCache(0), optim.SGD(0.01)), "rows"),
         (lambda: bags_of(optimizer=optim.SGD(0.1, deferred=True)), "leave deferred out"),
         (
-            lambda: CachedTTEmbeddingBags(TABLES, TTCache(2), device="meta"),
+            lambda: CachedTTEmbeddingBags(TABLES, TTCache(2), optim.SGD(0.01), device="meta"),
             "cannot be on meta",
         ),
     ],
@@ -289,7 +292,7 @@ def test_wrong_caches(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
     with pytest.raises(TypeError, match="must be a TTCache"):
-        CachedTTEmbeddingBags(TABLES, 10)
+        CachedTTEmbeddingBags(TABLES, 10, optim.SGD(0.01))
 
 
 def test_invalid_ids_read_row_0_where_it_is_and_are_not_counted() -> None:
@@ -310,7 +313,7 @@ def test_invalid_ids_read_row_0_where_it_is_and_are_not_counted() -> None:
 
 def test_a_batch_that_is_refused_counts_nothing() -> None:
     torch.manual_seed(0)
-    bags = CachedTTEmbeddingBags(TABLES, TTCache(9, every=1), bounds_check="fatal")
+    bags = CachedTTEmbeddingBags(TABLES, TTCache(9, every=1), optim.SGD(0.01), bounds_check="fatal")
     good = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
     bags(*good).sum().backward()
     before = copy.deepcopy(bags.state_dict())
@@ -355,7 +358,7 @@ def test_features_may_differ_in_batch_size(eviction: str) -> None:
 
 def test_inputs_as_an_embedding_bag_takes_them() -> None:
     torch.manual_seed(0)
-    one = CachedTTEmbeddingBags(TABLES, TTCache(9), include_last_offset=False)
+    one = CachedTTEmbeddingBags(TABLES, TTCache(9), optim.SGD(0.01), include_last_offset=False)
     two = copy.deepcopy(one)
     two.include_last_offset = True
     three = copy.deepcopy(one)
@@ -420,7 +423,8 @@ PRECISION = emblib.Precision(
 def test_cores_and_stored_rows_in_16_bits(eviction: RowEviction) -> None:
     """Lookups, evictions and checkpoints; what is stored has the dtype, what is made float32."""
     bags, other = (
-        CachedTTEmbeddingBags(TABLES, TTCache(20, eviction), precision=PRECISION) for _ in range(2)
+        CachedTTEmbeddingBags(TABLES, TTCache(20, eviction), optim.SGD(0.01), precision=PRECISION)
+        for _ in range(2)
     )
     parameters = [*bags.trains.cores, *bags.rows.table_weights()]
     assert {p.dtype for p in parameters} == {torch.bfloat16}
@@ -447,7 +451,9 @@ def test_cores_and_stored_rows_in_16_bits(eviction: RowEviction) -> None:
 
 
 def test_new_rows_start_as_the_cores_make_them_rounded() -> None:
-    bags = CachedTTEmbeddingBags(TABLES, TTCache(20), precision=emblib.Precision(torch.bfloat16))
+    bags = CachedTTEmbeddingBags(
+        TABLES, TTCache(20), optim.SGD(0.01), precision=emblib.Precision(torch.bfloat16)
+    )
     ids, offsets = batch(1)
     bags(ids, offsets)
     before = bags.to_dense(0)
@@ -459,7 +465,7 @@ def test_new_rows_start_as_the_cores_make_them_rounded() -> None:
         bags.to_dense(0)[stored], before[stored].bfloat16().float(), rtol=2.0**-7, atol=0.0
     )
     with pytest.raises(TypeError, match="precision must be a Precision"):
-        CachedTTEmbeddingBags(TABLES, TTCache(20), precision=torch.bfloat16)  # type: ignore[arg-type]
+        CachedTTEmbeddingBags(TABLES, TTCache(20), optim.SGD(0.01), precision=torch.bfloat16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("eviction", list(RowEviction))
@@ -482,7 +488,9 @@ def test_a_module_without_values_takes_those_of_a_state_dict() -> None:
         emblib.TTSpec(48, 4, (2,), (6, 8), (2, 2)),
         emblib.TTSpec(30, 4, (2,), (5, 6), (2, 2)),
     ]
-    made = [emblib.CachedTTEmbeddingBags(tables, emblib.TTCache(8)) for _ in range(2)]
+    made = [
+        emblib.CachedTTEmbeddingBags(tables, emblib.TTCache(8), optim.SGD(0.01)) for _ in range(2)
+    ]
     ids, offsets = torch.arange(60) % 30, torch.arange(61)
     made[0](ids, offsets)
     made[0].populate()

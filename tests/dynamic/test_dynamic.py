@@ -142,7 +142,7 @@ def test_a_key_that_comes_back_starts_anew(device: torch.device) -> None:
 
 def test_first_values_are_those_of_table_key_and_seed(device: torch.device) -> None:
     specs = [DynamicSpec(64, 8, name="a"), DynamicSpec(320, 8, name="b", initial_capacity=32)]
-    both = DynamicEmbeddingBags(specs, seed=3, device=device)
+    both = DynamicEmbeddingBags(specs, optim.SGD(0.01), seed=3, device=device)
     alone = DynamicEmbeddingBags([DynamicSpec(320, 8, name="b")], seed=3, device=device)
     other = DynamicEmbeddingBags([DynamicSpec(320, 8, name="b")], seed=4, device=device)
     ids = torch.arange(5, 45, device=device)

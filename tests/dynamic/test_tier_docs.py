@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from emblib import BackingStore, DynamicEmbeddingBags, DynamicSpec, RowStore
+from emblib import BackingStore, DynamicEmbeddingBags, DynamicSpec, RowStore, optim
 from tests.dynamic.row_store_cases import EDGES, TABLES, as_dict, contents, random_rows, take
 
 BLOCKS = re.findall(
@@ -83,7 +83,9 @@ def test_the_example_of_a_store_is_one(store: RowStore) -> None:
 
 
 def test_the_example_of_a_store_trains(store: RowStore) -> None:
-    module = DynamicEmbeddingBags([DynamicSpec(32, 4)], backing=BackingStore(store))
+    module = DynamicEmbeddingBags(
+        [DynamicSpec(32, 4)], optim.SGD(0.01), backing=BackingStore(store)
+    )
     for step in range(4):
         ids = torch.randint(0, 90, (60,), generator=torch.Generator().manual_seed(step))
         module(ids, torch.arange(0, 61, 10)).sum().backward()

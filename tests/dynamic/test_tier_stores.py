@@ -53,12 +53,16 @@ def test_a_store_goes_on_where_it_was_flushed(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["disk", "sqlite"])
 def test_a_store_is_let_go_of_with_its_module(kind: str, tmp_path: Path) -> None:
-    module = DynamicEmbeddingBags(specs((32, 32)), backing=BackingStore(STORES[kind](tmp_path)))
+    module = DynamicEmbeddingBags(
+        specs((32, 32)), optim.SGD(0.01), backing=BackingStore(STORES[kind](tmp_path))
+    )
     module(torch.arange(100), torch.tensor([0, 50, 100])).sum().backward()
     module.prefetch(torch.arange(100), torch.tensor([0, 50, 100]))
     module.flush()
     del module
-    module = DynamicEmbeddingBags(specs((32, 32)), backing=BackingStore(STORES[kind](tmp_path)))
+    module = DynamicEmbeddingBags(
+        specs((32, 32)), optim.SGD(0.01), backing=BackingStore(STORES[kind](tmp_path))
+    )
     assert module.size(0) == module.size(1) == 50
 
 
@@ -105,7 +109,10 @@ def test_keys_are_erased_in_both_tiers(kind: str, tmp_path: Path) -> None:
 
 def test_a_full_last_tier_lets_the_least_go() -> None:
     module = DynamicEmbeddingBags(
-        specs((32, 32)), backing=BackingStore(HostRows(64)), feature_tables=(0, 1, 0)
+        specs((32, 32)),
+        optim.SGD(0.01),
+        backing=BackingStore(HostRows(64)),
+        feature_tables=(0, 1, 0),
     )
     for step in range(20):
         module(*batch(step)).sum().backward()
@@ -160,7 +167,7 @@ class KeepingStore(HostRows):
 def test_rows_that_the_store_does_not_let_go_of_are_in_one_tier() -> None:
     store = KeepingStore(4096)
     module = DynamicEmbeddingBags(
-        specs((32, 32)), backing=BackingStore(store), feature_tables=(0, 1, 0)
+        specs((32, 32)), optim.SGD(0.01), backing=BackingStore(store), feature_tables=(0, 1, 0)
     )
     for step in range(4):
         module(*batch(step)).sum().backward()
@@ -200,7 +207,7 @@ class SlowStore(HostRows):
 def test_a_failed_prefetch_is_told_once_nothing_is_read_any_more() -> None:
     store = SlowStore(4096)
     module = DynamicEmbeddingBags(
-        specs((32, 32)), backing=BackingStore(store), feature_tables=(0, 1, 0)
+        specs((32, 32)), optim.SGD(0.01), backing=BackingStore(store), feature_tables=(0, 1, 0)
     )
     for step in range(4):
         module(*batch(step)).sum().backward()
@@ -252,7 +259,7 @@ def test_prefetch_changes_nothing_of_a_last_tier_that_is_full() -> None:
     for ahead in (0, 3):
         tiers = BackingStore(HostRows(64, seed=0))
         module = DynamicEmbeddingBags(
-            specs((32, 32)), backing=tiers, feature_tables=(0, 1, 0), seed=0
+            specs((32, 32)), optim.SGD(0.01), backing=tiers, feature_tables=(0, 1, 0), seed=0
         )
         for step in range(12):
             for coming in range(step + 1, step + 1 + ahead):
@@ -267,7 +274,7 @@ def test_prefetched_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_stage, "MAX_PREFETCHED", 100)
     store = HostRows(4096)
     module = DynamicEmbeddingBags(
-        specs((32, 32)), backing=BackingStore(store), feature_tables=(0, 1, 0)
+        specs((32, 32)), optim.SGD(0.01), backing=BackingStore(store), feature_tables=(0, 1, 0)
     )
     for step in range(20):
         module(*batch(step)).sum().backward()
@@ -283,7 +290,7 @@ def test_prefetched_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_arguments_are_told(tmp_path: Path) -> None:
     spec = [DynamicSpec(32, 4)]
     with pytest.raises(TypeError, match="must be a BackingStore"):
-        DynamicEmbeddingBags(spec, backing=HostRows(64))  # type: ignore[arg-type]
+        DynamicEmbeddingBags(spec, optim.SGD(0.01), backing=HostRows(64))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a RowStore"):
         BackingStore("rows")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"External\(\) keeps its state outside"):
@@ -291,9 +298,9 @@ def test_bad_arguments_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs an eviction"):
         HostRows(64, "none")
     with pytest.raises(ValueError, match="one per table"):
-        DynamicEmbeddingBags(spec, backing=BackingStore(HostRows((64, 64))))
+        DynamicEmbeddingBags(spec, optim.SGD(0.01), backing=BackingStore(HostRows((64, 64))))
     module = DynamicEmbeddingBags(
-        spec, backing=BackingStore(DiskRows(tmp_path / "rows"), max_misses=10)
+        spec, optim.SGD(0.01), backing=BackingStore(DiskRows(tmp_path / "rows"), max_misses=10)
     )
     with pytest.raises(RuntimeError, match="may have 10 ids"):
         module(torch.arange(20), torch.tensor([0, 20]))
@@ -304,7 +311,9 @@ def test_bad_arguments_are_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="have no slots"):
         snapshots.restore(module, {})
     with pytest.raises(BlockingIOError, match="one owner"):
-        DynamicEmbeddingBags(spec, backing=BackingStore(DiskRows(tmp_path / "rows")))
+        DynamicEmbeddingBags(
+            spec, optim.SGD(0.01), backing=BackingStore(DiskRows(tmp_path / "rows"))
+        )
     module.close()
 
 

@@ -108,7 +108,9 @@ def test_keys_that_went_down_and_up_have_not_left() -> None:
 
 
 def test_a_key_that_was_below_was_there() -> None:
-    module = DynamicEmbeddingBags([DynamicSpec(32, 4)], backing=BackingStore(HostRows(4096)))
+    module = DynamicEmbeddingBags(
+        [DynamicSpec(32, 4)], optim.SGD(0.01), backing=BackingStore(HostRows(4096))
+    )
     ids, offsets = torch.arange(200), torch.tensor([0, 200])
     module(ids, offsets)
     assert (module.key_status() == KeyStatus.NEW).all()
@@ -160,10 +162,16 @@ def test_state_dicts_go_between_one_tier_and_two() -> None:
 def test_copies_follow_by_changes() -> None:
     """What moves down is no removal; what is erased, or leaves the last tier, is."""
     source = DynamicEmbeddingBags(
-        specs((32, 32)), backing=BackingStore(HostRows(256)), feature_tables=(0, 1, 0)
+        specs((32, 32)),
+        optim.SGD(0.01),
+        backing=BackingStore(HostRows(256)),
+        feature_tables=(0, 1, 0),
     )
     follower = DynamicEmbeddingBags(
-        specs((32, 64)), backing=BackingStore(HostRows(4096)), feature_tables=(0, 1, 0)
+        specs((32, 64)),
+        optim.SGD(0.01),
+        backing=BackingStore(HostRows(4096)),
+        feature_tables=(0, 1, 0),
     )
     source.track_evictions()
     tick = source.num_training_steps
@@ -182,7 +190,9 @@ def test_copies_follow_by_changes() -> None:
 def test_hybrid_promotes_what_ranks_above() -> None:
     """By count: keys that are used once do not push out those that are used often."""
     module = DynamicEmbeddingBags(
-        [DynamicSpec(32, 4, eviction="lfu")], backing=BackingStore(HostRows(4096, "lfu"), "hybrid")
+        [DynamicSpec(32, 4, eviction="lfu")],
+        optim.SGD(0.01),
+        backing=BackingStore(HostRows(4096, "lfu"), "hybrid"),
     )
     often = torch.arange(32)
     for _ in range(3):

@@ -184,7 +184,7 @@ def test_inputs_on_another_device_are_refused() -> None:
 
 def test_external_has_no_learning_rate_to_set() -> None:
     module = TableBatchedEmbeddingBags([TableSpec(5, 4)], optim.External())
-    with pytest.raises(RuntimeError, match="set that of your optimizer"):
+    with pytest.raises(RuntimeError, match="for your own optimizer: set its learning rate"):
         module.set_learning_rate(0.5)
 
 
@@ -235,7 +235,8 @@ def test_the_warning_points_at_the_caller() -> None:
 def test_default_dtype_does_not_matter() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        for module in (small(optim.Adam(0.1)), TTEmbeddingBag(TTSpec(60, 8, (2, 2)))):
+        train = TTEmbeddingBag(TTSpec(60, 8, (2, 2)), optim.SGD(0.01))
+        for module in (small(optim.Adam(0.1)), train):
             offsets = OFFSETS if isinstance(module, TableBatchedEmbeddingBags) else OFFSETS[:3]
             module(INDICES[: int(offsets[-1])], offsets).sum().backward()
             assert module.step == 1

@@ -31,11 +31,12 @@ ROWS, DIMS = (300, 500, 40, 200), (8, 5, 12, 16)
 MIXED = (Placement.DEVICE, Placement.MANAGED_CACHING, Placement.MANAGED, Placement.DISK)
 FEATURES = (0, 1, 2, 3, 1)
 BATCH = 12
+SGD = optim.SGD(0.01)
 
 
 def make(
     placements: tuple[Placement, ...] = MIXED,
-    optimizer: optim.Optimizer | None = None,
+    optimizer: optim.Optimizer = SGD,
     **options: Any,
 ) -> TableBatchedEmbeddingBags:
     """A module of four tables with the same weights whatever their placement."""

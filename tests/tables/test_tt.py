@@ -402,8 +402,14 @@ WRONG = {
     "wrong dim": (lambda: TTEmbeddingBag(TTSpec(90, 9, (2, 2), None, (2, 2, 2))), "to dim 9"),
     "init": (lambda: TTEmbeddingBag(SPEC, init="xavier"), "init must be one of gaussian"),
     "output": (lambda: TTEmbeddingBag(SPEC, output_dtype=torch.int8), "output_dtype must be"),
-    "nan rate": (lambda: TTEmbeddingBag(SPEC).set_learning_rate(math.nan), "finite"),
-    "negative rate": (lambda: TTEmbeddingBag(SPEC).set_learning_rate(-0.1), "finite"),
+    "nan rate": (
+        lambda: TTEmbeddingBag(SPEC, optim.SGD(0.1)).set_learning_rate(math.nan),
+        "finite",
+    ),
+    "negative rate": (
+        lambda: TTEmbeddingBag(SPEC, optim.SGD(0.1)).set_learning_rate(-0.1),
+        "finite",
+    ),
 }
 
 

@@ -16,8 +16,7 @@ from emblib.collections.fused_states import HYPER, FusedTableEntry
 from emblib.collections.optimizers.keyed import KeyedOptimizer, State
 from emblib.columns import Hyper
 from emblib.ops.autograd import is_fused
-from emblib.optim import Optimizer
-from emblib.storage.base import NO_UPDATE
+from emblib.optim import NO_UPDATE, Optimizer
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.base import FusedTables
 

@@ -17,13 +17,13 @@ from emblib.collections.groups import TableGroups
 from emblib.columns import Hyper
 from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.ops import autograd
-from emblib.optim import Optimizer
+from emblib.optim import NO_UPDATE, Optimizer
 from emblib.sharding.checkpoints import keyed, sharded_table
 from emblib.sharding.checkpoints.sharded_table import RowStates, ShardedTable
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard
 from emblib.sharding.shared_shards import Shared
-from emblib.storage.base import NO_UPDATE, Storage, TensorLayout
+from emblib.storage.base import Storage, TensorLayout
 
 
 @dataclass
