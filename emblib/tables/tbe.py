@@ -29,6 +29,7 @@ from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
 from emblib.tables.reading import LookupArgs, TableReading
+from emblib.tables.recomputation import running_forward
 from emblib.tables.reporting import Reporting, StatsReporter
 from emblib.tables.short_calls import ShortCalls
 
@@ -317,8 +318,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             masked = self._masked_features(args.feature_requires_grad)
             batch = batch._replace(sample_features=masked)
         sample_weights, tiers = args.sample_weights, self._tiers()
-        trains = torch.is_grad_enabled() and not self._frozen
-        if self._is_periodic and trains and self._begins_step(batch):
+        if self._is_periodic and self._begins_step(batch):
             with self._lock:
                 self._before_forward(tiers)
         read: Callable[..., Tensor] = self._read
@@ -326,7 +326,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             read = partial(self._read_for_gradients, unique=args.unique)
         if self._prefetcher is not None:
             with self._lock:  # until the slots of the batch have been read
-                batch = self._prefetcher.take(batch, tiers, batch_id)
+                batch = self._prefetcher.take(batch, tiers, batch_id, training=self.training)
                 return read(tiers, batch, sample_weights)
         return read(tiers, batch, sample_weights)
 
@@ -432,7 +432,11 @@ class TableBatchedEmbeddingBags(FusedTables):
         optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self.table_views())
 
     def _begins_step(self, batch: autograd.Lookup) -> bool:
-        """Return whether a training forward is the first one of a step."""
+        """Return whether this is a training forward, and the first one of a step."""
+        running = running_forward(training=self.training)
+        trains = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
+        if self._frozen or not trains or (running is not None and running.is_repeated):
+            return False
         every_forward_does = not self.optimizer.deferred and batch.joint is None
         return every_forward_does or self._forwards == self._applied_steps
 
