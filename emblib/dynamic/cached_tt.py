@@ -18,6 +18,7 @@ from emblib.dynamic.hash_table import HashTable, TableRows
 from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
+from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Optimizer
 from emblib.specs import (
     BoundsCheck,
@@ -230,6 +231,7 @@ class CachedTTEmbeddingBags(nn.Module):
             ValueError: `batch_sizes` that do not fit; offsets missing, or given with 2-dimensional
                 indices.
         """
+        refuse_tangents("per_sample_weights", per_sample_weights)
         if indices.dim() == 2:
             indices, offsets, per_sample_weights = bags_of_equal_length(
                 indices, offsets, per_sample_weights

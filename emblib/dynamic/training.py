@@ -14,6 +14,7 @@ from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import BatchReads, RowLayout, TrainingUpdate
 from emblib.ops import hash
 from emblib.ops.autograd import updates_in_backward
+from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import External, Optimizer
 from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
@@ -324,6 +325,7 @@ def check_batch(
         RuntimeError: wrong shape, dtype or device.
         ValueError: negative counts; weights without pooling.
     """
+    refuse_tangents("per_sample_weights", sample_weights)
     if ids.dim() != 1:
         raise RuntimeError(
             f"indices must have 1 dimension, got {ids.dim()}; bags are given by offsets, so "

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import known_scale, note_finite
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.exchange import (

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from emblib.collections.groups import SliceKey, TableGroups, group
 from emblib.collections.optimizers.fused import trained_configs
@@ -21,6 +20,7 @@ from emblib.collections.shared import SharedTable
 from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
+from emblib.ops.derivatives import once_differentiable, refuse_tangents
 from emblib.ops.joint_step import adding_to
 from emblib.ops.scaled_gradients import mark_nested
 from emblib.optim import Optimizer
@@ -533,6 +533,7 @@ class ShardedTables(nn.Module):
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
         weights = features.weights_or_none() if self._is_weighted else None
+        refuse_tangents("the weights of a batch", weights)
         return weights if weights is None or weights.dtype is torch.float32 else weights.float()
 
     def _inverse(self, features: KeyedJaggedTensor) -> list[Tensor] | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from emblib import ops
 from emblib.columns import FeatureColumn, Tier
 from emblib.ops import autograd, joint_step, tbe
+from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Gradient, Optimizer
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks, parameters
@@ -211,6 +212,8 @@ class TableBatchedEmbeddingBags(FusedTables):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
+        if per_sample_weights is not None:
+            refuse_tangents("per_sample_weights", per_sample_weights)
         is_short = batch_sizes is None and feature_requires_grad is None
         if is_short and not torch.compiler.is_compiling():
             calls = self._calls
