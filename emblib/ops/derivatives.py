@@ -23,7 +23,7 @@ def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
         what: names the tensors in the error.
         tensors: the differentiable arguments of an op.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for tensor in tensors:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:

@@ -141,6 +141,14 @@ def running_forward(*, training: bool = True) -> RunningForward | None:
     return running if running.is_repeated or running._noted_in else None
 
 
+def trains_first(*, training: bool) -> bool:
+    """Return whether the running forward trains, and is not repeated by backward."""
+    running = running_forward(training=training)
+    if running is None:
+        return torch.is_grad_enabled()
+    return not running.is_repeated and (torch.is_grad_enabled() or running.trains_without_grad)
+
+
 def is_repeated() -> bool:
     """Return whether backward repeats the running forward."""
     running = running_forward(training=False)

@@ -30,7 +30,7 @@ from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
 from emblib.tables.reading import LookupArgs, TableReading
-from emblib.tables.recomputation import running_forward
+from emblib.tables.recomputation import trains_first
 from emblib.tables.reporting import Reporting, StatsReporter
 from emblib.tables.short_calls import ShortCalls
 
@@ -212,8 +212,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
-        if per_sample_weights is not None:
-            refuse_tangents("per_sample_weights", per_sample_weights)
+        refuse_tangents("per_sample_weights", per_sample_weights)
         is_short = batch_sizes is None and feature_requires_grad is None
         if is_short and not torch.compiler.is_compiling():
             calls = self._calls
@@ -436,9 +435,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _begins_step(self, batch: autograd.Lookup) -> bool:
         """Return whether this is a training forward, and the first one of a step."""
-        running = running_forward(training=self.training)
-        trains = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
-        if self._frozen or not trains or (running is not None and running.is_repeated):
+        if self._frozen or not trains_first(training=self.training):
             return False
         every_forward_does = not self.optimizer.deferred and batch.joint is None
         return every_forward_does or self._forwards == self._applied_steps

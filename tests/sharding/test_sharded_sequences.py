@@ -17,6 +17,7 @@ from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import (
     RankGroup,
     ShardedEmbeddingCollection,
+    World,
     construct_module_plan,
     input_dist,
     row_wise,
@@ -57,7 +58,7 @@ def entries(ranks: RankGroup, plan: str, dtype: torch.dtype, *, dedup: bool) -> 
         config.name: row_wise() if plan == "row-wise" else table_wise(t % ranks.size)
         for t, config in enumerate(made.embedding_configs())
     }
-    modules = construct_module_plan(made, shardings, ranks)
+    modules = construct_module_plan(made, shardings, World(ranks.size, ranks.size))
     sharded = ShardedEmbeddingCollection(made, modules, ranks, dedup=dedup)
     for step in range(3):
         out = sharded(batch(ranks.rank, step, dtype)).wait()
