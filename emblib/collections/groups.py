@@ -247,6 +247,7 @@ class TableGroups(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
         id_counts: Sequence[int] | None = None,
+        use_counts: Tensor | None = None,
     ) -> Tensor:
         """Look up a batch: pooled rows, or one vector per id.
 
@@ -259,6 +260,8 @@ class TableGroups(nn.Module):
                 rank unit after unit, for each the rows of its bags.
             id_counts: ids of each group that has units; left out, they are read from `offsets`,
                 which makes the host wait for a GPU where there are several groups.
+            use_counts: int64 `[L]`, the number of uses that each id stands for, where ids were
+                deduplicated; for tables that count uses.
 
         Returns:
             `[B, output_dim]` or `[L, D]` in `output_dtype`. Unpooled units of different dims are
@@ -269,9 +272,17 @@ class TableGroups(nn.Module):
         """
         if self._only is not None:
             parameters.check_registered(self._views)
-            out: Tensor = self._only(ids, offsets, weights, batch_sizes=batch_sizes)
+            counted = {} if use_counts is None else _counted(self.active[0], use_counts)
+            out: Tensor = self._only(ids, offsets, weights, batch_sizes=batch_sizes, **counted)
             return out
-        outs = self.outputs(ids, offsets, weights, batch_sizes=batch_sizes, id_counts=id_counts)
+        outs = self.outputs(
+            ids,
+            offsets,
+            weights,
+            batch_sizes=batch_sizes,
+            id_counts=id_counts,
+            use_counts=use_counts,
+        )
         if not outs:
             return torch.empty(0, 0, dtype=self.output_dtype, device=ids.device)
         if len(outs) == 1:
@@ -293,6 +304,7 @@ class TableGroups(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
         id_counts: Sequence[int] | None = None,
+        use_counts: Tensor | None = None,
     ) -> list[Tensor]:
         """Return the output of each group that has units."""
         parameters.check_registered(self._views)
@@ -301,8 +313,10 @@ class TableGroups(nn.Module):
             inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         outs = []
         for one in inputs:
-            scales = None if weights is None else weights[one.first : one.last]
-            outs.append(one.info.module(one.ids, one.offsets, scales, batch_sizes=one.batch_sizes))
+            info, sizes, part = one.info, one.batch_sizes, slice(one.first, one.last)
+            scales = None if weights is None else weights[part]
+            counted = {} if use_counts is None else _counted(info, use_counts[part])
+            outs.append(info.module(one.ids, one.offsets, scales, batch_sizes=sizes, **counted))
         return outs
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
@@ -480,6 +494,11 @@ class TableGroups(nn.Module):
     def extra_repr(self) -> str:
         """Return the kernels."""
         return "\n".join(repr(kernel) for kernel in self._kernels)
+
+
+def _counted(info: GroupInfo, use_counts: Tensor) -> dict[str, Tensor]:
+    """Return the argument of a kernel that tells how often the ids of its lookups are used."""
+    return {"counts": use_counts} if info.storage.counts_uses else {}
 
 
 def group(

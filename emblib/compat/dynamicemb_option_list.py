@@ -321,10 +321,10 @@ SHARDING = (
         "`DistributedModelParallel(optimizer=)`",
         "TorchRec's arguments; `fused_params` with the arguments of the optimizer, "
         "`initial_accumulator_value` and `output_dtype=FP32`. A collection with dynamic tables "
-        "must be on the meta device. `use_index_dedup` is turned off, with a warning, for tables "
-        "that count uses (LFU, admission). Keys are on the rank of emblib's hash, whatever "
-        "`dist_type` is; dumps have each key in the file of the rank that `dist_type` gives, for "
-        "which the rows of a table pass all ranks, one file at a time",
+        "must be on the meta device. With `use_index_dedup`, tables that count uses (LFU, "
+        "admission) get how often each id was there. Keys are on the rank of emblib's hash, "
+        "whatever `dist_type` is; dumps have each key in the file of the rank that `dist_type` "
+        "gives, for which the rows of a table pass all ranks, one file at a time",
     ),
     Option(
         "state_dict",

@@ -19,9 +19,9 @@ from emblib import BackingStore, DynamicEmbeddingBags, HostRows, optim
 from emblib import collections as emblib_collections
 from emblib.checkpoints import owner
 from emblib.compat import dynamicemb_arguments
-from emblib.compat.dynamicemb_functions import DynamicEmbTables, is_compound
+from emblib.compat.dynamicemb_functions import DynamicEmbTables
 from emblib.compat.dynamicemb_tables import split
-from emblib.compat.dynamicemb_types import DynamicEmbScoreStrategy, DynamicEmbTableOptions
+from emblib.compat.dynamicemb_types import DynamicEmbTableOptions
 from emblib.compat.fbgemm_types import SparseType
 from emblib.compat.torchrec_sharders import (
     EmbeddingBagCollectionSharder,
@@ -164,7 +164,6 @@ class _DynamicSharder:
                 "a collection with dynamic tables has no rows before it is sharded: make it with "
                 "device=torch.device('meta')"
             )
-        self._keep_repeats_that_count(tables)
         rule = self.optimizer or collection.optimizer or optim.SGD(0.0)
         configs = [
             dynamic_config(config, tables[config.name], rule, initial_state=self.initial_state)
@@ -178,22 +177,6 @@ class _DynamicSharder:
             return emblib_collections.EmbeddingBagCollection(configs, **options)
         options["need_indices"] = collection.need_indices()
         return emblib_collections.EmbeddingCollection(configs, **options)
-
-    def _keep_repeats_that_count(self, tables: Mapping[str, Any]) -> None:
-        """Send every id where uses are counted: a repeated one would count once per rank."""
-        counting = sorted(
-            name
-            for name, table in tables.items()
-            if isinstance(table, DynamicEmbParameterSharding)
-            and _counts_uses(table.dynamicemb_options)
-        )
-        if counting and self.options.get("use_index_dedup"):
-            self.options["use_index_dedup"] = False
-            warnings.warn(
-                f"use_index_dedup has no effect here: tables {counting} count how often a key is "
-                "used (LFU or admission), so every id is sent",
-                stacklevel=3,
-            )
 
     def shard(
         self,
@@ -244,12 +227,6 @@ def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any)
             state[key] = RowsLeftToDump(
                 value.size(), value.shards, value.parts, value.ranks, value.dtype
             )
-
-
-def _counts_uses(options: DynamicEmbTableOptions) -> bool:
-    strategy = options.score_strategy
-    is_frequency = strategy is DynamicEmbScoreStrategy.LFU or is_compound(strategy)
-    return is_frequency or options.admit_strategy is not None
 
 
 def _own_params(given: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:

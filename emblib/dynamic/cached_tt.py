@@ -18,6 +18,7 @@ from emblib.dynamic.hash_table import HashTable, TableRows
 from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
+from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import NO_UPDATE, Optimizer, description
 from emblib.specs import (
     BoundsCheck,
@@ -37,6 +38,7 @@ from emblib.tables.base import (
     warn_of_dtype,
 )
 from emblib.tables.graph_break import graph_break
+from emblib.tables.recomputation import running_forward
 
 
 class _Lookups(NamedTuple):
@@ -239,6 +241,7 @@ class CachedTTEmbeddingBags(nn.Module):
             ValueError: `batch_sizes` that do not fit; offsets missing, or given with 2-dimensional
                 indices.
         """
+        refuse_tangents("per_sample_weights", per_sample_weights)
         if indices.dim() == 2:
             indices, offsets, per_sample_weights = bags_of_equal_length(
                 indices, offsets, per_sample_weights
@@ -248,9 +251,7 @@ class CachedTTEmbeddingBags(nn.Module):
         elif not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
         offsets = self._checked_offsets(indices, offsets, batch_sizes)
-        counted = self.training and torch.is_grad_enabled()
-        if counted:
-            self._populate_in_time()
+        counted = self._is_counted()
         batch = self._find(indices, offsets, batch_sizes)
         stored = batch.rows >= 0
         cold = torch.where(stored, -1, batch.ids).to(indices.dtype)
@@ -267,6 +268,24 @@ class CachedTTEmbeddingBags(nn.Module):
             out.register_hook(partial(self._check_choice, self._choice))
         return out
 
+    def _is_counted(self) -> bool:
+        """Return whether this lookup counts its ids; choose the rows first where it is time to.
+
+        Raises:
+            RuntimeError: backward repeats a lookup since which rows were replaced.
+        """
+        running = running_forward(training=self.training)
+        if running is not None and running.is_repeated:
+            self._check_choice(running.noted(self))
+            return False
+        with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
+        counted = self.training and with_grad
+        if counted:
+            self._populate_in_time()
+        if running is not None:
+            running.note(self, self._choice)
+        return counted
+
     def _checked_offsets(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
@@ -282,9 +301,9 @@ class CachedTTEmbeddingBags(nn.Module):
             )
         return check_bounds(self, indices, offsets, self.features, layout)
 
-    def _check_choice(self, choice: int, gradient: Tensor) -> None:
+    def _check_choice(self, choice: int | None, gradient: Tensor | None = None) -> None:
         """Raise where the stored rows are other ones than at the lookup: they would be updated."""
-        if choice != self._choice:
+        if choice is not None and choice != self._choice:
             raise RuntimeError(
                 "rows of the cache were replaced between a lookup and its backward: call "
                 "populate() after backward; with TTCache(every=...), make one lookup per "

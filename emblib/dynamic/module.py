@@ -45,7 +45,7 @@ from emblib.specs import (
     Precision,
     check_count,
 )
-from emblib.tables import base
+from emblib.tables import base, recomputation
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
@@ -250,7 +250,8 @@ class DynamicEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
-        if self._frozen or not training.trains(self):
+        running = recomputation.running_forward(training=self.training)
+        if self._frozen or not training.trains(self, running):
             return self._look_up_untrained(keys, batch, sample_weights)
         if self._untrained:
             raise RuntimeError(
@@ -260,11 +261,12 @@ class DynamicEmbeddingBags(FusedTables):
             )
         training.check_replicas(self.index.tags, self.weights)
         with torch.no_grad():
-            inserted = training.insert_batch(self, keys, counts)
-            reads = self.row_initializer.reads_of_inserted(keys, inserted)
-            update = self._make_update(keys, inserted.slots, reads)
-            update.weighted = sample_weights is not None and sample_weights.requires_grad
-        batch = reads.put_into(batch)
+            update = training.insert_or_repeat(self, keys, counts, running, self._make_update)
+        update.weighted = sample_weights is not None and sample_weights.requires_grad
+        batch = update.reads.put_into(batch)
+        if not torch.is_grad_enabled():  # a repetition will have gradients
+            weights = self._tiers().weights
+            return autograd.lookup_no_grad(weights, batch, sample_weights, self.output_dtype)
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
         if not autograd.updates_in_backward(self.optimizer):

@@ -259,6 +259,12 @@ class BatchReads(NamedTuple):
             indices=self.indices, slots=self.slots, default_rows=self.default_rows
         )
 
+    def at(self, slots: Tensor) -> "BatchReads":
+        """Return the same reads where the keys are in other slots now."""
+        if self.slots is None:
+            return self._replace(indices=slots)
+        return self._replace(indices=torch.where(self.slots < 0, slots, 0))
+
 
 class RowInitializer(nn.Module):
     """Write the first values of new rows, and choose what keys without a row read.
@@ -393,7 +399,7 @@ class TrainingUpdate:
         backing: BackingSearch | None = None,
     ) -> None:
         self.lock = lock
-        self._index, self._keys, self._slots, self._reads = index, keys, slots, reads
+        self._index, self._keys, self._slots, self.reads = index, keys, slots, reads
         self._version, self._dropped_updates = index.version, dropped_updates
         # The graph of an output must not keep the store of a module open that is gone.
         self._backing = None if backing is None else weakref.ref(backing)
@@ -401,6 +407,47 @@ class TrainingUpdate:
         index.watch(self)
         self.batch: autograd.Lookup | None = None
         self.weighted = False  # whether sample weights get a gradient
+
+    @classmethod
+    def of_repetition(cls, first: "TrainingUpdate | None", keys: Keys) -> "TrainingUpdate":
+        """Return the update of a forward that backward repeats, which reads the same rows.
+
+        Args:
+            first: that of the first forward; None if it is not known.
+            keys: of the repetition.
+
+        Raises:
+            RuntimeError: the first forward is not known or had other keys; a row that it read was
+                evicted since.
+        """
+        if first is None or not first.has_keys(keys):
+            raise RuntimeError(
+                "backward repeats a checkpointed forward with other lookups in dynamic tables than "
+                "it had: a function in torch.utils.checkpoint.checkpoint must look up the same ids "
+                "both times, in the same order and mode"
+            )
+        slots, lost = first.present_slots()
+        if lost is not None and bool(lost.any()):
+            raise RuntimeError(
+                "backward repeats a checkpointed forward, but keys that it looked up have left the "
+                "table since: run backward before the next training forward, choose a larger "
+                "capacity, or leave the tables outside of torch.utils.checkpoint"
+            )
+        backing = None if first._backing is None else first._backing_tier()
+        return cls(
+            first.lock,
+            first._index,
+            keys,
+            slots,
+            first.reads.at(slots),
+            first._dropped_updates,
+            backing,
+        )
+
+    def has_keys(self, keys: Keys) -> bool:
+        """Return whether a batch has the same keys; on CUDA, whether it has as many."""
+        ids, others = self._keys.ids, keys.ids
+        return ids.shape == others.shape and (ids.is_cuda or torch.equal(ids, others))
 
     def _backing_tier(self) -> BackingSearch:
         assert self._backing is not None
@@ -422,7 +469,7 @@ class TrainingUpdate:
         groups = autograd.groups_of(batch._replace(indices=slots))
         if self._backing is not None:
             self._backing_tier().will_update()
-        return autograd.RowLocations(groups, None, self._reads.slots, indices)
+        return autograd.RowLocations(groups, None, self.reads.slots, indices)
 
     def locate(self) -> tuple[Tensor, Tensor]:
         """Return the present slots of the batch, -1 for none, and the rows its lookups read.
@@ -430,8 +477,21 @@ class TrainingUpdate:
         Raises:
             RuntimeError: sample weights get a gradient, which needs a row that was evicted.
         """
+        slots, lost = self.present_slots()
+        if lost is None:
+            return slots, self.reads.indices
+        if self.weighted and bool(lost.any()):
+            raise RuntimeError(
+                "the gradient of per_sample_weights needs the rows that forward read, but keys of "
+                "the batch have left the table since; run backward before the next training forward"
+            )
+        self._dropped_updates += lost.sum()
+        return slots, self.reads.at(slots).indices
+
+    def present_slots(self) -> tuple[Tensor, Tensor | None]:
+        """Return the present slots of the batch, and which of its rows are lost, None for none."""
         if not self.is_stale():
-            return self._slots, self._reads.indices
+            return self._slots, None
         if self._backing is None:
             found = self._index.find(self._keys)
         else:
@@ -439,17 +499,9 @@ class TrainingUpdate:
         left = self._index.has_left(self._keys, found, self._version)
         slots = torch.where((self._slots < 0) | left, -1, found)
         lost = (self._slots >= 0) & (slots < 0)
-        if self._reads.slots is not None:
-            lost &= self._reads.slots < 0  # the others read default rows
-        if self.weighted and bool(lost.any()):
-            raise RuntimeError(
-                "the gradient of per_sample_weights needs the rows that forward read, but keys of "
-                "the batch have left the table since; run backward before the next training forward"
-            )
-        self._dropped_updates += lost.sum()
-        if self._reads.slots is None:
-            return slots, slots
-        return slots, torch.where(self._reads.slots < 0, slots, 0)
+        if self.reads.slots is not None:
+            lost &= self.reads.slots < 0  # the others read default rows
+        return slots, lost
 
     def after_update(self) -> None:
         """Do nothing: the update changed no slot."""

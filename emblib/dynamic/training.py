@@ -11,25 +11,54 @@ from torch.nn.parallel import DistributedDataParallel
 
 from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.keys import LastBatch
-from emblib.dynamic.rows import RowLayout
+from emblib.dynamic.rows import BatchReads, RowLayout, TrainingUpdate
 from emblib.ops import hash
 from emblib.ops.autograd import updates_in_backward
+from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import External, Optimizer, description
 from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.base import check_bounds
 from emblib.tables.parameters import caller_level, loses_values
+from emblib.tables.recomputation import RunningForward
 
 if TYPE_CHECKING:
     from emblib.dynamic.module import DynamicEmbeddingBags
 
 
-def trains(module: "DynamicEmbeddingBags") -> bool:
-    """Return whether lookups insert keys: in training mode, unless the gradient is not wanted."""
+def trains(module: "DynamicEmbeddingBags", running: RunningForward | None) -> bool:
+    """Return whether a lookup inserts keys: in training mode, unless the gradient is not wanted."""
     has_gradient = not updates_in_backward(module.optimizer)
     is_wanted = not has_gradient or module.weights.requires_grad
-    return module.training and torch.is_grad_enabled() and is_wanted
+    with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
+    return module.training and with_grad and is_wanted
+
+
+def insert_or_repeat(
+    module: "DynamicEmbeddingBags",
+    keys: Keys,
+    counts: Tensor | None,
+    running: RunningForward | None,
+    make_update: Callable[[Keys, Tensor, BatchReads], TrainingUpdate],
+) -> TrainingUpdate:
+    """Insert the keys of a training batch, or find those of a forward that backward repeats.
+
+    Args:
+        module: whose tables they are inserted into.
+        keys: the batch.
+        counts: see `insert_batch`.
+        running: the checkpointed regions around the lookup.
+        make_update: returns the update of keys in these slots, which reads these rows.
+    """
+    if running is not None and running.is_repeated:
+        return TrainingUpdate.of_repetition(running.noted(module), keys)
+    inserted = insert_batch(module, keys, counts)
+    reads = module.row_initializer.reads_of_inserted(keys, inserted)
+    update = make_update(keys, inserted.slots, reads)
+    if running is not None:
+        running.note(module, update)
+    return update
 
 
 def insert_batch(
@@ -297,6 +326,7 @@ def check_batch(
         RuntimeError: wrong shape, dtype or device.
         ValueError: negative counts; weights without pooling.
     """
+    refuse_tangents("per_sample_weights", sample_weights)
     if ids.dim() != 1:
         raise RuntimeError(
             f"indices must have 1 dimension, got {ids.dim()}; bags are given by offsets, so "

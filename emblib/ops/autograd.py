@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import codes, tbe
+from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
 from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import Pooling

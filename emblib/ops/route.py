@@ -48,9 +48,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from emblib.columns import RouteRule as RouteRule
+from emblib.ops.derivatives import once_differentiable, refuse_tangents
 
 _ops = torch.ops.emblib
 
@@ -67,6 +67,7 @@ class Routing(NamedTuple):
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
     """Concatenate segments `order` of `values`; differentiable, repeats accumulate."""
+    refuse_tangents("values", values)
     if values.requires_grad and torch.is_grad_enabled():
         return _GatherSegments.apply(values, starts, order, total)
     return _ops.gather_segments(values, starts, order, total)
@@ -93,6 +94,7 @@ def route_ids(
     if weights is None:
         routed, positions, _ = _ops.route_ids(ids, offsets, *routing, starts, total, None)
         return routed, positions, None
+    refuse_tangents("weights", weights)
     if weights.requires_grad and torch.is_grad_enabled():
         return _RouteWeighted.apply(weights, ids, offsets, routing, starts, total)
     return _ops.route_ids(ids, offsets, *routing, starts, total, weights)
@@ -118,6 +120,7 @@ def combine(
     Raises:
         RuntimeError: the description is wrong, or `local` comes with a tensor that needs gradients.
     """
+    refuse_tangents("pooled rows", source, local)
     needs_grad = source.requires_grad or (local is not None and local.requires_grad)
     if needs_grad and torch.is_grad_enabled():
         if local is not None:
@@ -139,6 +142,7 @@ def combine_backward(
     scale: float = 1.0,
 ) -> Tensor:
     """Apply the adjoint of `combine`, to `[source_numel]`; differentiable."""
+    refuse_tangents("gradients", grad)
     if grad.requires_grad and torch.is_grad_enabled():
         return _Spread.apply(grad, targets, pieces, lengths, source_numel, dtype, rows, scale)
     return _ops.combine_backward_(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)

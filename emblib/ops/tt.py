@@ -47,10 +47,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
+from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
 from emblib.ops.tt_fakes import left_value_size
 from emblib.ops.tt_layout import Chunk, chunks_of, is_chunked

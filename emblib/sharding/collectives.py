@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from emblib.ops.derivatives import once_differentiable
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.codecs import Codec
 from emblib.sharding.exchange import CommPrecision, start_all_gather, start_all_to_all

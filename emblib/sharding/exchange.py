@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from emblib.ops.derivatives import once_differentiable
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.codecs import FP32, Codec
 from emblib.sharding.ranks import RankGroup

@@ -22,6 +22,8 @@ from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.joint_exchange import (
     InputCall,
     OutputCall,
+    is_checkpointed,
+    look_up_apart,
     start_joint_input_dist,
     start_joint_output_dist,
 )
@@ -48,7 +50,8 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 class _Found(NamedTuple):
     """A call of a collection and the path of its input in the arguments.
 
-    `is_alone` is whether it looks up by itself, in another grad mode than that of the forward.
+    `is_alone` is whether it looks up by itself: in another grad mode than that of the forward, or
+    in a checkpointed region, which repeats its lookup alone.
     """
 
     module: Any
@@ -178,7 +181,7 @@ class ForwardExchange:
             return None
         if running.is_searched:
             has_changed = running.versions.get(_identity(features)) != _versions(features)
-            is_alone = torch.is_grad_enabled() != running.with_grad
+            is_alone = torch.is_grad_enabled() != running.with_grad or is_checkpointed(module)
             running.seen.append((InputCall(module, features), has_changed, is_alone))
             return None
         queue = running.waiting.get(module)
@@ -199,7 +202,13 @@ class ForwardExchange:
         found = running.mode.calls
         assert found is not None
         if found[index].is_alone:
-            return found[index].module.compute_and_output_dist(running.ids[index].wait())
+            return look_up_apart(found[index].module, running.ids[index].wait())
+        if is_checkpointed(found[index].module):
+            raise RuntimeError(
+                f"{self._names[found[index].module]} is in a checkpointed region, and was not in "
+                "the first forward of this mode, after which it exchanges with other collections: "
+                "set joint_exchange.enabled = False of the model on all ranks"
+            )
         if not running.outputs:
             together = [i for i, one in enumerate(found) if not one.is_alone]
             with torch.set_grad_enabled(running.with_grad):

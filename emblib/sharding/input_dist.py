@@ -3,7 +3,8 @@
 `start_input_dists` sends the batches of several collections together, in two exchanges; the caller
 waits for neither of them there. The first one has the number of bags and ids that each rank will
 get, which the host must know to allocate memory. The second one has the lengths of the bags
-followed by the ids, in one message per rank and collection, and the weights, where there are any.
+followed by the ids, in one message per rank and collection, and the weights, and the counts of ids
+that were deduplicated, where there are any.
 Small messages of several collections travel in one collective.
 """
 
@@ -51,6 +52,7 @@ class LocalBatch(NamedTuple):
         bags: number of bags per feature.
         is_variable: whether features may differ in their number of bags.
         inverse: per feature, the bag of each example of the batch; None where bag i is example i.
+        counts: int64, the uses that each id stands for; None for one each.
     """
 
     ids: Tensor
@@ -60,6 +62,7 @@ class LocalBatch(NamedTuple):
     bags: list[int]
     is_variable: bool = False
     inverse: list[Tensor] | None = None
+    counts: Tensor | None = None
 
     def starts(self) -> Tensor:
         """Return where the ids of each feature begin, and where those of the last one end."""
@@ -97,6 +100,7 @@ class OutgoingBatch(NamedTuple):
         num_replicated_ids: how many ids of each rank's message, the last ones, are for replicated
             tables.
         skips_sums: whether bags of units that nodes sum were dropped, so that they cannot sum them.
+        counts: int64, the uses that each id stands for; None once sent, or for one each.
     """
 
     lengths: Tensor | None
@@ -110,6 +114,7 @@ class OutgoingBatch(NamedTuple):
     num_ids: list[int]
     num_replicated_ids: int
     skips_sums: bool = False
+    counts: Tensor | None = None
 
 
 class IncomingBatch(NamedTuple):
@@ -130,6 +135,7 @@ class IncomingBatch(NamedTuple):
         merges_rows: whether the rows of all collections that were sent together are few enough on
             every rank to return in one message.
         skips_sums: whether nodes cannot sum rows, because a rank has dropped bags of them.
+        counts: int64, the uses that each id stands for; None for one each.
     """
 
     inputs: LocalBatch
@@ -144,6 +150,7 @@ class IncomingBatch(NamedTuple):
     num_replicated_ids: int
     merges_rows: bool = False
     skips_sums: bool = False
+    counts: Tensor | None = None
 
 
 class _InFlight(NamedTuple):
@@ -274,7 +281,18 @@ class InputDist(nn.Module):
         # Replicas look up with the weights as they are: their gradients are not scaled.
         scaled = inputs._replace(weights=weights)
         with torch.no_grad():
-            return self._gather(scaled) if self.is_whole else self._bucketize(scaled)
+            batch = self._gather(scaled) if self.is_whole else self._bucketize(scaled)
+            return batch._replace(counts=self._counts(inputs, batch))
+
+    def _counts(self, inputs: LocalBatch, batch: OutgoingBatch) -> Tensor | None:
+        """Return the counts of uses in the order of sending."""
+        if inputs.counts is None:
+            return None
+        if batch.positions is not None:
+            return inputs.counts[batch.positions]
+        if batch.ids is inputs.ids:
+            return inputs.counts
+        return route.gather_segments(inputs.counts, inputs.starts(), self.order, sum(batch.num_ids))
 
     def headers(self, inputs: LocalBatch, batch: OutgoingBatch) -> list[list[int]]:
         """Return the sizes of a batch by rank: what each rank must know before it gets the ids."""
@@ -452,7 +470,9 @@ class InputDist(nn.Module):
         num_bags = [sum(header[_HEADER:]) for header in headers]
         return _InFlight(
             inputs=inputs,
-            batch=batch._replace(lengths=None, ids=None, weights=None, positions=positions),
+            batch=batch._replace(
+                lengths=None, ids=None, weights=None, positions=positions, counts=None
+            ),
             bags=[list(of_unit) for of_unit in zip(*(h[_HEADER:] for h in headers), strict=True)],
             by_unit=any(header[3] for header in headers),
             num_bags=num_bags,
@@ -467,6 +487,7 @@ class InputDist(nn.Module):
         in_flight: _InFlight,
         ids: Awaitable[Tensor],
         weights: Awaitable[Tensor] | None,
+        counts: Awaitable[Tensor] | None,
         *,
         merges_rows: bool,
     ) -> IncomingBatch:
@@ -475,18 +496,19 @@ class InputDist(nn.Module):
         lengths, segments = _lengths(payload, in_flight)
         starts = running_sums(segments.view(-1))
         total = payload.numel() - lengths.numel()
-        received_weights = None
-        if weights is not None:
+
+        def by_unit(values: Awaitable[Tensor] | None) -> Tensor | None:
+            if values is None:
+                return None
             firsts = running_sums(segments[:, 1:].reshape(-1))
-            received_weights = route.gather_segments(
-                weights.wait(), firsts, self.own_weight_order, total
-            )
+            return route.gather_segments(values.wait(), firsts, self.own_weight_order, total)
+
         return IncomingBatch(
             inputs=in_flight.inputs,
             sent=in_flight.batch,
             ids=route.gather_segments(payload, starts, self.own_order, total),
             offsets=running_sums(lengths),
-            weights=received_weights,
+            weights=by_unit(weights),
             bags=in_flight.bags,
             by_unit=in_flight.by_unit,
             segments=segments[:, 1:],
@@ -494,6 +516,7 @@ class InputDist(nn.Module):
             num_replicated_ids=in_flight.num_replicated_ids,
             merges_rows=merges_rows,
             skips_sums=in_flight.skips_sums,
+            counts=by_unit(counts),
         )
 
 
@@ -543,9 +566,12 @@ def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> Inp
 
 
 def _id_nbytes(one: _Outgoing) -> int:
-    """Return the bytes of ids, lengths and weights."""
-    num_ids = sum(one.batch.num_ids) * (1 if one.batch.weights is None else 2)
-    return (num_ids + sum(one.batch.num_bags)) * one.inputs.ids.element_size()
+    """Return the bytes of ids, lengths, weights and counts."""
+    num_ids = sum(one.batch.num_ids)
+    per_id = 1 + (one.batch.weights is not None)
+    count_nbytes = 0 if one.batch.counts is None else num_ids * one.batch.counts.element_size()
+    elements = num_ids * per_id + sum(one.batch.num_bags)
+    return elements * one.inputs.ids.element_size() + count_nbytes
 
 
 def _send_ids(
@@ -553,7 +579,7 @@ def _send_ids(
     pending: Awaitable[list[tuple[list[int], list[list[int]]]]],
     ranks: RankGroup,
 ) -> list[Awaitable[IncomingBatch]] | None:
-    """Receive the sizes, and send lengths, ids and weights."""
+    """Receive the sizes, and send lengths, ids, weights and counts."""
     by_rank = pending.wait()
     if not all(common[0] for common, _ in by_rank):
         return None
@@ -571,6 +597,8 @@ def _send_ids(
         messages.append(Message(payload, sizes, coming.sizes))
         if batch.weights is not None:
             messages.append(Message(batch.weights.detach(), batch.num_ids, coming.received_ids()))
+        if batch.counts is not None:
+            messages.append(Message(batch.counts, batch.num_ids, coming.received_ids()))
     payloads = iter(start_all_to_alls(messages, ranks, content=Content.IDS, is_merged=merges_ids))
     results: list[Awaitable[IncomingBatch]] = []
     for (input_dist, _, batch), coming in zip(outgoing, in_flight, strict=True):
@@ -579,8 +607,9 @@ def _send_ids(
             weights = DifferentiableAllToAllAwaitable(
                 batch.weights, batch.num_ids, coming.received_ids(), ranks, next(payloads)
             )
+        counts = None if batch.counts is None else next(payloads)
         finish = partial(input_dist.finish, merges_rows=merges_rows)
-        results.append(DeferredAwaitable(partial(finish, coming, ids, weights)))
+        results.append(DeferredAwaitable(partial(finish, coming, ids, weights, counts)))
     return results
 
 
@@ -610,7 +639,8 @@ def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
 
 def _batch_kind(inputs: LocalBatch) -> int:
     is_long = inputs.ids.dtype is torch.int64
-    return is_long + 2 * (inputs.weights is not None) + 4 * inputs.is_variable
+    has_weights, has_counts = inputs.weights is not None, inputs.counts is not None
+    return is_long + 2 * has_weights + 4 * inputs.is_variable + 8 * has_counts
 
 
 def _check_kinds(kinds: list[int]) -> None:
@@ -620,11 +650,12 @@ def _check_kinds(kinds: list[int]) -> None:
     descriptions = [
         f"rank {rank}: {'int64' if kind & 1 else 'int32'}{', weights' if kind & 2 else ''}"
         f"{', features of different batch sizes' if kind & 4 else ''}"
+        f"{', dedup' if kind & 8 else ''}"
         for rank, kind in enumerate(kinds)
     ]
     raise RuntimeError(
-        "ids must have one dtype on all ranks; weights, and features of different batch sizes, "
-        f"must be on all or none; got {'; '.join(descriptions)}"
+        "ids must have one dtype on all ranks; weights, features of different batch sizes, and "
+        f"dedup, must be on all or none; got {'; '.join(descriptions)}"
     )
 
 

@@ -16,6 +16,7 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, LazyAwaitab
 from emblib.sharding.input_dist import IncomingBatch, InputRequest, start_input_dists
 from emblib.sharding.output_exchange import OutputExchange, OutputStep
 from emblib.sharding.ranks import RankGroup
+from emblib.tables.recomputation import running_forward
 
 
 class Inputs(NamedTuple):
@@ -179,12 +180,36 @@ def start_output_dist(module: Any, rows: Any, received: Any) -> LazyAwaitable[An
 
 
 def exchange(module: Any, features: Any) -> LazyAwaitable[Any]:
-    """Return the output of a collection, from the exchange that was started ahead if it was."""
-    if module.sent_ahead is not None:
+    """Return the output of a collection, from the exchange that was started ahead if it was.
+
+    A forward that backward repeats has the batch that was sent ahead for the first one.
+    """
+    running = running_forward(training=module.training)
+    result: LazyAwaitable[Any]
+    if running is not None and running.is_repeated:
+        received = running.noted(module)
+        if received is not None:
+            result = module.compute_and_output_dist(received)
+            return result
+    elif module.sent_ahead is not None:
         output: LazyAwaitable[Any] | None = module.sent_ahead.take(module, features)
         if output is not None:
             return output
-    result: LazyAwaitable[Any] = module.compute_and_output_dist(
-        module.input_dist(features).wait().wait()
-    )
+    if running is not None:
+        running.note(module, None)
+    result = module.compute_and_output_dist(module.input_dist(features).wait().wait())
+    return result
+
+
+def is_checkpointed(module: Any) -> bool:
+    """Return whether the running forward of a collection is in a checkpointed region."""
+    return running_forward(training=module.training) is not None
+
+
+def look_up_apart(module: Any, received: Any) -> LazyAwaitable[Any]:
+    """Look up a batch that was sent ahead, alone, as a checkpointed region repeats it."""
+    running = running_forward(training=module.training)
+    if running is not None:
+        running.note(module, received)
+    result: LazyAwaitable[Any] = module.compute_and_output_dist(received)
     return result

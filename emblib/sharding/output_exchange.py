@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import known_scale, note_finite
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.exchange import (
@@ -328,10 +328,14 @@ class _OutputNode(torch.autograd.Function):
         index: int,
     ) -> Tensor:
         ctx.exchange, ctx.index = exchange, index
+        ctx.save_for_backward(token)
         return exchange.assemble(index, replica_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # A checkpointed region is repeated, with its exchanges, at the first tensor that it saved:
+        # here on every rank, also on one whose lookups save none.
+        assert len(ctx.saved_tensors) == 1
         replica_grads = ctx.exchange.send_gradient(ctx.index, grad)
         return grad.new_empty(0), replica_grads, None, None

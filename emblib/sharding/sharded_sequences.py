@@ -325,7 +325,8 @@ class ShardedEmbeddingCollection(StateOfTables):
         shared: the shards of tables that other collections read too, see `shard`.
         dedup: whether each id of a feature is sent once per batch, and its vector returned once.
             It saves messages where ids repeat within the batch of a rank; the gradients of equal
-            ids are added up before they are sent.
+            ids are added up before they are sent. Hash tables that count uses, for eviction or
+            admission, get the number of times each id was there, 8 bytes per distinct id.
     """
 
     handles_name = "embeddings"
@@ -432,10 +433,11 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
         """Return what to send of a batch; None for a rank that stops a joint exchange."""
-        repeated = None
+        repeated = counts = None
         if self.dedup and features is not None:
             features, repeated = _without_repeats(features, self._features())
-        requests = [one.input_request(features) for one in self._equal()]
+            counts = {key: ids.counts for key, ids in repeated.items()}
+        requests = [one.input_request(features, counts) for one in self._equal()]
         return Inputs(requests, partial(_Received, repeated=repeated))
 
     def _features(self) -> list[str]:
@@ -507,12 +509,14 @@ class ShardedEmbeddingCollection(StateOfTables):
 class _RepeatedIds(NamedTuple):
     """The ids of a feature before those that repeat were dropped.
 
-    `inverse` is the position of each id among the distinct ones.
+    `inverse` is the position of each id among the distinct ones, `counts` how often each of these
+    was there.
     """
 
     ids: Tensor
     lengths: Tensor
     inverse: Tensor
+    counts: Tensor
 
     def expand(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the vector of every id, the lengths of bags and the ids."""
@@ -542,9 +546,9 @@ def _without_repeats(
     distinct, repeated = [], {}
     for key in keys:
         jagged = batch[key]
-        ids, inverse = jagged.values().unique(return_inverse=True)
+        ids, inverse, uses = jagged.values().unique(return_inverse=True, return_counts=True)
         distinct.append(ids)
-        repeated[key] = _RepeatedIds(jagged.values(), jagged.lengths(), inverse)
+        repeated[key] = _RepeatedIds(jagged.values(), jagged.lengths(), inverse, uses)
     counts = [ids.numel() for ids in distinct]
     lengths = torch.tensor(counts, device=batch.device())
     values = torch.cat(distinct) if distinct else batch.values()[:0]

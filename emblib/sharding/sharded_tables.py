@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from emblib.collections.groups import SliceKey, TableGroups, group
 from emblib.collections.optimizers.fused import trained_configs
@@ -21,6 +20,7 @@ from emblib.collections.shared import SharedTable
 from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
+from emblib.ops.derivatives import once_differentiable, refuse_tangents
 from emblib.ops.joint_step import adding_to
 from emblib.ops.scaled_gradients import mark_nested
 from emblib.optim import Optimizer
@@ -491,13 +491,25 @@ class ShardedTables(nn.Module):
 
     # One batch
 
+    @property
+    def counts_uses(self) -> bool:
+        """Return whether one of the tables counts how often an id is used."""
+        return any(self.storage_config(name).storage.counts_uses for name in self.plan)
+
     def input_request(
-        self, features: KeyedJaggedTensor | None
+        self, features: KeyedJaggedTensor | None, counts: Mapping[str, Tensor] | None = None
     ) -> InputRequest | Awaitable[IncomingBatch]:
-        """Return the batch to send, or the batch to look up where nothing needs to be sent."""
+        """Return the batch to send, or the batch to look up where nothing needs to be sent.
+
+        Args:
+            features: the batch; None for a rank that has none.
+            counts: by feature, int64, the uses that each id stands for; None for one each.
+        """
         if features is None:
             return InputRequest(self._input_dist, None)
         inputs = self._inputs(features)
+        if counts is not None and self.counts_uses:
+            inputs = inputs._replace(counts=torch.cat([counts[key] for key in self._keys]))
         if self._is_local:
             return DeferredAwaitable(lambda: self._here(inputs))
         return InputRequest(self._input_dist, inputs)
@@ -526,6 +538,7 @@ class ShardedTables(nn.Module):
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
         weights = features.weights_or_none() if self._is_weighted else None
+        refuse_tangents("the weights of a batch", weights)
         return weights if weights is None or weights.dtype is torch.float32 else weights.float()
 
     def _inverse(self, features: KeyedJaggedTensor) -> list[Tensor] | None:
@@ -546,9 +559,12 @@ class ShardedTables(nn.Module):
     def _here(self, inputs: LocalBatch) -> IncomingBatch:
         """Return the batch of a lookup without communication."""
         order = [unit.feature for unit in self._own.units]
-        ids, offsets, weights = inputs.ids, inputs.offsets, inputs.weights
+        ids, offsets, weights, counts = inputs.ids, inputs.offsets, inputs.weights, inputs.counts
         if order != sorted(order):
             ids, offsets, weights = reordered(inputs, order, self._input_dist.order)
+            if counts is not None:
+                counted = inputs._replace(ids=counts, weights=None)
+                counts = reordered(counted, order, self._input_dist.order)[0]
         bags = [[inputs.bags[f]] for f in order]
         return IncomingBatch(
             inputs,
@@ -561,6 +577,7 @@ class ShardedTables(nn.Module):
             offsets,
             [ids.numel()],
             0,
+            counts=counts,
         )
 
     def rows(self, received: IncomingBatch) -> Tensor:
@@ -575,15 +592,17 @@ class ShardedTables(nn.Module):
                 "this collection is weighted, so batches must have weights: make the "
                 "KeyedJaggedTensor with weights=..., or the collection with is_weighted=False"
             )
+        counts = received.counts
         if len(received.bags) == len(self._own.units):
             ids, offsets, weights = received.ids, received.offsets, received.weights
         else:
             ids, offsets, weights = self._without_replicas(received)
+            counts = None if counts is None else counts[: ids.numel()]
         if not self._own.units and weights is not None and weights.requires_grad:
             # The other ranks send gradients of weights in backward, which takes this one, too.
             return weights[:0].view(0, 0)
         sizes = received.bags[: len(self._own.units)] if received.by_unit else None
-        return self.groups(ids, offsets, weights, batch_sizes=sizes)
+        return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=counts)
 
     def prefetch(self, received: IncomingBatch) -> None:
         """Prefetch the rows that `rows` will look up for this batch into caches."""

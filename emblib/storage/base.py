@@ -248,6 +248,11 @@ class Storage:
 
     # Configuration
 
+    @property
+    def counts_uses(self) -> bool:
+        """Return whether a table counts how often an id is used; its kernel then takes `counts`."""
+        return False
+
     def check_table(self, table: TableDescription) -> None:
         """Raise ValueError for a configuration that this storage cannot have."""
 

@@ -139,6 +139,12 @@ class Hash(Storage):
         initializer = Uniform(low, high) if low < high else Constant(low)
         return replace(spec, initializer=initializer)
 
+    @property
+    def counts_uses(self) -> bool:
+        """Return whether eviction or admission is by the number of uses."""
+        is_counted = self.eviction in (Eviction.LFU, Eviction.LRU_LFU)
+        return is_counted or self.admission is not None
+
     # Kernels
 
     def group_key(

@@ -42,6 +42,7 @@ from emblib.tables import parameters
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, first_violation, report_of
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
+from emblib.tables.recomputation import is_repeated
 
 
 class SpecKind(NamedTuple):
@@ -527,7 +528,7 @@ def check_bounds(
 
     `message` is the warning, a format of the numbers `indices` and `offsets` and the text `where`.
     With `is_prefetch` violations are not counted: the lookup of the batch counts them, and may do
-    so on another stream at the same time.
+    so on another stream at the same time. A forward that backward repeats counts them once.
 
     Raises:
         RuntimeError: another device; out of bounds in mode FATAL; in mode WARNING on the CPU,
@@ -549,13 +550,16 @@ def check_bounds(
         return repaired
     if isinstance(violations, FakeTensor):
         return repaired
-    if violations.is_cuda or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         module.bounds_violations.add_(violations)
-        if not torch.compiler.is_compiling():
+        return repaired
+    if violations.is_cuda:
+        if not is_repeated():
+            module.bounds_violations.add_(violations)
             report_of(module).add_check(module, message)
         return repaired
     bad_indices, bad_offsets = violations.tolist()
-    if bad_indices or bad_offsets:
+    if (bad_indices or bad_offsets) and not is_repeated():
         module.bounds_violations.add_(violations)
         where = first_violation(module, indices, repaired, features, bag_layout)
         text = message.format(indices=bad_indices, offsets=bad_offsets, where=where)

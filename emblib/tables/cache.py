@@ -37,6 +37,7 @@ from emblib.specs import CacheConfig, CachePolicy, Precision
 from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory, TableLayout
 from emblib.tables.parameters import loses_values
+from emblib.tables.recomputation import running_forward
 
 _MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
 
@@ -400,6 +401,7 @@ class InFlight:
         self.ticket: int | None = None  # `__del__` also runs if `enter` raises
         self.ticket = owner.cache.enter()
         self.version = -1
+        self.will_be_repeated = False  # after a lookup without gradients
         self._locations: autograd.RowLocations | None = None
 
     def fill(self, groups: tbe.Groups, row_slots: Tensor) -> None:
@@ -431,7 +433,10 @@ class InFlight:
         return locations
 
     def after_update(self) -> None:
-        """Release the rows for eviction."""
+        """Release the rows for eviction, unless a repetition will update them."""
+        if self.will_be_repeated:
+            self.will_be_repeated = False
+            return
         self.leave()
         self.owner.used()
 
@@ -480,12 +485,23 @@ class Prefetcher:
             self._queue.append((batch_id, batch_id.versions(), self._fill(batch, tiers)))
 
     def take(
-        self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId
+        self,
+        batch: autograd.Lookup,
+        tiers: autograd.Tiers,
+        batch_id: BatchId,
+        *,
+        training: bool,
     ) -> autograd.Lookup:
         """Return the batch with the slots of its lookups; its `hooks` keep it in flight.
 
         Without gradients, a batch that is not the next prefetched one is looked up out of order.
+        The repetition of a forward takes what the first one took.
         """
+        running = running_forward(training=training)
+        if running is not None and running.is_repeated:
+            known: InFlight | None = running.noted(self)
+            if known is not None:
+                return batch._replace(slots=known.locate().slots, hooks=known)
         is_extra = (
             not torch.is_grad_enabled() and self._queue and not batch_id.is_(self._queue[0][0])
         )
@@ -505,6 +521,9 @@ class Prefetcher:
                     "flush() and then reset_cache_states() to forget them"
                 )
             self._queue.popleft()
+        if running is not None:
+            running.note(self, flight)
+            flight.will_be_repeated = running.trains_without_grad
         return batch._replace(slots=flight.locate().slots, hooks=flight)
 
     def _fill(self, batch: autograd.Lookup, tiers: autograd.Tiers) -> InFlight:

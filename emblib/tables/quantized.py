@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.columns import FeatureColumn
 from emblib.ops import codes, quant
+from emblib.ops.derivatives import refuse_tangents
 from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import base
 from emblib.tables.base import check_features, variable_batch, warn_of_dtype
@@ -269,6 +270,7 @@ class QuantizedEmbeddingBags(nn.Module):
                 weights that ask for a gradient.
             ValueError: `batch_sizes` that do not fit.
         """
+        refuse_tangents("per_sample_weights", per_sample_weights)
         if per_sample_weights is not None and per_sample_weights.requires_grad:
             if torch.is_grad_enabled():
                 raise RuntimeError(

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.columns import Hyper, Tier
 from emblib.ops import autograd, codes, tbe
+from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import scale_of_backward
 from emblib.tables import base, optimizer_hooks
 

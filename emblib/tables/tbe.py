@@ -19,6 +19,7 @@ from torch import Tensor
 from emblib import ops
 from emblib.columns import FeatureColumn, Tier
 from emblib.ops import autograd, joint_step, tbe
+from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Gradient, Optimizer, description
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks, parameters
@@ -29,6 +30,7 @@ from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
 from emblib.tables.reading import LookupArgs, TableReading
+from emblib.tables.recomputation import trains_first
 from emblib.tables.reporting import Reporting, StatsReporter
 from emblib.tables.short_calls import ShortCalls
 
@@ -212,6 +214,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
+        refuse_tangents("per_sample_weights", per_sample_weights)
         is_short = batch_sizes is None and feature_requires_grad is None
         if is_short and not torch.compiler.is_compiling():
             calls = self._calls
@@ -319,8 +322,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             masked = self._masked_features(args.feature_requires_grad)
             batch = batch._replace(sample_features=masked)
         sample_weights, tiers = args.sample_weights, self._tiers()
-        trains = torch.is_grad_enabled() and not self._frozen
-        if self._is_periodic and trains and self._begins_step(batch):
+        if self._is_periodic and self._begins_step(batch):
             with self._lock:
                 self._before_forward(tiers)
         read: Callable[..., Tensor] = self._read
@@ -328,7 +330,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             read = partial(self._read_for_gradients, unique=args.unique)
         if self._prefetcher is not None:
             with self._lock:  # until the slots of the batch have been read
-                batch = self._prefetcher.take(batch, tiers, batch_id)
+                batch = self._prefetcher.take(batch, tiers, batch_id, training=self.training)
                 return read(tiers, batch, sample_weights)
         return read(tiers, batch, sample_weights)
 
@@ -435,7 +437,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self.table_views())
 
     def _begins_step(self, batch: autograd.Lookup) -> bool:
-        """Return whether a training forward is the first one of a step."""
+        """Return whether this is a training forward, and the first one of a step."""
+        if self._frozen or not trains_first(training=self.training):
+            return False
         every_forward_does = not self.optimizer.deferred and batch.joint is None
         return every_forward_does or self._forwards == self._applied_steps
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.columns import TTTableColumn
 from emblib.ops import autograd, tt
+from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Optimizer
 from emblib.specs import (
     BoundsCheck,
@@ -311,9 +312,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             ValueError: `batch_sizes` that do not fit.
         """
         self._check_frozen()
+        cores = self._all_cores()
+        refuse_tangents("per_sample_weights and cores", per_sample_weights, *cores)
         batch = self._batch(indices, offsets, batch_sizes)
         weighted = per_sample_weights is not None and per_sample_weights.requires_grad
-        cores = self._all_cores()
         if not torch.is_grad_enabled():
             return tt.lookup(cores, batch, per_sample_weights)
         if self._frozen and not weighted:

@@ -23,6 +23,7 @@ from emblib.tables import (
 )
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import ModuleLock
+from emblib.tables.recomputation import is_repeated
 from emblib.trace.file import INTEGERS, LookupTrace, TracedFeature
 
 
@@ -228,7 +229,8 @@ class TraceRecorder:
     modules, FBGEMM's by their attributes, and TorchRec's collections by their configurations;
     nested ones only once, by the outermost. A module passed in that contains none of them must be
     called with a KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`.
-    Negative ids, and an `nn.EmbeddingBag`'s `padding_idx`, are not recorded. Ids are copied to the
+    Negative ids, and an `nn.EmbeddingBag`'s `padding_idx`, are not recorded, nor are forwards that
+    activation checkpointing repeats. Ids are copied to the
     CPU, which waits for a GPU. Several threads may call the embeddings; the features of a call are
     recorded together.
 
@@ -325,7 +327,7 @@ class _Hook:
 
     @graph_break
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.left <= 0:
+        if self.left <= 0 or is_repeated():
             return
         every = [_real_lookups(bags) for bags in self.read(self.name, module, args, kwargs)]
         with self.lock:

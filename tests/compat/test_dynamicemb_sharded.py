@@ -319,13 +319,13 @@ def test_tables_are_filled() -> None:
 
 
 def admit(ranks: RankGroup) -> None:
-    with pytest.warns(UserWarning, match=r"use_index_dedup has no effect .*\['films', 'users'\]"):
-        model = make(
-            ranks,
-            score_strategy=DynamicEmbScoreStrategy.LFU,
-            admit_strategy=FrequencyAdmissionStrategy(threshold=2),
-            admission_counter=KVCounter(capacity=1024),
-        )
+    model = make(
+        ranks,
+        score_strategy=DynamicEmbScoreStrategy.LFU,
+        admit_strategy=FrequencyAdmissionStrategy(threshold=2),
+        admission_counter=KVCounter(capacity=1024),
+    )
+    assert model.module.embeddings.dedup
     train(model, ranks, range(2))
     users = torch.cat([batch(RankGroup.single(), step)[0]["user"].values() for step in range(2)])
     keys, counts = users.unique(return_counts=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from emblib.sharding.pipelines.batches import Lane
 from emblib.sharding.pipelines.inputs import (
     Ahead,
+    CallsApart,
     FoundInputs,
     GivenInputs,
     Inputs,
@@ -226,7 +227,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             on_progress=on_progress,
             ranks=ranks,
         )
-        self._lane = Lane(self.device)
+        self._lane, self._apart = Lane(self.device), CallsApart()
         self._inputs: FoundInputs | GivenInputs = (
             FoundInputs(model) if inputs is None else GivenInputs(model, inputs)
         )
@@ -261,7 +262,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         """Return the inputs of a slot that were sent ahead; send them now if they were not."""
         if slot.sent is None:
             assert slot.batch is not None
-            slot.sent = Ahead(self._inputs(slot.batch.value), self._lane, slot.batch)
+            calls = self._inputs(slot.batch.value)
+            slot.sent = Ahead(calls, self._lane, slot.batch, self._apart)
         sent: Ahead = slot.sent
         return sent
 

@@ -21,6 +21,8 @@ from emblib.sharding.dense import unwrapped
 from emblib.sharding.joint_exchange import (
     InputCall,
     OutputCall,
+    is_checkpointed,
+    look_up_apart,
     start_joint_input_dist,
     start_joint_output_dist,
 )
@@ -121,6 +123,36 @@ class GivenInputs:
         return calls
 
 
+class CallsApart:
+    """The calls of a forward that look up by themselves, in checkpointed regions.
+
+    A region repeats its lookup alone. The first batch shows which calls these are: there, all look
+    up by themselves.
+    """
+
+    def __init__(self) -> None:
+        self.is_learned = False
+        self.known: set[int] = set()
+
+    def contains(self, index: int, module: Any) -> bool:
+        """Return whether the running call, number `index` of the forward, looks up by itself.
+
+        Raises:
+            RuntimeError: it is in a region, but was not with the first batch.
+        """
+        if not is_checkpointed(module):
+            return index in self.known or not self.is_learned
+        if index not in self.known:
+            if self.is_learned:
+                raise RuntimeError(
+                    f"call {index} of a sharded collection is in a checkpointed region, and was "
+                    "not with the first batch of the pipeline: checkpoint it from the first batch "
+                    "on, or make another pipeline"
+                )
+            self.known.add(index)
+        return True
+
+
 class Ahead:
     """The inputs of one batch in flight to the ranks that look them up, in one exchange.
 
@@ -128,14 +160,17 @@ class Ahead:
     rows return in one exchange as well.
     """
 
-    def __init__(self, calls: Sequence[InputCall], lane: Lane, batch: Staged[Any]) -> None:
+    def __init__(
+        self, calls: Sequence[InputCall], lane: Lane, batch: Staged[Any], apart: CallsApart
+    ) -> None:
         self._lane = lane
-        self._calls = calls
+        self._calls, self._apart = calls, apart
         # First the sizes of all, then the ids of all: the sizes of one come while another's go.
         self._sizes: Staged[Awaitable[Any]] | None = lane.run(self._send_sizes, batch)
         self._ids: Staged[list[Awaitable[Any]]] | None = None
         self._come: Staged[list[Any]] | None = None
-        self._outputs: list[Callable[[], Any]] | None = None
+        self._received: list[Any] | None = None
+        self._outputs: dict[int, Callable[[], Any]] = {}
 
     def _send_sizes(self, batch: Any) -> Awaitable[Any]:
         return start_joint_input_dist(self._calls)
@@ -172,6 +207,7 @@ class Ahead:
             queue.append((call.features, self._taker(i, with_grad=with_grad)))
         with _forwards({module: _taking(module, queue) for module, queue in waiting.items()}):
             yield
+        self._apart.is_learned = True
         for module, queue in waiting.items():
             if queue:
                 raise RuntimeError(
@@ -182,22 +218,27 @@ class Ahead:
 
     def _taker(self, index: int, *, with_grad: bool) -> Callable[[], Any]:
         def take() -> Any:
-            if self._outputs is None:
+            if self._received is None:
+                self._received = (self._come or self._receive()).take()
+            module = self._calls[index].module
+            if self._apart.contains(index, module):
+                return look_up_apart(module, self._received[index])
+            if not self._outputs:
                 with torch.set_grad_enabled(with_grad):
-                    self._outputs = self._look_up()
+                    self._outputs = self._look_up(self._received)
             return self._outputs[index]()
 
         return take
 
-    def _look_up(self) -> list[Callable[[], Any]]:
-        """Look up the batches of all collections and start to return their rows."""
-        received = (self._come or self._receive()).take()
-        return start_joint_output_dist(
-            [
-                OutputCall(call.module, call.module.compute(batch), batch)
-                for call, batch in zip(self._calls, received, strict=True)
-            ]
-        )
+    def _look_up(self, received: Sequence[Any]) -> dict[int, Callable[[], Any]]:
+        """Look up the batches of collections together and start to return their rows."""
+        together = [i for i in range(len(self._calls)) if i not in self._apart.known]
+        calls = [
+            OutputCall(module, module.compute(received[i]), received[i])
+            for i in together
+            for module in (self._calls[i].module,)
+        ]
+        return dict(zip(together, start_joint_output_dist(calls), strict=True))
 
 
 def _wait_for_all(awaitables: list[Awaitable[Any]]) -> list[Any]:

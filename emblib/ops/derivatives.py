@@ -1,0 +1,76 @@
+"""Derivatives that the ops do not have: they are refused, where torch would return zeros.
+
+torch drops the tangent of an argument of an op without a forward-mode formula, and its
+`once_differentiable` cuts second derivatives off: `torch.autograd.functional.jvp`, which asks for
+them, takes an input that the result does not depend on as a zero.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
+    """Raise NotImplementedError if one of the tensors has a tangent, which an op would drop.
+
+    Outside of forward mode this reads one number. In compiled code it does nothing.
+
+    Args:
+        what: names the tensors in the error.
+        tensors: the differentiable arguments of an op.
+    """
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"forward-mode differentiation of {what} (torch.func.jvp and jacfwd, dual tensors) "
+                "is not supported, with or without no_grad: use reverse mode, e.g. backward(); or "
+                "look up with the tangent as the sample weights, in which the output is linear"
+            )
+
+
+Backward = Callable[..., Any]
+
+
+def once_differentiable(backward: Backward) -> Backward:
+    """Make a backward of a Function whose results raise if they are differentiated.
+
+    As `torch.autograd.function.once_differentiable`, but the results depend on the gradients that
+    the backward gets, so that no derivative by these is taken for zero.
+    """
+
+    @wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        sources = [one for one in grads if isinstance(one, Tensor) and one.requires_grad]
+        found = results if isinstance(results, tuple) else (results,)
+        tensors = [one for one in found if one is not None]
+        if not sources or not tensors:
+            return results
+        guarded = iter(_NotTwice.apply(len(tensors), *tensors, *sources))
+        return tuple(None if one is None else next(guarded) for one in found)
+
+    return call
+
+
+class _NotTwice(torch.autograd.Function):
+    """Pass on the first `count` tensors; a gradient of them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(one.detach() for one in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "trying to differentiate twice a function that was marked with @once_differentiable: "
+            "lookups have no second derivatives"
+        )

@@ -1,0 +1,155 @@
+"""Forwards that activation checkpointing repeats: what they change besides their output.
+
+`torch.utils.checkpoint` runs a function in forward and again in backward. The output of a lookup
+may be computed twice, but a key must be inserted, an id counted and a warning given once. So a
+lookup that changes something asks for its `running_forward`. The first forward `note`s what the
+repetition needs, e.g. the rows of its keys; the repetition gets that by `noted`, in the order of
+the calls, and changes nothing.
+
+The checkpointed regions around a lookup are found on the call stack: torch tells a function neither
+that it is checkpointed nor that it is repeated. What was noted is stored on torch's own object of a
+region, so it lives as long as the graph that may repeat the region.
+
+- With `use_reentrant=True` the first forward runs under `no_grad`. It must look up what training
+  would, unless no input of the region requires a gradient: then nothing is repeated.
+- Regions nest. Repeating the outer one runs the inner one as a first forward again; that is a
+  repetition all the same, and what it gets is noted for the new inner region.
+- A backward within a region is no part of it: the search ends where autograd was called.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd import graph
+from torch.utils import checkpoint
+
+_REENTRANT_FORWARD = checkpoint.CheckpointFunction.forward.__code__
+_REENTRANT_BACKWARD = checkpoint.CheckpointFunction.backward.__code__
+_FILE = _REENTRANT_FORWARD.co_filename
+_CALL_OF_AUTOGRAD = graph._engine_run_backward.__code__
+_NO_TASK = -1
+
+
+class RunningForward:
+    """The checkpointed regions around a running forward.
+
+    Attributes:
+        is_repeated: whether backward repeats an earlier forward.
+        trains_without_grad: whether a lookup without gradients trains, because a region disables
+            them in its first forward.
+    """
+
+    def __init__(self) -> None:
+        self.is_repeated = False
+        self.trains_without_grad = False
+        self._repeated: _Region | None = None
+        self._noted_in: list[_Region] = []
+
+    def note(self, owner: object, value: Any) -> None:
+        """Note what the repetition of this call of `owner` needs."""
+        for region in self._noted_in:
+            region.values.setdefault(owner, []).append(value)
+
+    def noted(self, owner: object) -> Any:
+        """Return what was noted at this call of `owner`; None if nothing was."""
+        assert self._repeated is not None
+        value = self._repeated.next_value(owner)
+        if value is not None:
+            self.note(owner, value)
+        return value
+
+    def _add(self, frame: FrameType) -> None:
+        """Add the region of a call in torch's file, if it is one of a region."""
+        code, variables = frame.f_code, frame.f_locals
+        if code is _REENTRANT_FORWARD:
+            if variables["ctx"].next_functions:  # otherwise there is no graph to repeat it
+                self._noted_in.append(_region_of(variables["ctx"]))
+                self._trains_without_grad()
+        elif code is _REENTRANT_BACKWARD:
+            self._repeat(_region_of(variables["ctx"]), torch._C._current_graph_task_id())
+            self._trains_without_grad()
+        elif code.co_name == "checkpoint" and "gen" in variables:
+            # The generator around a first forward has the region as a variable.
+            variables = variables["gen"].gi_frame.f_locals
+            self._noted_in.append(_region_of(variables["new_frame"]))
+        elif code.co_name == "unpack_hook" and "gid" in variables:
+            self._repeat(_region_of(variables["frame"]), variables["gid"])
+
+    def _trains_without_grad(self) -> None:
+        self.trains_without_grad = not torch.is_inference_mode_enabled()
+
+    def _repeat(self, region: _Region, run: object) -> None:
+        region.begin(run)
+        self._repeated, self.is_repeated = region, True
+
+
+class _Region:
+    """What the lookups of a checkpointed region noted, by owner in the order of its calls."""
+
+    def __init__(self) -> None:
+        self.values: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()
+        self._run: object = None
+        self._calls: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+
+    def begin(self, run: object) -> None:
+        """Return to the first calls, unless this repetition of the region has begun before."""
+        if self._run != run:
+            self._run = run
+            self._calls.clear()
+
+    def next_value(self, owner: object) -> Any:
+        """Return what the next call of `owner` noted; None for more calls than noted something."""
+        values, number = self.values.get(owner, []), self._calls.get(owner, 0)
+        self._calls[owner] = number + 1
+        return values[number] if number < len(values) else None
+
+
+def _region_of(holder: Any) -> _Region:
+    """Return the region that torch's object of a region stands for."""
+    region: _Region = vars(holder).setdefault("_emblib_region", _Region())
+    return region
+
+
+def running_forward(*, training: bool = True) -> RunningForward | None:
+    """Return the regions around the running forward; None outside of checkpointing.
+
+    Outside it costs three reads of torch's state; only within a backward, within hooks of saved
+    tensors and in `training` without gradients the call stack is searched.
+
+    Args:
+        training: whether the caller would train with gradients.
+    """
+    if (
+        torch._C._current_graph_task_id() == _NO_TASK
+        and (torch.is_grad_enabled() or not training)
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    ):
+        return None
+    running = RunningForward()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL_OF_AUTOGRAD:
+        if frame.f_code.co_filename == _FILE:
+            running._add(frame)
+            if running.is_repeated:
+                break
+        frame = frame.f_back
+    return running if running.is_repeated or running._noted_in else None
+
+
+def trains_first(*, training: bool) -> bool:
+    """Return whether the running forward trains, and is not repeated by backward."""
+    running = running_forward(training=training)
+    if running is None:
+        return torch.is_grad_enabled()
+    return not running.is_repeated and (torch.is_grad_enabled() or running.trains_without_grad)
+
+
+def is_repeated() -> bool:
+    """Return whether backward repeats the running forward."""
+    running = running_forward(training=False)
+    return running is not None and running.is_repeated
