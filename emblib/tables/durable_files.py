@@ -43,6 +43,11 @@ class SyncGuard:
         self._directory = directory
         self._failure = ""
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether a sync failed."""
+        return bool(self._failure)
+
     def check(self) -> None:
         """Raise RuntimeError if a sync failed."""
         if self._failure:
@@ -67,9 +72,45 @@ class ChecksumError(RuntimeError):
     """Bytes of a file are not those that were written to it."""
 
 
+def open_own(path: Path, flags: int) -> int:
+    """Open a file whose name emblib chose, in a directory that it was given; create it.
+
+    Others may be able to write to that directory too, and know the name: a link there would have
+    emblib overwrite the file that it leads to. A directory may be a link, its files may not.
+
+    Raises:
+        OSError: the file is a symbolic link, or cannot be opened.
+    """
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(
+            errno.ELOOP,
+            "a file that emblib writes is a symbolic link, which is not followed; remove the link, "
+            "or make its directory a link to where the files shall be",
+            str(path),
+        ) from error
+
+
+def open_fresh(path: Path, flags: int) -> int:
+    """Open a file whose content does not matter, such as a lock or a new version of a file.
+
+    A link in its place is removed; what it leads to stays as it is.
+    """
+    try:
+        return open_own(path, flags)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    remove(path)
+    return open_own(path, flags)
+
+
 def open_file(path: Path) -> int:
-    """Open a file for reading and writing; create it if it does not exist."""
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    """Open a file for reading and writing, see `open_own`."""
+    return open_own(path, os.O_RDWR)
 
 
 def write_at(handle: int, data: memoryview, at: int) -> int:
@@ -191,8 +232,11 @@ class MappedFile:
             )
         if not self.count:
             return torch.empty(0, dtype=self.dtype)
-        with open(self.path, "r+b") as file:
-            self.mapped = mmap.mmap(file.fileno(), self.nbytes)
+        handle = open_file(self.path)
+        try:
+            self.mapped = mmap.mmap(handle, self.nbytes)
+        finally:
+            os.close(handle)
         self.mapped.madvise(mmap.MADV_RANDOM)  # a row is a page or two: do not read its neighbours
         return torch.frombuffer(self.mapped, dtype=self.dtype)
 
@@ -242,7 +286,7 @@ def refuse_strangers(directory: Path, what: str, known: str) -> None:
 def lock(path: Path, what: str, way_out: str = "end it, or delete the module that has them") -> int:
     """Lock a file exclusively and return its handle; `what` names what it protects."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = open_fresh(path, os.O_RDWR)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -291,7 +335,7 @@ def replacing(path: Path, fresh: Path | None = None) -> Iterator[BinaryIO]:
     """
     fresh = path.with_name(path.name + _NEXT) if fresh is None else fresh
     try:
-        with open(fresh, "wb") as file:
+        with os.fdopen(open_fresh(fresh, os.O_WRONLY | os.O_TRUNC), "wb") as file:
             yield file
             file.flush()
             sync_file(file.fileno(), fresh)

@@ -25,7 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.tables.durable_files import flush_directory, lock, make_directory, replace_json
+from emblib.tables.durable_files import (
+    flush_directory,
+    lock,
+    make_directory,
+    open_fresh,
+    replace_json,
+)
 
 _FORMAT = 1
 _DTYPES = (
@@ -191,7 +197,7 @@ class ArrayWriter:
 
     def __init__(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.path, self.dtype, self.shape = path, dtype, shape
-        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._handle = open_fresh(path, os.O_WRONLY | os.O_TRUNC)
         self._at, self._crc = 0, 0
 
     def append(self, numbers: Tensor) -> None:

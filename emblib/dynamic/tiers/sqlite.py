@@ -11,7 +11,9 @@ The database is in WAL mode: other connections can read the last commit at any t
 
 import contextlib
 import ctypes
+import errno
 import os
+import secrets
 import sqlite3
 import struct
 import sys
@@ -37,6 +39,7 @@ from emblib.tables.durable_files import ChecksumError, json_checksum
 from emblib.tables.locks import call_in_forks
 
 _AT_ONCE = 512  # keys per query
+_LEAST_BYTES = 512  # of a database: its smallest page
 _FORMAT = "2"
 _UNCHECKED = "1"  # the format before rows had checksums
 _CHECKSUM = "checksum"  # of the other entries of `emblib`
@@ -57,6 +60,8 @@ class SqliteRows:
         self._verify = Verify(verify)
         self._connection: sqlite3.Connection | None = None
         self._process = -1
+        self._in_batch = False  # whether a savepoint may be open
+        self._is_committing = False  # whether there may be no transaction
         self.path = Path(path).expanduser()
         self.note = ""
         self._tables: list[StoredTable] = []
@@ -84,32 +89,121 @@ class SqliteRows:
 
         Raises:
             BlockingIOError: the database is open for writing elsewhere.
-            ValueError: the database holds tables of another layout.
+            OSError: the file cannot be opened or made.
+            ValueError: the file holds something else, or tables of another layout.
+            RuntimeError: the file is not whole.
             ChecksumError: the data differ from their checksum.
         """
         self.close()
         self._tables = list(tables)
-        connection = sqlite3.connect(
-            self.path, timeout=0, isolation_level=None, check_same_thread=False
-        )
+        self._in_batch = self._is_committing = False
+        self._check_file()
+        connection = None
         try:
-            connection.execute("PRAGMA journal_mode=WAL")
+            if not self.path.exists():
+                self._create()
+            connection = self._connect(self.path)
             connection.execute("PRAGMA synchronous=FULL")  # a commit survives the machine
             connection.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError as error:
-            connection.close()
-            if "locked" not in str(error):
-                raise
-            raise BlockingIOError(
-                f"{self.path} has one owner, and is open for writing elsewhere; close the module "
-                "that has it, or name another file"
-            ) from error
+            self._refuse_others(connection)
+        except sqlite3.DatabaseError as error:
+            if connection is not None:
+                connection.close()
+            raise self._explained(error) from error
+        except BaseException:
+            if connection is not None:
+                connection.close()
+            raise
         self._connection, self._process = connection, os.getpid()
         try:
             self._create_tables()
         except BaseException:
             self.close()
             raise
+
+    def _check_file(self) -> None:
+        """Raise RuntimeError for a file that has lost its content, which SQLite takes for new.
+
+        A file of this class is made with its first page, see `_create`, so it is never empty.
+        """
+        has_log = os.path.exists(f"{self.path}-wal") and os.path.getsize(f"{self.path}-wal") > 0
+        size = self.path.stat().st_size if self.path.is_file() else None
+        if size is not None and size < _LEAST_BYTES:
+            found = f"has {size} bytes, too few for a database: it was cut off, or never was one"
+        elif not self.path.exists() and has_log:
+            found = f"is missing, and the log of its changes, {self.path.name}-wal, is still there"
+        else:
+            return
+        raise RuntimeError(
+            f"{self.path} {found}; restore it, or delete what is left of it and load a checkpoint"
+        )
+
+    def _connect(self, path: Path) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _create(self) -> None:
+        """Make a database without tables; the file has its first page when it gets its name."""
+        fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
+        try:
+            self._connect(fresh).close()
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(fresh, self.path)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+    def _refuse_others(self, connection: sqlite3.Connection) -> None:
+        """Raise unless the database is new, or has all tables that a store has."""
+        found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        kinds = ("rows", "above")
+        wanted = {f"{kind}_{t}" for kind in kinds for t in range(len(self._tables))}
+        if found and "emblib" not in found:
+            raise ValueError(
+                f"{self.path} is a database of another program, with "
+                f"{', '.join(sorted(found)[:4])}; name another file"
+            )
+        has_layout = found and connection.execute("SELECT 1 FROM emblib").fetchone()
+        missing = sorted(wanted - found)
+        if found and (missing or not has_layout) and not self._has_other_layout(connection):
+            lost = missing or ["the entries of emblib"]
+            raise RuntimeError(
+                f"{self.path} is damaged: it has lost {', '.join(lost)}; restore it, or delete it "
+                "and load a checkpoint"
+            )
+
+    def _has_other_layout(self, connection: sqlite3.Connection) -> bool:
+        """Return whether the database is a whole store of another number of tables."""
+        query = "SELECT count(*) FROM emblib WHERE name LIKE 'table %'"
+        return connection.execute(query).fetchone()[0] not in (0, len(self._tables))
+
+    def _explained(self, error: sqlite3.DatabaseError) -> Exception:
+        """Return an error that says what is wrong with the file, and the way out."""
+        if "locked" in str(error):
+            return BlockingIOError(
+                f"{self.path} has one owner, and is open for writing elsewhere; close the module "
+                "that has it, or name another file"
+            )
+        if "not a database" in str(error):
+            return ValueError(f"{self.path} is not an SQLite database; name another file")
+        if "malformed" in str(error):
+            return RuntimeError(
+                f"{self.path} is damaged or was cut off ({error}); restore it, or delete it and "
+                "load a checkpoint"
+            )
+        folder = self.path.parent
+        if self.path.is_dir():
+            number, found = errno.EISDIR, "it is a directory; name a file, e.g. one in it"
+        elif not folder.is_dir():
+            number, found = errno.ENOENT, f"there is no directory {folder}; make it"
+        else:
+            number = errno.EACCES
+            found = "the file and its directory must be writable; name another file"
+        return OSError(number, f"the database cannot be opened ({error}): {found}", str(self.path))
 
     def _create_tables(self) -> None:
         run = self._run
@@ -172,6 +266,8 @@ class SqliteRows:
                 "open() it first"
             )
         with self._close_on_rollback():
+            if self._is_committing and not self._connection.in_transaction:
+                self._connection.execute("BEGIN IMMEDIATE")  # also where a flush was interrupted
             return self._connection.execute(statement, values)
 
     @contextlib.contextmanager
@@ -190,19 +286,32 @@ class SqliteRows:
             ) from error
 
     def _write(self, kind: str, table: int, rows: StoredRows) -> None:
-        """Write all rows, or none of them if the statement fails."""
+        """Write all rows, or none of them if an exception comes."""
+        statement = f"INSERT OR REPLACE INTO {kind}_{table} VALUES (?, ?, ?, ?, ?)"
+        self._run_for_each(statement, _records(rows))
+
+    def _run_for_each(self, statement: str, values: Iterable[Sequence[Any]]) -> None:
+        """Run a statement for each of some values, or for none if an exception comes."""
+        self._undo_batch()
+        self._in_batch = True
         self._run("SAVEPOINT batch")
         assert self._connection is not None
         try:
             with self._close_on_rollback():
-                self._connection.executemany(
-                    f"INSERT OR REPLACE INTO {kind}_{table} VALUES (?, ?, ?, ?, ?)", _records(rows)
-                )
-        except sqlite3.Error:
-            self._run("ROLLBACK TO batch")
-            self._run("RELEASE batch")
+                self._connection.executemany(statement, values)
+        except BaseException:
+            self._undo_batch()
             raise
         self._run("RELEASE batch")
+        self._in_batch = False
+
+    def _undo_batch(self) -> None:
+        """Undo what an interrupted `_run_for_each` wrote."""
+        if self._in_batch and self._connection is not None:
+            with contextlib.suppress(sqlite3.OperationalError):  # it was released, or never begun
+                self._connection.execute("ROLLBACK TO batch")
+                self._connection.execute("RELEASE batch")
+        self._in_batch = False
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
@@ -233,12 +342,8 @@ class SqliteRows:
         self._delete(table, keys)
 
     def _delete(self, table: int, keys: Tensor) -> None:
-        self._run("SELECT 1")
-        assert self._connection is not None
-        with self._close_on_rollback():
-            self._connection.executemany(
-                f"DELETE FROM rows_{table} WHERE key = ?", ((key,) for key in keys.tolist())
-            )
+        statement = f"DELETE FROM rows_{table} WHERE key = ?"
+        self._run_for_each(statement, list(zip(keys.tolist(), strict=True)))
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`; no row is dropped."""
@@ -283,9 +388,11 @@ class SqliteRows:
             for rows in parts:
                 self._write("above", t, check_row(self._tables[t], rows))
         self._write_entries(note)
+        self._is_committing = True
         self._run("COMMIT")
         self.note = note
-        self._run("BEGIN IMMEDIATE")
+        self._run("SELECT 1")  # begins the next transaction
+        self._is_committing = False
 
     def close(self) -> None:
         """See `RowStore`."""
