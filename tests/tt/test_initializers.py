@@ -104,11 +104,11 @@ def test_the_documentation_has_the_moments_of_initial_values(init: str) -> None:
     target = 1 / math.sqrt(3 * len(rows))
     rounding = half_a_digit(written[0])
     assert abs(float(rows.std()) / target - deviation) < 0.1 * deviation + rounding
-    assert kurtosis(rows) == pytest.approx(at_32, rel=0.12)
+    assert kurtosis(rows) == pytest.approx(at_32, rel=0.2)
     assert rank_by_products(rows) == pytest.approx(rank, rel=0.05)
-    # The fewer dimensions rows lie in, the more their mean depends on the draws.
+    # The fewer dimensions rows lie in, the more the mean cosine depends on the draws.
     assert mean_cosine(rows) == pytest.approx(cosine, abs=max(0.02, 0.3 / rank))
-    assert kurtosis(big_table(init, 8)) == pytest.approx(at_8, rel=0.16)  # by draws
+    assert kurtosis(big_table(init, 8)) == pytest.approx(at_8, rel=0.25)
 
 
 def test_the_documentation_has_every_initialisation() -> None:
