@@ -84,7 +84,8 @@ class Placement(Choice):
     DEVICE                  in its memory               in its memory
     HOST                    as DEVICE                   not there: use MANAGED
     MANAGED                 as DEVICE                   pinned host memory that the
-                                                        kernels read in place
+                                                        kernels read in place, as
+                                                        CUDA tensors
     MANAGED_CACHING         as MANAGED, behind a cache  as MANAGED, behind a cache
                             in memory                   in the memory of the GPU
     DISK                    a memory-mapped file,       not there: use

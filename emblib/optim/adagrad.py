@@ -322,15 +322,12 @@ def count_largest_(
 ) -> None:
     """Write the largest row count plus one to `hyperparams` every `update_every` steps.
 
-    `counters` are the states `row_counter`; only those in host memory make a GPU wait.
+    `counters` are the states `row_counter`.
     """
     counter = optimizer.counter
     if not isinstance(counter, Counter) or counter.update_every <= 0:
         return
     if step % counter.update_every == 0:
-        kept = [count for count in counters if count.numel() > 0]
-        if hyper.is_cuda and any(count.is_cpu for count in kept):
-            torch.cuda.synchronize(hyper.device)  # kernels may still write to them in place
-        largest = [count.max() for count in kept]
+        largest = [count.max() for count in counters if count.numel() > 0]
         at = Hyper.OPTIMIZER_ARGS + len(optimizer.parameters()) - 1
         hyper[at] = 1.0 + (torch.stack([x.to(hyper) for x in largest]).max() if largest else 0.0)

@@ -1,9 +1,9 @@
 """The memory of a module's tables, tier by tier.
 
 The device tier is a parameter and buffers of the module, so that it moves with the module. The host
-tier stays in host memory wherever the module moves, pinned if a GPU reads it; the disk tier is
-files. `lay_out` is the pure part: tiers, offsets and linear row ids; csrc/core/layout.h is its
-counterpart.
+tier stays in host memory wherever the module moves. With the module on a GPU that memory is pinned,
+and its tensors are on the GPU (`mapped_memory`). The disk tier is files. `lay_out` is the pure
+part: tiers, offsets and linear row ids; csrc/core/layout.h is its counterpart.
 
 `reserve` and `use` manage memory for the maximum number of rows of a table that grows. On the CPU
 the system provides it in whole pages that cost nothing until they are first written, so that a
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from emblib.columns import Tier
 from emblib.optim import Optimizer
 from emblib.specs import CacheConfig, Placement, Precision, TableSpec
 from emblib.tables.disk import DiskStore
+from emblib.tables.mapped_memory import map_pinned
 
 STORED_TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 """The tiers that tables are stored in, as opposed to the cache."""
@@ -135,13 +136,7 @@ _NOT_ON_CUDA = {
 
 
 class Memory:
-    """Weights and optimizer states of the tables; `layout` has the location of each table.
-
-    Kernels of a GPU read and write the pinned host tier where it is, of which torch's allocator of
-    pinned memory does not know: copies and the end of this object wait for them.
-    """
-
-    _gpu: torch.device | None = None  # whose kernels use the host tier
+    """Weights and optimizer states of the tables; `layout` has the location of each table."""
 
     def __init__(
         self,
@@ -158,12 +153,12 @@ class Memory:
         used = [tier for tier in STORED_TIERS if self.layout.rows[tier]]
         self._last_tier = Tier.DISK if self.layout.cache_stride else max(used, default=Tier.DEVICE)
         self.check_device(device)
-        self._host: list[Tensor] | None = None
+        self._host: list[Tensor] | None = None  # on the CPU; pinned once a GPU uses it
+        self._mapped: list[Tensor] | None = None  # the same memory as tensors on a GPU
         self._disk: DiskStore | None = None
         self._opened: list[float] | None = None
         if self.layout.rows[Tier.HOST]:
-            self._gpu = device if device.type == "cuda" else None
-            pinned = self._gpu is not None
+            pinned = device.type == "cuda"
             self._host = self._allocate(Tier.HOST, torch.device("cpu"), pinned=pinned)
         if self.layout.rows[Tier.DISK]:
             if cache.directory is None:
@@ -210,21 +205,23 @@ class Memory:
         return weights, states
 
     def follow(self, device: torch.device) -> None:
-        """Make the host tier readable from `device`: pinned for a GPU."""
-        if self._host is not None and device.type == "cuda":
-            self._host = [t if t.is_pinned() else t.pin_memory() for t in self._host]
-            self._gpu = device
-
-    def wait_for_kernels(self, device: torch.device) -> None:
-        """Wait for the kernels of a GPU before the host accesses the host tier."""
-        if self._host is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def __del__(self) -> None:
-        if self._gpu is None or sys.is_finalizing():
+        """Make the host tier usable on `device`: pinned and mapped for a GPU."""
+        if self._host is None:
             return
-        if not torch.cuda.is_current_stream_capturing():  # a wait would end the capture
-            torch.cuda.synchronize(self._gpu)
+        if self._mapped is not None and self._mapped[0].device != device:
+            torch.cuda.synchronize(self._mapped[0].device)  # before others use the memory
+            self._mapped = None
+        self._host_tier(device)
+
+    def _host_tier(self, device: torch.device) -> list[Tensor]:
+        """Return the tensors of the host tier for a module on `device`."""
+        assert self._host is not None
+        if device.type != "cuda":
+            return self._host
+        if self._mapped is None:
+            self._host = [t if t.is_pinned() else t.pin_memory() for t in self._host]
+            self._mapped = [map_pinned(t, device) for t in self._host]
+        return self._mapped
 
     def all_tiers(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return weights and states of all tiers but the cache, given those of the device tier.
@@ -233,14 +230,15 @@ class Memory:
         """
         all_weights, all_states = [weights.view(-1)], list(states)
         for tier in range(Tier.DEVICE + 1, self._last_tier + 1):
-            tensors = self._tier(tier)
+            tensors = self._tier(tier, weights.device)
             all_weights.append(tensors[0])
             all_states.extend(tensors[1:])
         return all_weights, all_states
 
-    def _tier(self, tier: int) -> list[Tensor]:
+    def _tier(self, tier: int, device: torch.device) -> list[Tensor]:
+        """Return weights and states of a tier for a module on `device`."""
         if tier == Tier.HOST and self._host is not None:
-            return self._host
+            return self._host_tier(device)
         if tier == Tier.DISK and self._disk is not None:
             return [self._disk.weights, *self._disk.states]
         return self._allocate_empty()
@@ -262,7 +260,7 @@ class Memory:
         elif place.tier == Tier.DEVICE:
             tensors = [weights.view(-1), *states]
         else:
-            tensors = self._tier(place.tier)
+            tensors = self._tier(place.tier, weights.device)
         shape = (place.rows, place.dim)
         elements = slice(place.weight_offset, place.weight_offset + place.rows * place.dim)
         rows = slice(place.state_base, place.state_base + place.rows)
@@ -298,7 +296,9 @@ class Memory:
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of weights and states outside the device tier."""
-        tensors = [self._tier(tier) for tier in (Tier.HOST, Tier.DISK) if self.layout.rows[tier]]
+        cpu = torch.device("cpu")
+        tiers = (tier for tier in (Tier.HOST, Tier.DISK) if self.layout.rows[tier])
+        tensors = [self._tier(tier, cpu) for tier in tiers]
         return {
             "weights": sum(t[0].nbytes for t in tensors),
             "optimizer_state": sum(state.nbytes for t in tensors for state in t[1:]),
@@ -312,11 +312,14 @@ class Memory:
             )
         other = object.__new__(Memory)
         other.__dict__ = dict(self.__dict__)
-        if self._host is not None:
-            if self._gpu is not None:
-                torch.cuda.synchronize(self._gpu)  # kernels may still write what is copied here
-            copies = [tensor.clone() for tensor in self._host]
-            other._host = copies if self._gpu is None else [t.pin_memory() for t in copies]
+        if self._mapped is not None:
+            other._host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._mapped]
+            other._mapped = None
+            copies = other._host_tier(self._mapped[0].device)
+            for copy, tensor in zip(copies, self._mapped, strict=True):
+                copy.copy_(tensor)
+        elif self._host is not None:
+            other._host = [tensor.clone() for tensor in self._host]
         return other
 
     def __getstate__(self) -> dict[str, object]:
@@ -325,18 +328,9 @@ class Memory:
                 "a module with DISK tables cannot be pickled: its files are its saved form; save "
                 "its state_dict instead, or open the directory in the other process"
             )
-        if self._gpu is not None:
-            torch.cuda.synchronize(self._gpu)  # kernels may still write what is pickled here
-        return self.__dict__
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._gpu is None or self._host is None:
-            return
-        if torch.cuda.is_available():  # a pickled tensor is not pinned: kernels could not read it
-            self._host = [t.pin_memory() for t in self._host]
-        else:
-            self._gpu = None
+        if self._mapped is not None:
+            torch.cuda.synchronize(self._mapped[0].device)  # kernels may still write the rows
+        return {**self.__dict__, "_mapped": None}
 
 
 _HUGE_PAGE = 2 << 20

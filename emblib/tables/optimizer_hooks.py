@@ -72,9 +72,6 @@ def before_forward(
 ) -> None:
     """Update moving averages and the largest row count at training forward `number` (from 1)."""
     if isinstance(optimizer, EnsembleRowwiseAdagrad):
-        now = number % optimizer.average_every == 0 or number % optimizer.swap_every == 0
-        if now and tiers.hyperparams.is_cuda and len(tiers.weights) > 1:
-            torch.cuda.synchronize()  # tables in host memory are rewritten by the host
         weights = [tensors["weight"] for tensors in views]
         ensemble_(optimizer, number, weights, [tensors["sparse_ema"] for tensors in views])
     elif isinstance(optimizer, RowwiseAdagrad):

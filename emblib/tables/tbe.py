@@ -607,13 +607,11 @@ class TableBatchedEmbeddingBags(FusedTables):
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
         """Overwrite tables inside, bypassing the cache, which is emptied."""
-        with self._lock:
-            self._memory.wait_for_kernels(self.hyperparams.device)
-            with self._memory.writing_everything(self.hyperparams):
-                # Not before the disk tier is ready: a full disk must not drop cached updates.
-                if self._prefetcher is not None:
-                    self._prefetcher.reset()
-                yield
+        with self._lock, self._memory.writing_everything(self.hyperparams):
+            # Not before the disk tier is ready: a full disk must not drop cached updates.
+            if self._prefetcher is not None:
+                self._prefetcher.reset()
+            yield
 
     @atomic
     def settle(self) -> None:
@@ -621,7 +619,6 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self._prefetcher is not None:
             self.flush()
             self._prefetcher.reset()
-        self._memory.wait_for_kernels(self.hyperparams.device)
 
     @atomic
     def _save_to_state_dict(
@@ -665,7 +662,6 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._count_forwards_from_step()
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        self._memory.wait_for_kernels(self.hyperparams.device)
         return {
             **dict(base.entries(self.table_names, self.table_views())),
             "hyper": self.hyperparams,
@@ -678,6 +674,10 @@ class TableBatchedEmbeddingBags(FusedTables):
         super()._apply(fn, recurse)
         self._memory.follow(self.hyperparams.device)
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._memory.follow(self.hyperparams.device)
 
     @property
     def _tables_by_name(self) -> SimpleNamespace:

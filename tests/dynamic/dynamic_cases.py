@@ -90,10 +90,11 @@ def assert_same_content(one: DynamicEmbeddingBags, other: DynamicEmbeddingBags) 
 
 
 def assert_same_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """The same keys and bits, on any devices."""
     assert list(one) == list(other)
     for key in one:
         assert one[key].dtype == other[key].dtype, key
-        assert torch.equal(one[key], other[key]), key
+        assert torch.equal(one[key].cpu(), other[key].cpu()), key
 
 
 def tensors(tree: object) -> Iterator[Tensor]:

@@ -267,6 +267,26 @@ Device device_of_call(c10::ArrayRef<c10::IValue> arguments) {
   return cuda_device(pretend::current_device());
 }
 
+// Tensors of several devices may be compared here by what is no kernel.
+const std::set<std::string> kAnyDevices = {"aten::_has_compatible_shallow_copy_type"};
+
+// Refuse what kernels of a GPU refuse: arguments on several devices, except numbers on the host.
+// Indices and lists of tensors may be elsewhere.
+void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  const std::string& name = op.operator_name().name;
+  if (name.rfind("aten::", 0) != 0 || kAnyDevices.count(name) > 0) return;
+  std::optional<Device> first;
+  for (const auto& value : arguments) {
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const Tensor& t = value.toTensor();
+    if (!t.is_cuda() && t.dim() == 0) continue;
+    TORCH_CHECK(!first || *first == t.device(), full_name(op),
+                ": Expected all tensors to be on the same device, but found at least two devices, ",
+                *first, " and ", t.device(), "!");
+    first = t.device();
+  }
+}
+
 Tensor as_meta(const Tensor& t) {
   return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta));
 }
@@ -452,6 +472,7 @@ void run_operation(const c10::OperatorHandle& op, Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const auto arguments = stack->end() - static_cast<int64_t>(count);
   const Device on = device_of_call(Stack(arguments, stack->end()));
+  check_devices(op, Stack(arguments, stack->end()));
   const c10::DeviceGuard guard(on);
   const int device = on.index();
   replace_generator(op, stack, device);

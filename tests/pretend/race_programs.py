@@ -48,9 +48,13 @@ def table() -> torch.nn.Module:
 
 
 def cached_table() -> torch.nn.Module:
+    return host_table("managed_caching")
+
+
+def host_table(placement: str) -> torch.nn.Module:
     from emblib import BoundsCheck, Placement, TableBatchedEmbeddingBags, TableSpec, optim
 
-    spec = TableSpec(200, 8, placement=Placement.MANAGED_CACHING)
+    spec = TableSpec(200, 8, placement=Placement(placement))
     return TableBatchedEmbeddingBags(
         [spec], optim.SGD(0.1), bounds_check=BoundsCheck.IGNORE, device="cuda"
     )
@@ -349,6 +353,28 @@ def a_module_with_pinned_tables_dropped_while_it_trains() -> None:
     module, (ids, offsets) = cached_table(), batch()
     update(module, ids, offsets)
     del module  # which waits: the allocator does not know what kernels read in place
+
+
+@legal
+def a_view_of_pinned_tables_dropped_while_it_is_written() -> None:
+    module, (ids, offsets) = host_table("managed"), batch()
+    (weight,) = module.table_weights()
+    update(module, ids, offsets)
+    del module
+    weight.add_(1)
+    del weight  # which waits
+    torch.ones(200, 8).pin_memory().fill_(2)
+
+
+@legal
+def managed_tables_read_and_written_between_steps() -> None:
+    module, (ids, offsets) = host_table("managed"), batch()
+    (weight,) = module.table_weights()
+    for _ in range(2):
+        update(module, ids, offsets)
+        weight.mul_(0.5)
+        weight.cpu().sum().item()
+        module.load_state_dict(module.state_dict())
 
 
 @legal

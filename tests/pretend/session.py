@@ -31,6 +31,7 @@ SHORT = (
     "tests/tables/test_graph_capture.py::test_no_kind_of_lookup_waits_for_the_device",
     "tests/tables/test_graph_capture.py::test_waits_are_seen_on_a_gpu",
     "tests/tables/test_bounds_report.py",
+    "tests/tables/test_mapped_memory.py",
     "tests/tables/test_tbe.py::test_dense_gradient_equals_embedding_bag",
     "tests/tables/test_tbe.py::test_known_number_of_rows",
     "tests/tables/test_checkpoint.py::test_moving_between_devices",

@@ -34,6 +34,23 @@ def test_numbers_of_a_device_leave_the_generator_of_the_host_alone() -> None:
     assert torch.equal(torch.rand(3), want)
 
 
+def test_operations_refuse_tensors_of_several_devices() -> None:
+    on_host, x, y = torch.ones(3), torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1")
+    calls = [
+        lambda: torch.equal(on_host, x),
+        lambda: x + on_host,
+        lambda: x + y,
+        lambda: torch.where(x > 0, x, on_host),
+        lambda: torch.nn.functional.embedding(torch.tensor([0]), x.view(3, 1)),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="same device"):
+            call()
+    assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3]
+    assert x[torch.tensor([0, 2])].tolist() == [1, 1]
+    assert y.copy_(x).device == y.device
+
+
 def test_states_of_generators_are_restored() -> None:
     state = torch.cuda.get_rng_state()
     first = torch.randn(4, device="cuda")

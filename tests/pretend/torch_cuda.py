@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.cuda.graphs
 import torch.cuda.random
+from torch.utils import dlpack
 
 from tests.pretend import nccl
 from tests.pretend.library import ROOT, build
@@ -110,6 +111,7 @@ class PretendGpu:
         library.pretend_is_capturing.argtypes = [ctypes.c_int, ctypes.c_int64]
         library.pretend_live_bytes.restype = ctypes.c_int64
         library.pretend_set_schedule.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        library.pretend_share_pinned.argtypes = [ctypes.c_void_p]
 
     def catch_faults(self) -> None:
         """Turn faults into errors; again after someone else took the signal."""
@@ -144,6 +146,10 @@ class PretendGpu:
     def entry_calls(self) -> dict[str, int]:
         """Return how often each CUDA entry of csrc was called."""
         return _counts(self.library.pretend_entries())
+
+    def share_pinned(self, tensor: torch.Tensor) -> None:
+        """Note that kernels use the pinned memory of a tensor in place, from now on."""
+        self.library.pretend_share_pinned(tensor.data_ptr())
 
     def num_pending(self) -> int:
         """Return the number of operations that have not run."""
@@ -432,6 +438,19 @@ def _let_storages_be_on_devices() -> None:
     torch.UntypedStorage.resize_ = resize_anywhere
 
 
+def _note_imported_tensors() -> None:
+    """Note pinned memory that DLPack makes a tensor of a device over."""
+    import_tensor = dlpack.from_dlpack
+
+    def from_dlpack(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = import_tensor(*args, **kwargs)
+        if tensor.is_cuda:
+            gpu.share_pinned(tensor)
+        return tensor
+
+    dlpack.from_dlpack = from_dlpack
+
+
 def install(settings: Settings) -> PretendGpu:
     """Build and load the pretend GPUs, and emblib with its CUDA entries for them."""
     global gpu
@@ -454,6 +473,7 @@ def install(settings: Settings) -> PretendGpu:
         _let_storages_be_on_devices()
     # Imported by torch's compiler wherever torch.cuda says that it is compiled.
     torch._C._cuda_getCurrentRawStream = lambda device: current_stream(device).cuda_stream
+    _note_imported_tensors()
     nccl.install()
     torch.ops.load_library(str(libraries.entries))
     return gpu

@@ -32,11 +32,16 @@ def test_initial_rows_have_the_deviation_of_a_plain_table(
     table = TTEmbeddingBag(TTSpec(30_000, 32, ranks), init=init)
     dense = table.to_dense()
     target = 1.0 / math.sqrt(3.0 * 30_000)
-    assert float(dense.std()) == pytest.approx(target, rel=0.1)
+    assert float(dense.std()) == pytest.approx(target, rel=5 * deviation_spread(table))
     assert abs(float(dense.mean())) < 0.1 * target
     if init == "approx_uniform":
         assert kurtosis(dense) == pytest.approx(1.8, abs=0.15)
     assert dense.unique(dim=0).size(0) == 30_000
+
+
+def deviation_spread(table: TTEmbeddingBag) -> float:
+    """The relative standard error of the rows' deviation, of normal entries in small cores."""
+    return math.sqrt(sum(2 / core.numel() for core in table.cores)) / 2
 
 
 def effective_rank(rows: Tensor) -> float:
@@ -80,22 +85,30 @@ def rank_by_products(rows: Tensor) -> float:
     return float((-(shares * shares.log()).sum()).exp())
 
 
-def documented() -> dict[str, list[float]]:
+def documented() -> dict[str, list[str]]:
     text = (Path(__file__).resolve().parents[2] / "docs/tensor_trains.md").read_text()
     lines = re.findall(r"^\| `([\w:-]+)`[^|]*\|[^|]*\|((?: [\d.]+ \|){5})$", text, re.MULTILINE)
-    return {init: [float(number) for number in re.findall(r"[\d.]+", row)] for init, row in lines}
+    return {init: re.findall(r"[\d.]+", row) for init, row in lines}
+
+
+def half_a_digit(number: str) -> float:
+    """How far a number may be from the rounded one."""
+    return 0.5 * 10.0 ** -len(number.partition(".")[2])
 
 
 @pytest.mark.parametrize("init", [*INITIALIZERS, *FBTT_INITIALIZERS])
 def test_the_documentation_has_the_moments_of_initial_values(init: str) -> None:
-    deviation, at_8, at_32, rank, cosine = documented()[init]
+    written = documented()[init]
+    deviation, at_8, at_32, rank, cosine = map(float, written)
     rows = big_table(init, 32)
     target = 1 / math.sqrt(3 * len(rows))
-    assert float(rows.std()) / target == pytest.approx(deviation, rel=0.1)
-    assert kurtosis(rows) == pytest.approx(at_32, rel=0.12)
+    rounding = half_a_digit(written[0])
+    assert abs(float(rows.std()) / target - deviation) < 0.1 * deviation + rounding
+    assert kurtosis(rows) == pytest.approx(at_32, rel=0.2)
     assert rank_by_products(rows) == pytest.approx(rank, rel=0.05)
-    assert mean_cosine(rows) == pytest.approx(cosine, abs=0.02)
-    assert kurtosis(big_table(init, 8)) == pytest.approx(at_8, rel=0.16)  # by draws
+    # The fewer dimensions rows lie in, the more the mean cosine depends on the draws.
+    assert mean_cosine(rows) == pytest.approx(cosine, abs=max(0.02, 0.3 / rank))
+    assert kurtosis(big_table(init, 8)) == pytest.approx(at_8, rel=0.25)
 
 
 def test_the_documentation_has_every_initialisation() -> None:
@@ -120,9 +133,11 @@ def test_fbtts_formulas_of_core_entries(ranks: tuple[int, ...]) -> None:
     }
     for init, bound in bounds.items():
         for core in entries(init, ranks)[1]:
+            count = core.numel()
             assert float(core.min()) >= 0
-            assert 0.97 * bound < float(core.max()) <= bound * (1 + 1e-6)
-            assert float(core.mean()) == pytest.approx(bound / 2, rel=0.2)
+            # The largest of so many is below with probability e^-12.
+            assert (1 - 12 / count) * bound < float(core.max()) <= bound * (1 + 1e-6)
+            assert float(core.mean()) == pytest.approx(bound / 2, rel=5 / math.sqrt(3 * count))
     drawn = torch.cat([core.flatten() for core in entries("fbtt:normal", ranks)[1]])
     assert float(drawn.std()) == pytest.approx(inverse, rel=0.1)
     assert kurtosis(drawn) == pytest.approx(3, rel=0.2)

@@ -1,0 +1,79 @@
+"""Pinned host memory as CUDA tensors, which kernels read and write in place.
+
+CUDA maps pinned memory into the addresses of every GPU. A CPU tensor over such memory knows nothing
+of kernels: its values may be older than the last step, since reading it waits for nothing.
+`map_pinned` returns a CUDA tensor over the same memory instead. Torch's operations on it run on the
+GPU in the order of its streams, and its copies to the host wait, as with any tensor on the GPU.
+
+Torch imports tensors of other libraries through DLPack. A capsule of the pinned tensor is exported,
+its device is replaced by the GPU, and it is imported again:
+
+    pinned memory <- ends with <- Mapping <- frombuffer <- capsule <- CUDA tensor and its views
+
+Torch's allocator gives freed pinned memory to the next caller at once, because it does not know of
+kernels that use the memory in place. The end of a `Mapping`, after the last view, waits for them.
+"""
+
+import contextlib
+import ctypes
+import sys
+
+import torch
+from torch import Tensor
+from torch.utils import dlpack
+
+_DL_CUDA = 2  # DLPack's kDLCUDA
+
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+_freed_in_capture: list[Tensor] = []  # pinned memory that is freed at the next wait
+
+
+class _DLTensor(ctypes.Structure):
+    """The first fields of DLPack's DLTensor, with which a DLManagedTensor begins."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+    )
+
+
+class Mapping:
+    """The use of pinned memory by a GPU; its end waits for the kernels of the GPU."""
+
+    def __init__(self, pinned: Tensor, device: torch.device) -> None:
+        self._pinned = pinned
+        self._device = device
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        if torch.cuda.is_current_stream_capturing():  # a wait would end the capture
+            _freed_in_capture.append(self._pinned)
+            return
+        with contextlib.suppress(RuntimeError):  # an error of a kernel is raised by other calls
+            torch.cuda.synchronize(self._device)
+        _freed_in_capture.clear()
+
+
+def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a GPU over the memory of a contiguous pinned tensor `[N]`."""
+    if pinned.numel() == 0:
+        return torch.empty(0, dtype=pinned.dtype, device=device)
+    if not pinned.is_pinned():
+        raise ValueError("a GPU reads only pinned host memory in place; use .pin_memory()")
+    buffer = (ctypes.c_char * pinned.nbytes).from_address(pinned.data_ptr())
+    buffer.mapping = Mapping(pinned, device)  # type: ignore[attr-defined]
+    capsule = dlpack.to_dlpack(torch.frombuffer(buffer, dtype=pinned.dtype))
+    exported = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
+    if exported.data != pinned.data_ptr():
+        raise RuntimeError("this torch exports tensors in another format than DLPack's first one")
+    exported.device_type, exported.device_id = _DL_CUDA, _index(device)
+    return dlpack.from_dlpack(capsule)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
