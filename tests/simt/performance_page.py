@@ -33,7 +33,7 @@ bytes at {GATHER} TB/s, the rate of a gather on an H100 (published: [pytorch/FBG
 PR 3993](https://github.com/pytorch/FBGEMM/pull/3993)); launches, the sort of the ids and latencies
 come on top. `python -m experiments.kernel_times` measures on the GPU that is there.
 
-Lookups reach the model. Updates take two to three times as long: `update_kernel` waits for four
+Lookups reach the model. Updates take two to three times the model: `update_kernel` waits for four
 loads that depend on each other.
 
 | batch | forward | backward and update | forward: model | measured | update: model | measured |
@@ -47,41 +47,7 @@ _MEASURED = {
 _PEERS = """
 ## Against other libraries
 
-The time of the other library divided by emblib's: above 1 emblib is faster. FBGEMM is 1.6.0, whose
-tables have a million rows each; FBTT and DynamicEmb (43465aea) ran their own benchmarks' shapes.
-
-| shape | optimizer, rows | forward | backward |
-| --- | --- | ---: | ---: |
-| FBGEMM: 26 tables, D 64, B 65,536, L 1 | SGD | 1.67 | 1.04 |
-| | row-wise Adagrad | 1.70 | **0.92** |
-| | row-wise Adagrad, float16 | 1.80 | **0.75** |
-| | Adam | 1.69 | 1.82 |
-| FBGEMM: 10 tables, D 128, B 4,096, L 20 | SGD | **0.95** | **0.91** |
-| | row-wise Adagrad | 1.09 | **0.77** |
-| | row-wise Adagrad, float16 | 1.13 | **0.62** |
-| | Adam | 1.19 | 1.11 |
-| FBGEMM: 10 tables, D 64, B 8,192, L 20, Zipf 1.15 | SGD | **0.90** | **0.91** |
-| | row-wise Adagrad | 1.20 | **0.81** |
-| | row-wise Adagrad, float16 | 1.24 | **0.91** |
-| | Adam | 1.22 | 1.71 |
-
-| step | other ÷ emblib |
-| --- | ---: |
-| FBTT: the 7 largest tables of Criteo Kaggle, D 16, batch 2,048 / 16,384 / 65,536 | 2.1 / 5 / 15 |
-| FBTT: its README's shape, batch 512 / 8,192 | 1.2 to 1.4 / 7 to 10 |
-| FBTT: 100 equal tables of 1M x 64 | **0.40** |
-| FBTT with `use_cache=True`, small batches | **0.4 to 0.6** |
-| DynamicEmb: 10 x 1,677,721 x 128, SGD; 0 / 1 / 5 / 20 % new keys | 1.18 / 1.44 / 1.92 / 1.24 |
-| FBGEMM: 10 tables in host memory behind a cache of 10 %, LRU / LFU | 1.30 / **0.82** |
-
-Rows of a `HashTable` of 64 Mi slots, D 64, load 0.75, in million keys per second, against
-HierarchicalKV: `find` **896** (3,113), `find_or_insert` **468** (1,624), `insert_or_assign` **425**
-(1,633), `insert_and_evict` at load 1 **240** (595); slots alone 4,640 (6,161). Below a batch of about 8,192 the host is slower than the GPU: a
-step of one table takes it some 680 us (FBGEMM 670), the replay of a CUDA graph 38 us.
-
-On the H200 one shape was measured against FBGEMM, by the harness: one table of 10M rows, D 128,
-B 65,536, L 20, SGD. emblib's step takes **1.29** times as long there, **1.19** on the H100. Not
-measured: several GPUs, and other generations.
+The comparisons with FBGEMM, FBTT, HierarchicalKV and DynamicEmb on this GPU are in [gpu_results.md](gpu_results.md).
 """
 _LAUNCHES = """
 ## Launches of a training step
