@@ -206,6 +206,8 @@ class FusedLookup(torch.autograd.Function):
         scale = scale_of_backward() if wanted.update else None
         if batch.joint is not None and wanted.update:
             anchor_grad = batch.joint.add(Contribution(batch, row_weights, grad, scale))
+            if batch.hooks is not None:  # now: a backward that is interrupted has no step
+                batch.hooks.after_update()
             if not wanted.sample_grad:
                 return anchor_grad, None, None, None, None, None
             wanted = Wanted(update=False, sample_grad=True)

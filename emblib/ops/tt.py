@@ -495,9 +495,7 @@ def _update(
     all_states = [state for of_core in states for state in of_core]
     optimizer = codes.OPTIMIZER[rule.name]
     if _has_whole_passes(batch):
-        torch.autograd.graph.increment_version(
-            cores
-        )  # first, lest an interrupt omit it
+        torch.autograd.graph.increment_version(cores)  # first, lest an interrupt omit it
         tt_backward_(
             cores,
             all_states,
