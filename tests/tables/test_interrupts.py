@@ -1,12 +1,10 @@
 """A step or lookup of a cached table that is interrupted at any line has happened, or has not."""
 
 import copy
-import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,6 +28,10 @@ KINDS = {
     "passes": CacheConfig(sets=2, passes=MultiPassPrefetch(3, 1)),
     "disk": CacheConfig(sets=2),
 }
+
+
+# Of the lines of a call every n-th is interrupted; all of them take minutes.
+STEPS = {"lru": 7, "lfu": 7, "passes": 23, "disk": 61}
 
 
 def make(kind: str, directory: Path) -> TableBatchedEmbeddingBags:
@@ -148,9 +150,46 @@ def check(
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_has_happened_or_not(kind: str, call: str, tmp_path: Path) -> None:
-    is_thorough = (kind, call) in (("lru", "train"), ("lru", "prefetch"))
-    modules, step = Modules(kind, tmp_path), 1 if is_thorough else STEP
-    check(modules, call, KeyboardInterrupt, first=1, step=step)
+    step = 2 if (kind, call) == ("lru", "train") else STEPS[kind]
+    check(Modules(kind, tmp_path), call, KeyboardInterrupt, first=1, step=step)
+
+
+@pytest.mark.parametrize("call", ["train", "prefetch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_without_memory_has_happened_or_not(kind: str, call: str, tmp_path: Path) -> None:
+    check(Modules(kind, tmp_path), call, MemoryError, first=5, step=3 * STEPS[kind])
+
+
+@pytest.mark.parametrize("kind", ["lru", "lfu"])
+def test_real_signals_end_training_between_steps(kind: str, tmp_path: Path) -> None:
+    modules = Modules(kind, tmp_path)
+    twin, expected = modules.new(), []
+    start = twin.step
+    for step in range(100):
+        expected.append(values(twin))
+        train(twin, step)
+    num_interrupted = 0
+    for attempt in range(12):
+        module = modules.new()
+
+        def work(module: TableBatchedEmbeddingBags = module) -> None:
+            for step in range(99):
+                train(module, step)
+
+        num_interrupted += interrupting(0.001 + attempt * 0.0023, work)
+        assert equal(values(module), expected[module.step - start]), attempt
+        assert is_free(module), "an interrupted step keeps no lock"
+    assert num_interrupted, "no signal came in time"
+
+
+def is_free(module: TableBatchedEmbeddingBags) -> bool:
+    """Return whether another thread can enter the lock of a module."""
+    entered: list[bool] = []
+    lock = module._lock
+    other = threading.Thread(target=lambda: entered.append(lock.acquire(blocking=False)))
+    other.start()
+    other.join()
+    return entered == [True]
 
 
 @pytest.mark.parametrize("call", ["flush", "train"])
@@ -167,7 +206,7 @@ def test_files_lead_back_to_a_commit_after_an_interrupt(call: str, tmp_path: Pat
         name = f"commit{is_done}"
         commits.append(values(reopened(module, tmp_path / name)))
     assert not equal(*commits) or call == "train"
-    for attempt in each_line(step=STEP):
+    for attempt in each_line(step=STEPS["disk"]):
         module = modules.new()
         module.flush()
         train(module, 5)
@@ -186,6 +225,3 @@ def reopened(module: TableBatchedEmbeddingBags, directory: Path) -> TableBatched
     return TableBatchedEmbeddingBags(
         module.tables, module.optimizer, cache=CacheConfig(sets=2, directory=directory)
     )
-
-
-STEP = int(os.environ.get("INTERRUPT_STEP", "9"))
