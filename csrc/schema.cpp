@@ -53,6 +53,11 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!)? counts, Tensor(d!) counters,"
       " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy)"
       " -> (Tensor row_slots, Tensor evicted)");
+  // On the CPU, where DISK tables are: what `cache_plan_` would evict, for rows that must be
+  // journaled before they are written to.
+  m.def(
+      "cache_evictions(Tensor tags, Tensor stamps, Tensor? counts, Tensor counters, Tensor clock,"
+      " Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy) -> Tensor");
   m.def("cache_locate(Tensor tags, Tensor tables, Tensor rows, Tensor count) -> Tensor");
   m.def(
       "cache_lookup_slots(Tensor row_slots, Tensor segments, Tensor lookups, Tensor count)"

@@ -41,6 +41,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "tt_core_grads": tt.core_grads,
     "tt_update_": "calls tt_core_grads and update_rows_, whose references it has",
     "cache_plan_": row_cache.CacheModel.plan,
+    "cache_evictions": row_cache.CacheModel.plan,
     "cache_locate": row_cache.CacheModel.locate,
     "cache_lookup_slots": "the slot of the row of each lookup, which the tests state in one line",
     "cache_move_": row_cache.move,
@@ -64,6 +65,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
 # Ops without a CUDA kernel, and why.
 CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
+    "cache_evictions": "rows are journaled for tables in files, which a GPU cannot have",
     "tbe_lookup_checked": "a GPU cannot say whether a batch is valid without a wait",
     "tbe_backward_": "on a GPU modules call its parts",
     "tt_lookup": "on a GPU modules call its parts",

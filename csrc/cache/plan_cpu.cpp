@@ -1,5 +1,5 @@
-// `cache_plan_`, `cache_locate` and `cache_lookup_slots` on the CPU: checks, rows in parallel, then
-// the sets with misses in parallel, then the counters.
+// `cache_plan_`, `cache_evictions`, `cache_locate` and `cache_lookup_slots` on the CPU: checks,
+// rows in parallel, then the sets with misses in parallel, then the counters.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -76,11 +76,17 @@ void fill_outside(T* out, const CachedRows& batch, int64_t n, int64_t value) {
   std::fill(out + batch.count, out + n, static_cast<T>(value));
 }
 
-// Adds a batch to the counters.
+// Adds a batch to the counters. `reserve` comes before the first write of a plan: a plan that ran
+// out of memory after it had changed tags would leave rows in the wrong places.
 class BatchCounters {
  public:
   BatchCounters(int64_t* counters, const Feature* tables, int num_tables)
       : counters_(counters), tables_(tables), num_tables_(num_tables) {}
+
+  void reserve(const CachedRows& batch) {
+    max_parts_ = std::clamp<int64_t>((batch.count - batch.first) / kGrain, 1, num_threads());
+    local_.assign(max_parts_ * (num_tables_ + 1) * kCounters, 0);
+  }
 
   void add_lookups(const CachedRows& batch) {
     add(num_tables_, kCalls, 1);
@@ -95,14 +101,13 @@ class BatchCounters {
   }
 
   void add_misses(const CachePlanArgs& args, const Miss* missed, int64_t n) {
-    const int64_t parts = std::clamp<int64_t>(n / kGrain, 1, num_threads());
+    const int64_t parts = std::clamp<int64_t>(n / kGrain, 1, max_parts_);
     const int64_t size = (num_tables_ + 1) * kCounters;
-    std::vector<int64_t> local(parts * size, 0);
     parallel_tasks(parts, [&](int64_t part) {
-      BatchCounters partial(local.data() + part * size, tables_, num_tables_);
+      BatchCounters partial(local_.data() + part * size, tables_, num_tables_);
       partial.add_some(args, missed + n * part / parts, missed + n * (part + 1) / parts);
     });
-    for (int64_t i = 0; i < parts * size; ++i) counters_[i % size] += local[i];
+    for (int64_t i = 0; i < parts * size; ++i) counters_[i % size] += local_[i];
   }
 
  private:
@@ -133,6 +138,56 @@ class BatchCounters {
   int64_t* counters_;
   const Feature* tables_;
   int num_tables_;
+  int64_t max_parts_ = 1;
+  std::vector<int64_t> local_;  // of each part of the misses
+};
+
+// The sets of a batch before its plan, which `restore` brings back.
+class SavedSets {
+ public:
+  SavedSets(const CachePlanArgs& args, const CachedRows& batch) : args_(args), batch_(batch) {
+    const CacheState& cache = args.cache;
+    for (int64_t u = batch.first; u < batch.count; ++u) {
+      sets_.push_back(set_of(batch.rows[u], cache.sets));
+    }
+    std::sort(sets_.begin(), sets_.end());
+    sets_.erase(std::unique(sets_.begin(), sets_.end()), sets_.end());
+    for (const int64_t set : sets_) {
+      tags_.insert(tags_.end(), cache.tags + set * kWays, cache.tags + (set + 1) * kWays);
+      words_.insert(words_.end(), cache.words + set * kWays, cache.words + (set + 1) * kWays);
+    }
+    if (cache.policy != Policy::kLfu) return;
+    for (int64_t u = batch.first; u < batch.count; ++u) {
+      counts_.push_back(cache.counts[batch.rows[u] - cache.first_row]);
+    }
+    for (const int64_t tag : tags_) {
+      if (is_counted(tag)) counts_.push_back(cache.counts[tag - cache.first_row]);
+    }
+  }
+
+  void restore() const {
+    const CacheState& cache = args_.cache;
+    for (size_t i = 0; i < sets_.size(); ++i) {
+      std::copy_n(tags_.data() + i * kWays, kWays, cache.tags + sets_[i] * kWays);
+      std::copy_n(words_.data() + i * kWays, kWays, cache.words + sets_[i] * kWays);
+    }
+    if (cache.policy != Policy::kLfu) return;
+    const int32_t* next = counts_.data();
+    for (int64_t u = batch_.first; u < batch_.count; ++u) {
+      cache.counts[batch_.rows[u] - cache.first_row] = *next++;
+    }
+    for (const int64_t tag : tags_) {
+      if (is_counted(tag)) cache.counts[tag - cache.first_row] = *next++;
+    }
+  }
+
+ private:
+  bool is_counted(int64_t tag) const { return tag >= args_.cache.first_row && tag < args_.end_row; }
+
+  const CachePlanArgs& args_;
+  const CachedRows& batch_;
+  std::vector<int64_t> sets_, tags_, words_;
+  std::vector<int32_t> counts_;  // LFU: of the rows of the batch, then of those in its sets
 };
 
 // Probe all rows and list the missing ones, ascending; return where each chunk of them begins.
@@ -167,46 +222,93 @@ void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<
       [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
 }
 
+// A checked call of `cache_plan_` or `cache_evictions`, and its output.
+struct PlanCall {
+  CachedRows batch;
+  Tensor row_slots, evicted;
+  CachePlanArgs args;
+  const Feature* tables;
+  int num_tables;
+
+  PlanCall(const char* op, const CacheState& cache, const std::optional<Tensor>& counts,
+           const Tensor& tags, const Tensor& clock, const Tensor& tables_tensor, const Tensor& rows,
+           const Tensor& segments, const Tensor& count)
+      : batch(check_plan_batch(op, tags, tables_tensor, rows, segments, count)),
+        row_slots(allocate(rows, {rows.numel()}, ScalarType::Int)),
+        evicted(allocate(rows, {rows.numel()}, ScalarType::Long)),
+        tables(feature_array(tables_tensor)),
+        num_tables(static_cast<int>(tables_tensor.size(0))) {
+    const int64_t first_row = first_cached_row(tables, num_tables);
+    STD_TORCH_CHECK(cache.policy == Policy::kLru || first_row == INT64_MAX ||
+                        counts->numel() >= end_of_rows(tables, num_tables) - first_row,
+                    op, ": counts must have one entry a cached row = ",
+                    end_of_rows(tables, num_tables) - first_row, ", got ", counts->numel());
+    STD_TORCH_CHECK(cache.sets > 0 || batch.first == batch.count, op,
+                    ": a cache needs at least one set");
+    const auto* now = clock.const_data_ptr<int64_t>();
+    args = {cache,
+            now[0],
+            std::min(now[1], now[0]),
+            batch.rows,
+            batch.segments,
+            row_slots.mutable_data_ptr<int32_t>(),
+            evicted.mutable_data_ptr<int64_t>()};
+    args.cache.first_row = first_row;
+    args.end_row = end_of_rows(tables, num_tables);
+    fill_outside(args.row_slots, batch, rows.numel(), -1);
+    fill_outside(args.evicted, batch, rows.numel(), kNoMove);
+  }
+
+  static CachedRows check_plan_batch(const char* op, const Tensor& tags, const Tensor& tables,
+                                     const Tensor& rows, const Tensor& segments,
+                                     const Tensor& count) {
+    check_rows(op, rows, count, tags);
+    check_segments(op, segments, rows);
+    check_tables(op, tables);
+    return check_batch(op, tables, rows, &segments, count);
+  }
+
+  // Plan; return the number of misses, which are listed in `misses`.
+  int64_t run(Miss* misses) const {
+    const std::vector<int64_t> firsts = probe_all(args, batch, misses);
+    if (firsts.back() > 0) admit_all(args, misses, firsts);
+    return firsts.back();
+  }
+};
+
 std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional<Tensor> counts,
                                        Tensor counters, const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,
                                        const Tensor& count, int64_t policy) {
   const char* op = "cache_plan_";
   const PlanState state = check_plan(op, tags, stamps, counts, counters, clock, tables, policy);
-  check_rows(op, rows, count, tags);
-  check_segments(op, segments, rows);
-  check_tables(op, tables);
-  const CachedRows batch = check_batch(op, tables, rows, &segments, count);
-  const Feature* table = feature_array(tables);
-  const int num_tables = static_cast<int>(tables.size(0));
-  const int64_t first_row = first_cached_row(table, num_tables);
-  STD_TORCH_CHECK(state.cache.policy == Policy::kLru || first_row == INT64_MAX ||
-                      counts->numel() >= end_of_rows(table, num_tables) - first_row,
-                  op, ": counts must have one entry a cached row = ",
-                  end_of_rows(table, num_tables) - first_row, ", got ", counts->numel());
-  STD_TORCH_CHECK(state.cache.sets > 0 || batch.first == batch.count, op,
-                  ": a cache needs at least one set");
-  Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
-  Tensor evicted = allocate(rows, {rows.numel()}, ScalarType::Long);
-  const auto* now = clock.const_data_ptr<int64_t>();
-  CachePlanArgs args{state.cache,
-                     now[0],
-                     std::min(now[1], now[0]),
-                     batch.rows,
-                     batch.segments,
-                     row_slots.mutable_data_ptr<int32_t>(),
-                     evicted.mutable_data_ptr<int64_t>()};
-  args.cache.first_row = first_row;
-  args.end_row = end_of_rows(table, num_tables);
-  fill_outside(args.row_slots, batch, rows.numel(), -1);
-  fill_outside(args.evicted, batch, rows.numel(), kNoMove);
-  const std::unique_ptr<Miss[]> misses(new Miss[batch.count - batch.first]);
-  const std::vector<int64_t> firsts = probe_all(args, batch, misses.get());
-  if (firsts.back() > 0) admit_all(args, misses.get(), firsts);
-  BatchCounters counted(state.counters, table, num_tables);
-  counted.add_lookups(batch);
-  counted.add_misses(args, misses.get(), firsts.back());
-  return {row_slots, evicted};
+  const PlanCall plan(op, state.cache, counts, tags, clock, tables, rows, segments, count);
+  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.count - plan.batch.first]);
+  BatchCounters counted(state.counters, plan.tables, plan.num_tables);
+  counted.reserve(plan.batch);
+  const int64_t num_misses = plan.run(misses.get());
+  counted.add_lookups(plan.batch);
+  counted.add_misses(plan.args, misses.get(), num_misses);
+  return {plan.row_slots, plan.evicted};
+}
+
+// The plan is made in place and undone before the op ends.
+Tensor cache_evictions(Tensor tags, Tensor stamps, std::optional<Tensor> counts, Tensor counters,
+                       const Tensor& clock, const Tensor& tables, const Tensor& rows,
+                       const Tensor& segments, const Tensor& count, int64_t policy) {
+  const char* op = "cache_evictions";
+  const PlanState state = check_plan(op, tags, stamps, counts, counters, clock, tables, policy);
+  const PlanCall plan(op, state.cache, counts, tags, clock, tables, rows, segments, count);
+  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.count - plan.batch.first]);
+  const SavedSets before(plan.args, plan.batch);
+  try {
+    plan.run(misses.get());
+  } catch (...) {  // no memory for the misses
+    before.restore();
+    throw;
+  }
+  before.restore();
+  return plan.evicted;
 }
 
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
@@ -273,6 +375,7 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, cache_plan_);
+  EMB_IMPL(m, emb, cache_evictions);
   EMB_IMPL(m, emb, cache_locate);
   EMB_IMPL(m, emb, cache_lookup_slots);
 }

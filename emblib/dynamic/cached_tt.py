@@ -19,6 +19,7 @@ from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
 from emblib.ops.derivatives import refuse_tangents
+from emblib.ops.one_call import in_one_call
 from emblib.optim import NO_UPDATE, Optimizer, description
 from emblib.specs import (
     BoundsCheck,
@@ -145,6 +146,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self._register_buffers(device)
         self._since = [0] * len(self.tables)  # training lookups since the rows were chosen
         self._choice = 0  # number of that choice
+        self._index_is_current = True  # whether `index` and `row_of_slot` are as `key_of_row` says
         self.register_load_state_dict_post_hook(_rebuild_index)
 
     def _make_trains(
@@ -333,6 +335,8 @@ class CachedTTEmbeddingBags(nn.Module):
         valid = (ids >= 0) & (ids < end)
         ids = torch.where(valid | (ids == -1), ids, 0)  # invalid ones are of row 0
         keys = torch.where(ids >= 0, ids + key_base, -1)
+        if not self._index_is_current:
+            self._rebuild_index()
         slots = self.index.slots(keys)
         rows = torch.where(slots >= 0, self.row_of_slot[slots] - row_base, -1)
         return _Lookups(ids, torch.where(valid, keys, -1), rows, starts)
@@ -340,16 +344,18 @@ class CachedTTEmbeddingBags(nn.Module):
     @torch.no_grad()
     def _count(self, batch: _Lookups, missed: Tensor | None) -> None:
         """Count the ids of a training lookup; `missed` are lookups of spilled rows by table."""
-        self.counts.find_or_insert_slots(batch.counted)  # -1 too, as a key that no table has
-        valid = batch.counted >= 0
+        valid, calls = batch.counted >= 0, []
         for column, flags in enumerate((valid, valid & (batch.rows >= 0))):
             if len(self.ends) == 1:
                 by_feature = flags.sum().view(1)
             else:
                 by_feature = nn.functional.pad(flags.cumsum(0), (1, 0))[batch.starts].diff()
-            self.counters[:, column].index_add_(0, self.tables_of_features, by_feature)
+            counts = self.counters[:, column]
+            calls.append(partial(counts.index_add_, 0, self.tables_of_features, by_feature))
         if missed is not None:
-            self.counters[:, _COUNTERS.index("spill_hits")] += missed
+            calls.append(partial(self.counters[:, _COUNTERS.index("spill_hits")].add_, missed))
+        self.counts.find_or_insert_slots(batch.counted)  # -1 too, as a key that no table has
+        in_one_call(*calls)
         self._since = [since + 1 for since in self._since]
 
     @property
@@ -397,69 +403,80 @@ class CachedTTEmbeddingBags(nn.Module):
         if self._spills:  # only as many as there is no room for
             excess = max(len(new) - int((present < 0).sum()), 0)
             leaving = _least_used(present, leaving, keys, uses)[:excess]
-        if len(leaving):
-            self._evict(table, leaving)
-        free = (self._keys(table) < 0).nonzero().squeeze(1)[: len(new)]
-        self._store(table, free, new)
+        self._replace_rows(table, leaving, new)
 
     def _keys(self, table: int) -> Tensor:
         """Return the keys of a table's stored rows, -1 for free ones."""
         first, last = self._first_row[table : table + 2]
         return self.key_of_row[first:last]
 
-    def _evict(self, table: int, rows: Tensor) -> None:
-        """Remove rows, numbered within a table's stored rows."""
-        first = self._first_row[table]
-        keys = self.key_of_row[first + rows]
-        ids = keys - self._first_key[table]
-        values = self._values(table, rows)
-        made = self._made(table, ids)
+    def _replace_rows(self, table: int, leaving: Tensor, new: Tensor) -> None:
+        """Remove stored rows, numbered within a table's, and store keys with what the cores make.
+
+        What the table is made of changes in one native call: cores, stored rows and whose they
+        are. The index follows from these; it is made again if an interrupt comes before it.
+        """
+        if not len(leaving) and not len(new):
+            return
+        own = self._keys(table)
+        after, gone = own.clone(), own[leaving]
+        cores = self._float_cores(table)
+        changes: list[partial[Any]] = []
+        if len(leaving):
+            cores, changes = self._eviction(table, leaving, cores)
+            after[leaving] = -1
+        free = (after < 0).nonzero().squeeze(1)[: len(new)]
+        after[free] = new
+        ids = new - self._first_key[table]
+        made = tt_projection.rows(self.tables[table], cores, ids) if len(new) else None
+        self.rows.settle()  # what a cache has learned would be dropped by `overwriting`
+        if made is not None:
+            for name, view in self.rows.table_views()[table].items():
+                at = free.to(view.device)
+                values = made.to(view) if name == "weight" else torch.zeros_like(view[at])
+                changes.append(partial(view.index_copy_, 0, at, values))
+        self._choice += 1
+        self._index_is_current = False
+        with self.rows.overwriting():
+            in_one_call(*changes, partial(own.copy_, after))
+        if len(gone):
+            self.row_of_slot[self.index.slots(gone)] = -1
+            self.index.erase(gone)
+        if len(new):
+            slots = self.index.find_or_insert_slots(new).slots
+            self.row_of_slot[slots] = self._first_row[table] + free
+        self._index_is_current = True
+
+    def _eviction(
+        self, table: int, rows: Tensor, cores: list[Tensor]
+    ) -> tuple[list[Tensor], list[partial[Any]]]:
+        """Return the cores after rows have left, as float32, and the calls that change the module.
+
+        Rows are numbered within a table's stored ones.
+        """
+        spec, ids = self.tables[table], self._keys(table)[rows] - self._first_key[table]
+        values, calls = self._values(table, rows), []
+        made = tt_projection.rows(spec, cores, ids)
         changed = float((values - made).double().square().sum())
         if self.cache.eviction is not RowEviction.DROP:
-            self._project(table, ids, values)
-            made = self._made(table, ids)
+            moved = tt_projection.project(spec, cores, ids, values)
+            own = self.trains.table_cores(table)
+            calls = [partial(core.copy_, value) for core, value in zip(own, moved, strict=True)]
+            cores = [value.to(core.dtype).float() for core, value in zip(own, moved, strict=True)]
+            made = tt_projection.rows(spec, cores, ids)
         lost = float((values - made).double().square().sum())
-        self.changes[table] += torch.tensor([changed, lost], device=self.changes.device)
-        self.counters[table, _COUNTERS.index("evicted")] += len(rows)
-        self._choice += 1
-        self.row_of_slot[self.index.slots(keys)] = -1
-        self.index.erase(keys)
-        self.key_of_row[first + rows] = -1
+        sums = torch.tensor([changed, lost], device=self.changes.device)
+        calls.append(partial(self.changes[table].add_, sums))
+        evicted = self.counters[table, _COUNTERS.index("evicted")]
+        return cores, [*calls, partial(evicted.add_, len(rows))]
 
     def _values(self, table: int, rows: Tensor) -> Tensor:
         """Return the values of stored rows, wherever they are, as float32."""
         weight = self.rows.table_weights()[table].detach()
         return weight[rows.to(weight.device)].to(rows.device).float()
 
-    def _store(self, table: int, rows: Tensor, keys: Tensor) -> None:
-        """Store keys in free rows, with what the cores make of them."""
-        if not len(keys):
-            return
-        self._choice += 1
-        slots = self.index.find_or_insert_slots(keys).slots
-        rows, keys, slots = rows[slots >= 0], keys[slots >= 0], slots[slots >= 0]
-        first = self._first_row[table]
-        self.row_of_slot[slots] = first + rows
-        self.key_of_row[first + rows] = keys
-        made = self._made(table, keys - self._first_key[table])
-        self.rows.settle()  # what a cache has learned would be dropped by `overwriting`
-        with self.rows.overwriting():
-            for name, view in self.rows.table_views()[table].items():
-                at = rows.to(view.device)
-                view[at] = made.to(view) if name == "weight" else torch.zeros_like(view[at])
-
-    def _made(self, table: int, ids: Tensor) -> Tensor:
-        """Return what the cores make of ids, as float32."""
-        return tt_projection.rows(self.tables[table], self._float_cores(table), ids)
-
     def _float_cores(self, table: int) -> list[Tensor]:
         return [core.detach().float() for core in self.trains.table_cores(table)]
-
-    def _project(self, table: int, ids: Tensor, values: Tensor) -> None:
-        """Step the cores towards making `values` of ids."""
-        moved = tt_projection.project(self.tables[table], self._float_cores(table), ids, values)
-        for core, value in zip(self.trains.table_cores(table), moved, strict=True):
-            core.copy_(value)
 
     @torch.no_grad()
     def to_dense(self, table: int) -> Tensor:
@@ -518,8 +535,7 @@ class CachedTTEmbeddingBags(nn.Module):
         """
         for t in range(len(self.tables)) if table is None else (table,):
             rows = (self._keys(t) >= 0).nonzero().squeeze(1)
-            if len(rows):
-                self._evict(t, rows)
+            self._replace_rows(t, rows, self.key_of_row[:0])
             self._forget_counts(t)
         if table is None:
             self.counts.clear()  # of ids that no table has, too
@@ -538,11 +554,13 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _rebuild_index(self) -> None:
         """Enter the stored keys into an empty index."""
+        self._index_is_current = False
         self.index.clear()
         self.row_of_slot.fill_(-1)
         rows = (self.key_of_row >= 0).nonzero().squeeze(1)
         slots = self.index.find_or_insert_slots(self.key_of_row[rows]).slots
         self.row_of_slot[slots] = rows
+        self._index_is_current = True
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.since.copy_(torch.tensor(self._since))

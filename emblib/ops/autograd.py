@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import codes, tbe
 from emblib.ops.derivatives import once_differentiable
+from emblib.ops.one_call import count_step, native
 from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
 from emblib.optim import External, Gradient, Optimizer
 from emblib.specs import Pooling
@@ -37,7 +39,7 @@ class UpdateHooks(Protocol):
     """Callbacks of a module around the update of one batch, all called under its `lock`."""
 
     @property
-    def lock(self) -> AbstractContextManager[None] | None:
+    def lock(self) -> AbstractContextManager[object] | None:
         """Return the lock to hold from `before_update` to `after_update`, if any."""
 
     def before_update(self) -> RowLocations | None:
@@ -204,6 +206,8 @@ class FusedLookup(torch.autograd.Function):
         scale = scale_of_backward() if wanted.update else None
         if batch.joint is not None and wanted.update:
             anchor_grad = batch.joint.add(Contribution(batch, row_weights, grad, scale))
+            if batch.hooks is not None:  # now: a backward that is interrupted has no step
+                batch.hooks.after_update()
             if not wanted.sample_grad:
                 return anchor_grad, None, None, None, None, None
             wanted = Wanted(update=False, sample_grad=True)
@@ -278,9 +282,8 @@ def update_in_backward(
         if is_finite is not None:  # without rows nothing is updated
             count = locations.groups.count * is_finite
             locations = locations._replace(groups=locations.groups._replace(count=count))
+            counted = is_finite.to(tiers.hyperparams.dtype)
         _make_step(tiers, rule.name, grad, batch, locations, row_weights, counted)
-        if is_finite is not None:
-            tiers.hyperparams[Hyper.STEP].add_(is_finite).sub_(1)
     if batch.hooks is not None:
         batch.hooks.after_update()
     return overflow, sample_grad
@@ -295,15 +298,17 @@ def _make_step(
     row_weights: Tensor | None,
     counted: Tensor | int = 1,
 ) -> None:
-    """Count a step and update rows; an update that raises counts as no step."""
-    tiers.hyperparams[Hyper.STEP].add_(counted)
-    try:
-        _update(tiers, optimizer, grad, batch, locations, row_weights)
-    except BaseException:
-        tiers.hyperparams[Hyper.STEP].sub_(1)
-        raise
-    if _may_move(tiers.hyperparams):
+    """Count a step and update rows, both or neither, whatever interrupts it."""
+    step = tiers.hyperparams[Hyper.STEP]
+    update = _update_call(tiers, optimizer, grad, batch, locations, row_weights)
+    if torch.compiler.is_compiling():
+        step.add_(counted)
+        update()
         torch.autograd.graph.increment_version(tiers.weights)
+        return
+    if _may_move(tiers.hyperparams):  # first, lest an interrupt omit it
+        torch.autograd.graph.increment_version(tiers.weights)
+    count_step(step, counted, update)
 
 
 def lookup_of_rows(
@@ -329,12 +334,15 @@ def apply_row_gradients(
     batch: Lookup,
     locations: RowLocations,
     gradients: Tensor,
+    *,
+    counted: Tensor | int = 1,
 ) -> None:
     """Make one step with gradients `[L, dim]` of the rows of a batch of `lookup_of_rows`.
 
-    Gradients of a row that occurs several times are added up.
+    Gradients of a row that occurs several times are added up. `counted` is what the step adds to
+    the number of steps: 0 for one whose gradients are not finite.
     """
-    _make_step(tiers, optimizer.name, gradients, batch, locations, None)
+    _make_step(tiers, optimizer.name, gradients, batch, locations, None, counted)
 
 
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
@@ -460,7 +468,7 @@ def _dense_grad(
     for entry in (Hyper.LEARNING_RATE, Hyper.SEED):
         hyper[entry].fill_(-1.0)  # a copy from the host would wait for the GPU
     tiers = Tiers([result.view(-1)], [], hyper, grad.dtype)
-    _update(tiers, "sgd", grad, batch, RowLocations(groups), sample_weights)
+    _update_call(tiers, "sgd", grad, batch, RowLocations(groups), sample_weights)()
     return result
 
 
@@ -603,7 +611,7 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
 
 def _may_move(hyper: Tensor) -> bool:
     """Return whether an update changes weights; at rate 0 it does not, as `gradcheck` needs."""
-    if torch.compiler.is_compiling() or hyper.is_cuda:
+    if hyper.is_cuda:
         return True
     return bool(hyper.tolist()[Hyper.LEARNING_RATE] != 0)  # one number costs as much as all
 
@@ -616,15 +624,18 @@ def _readable(weights: Sequence[Tensor], batch: Lookup) -> Sequence[Tensor]:
     return [*weights, *(none for _ in range(3 - len(weights))), batch.default_rows]
 
 
-def _update(
+def _update_call(
     tiers: Tiers,
     optimizer: str,
     grad: Tensor,
     batch: Lookup,
     locations: RowLocations,
     sample_weights: Tensor | None,
-) -> None:
-    tbe.tbe_update_(
+) -> partial[None]:
+    """Return the call of the op that updates rows."""
+    compiling = torch.compiler.is_compiling()
+    return partial(
+        tbe.tbe_update_ if compiling else native(tbe.tbe_update_),
         tiers.weights,
         tiers.states,
         tiers.hyperparams,

@@ -32,6 +32,8 @@ ascending order, LFU in order of their lookups, most first. Rows used by a batch
 replaced, and LFU never replaces a row by one with fewer lookups. A row that gets no way stays in
 the tier of its table and is read from there.
 
+`cache_evictions`, on the CPU, returns `evicted` of such a plan and changes nothing.
+
 `cache_move_` then writes back the evicted rows and fetches the new ones, with their states.
 Where cache and tier have different dtypes, values are rounded: to nearest when fetched, and when
 written back stochastically if the seed is not negative. `cache_flush_` writes back all rows in the
@@ -57,6 +59,7 @@ NOTHING_MOVES = -2  # in `evicted`
 COUNTERS = tuple(column.name.lower() for column in CacheCounter)
 
 plan_ = torch.ops.emblib.cache_plan_.default
+evictions = torch.ops.emblib.cache_evictions.default  # on the CPU only
 locate = torch.ops.emblib.cache_locate.default
 lookup_slots = torch.ops.emblib.cache_lookup_slots.default
 move_ = torch.ops.emblib.cache_move_.default
@@ -77,6 +80,22 @@ def _(
     policy: int,
 ) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.numel(), dtype=torch.int32), rows.new_empty(rows.numel())
+
+
+@torch.library.register_fake("emblib::cache_evictions")
+def _(
+    tags: Tensor,
+    stamps: Tensor,
+    counts: Tensor | None,
+    counters: Tensor,
+    clock: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    segments: Tensor,
+    count: Tensor,
+    policy: int,
+) -> Tensor:
+    return rows.new_empty(rows.numel())
 
 
 @torch.library.register_fake("emblib::cache_locate")

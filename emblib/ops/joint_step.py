@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from emblib.columns import FeatureColumn, Hyper
+from emblib.columns import FeatureColumn
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import unscaled
 from emblib.optim import Optimizer
@@ -179,14 +179,15 @@ def apply_contributions(
     is_finite = torch.stack(known).all() if known else None
     if is_finite is not None:  # without rows nothing is updated
         groups = groups._replace(count=groups.count * is_finite)
-    autograd.apply_row_gradients(tiers, optimizer, batch, locate(groups), torch.cat(values))
+    counted = 1 if is_finite is None else is_finite.to(tiers.hyperparams.dtype)
+    locations = locate(groups)
+    autograd.apply_row_gradients(
+        tiers, optimizer, batch, locations, torch.cat(values), counted=counted
+    )
     for one in contributions:
         if one.batch.hooks is not None:
             one.batch.hooks.after_update()
-    if is_finite is None:
-        return None
-    tiers.hyperparams[Hyper.STEP].add_(is_finite).sub_(1)
-    return torch.where(is_finite, 0.0, torch.inf)
+    return None if is_finite is None else torch.where(is_finite, 0.0, torch.inf)
 
 
 def _row_gradients(

@@ -43,6 +43,7 @@ is `emblib.reference.tt`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,6 +52,7 @@ from torch import Tensor
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
+from emblib.ops.one_call import count_step, native
 from emblib.ops.scaled_gradients import counted_step, scale_of_backward, unscaled
 from emblib.ops.tt_fakes import left_value_size
 from emblib.ops.tt_layout import Chunk, chunks_of, is_chunked
@@ -493,6 +495,7 @@ def _update(
     all_states = [state for of_core in states for state in of_core]
     optimizer = codes.OPTIMIZER[rule.name]
     if _has_whole_passes(batch):
+        torch.autograd.graph.increment_version(cores)  # first, lest an interrupt omit it
         tt_backward_(
             cores,
             all_states,
@@ -510,26 +513,20 @@ def _update(
             *batch.layout[:3],
             batch.matmul_code,
         )
-        torch.autograd.graph.increment_version(cores)
         return
     row_grads = _row_grads(grad, made, batch, sample_weights)
-    hyper[Hyper.STEP].add_(counted_step(hyper, row_grads))
-    try:
-        _ops.tt_update_(
-            cores,
-            all_states,
-            hyper,
-            optimizer,
-            made.plan,
-            made.prefixes,
-            row_grads,
-            *batch.layout[:3],
-            batch.matmul_code,
-        )
-    except BaseException:
-        hyper[Hyper.STEP].sub_(1)
-        raise
-    torch.autograd.graph.increment_version(cores)
+    arguments = (
+        cores,
+        all_states,
+        hyper,
+        optimizer,
+        made.plan,
+        made.prefixes,
+        row_grads,
+        *batch.layout[:3],
+        batch.matmul_code,
+    )
+    _make_step(cores, hyper, row_grads, [partial(_ops.tt_update_.default, *arguments)])
 
 
 def _sum_shared(core_grads: list[Any], cores: slice, share: ShareGradients) -> None:
@@ -563,19 +560,40 @@ def update_cores(
     if skips_overflow:
         is_finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
         grads = [torch.where(is_finite, grad, 0.0) for grad in grads]  # zeros update no row
-    hyper[Hyper.STEP].add_(counted_step(hyper, grads[0]))
-    updated = 0
-    try:
-        for core, state, grad, first in zip(cores, states, grads, first_rows, strict=True):
-            _ops.update_rows_(core, state, hyper, codes.OPTIMIZER[rule.name], grad, first)
-            updated += 1
-    except BaseException:
-        if not updated:  # else cores have taken this step
-            hyper[Hyper.STEP].sub_(1)
-        raise
+    optimizer = codes.OPTIMIZER[rule.name]
+    updates = [
+        partial(_ops.update_rows_.default, core, state, hyper, optimizer, grad, first)
+        for core, state, grad, first in zip(cores, states, grads, first_rows, strict=True)
+    ]
+    _make_step(cores, hyper, grads[0], updates, is_finite)
+
+
+def _make_step(
+    cores: Sequence[Tensor],
+    hyper: Tensor,
+    grad: Tensor,
+    updates: Sequence[partial[Any]],
+    is_finite: Tensor | None = None,
+) -> None:
+    """Count a step and update cores, all or nothing, whatever interrupts it.
+
+    A step that is not finite is not counted; its `updates` change nothing.
+    """
+    counted = counted_step(hyper, grad)
+    if torch.compiler.is_compiling():
+        hyper[Hyper.STEP].add_(counted)
+        for update in updates:
+            update()
+        torch.autograd.graph.increment_version(cores)
+        return
     if is_finite is not None:
-        hyper[Hyper.STEP].add_(is_finite).sub_(1)
-    torch.autograd.graph.increment_version(cores)
+        counted = is_finite.to(hyper.dtype)
+    torch.autograd.graph.increment_version(cores)  # first, lest an interrupt omit it
+    count_step(
+        hyper[Hyper.STEP],
+        counted,
+        *(partial(native(update.func), *update.args) for update in updates),
+    )
 
 
 def _row_grads(grad: Tensor, made: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:

@@ -176,16 +176,12 @@ class CachedTTKernel(CachedTTEmbeddingBags):
     @torch.no_grad()
     def set_stored_ids(self, table: int, ids: Tensor) -> None:
         """Set the id of each stored row, -1 for free ones; gradients of earlier lookups raise."""
-        own = self._keys(table)
-        before = own[own >= 0]
-        self.row_of_slot[self.index.slots(before)] = -1
-        self.index.erase(before)
-        ids = ids.to(own.device)
-        own.copy_(torch.where(ids < 0, -1, ids + self._first_key[table]))
-        rows = (own >= 0).nonzero().squeeze(1)
-        slots = self.index.find_or_insert_slots(own[rows]).slots
-        self.row_of_slot[slots] = self._first_row[table] + rows
+        own, ids = self._keys(table), ids.to(self.key_of_row.device)
+        keys = torch.where(ids < 0, -1, ids + self._first_key[table])
         self._choice += 1
+        self._index_is_current = False
+        own.copy_(keys)
+        self._rebuild_index()
 
     def counted(self, table: int) -> dict[str, Tensor]:
         """Return `keys`, ids whose uses are counted, and their `stamps` and `scores`, the uses."""

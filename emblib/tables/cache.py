@@ -1,9 +1,8 @@
-"""The software cache in front of tables in slow memory.
+"""The batches in flight of the software cache in front of tables in slow memory.
 
-`Prefetcher` is the cache of a module with its batches in flight; `RowCache` holds the cached rows
-and the counters. A batch is planned and fetched by `prefetch` or `take`, is in flight until its
-update (`InFlight`, the hooks of its autograd graph), and is then released. `emblib.ops.cache`
-defines the ops on these tensors.
+`Prefetcher` is the cache of a module with its batches in flight; its `RowCache` holds the cached
+rows and the counters. A batch is planned and fetched by `prefetch` or `look_up`, is in flight until
+its update (`InFlight`, the hooks of its autograd graph), and is then released.
 
 The rows of a batch in flight are not evicted. Their slots are remembered, and looked up again if
 the cache has changed since: a row without a way may have got one for another batch, and must then
@@ -15,349 +14,25 @@ slots that the next plan may assign to other rows.
 
 On a GPU a prefetch may run on another stream than the training step. It waits for the last released
 update, and users of its result wait for it.
+
+An interrupt may come between any two lines. So tags change and rows move in one native call
+(`RowCache.fetch`). What later calls rely on is noted before it: versions, tickets, streams.
 """
 
-import math
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from emblib import ops
-from emblib.columns import FeatureColumn
-from emblib.ops import autograd, codes, tbe
-from emblib.ops import cache as cache_ops
-from emblib.ops.autograd import Tiers
-from emblib.ops.tbe import Groups
-from emblib.optim import State
-from emblib.specs import CacheConfig, CachePolicy, Precision
+from emblib.ops import autograd, tbe
+from emblib.specs import CacheConfig
 from emblib.tables.locks import ModuleLock
-from emblib.tables.memory import Memory, TableLayout
-from emblib.tables.parameters import loses_values
-from emblib.tables.recomputation import running_forward
-
-_MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Counters of a cache since construction or the last reset.
-
-    A batch counts when its rows are fetched: once, by `prefetch` or else by `forward`; a batch that
-    is prefetched in several passes counts once per pass. Skipped lookups (index -1) and those of
-    tables without a cache do not count. The names in brackets are those of FBGEMM's
-    `uvm_cache_stats`.
-
-    Attributes:
-        calls: batches [num_calls]; of a table: batches in which it was looked up.
-        lookups: lookups of cached tables [num_requested_indices].
-        unique: distinct rows of a batch, summed over batches [num_unique_indices].
-        unique_misses: distinct rows that were not in the cache when their batch was planned
-            [num_unique_misses]. All but the conflicting ones were then fetched.
-        conflict_unique_misses: distinct rows that were not in the cache and got no way, because
-            their set was full of rows in flight or, with LFU, of more frequently used rows
-            [num_conflict_unique_misses]. They are read and updated in place.
-        conflict_misses: lookups of such rows [num_conflict_misses].
-        lookup_misses: lookups of all rows that were not in the cache when their batch was planned.
-        write_backs: evicted rows; of a table: its own evicted rows.
-        tables: the same counters per cached table, by name; empty in those.
-    """
-
-    calls: int
-    lookups: int
-    unique: int
-    unique_misses: int
-    conflict_unique_misses: int
-    conflict_misses: int
-    lookup_misses: int
-    write_backs: int
-    tables: Mapping[str, "CacheStats"] = field(default_factory=dict)
-
-    @property
-    def hit_rate(self) -> float:
-        """Return the fraction of lookups that hit the cache; NaN without lookups."""
-        return _share(self.lookups - self.lookup_misses, self.lookups)
-
-    @property
-    def unique_hit_rate(self) -> float:
-        """Return the fraction of distinct rows that hit the cache; NaN without lookups."""
-        return _share(self.unique - self.unique_misses, self.unique)
-
-    def events(self) -> Iterator[tuple[str, int]]:
-        """Yield the counters as `(counter, value)`, then as `(table.counter, value)`."""
-        for name in cache_ops.COUNTERS:
-            yield name, getattr(self, name)
-        for table, stats in self.tables.items():
-            for name in cache_ops.COUNTERS:
-                yield f"{table}.{name}", getattr(stats, name)
-
-
-assert tuple(f.name for f in fields(CacheStats))[:-1] == cache_ops.COUNTERS
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan
-
-
-@dataclass(frozen=True)
-class CacheLayout:
-    """Sizes of a cache: rows of `tables` in `sets` sets of 32, with their optimizer states.
-
-    `tables` are all tables of the module, by ascending linear row, in the format of `features`, and
-    `names` their names; those with a cache_stride are cached.
-    """
-
-    sets: int
-    policy: CachePolicy
-    tables: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
-    weights: torch.dtype
-    states: tuple[State, ...]
-    state_dtype: torch.dtype
-
-    @property
-    def stride(self) -> int:
-        """Return the number of elements between rows of the cache."""
-        return max(table[FeatureColumn.CACHE_STRIDE] for table in self.tables)
-
-    @property
-    def cached_rows(self) -> int:
-        """Return the number of rows of all cached tables."""
-        return sum(
-            table[FeatureColumn.ROWS] for table in self.tables if table[FeatureColumn.CACHE_STRIDE]
-        )
-
-    def state_dtypes(self) -> list[torch.dtype]:
-        """Return the dtype of each state; states of one number per row are float32."""
-        return [torch.float32 if state.per_row else self.state_dtype for state in self.states]
-
-    @property
-    def bytes_per_set(self) -> int:
-        """Return the bytes of rows, states, tags and stamps per set."""
-        slot = self.stride * self.weights.itemsize + 16
-        for state, dtype in zip(self.states, self.state_dtypes(), strict=True):
-            slot += dtype.itemsize * (1 if state.per_row else self.stride)
-        return slot * cache_ops.WAYS
-
-
-class RowCache(nn.Module):
-    """Rows of the cached tables of a module, with their optimizer state, in fast memory.
-
-    The cache has no parameters and is not saved: its rows belong to their tables, and `flush`
-    writes them back.
-
-    A batch is in flight from `enter` to `leave`. Rows that it or a later batch uses are not evicted
-    in between, so a batch that never leaves eventually stops the cache from admitting rows. Batches
-    are numbered on the device, so that nothing here waits for the device and a captured graph may
-    replay `enter`, `plan` and `leave`. The caller holds the lock of the module.
-    """
-
-    weights: Tensor
-    tags: Tensor
-    stamps: Tensor
-    counts: Tensor | None
-    counters: Tensor
-    clock: Tensor
-    table_features: Tensor
-
-    def __init__(self, layout: CacheLayout, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self.layout = layout
-        device = torch.empty(0, device=device).device
-        shape = (layout.sets, cache_ops.WAYS)
-        slots = layout.sets * cache_ops.WAYS
-        lfu = layout.policy is CachePolicy.LFU
-        tensors = {
-            "weights": ops.empty_table((slots * layout.stride,), layout.weights, device),
-            "tags": ops.empty_table(shape, torch.int64, device),
-            "stamps": ops.empty_table(shape, torch.int64, device),
-            "counts": (
-                torch.empty(layout.cached_rows, dtype=torch.int32, device=device) if lfu else None
-            ),
-            "counters": torch.empty(
-                (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
-            ),
-            "clock": torch.empty(2, dtype=torch.int64, device=device),
-            "table_features": torch.empty(
-                (len(layout.tables), len(FeatureColumn)), dtype=torch.int64, device=device
-            ),
-        }
-        for state, dtype in zip(layout.states, layout.state_dtypes(), strict=True):
-            size = slots if state.per_row else slots * layout.stride
-            tensors[f"state_{state.name}"] = ops.empty_table((size,), dtype, device)
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor, persistent=False)
-        self._start()
-
-    @classmethod
-    def of(
-        cls,
-        tables: TableLayout,
-        names: Sequence[str],
-        states: Sequence[State],
-        options: CacheConfig,
-        precision: Precision,
-        device: torch.device | str | None = None,
-    ) -> "RowCache":
-        """Make a cache by `options`; `names` are those of the tables, in the given order."""
-        device = torch.empty(0, device=device).device
-        order = sorted(
-            range(len(tables.offsets)),
-            key=lambda t: (tables.offsets[t].row_base, tables.offsets[t].rows),
-        )
-        layout = CacheLayout(
-            sets=1,
-            policy=options.policy,
-            tables=tuple(tables.offsets[t].feature(0) for t in order),
-            names=tuple(names[t] for t in order),
-            weights=precision.weights if options.dtype is None else options.dtype,
-            states=tuple(states),
-            state_dtype=precision.states,
-        )
-        sets = number_of_sets(options, layout, device)
-        return cls(CacheLayout(**{**vars(layout), "sets": sets}), device)
-
-    def _start(self) -> None:
-        """Initialise the tensors of a new cache, or of one moved off `meta`."""
-        self._now, self._in_flight, self._oldest = 0, set[int](), 1
-        features = torch.tensor(self.layout.tables, dtype=torch.int64).view(-1, len(FeatureColumn))
-        self.table_features.copy_(features)
-        self.clock.copy_(torch.tensor([0, 1]))
-        self.reset()
-        self.reset_stats()
-
-    @property
-    def states(self) -> list[Tensor]:
-        """Return the optimizer states of the cached rows, in the order of the optimizer."""
-        return [getattr(self, f"state_{state.name}") for state in self.layout.states]
-
-    def enter(self) -> int:
-        """Start a batch and return its ticket for `leave`; the next plan is for this batch."""
-        self._now += 1
-        self._in_flight.add(self._now)
-        self.clock[0].add_(1)
-        return self._now
-
-    def leave(self, ticket: int) -> None:
-        """End a batch: it no longer protects its rows from eviction."""
-        self._in_flight.discard(ticket)
-        oldest = min(self._in_flight, default=self._now + 1)
-        # A difference instead of a value: it stays valid when a captured graph replays it.
-        self.clock[1].add_(oldest - self._oldest)
-        self._oldest = oldest
-
-    def plan(self, groups: Groups) -> tuple[Tensor, Tensor]:
-        """Assign slots to the rows of the batch that entered last: `row_slots`, `evicted`.
-
-        `move` must follow before any other access to the cache.
-        """
-        return cache_ops.plan_(
-            self.tags,
-            self.stamps,
-            self.counts,
-            self.counters,
-            self.clock,
-            self.table_features,
-            groups.rows,
-            groups.segments,
-            groups.count,
-            codes.CACHE_POLICY[self.layout.policy.value],
-        )
-
-    def undo(self, row_slots: Tensor, evicted: Tensor) -> None:
-        """Undo a `plan` before any row has moved: the slots keep their old rows."""
-        taken = evicted != cache_ops.NOTHING_MOVES
-        self.tags.view(-1)[row_slots[taken].long()] = evicted[taken]
-
-    def move(self, tiers: Tiers, groups: Groups, row_slots: Tensor, evicted: Tensor) -> None:
-        """Execute a plan: write evicted rows back and fetch the missing ones."""
-        cache_ops.move_(
-            tiers.weights,
-            tiers.states,
-            tiers.hyperparams,
-            self.table_features,
-            groups.rows,
-            groups.count,
-            row_slots,
-            evicted,
-        )
-
-    def find(self, groups: Groups) -> Tensor:
-        """Return the current slot of each distinct row, int32 `[L]`, as `row_slots` of `plan`."""
-        return cache_ops.locate(self.tags, self.table_features, groups.rows, groups.count)
-
-    def slots_of_lookups(self, groups: Groups, row_slots: Tensor) -> Tensor:
-        """Return the slot of every lookup, int32 `[L]`, -1 for none."""
-        return cache_ops.lookup_slots(row_slots, groups.segments, groups.lookups, groups.count)
-
-    def flush(self, tiers: Tiers) -> None:
-        """Write all rows and states back to their tables; they stay in the cache."""
-        cache_ops.flush_(
-            tiers.weights, tiers.states, tiers.hyperparams, self.table_features, self.tags
-        )
-
-    def reset(self) -> None:
-        """Empty the cache, and forget batches in flight and usage counts."""
-        self.tags.fill_(cache_ops.EMPTY)
-        self.stamps.fill_(cache_ops.EMPTY)
-        if self.counts is not None:
-            self.counts.zero_()
-        self._in_flight.clear()
-        self.leave(0)
-
-    def stats(self) -> CacheStats:
-        """Return the counters (reads the device)."""
-        *tables, whole = (
-            dict(zip(cache_ops.COUNTERS, line, strict=True)) for line in self.counters.tolist()
-        )
-        lines = zip(self.layout.names, self.layout.tables, tables, strict=True)
-        cached = {
-            name: CacheStats(**line)
-            for name, table, line in lines
-            if table[FeatureColumn.CACHE_STRIDE]
-        }
-        return CacheStats(**whole, tables=cached)
-
-    def reset_stats(self) -> None:
-        """Reset all counters to zero."""
-        self.counters.zero_()
-
-    def nbytes(self) -> int:
-        """Return the bytes of rows, states, tags and counters."""
-        return sum(tensor.nbytes for tensor in self.buffers())
-
-    def extra_repr(self) -> str:
-        """Describe size and policy."""
-        slots = self.layout.sets * cache_ops.WAYS
-        return f"{slots} slots in {self.layout.sets} sets, {self.layout.policy.value}"
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        """Load nothing: keys with this prefix belong to a table of the same name."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        is_lost = self.tags.is_meta or loses_values(fn)
-        super()._apply(ops.keep_dtype(fn), recurse)
-        if is_lost and not self.tags.is_meta:
-            self._start()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # Batches in flight belong to the original; nothing would release them here.
-        self._in_flight = set()
-        self.leave(0)
-
-
-def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.device) -> int:
-    """Return the requested number of sets, on a GPU at most what its free memory takes."""
-    sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes
-        sets = min(sets, free // layout.bytes_per_set)
-    return min(max(sets, 1), _MAX_SETS)
+from emblib.tables.memory import Memory
+from emblib.tables.recomputation import RunningForward, running_forward
+from emblib.tables.row_cache import RowCache
 
 
 class BatchId(NamedTuple):
@@ -391,17 +66,27 @@ class BatchId(NamedTuple):
 _ORDER = "forward must get the batches in the order they were prefetched"
 
 
+class _Ticket(weakref.ref["InFlight"]):
+    """The number of a batch in flight, and the stream of its last lookup.
+
+    When the batch goes out of use without an update, as with a graph that is dropped, its ticket is
+    appended to a list by C code: a finaliser in Python could be interrupted, and would swallow the
+    interrupt.
+    """
+
+    number = 0  # no batch has it
+    stream: torch.cuda.Stream | None = None
+
+
 class InFlight:
     """A batch from prefetch to the end of its update; the `hooks` of its autograd graph."""
 
     def __init__(self, owner: "Prefetcher") -> None:
         self.owner = owner
         self.lock = owner.lock
-        self.stream: torch.cuda.Stream | None = None  # of the last lookup
-        self.ticket: int | None = None  # `__del__` also runs if `enter` raises
-        self.ticket = owner.cache.enter()
+        self.ticket: _Ticket | None = None
         self.version = -1
-        self.will_be_repeated = False  # after a lookup without gradients
+        self._will_be_repeated = False  # after a lookup without gradients
         self._locations: autograd.RowLocations | None = None
 
     def fill(self, groups: tbe.Groups, row_slots: Tensor) -> None:
@@ -409,33 +94,48 @@ class InFlight:
         self._locations = autograd.RowLocations(groups, row_slots)
         self.version = self.owner.version
 
+    def set_repetition(self, owner: "Prefetcher", running: RunningForward | None) -> None:
+        """Note the batch for the forward that backward repeats, if it is in such a region."""
+        self._will_be_repeated = running is not None and running.trains_without_grad
+        if running is not None:
+            running.note(owner, self)
+
     def locate(self) -> autograd.RowLocations:
         """Locate the rows of the batch in the cache as it is now, and the slots of all lookups."""
         owner, locations = self.owner, self._locations
         assert locations is not None
         owner.wait_for_prefetch()
         if self.version != owner.version:
+            owner.begin_use()
             locations = autograd.RowLocations(locations.groups, owner.cache.find(locations.groups))
             owner.used()
-            self.version = owner.version
+            self._locations, self.version = locations, owner.version
         if locations.slots is None:
             assert locations.row_slots is not None
             slots = owner.cache.slots_of_lookups(locations.groups, locations.row_slots)
             locations = locations._replace(slots=slots)
         self._locations = locations
-        self.stream = _keep_on_this_stream(locations)
+        stream = _keep_on_this_stream(locations)
+        if self.ticket is not None:
+            self.ticket.stream = stream
         return locations
 
     def before_update(self) -> autograd.RowLocations:
-        """Return the rows; journal those that the update writes to the disk tier itself."""
+        """Return the rows; journal those that the update writes to the disk tier itself.
+
+        The batch is released here: the lock is held until the update is made, and an update that is
+        interrupted leaves nothing to release.
+        """
         locations = self.locate()
         self.owner.protect_conflicts(locations)
+        self.owner.begin_use()
+        self.leave()
         return locations
 
     def after_update(self) -> None:
-        """Release the rows for eviction, unless a repetition will update them."""
-        if self.will_be_repeated:
-            self.will_be_repeated = False
+        """Release the rows for eviction, after what was enqueued, unless they are read again."""
+        if self._will_be_repeated:
+            self._will_be_repeated = False
             return
         self.leave()
         self.owner.used()
@@ -443,20 +143,46 @@ class InFlight:
     def leave(self) -> None:
         """Release the rows for eviction; repeated calls do nothing."""
         if self.ticket is not None:
-            self.owner.cache.leave(self.ticket)
+            self.owner.leave(self.ticket)
             self.ticket = None
 
-    def __del__(self) -> None:
-        """Release the rows where a graph is dropped without a backward."""
-        if self.ticket is not None:
-            self.owner.drop(self.ticket, self.stream)
+
+class _LastWork:
+    """The last work of a kind on a GPU, for other streams to wait for.
+
+    Its stream is noted before the work and its event after it. Where an interrupt comes between
+    the two, `wait` waits for all that is on that stream.
+    """
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """Note that the current stream gets work."""
+        if self._stream is not None:
+            self.wait()
+        self._stream = torch.cuda.current_stream(device)
+
+    def end(self, device: torch.device) -> None:
+        """Note that the work is enqueued, after all earlier work of this kind."""
+        if self._event is not None:
+            _wait_for(self._event)
+        self._event = _event(device)
+        self._stream = None
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        if self._event is not None:
+            _wait_for(self._event)
+        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+            _wait_for(self._stream.record_event())
 
 
 class Prefetcher:
     """The cache of a module and its batches in flight, in the order they were prefetched.
 
-    `lock` is that of the module. A caller of `take` holds it until the lookup has read the rows;
-    the other methods enter it themselves.
+    `lock` is that of the module; all methods enter it, except those that `InFlight` calls.
     """
 
     def __init__(
@@ -466,107 +192,131 @@ class Prefetcher:
         self.cache = cache
         self.options = options
         self.lock = lock
-        self.version = 0  # of the contents of the cache
+        self.version = 0  # of the contents of the cache; rises before they change
         self._queue: deque[tuple[BatchId, tuple[int, int], InFlight]] = deque()
-        self._dropped: deque[tuple[int, torch.cuda.Stream | None]] = (
-            deque()
-        )  # graphs, to be released
-        self._filled: torch.cuda.Event | None = None  # after the last prefetch
-        self._used: torch.cuda.Event | None = None  # after the last find or update
+        self._tickets: dict[int, _Ticket] = {}  # of batches in flight
+        self._dropped: deque[_Ticket] = deque()  # those that the next batch releases
+        self._filled, self._used = _LastWork(), _LastWork()  # prefetches; finds and updates
 
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
-        none: dict[str, object] = dict.fromkeys(("_filled", "_used"))
+        none = {"_filled": _LastWork(), "_used": _LastWork(), "_tickets": {}}
         return {**self.__dict__, **none, "_queue": deque(), "_dropped": deque()}
 
     def prefetch(self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId) -> None:
         """Fetch the rows of a batch; `batch_id` has the tensors that forward will get."""
         with self.lock:
-            self._queue.append((batch_id, batch_id.versions(), self._fill(batch, tiers)))
+            flight = InFlight(self)
+            try:
+                self._fill(flight, batch, tiers)
+                self._queue.append((batch_id, batch_id.versions(), flight))
+            except BaseException:
+                self._drop(flight)
+                raise
 
-    def take(
+    def look_up(
         self,
         batch: autograd.Lookup,
         tiers: autograd.Tiers,
         batch_id: BatchId,
+        read: Callable[[autograd.Lookup], Tensor],
         *,
         training: bool,
-    ) -> autograd.Lookup:
-        """Return the batch with the slots of its lookups; its `hooks` keep it in flight.
+    ) -> Tensor:
+        """Return what `read` makes of the batch with the slots of its lookups.
 
-        Without gradients, a batch that is not the next prefetched one is looked up out of order.
-        The repetition of a forward takes what the first one took.
+        The `hooks` of the batch keep it in flight. A prefetched one stays the next of the queue
+        until it has been read. Without gradients, a batch that is not the next prefetched one is
+        looked up out of order. The repetition of a forward reads what the first one read;
+        `training` is the mode of the module.
         """
-        running = running_forward(training=training)
-        if running is not None and running.is_repeated:
-            known: InFlight | None = running.noted(self)
-            if known is not None:
-                return batch._replace(slots=known.locate().slots, hooks=known)
-        is_extra = (
-            not torch.is_grad_enabled() and self._queue and not batch_id.is_(self._queue[0][0])
-        )
-        if not self._queue or is_extra:
-            flight = self._fill(batch, tiers)
-        else:
-            expected, versions, flight = self._queue[0]
-            if expected.versions() != versions:
-                raise RuntimeError(
-                    "the next of the prefetched batches was written to since; use separate tensors "
-                    "for every batch in flight"
-                )
-            if not expected.fits(batch_id):
-                raise RuntimeError(
-                    f"{_ORDER}: the next of {len(self._queue)} has {expected.indices.numel()} "
-                    f"lookups, got another one of {batch_id.indices.numel()}; pass that one, or "
-                    "flush() and then reset_cache_states() to forget them"
-                )
-            self._queue.popleft()
-        if running is not None:
-            running.note(self, flight)
-            flight.will_be_repeated = running.trains_without_grad
-        return batch._replace(slots=flight.locate().slots, hooks=flight)
+        with self.lock:
+            running = running_forward(training=training)
+            if running is not None and running.is_repeated:
+                known: InFlight | None = running.noted(self)
+                if known is not None:
+                    return read(batch._replace(slots=known.locate().slots, hooks=known))
+            is_extra = (
+                not torch.is_grad_enabled() and self._queue and not batch_id.is_(self._queue[0][0])
+            )
+            if self._queue and not is_extra:
+                flight = self._next_prefetched(batch_id)
+                flight.set_repetition(self, running)
+                out = read(batch._replace(slots=flight.locate().slots, hooks=flight))
+                self._queue.popleft()
+                return out
+            flight = InFlight(self)
+            try:
+                self._fill(flight, batch, tiers)
+                flight.set_repetition(self, running)
+                return read(batch._replace(slots=flight.locate().slots, hooks=flight))
+            except BaseException:
+                self._drop(flight)
+                raise
 
-    def _fill(self, batch: autograd.Lookup, tiers: autograd.Tiers) -> InFlight:
-        if self.memory.disk is not None:
-            self.memory.disk.protect(_NO_ROWS)  # raises in a forked process, before rows move
-        self._release_dropped()
-        # Fetches run one after the other, also those of batches on different streams.
-        self.wait_for_prefetch()
-        if self._used is not None:
-            _wait_for(self._used)
-        flight = InFlight(self)
-        length, passes = batch.indices.numel(), self.options.passes
-        if passes is None or length < passes.min_lookups:
-            groups = autograd.groups_of(batch)
-            flight.fill(groups, self._fetch(groups, tiers))
-        else:
-            size = -(-length // passes.passes)
-            for start in range(0, length, size):
-                self._fetch(autograd.groups_of(_part(batch, start, start + size)), tiers)
-            groups = autograd.groups_of(batch)
-            flight.fill(groups, self.cache.find(groups))
-        if batch.indices.is_cuda:
-            self._filled = _event(batch.indices.device)
+    def _next_prefetched(self, batch_id: BatchId) -> InFlight:
+        """Return the next of the prefetched batches, which `batch_id` must be."""
+        expected, versions, flight = self._queue[0]
+        if expected.versions() != versions:
+            raise RuntimeError(
+                "the next of the prefetched batches was written to since; use separate tensors "
+                "for every batch in flight"
+            )
+        if not expected.fits(batch_id):
+            raise RuntimeError(
+                f"{_ORDER}: the next of {len(self._queue)} has {expected.indices.numel()} "
+                f"lookups, got another one of {batch_id.indices.numel()}; pass that one, or "
+                "flush() and then reset_cache_states() to forget them"
+            )
         return flight
 
-    def _fetch(self, groups: tbe.Groups, tiers: autograd.Tiers) -> Tensor:
+    def _fill(self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers) -> None:
         if self.memory.disk is not None:
-            self.memory.disk.touch(self._disk_rows(groups))
-        row_slots, evicted = self.cache.plan(groups)
-        if self.memory.disk is not None:
-            first = self.memory.layout.first_disk_row
-            try:
-                self.memory.disk.protect(evicted[evicted >= first] - first)
-            except BaseException:
-                self.cache.undo(row_slots, evicted)
-                raise
-        self.cache.move(tiers, groups, row_slots, evicted)
-        self.version += 1
+            self.memory.disk.protect(_NO_ROWS)  # raises in a forked process, before rows move
+        # Fetches run one after the other, also those of batches on different streams.
+        self.wait_for_prefetch()
+        self._release_dropped()
+        self._used.wait()
+        passes = self._passes(batch)
+        groups = passes[0] if len(passes) == 1 else autograd.groups_of(batch)
+        self._enter(flight)
+        if batch.indices.is_cuda:
+            self._filled.begin(batch.indices.device)
+        row_slots = self._fetch(passes, tiers)
+        if len(passes) > 1:
+            row_slots = self.cache.find(groups)
+        flight.fill(groups, row_slots)
+        if batch.indices.is_cuda:
+            self._filled.end(batch.indices.device)
+
+    def _passes(self, batch: autograd.Lookup) -> list[tbe.Groups]:
+        """Return the groups of each pass in which the rows of a batch are fetched."""
+        length, passes = batch.indices.numel(), self.options.passes
+        if passes is None or length < passes.min_lookups:
+            return [autograd.groups_of(batch)]
+        size = -(-length // passes.passes)
+        parts = (_part(batch, start, start + size) for start in range(0, length, size))
+        # A pass needs the rows of its part; the rest is freed, part by part.
+        nothing = batch.indices.new_empty(0, dtype=torch.int32)
+        return [autograd.groups_of(part)._replace(lookups=nothing, bags=nothing) for part in parts]
+
+    def _fetch(self, passes: list[tbe.Groups], tiers: autograd.Tiers) -> Tensor:
+        """Fetch the rows of a batch; return the slots of those of the last pass."""
+        disk, first = self.memory.disk, self.memory.layout.first_disk_row
+        # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
+        for some in [passes] if disk is None else [[groups] for groups in passes]:
+            if disk is not None:
+                disk.touch(self._disk_rows(some[0]))
+                evicted = self.cache.evictions(some[0])
+                disk.protect(evicted[evicted >= first] - first)
+            self.version += 1
+            row_slots = self.cache.fetch(tiers, some)[-1]
         return row_slots
 
     def locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         """Locate rows for an update: in the cache where they are in it, else in their tables."""
         self.wait_for_prefetch()
+        self.begin_use()
         if self.memory.disk is not None:
             self.memory.disk.touch(self._disk_rows(groups))
         locations = autograd.RowLocations(groups, self.cache.find(groups))
@@ -581,8 +331,13 @@ class Prefetcher:
 
     def wait_for_prefetch(self) -> None:
         """Make the current stream wait for what prefetches on other streams have written."""
-        if self._filled is not None:
-            _wait_for(self._filled)
+        if self.cache.weights.is_cuda:
+            self._filled.wait()
+
+    def begin_use(self) -> None:
+        """Note that a find, an update or a flush follows on the current stream, until `used`."""
+        if self.cache.weights.is_cuda:
+            self._used.begin(self.cache.weights.device)
 
     def used(self) -> None:
         """Record that a find, an update or a flush was enqueued, for the next prefetch to wait.
@@ -590,30 +345,35 @@ class Prefetcher:
         Earlier ones, which may be on other streams, are waited for as well.
         """
         if self.cache.weights.is_cuda:
-            if self._used is not None:
-                _wait_for(self._used)
-            self._used = _event(self.cache.weights.device)
+            self._used.end(self.cache.weights.device)
 
-    def drop(self, ticket: int, stream: torch.cuda.Stream | None) -> None:
-        """Release a batch whose graph was dropped; its last lookup was on `stream`.
+    def _enter(self, flight: InFlight) -> None:
+        """Start a batch: its rows are not evicted, from its plan on."""
+        number = self.cache.new_ticket()
+        flight.ticket = ticket = _Ticket(flight, self._dropped.append)
+        ticket.number = number
+        self._tickets[number] = ticket
+        self.cache.enter(number)
 
-        Finalisers call this in any thread and between any two steps: if the lock is not free, the
-        next batch releases it.
-        """
-        self._dropped.append((ticket, stream))
-        if self.lock.enter_if_free():
-            try:
-                self._release_dropped()
-            finally:
-                self.lock.__exit__()
+    def leave(self, ticket: _Ticket) -> None:
+        """End a batch; a second time does nothing."""
+        self.cache.leave(ticket.number)
+        self._tickets.pop(ticket.number, None)
+
+    def _drop(self, flight: InFlight) -> None:
+        """Have the next batch release one that an exception ends: its traceback may live on."""
+        if flight.ticket is not None:
+            self._dropped.append(flight.ticket)
 
     def _release_dropped(self) -> None:
         while self._dropped:
-            ticket, stream = self._dropped.popleft()
-            if stream is not None and not torch.cuda.is_current_stream_capturing():
-                _wait_for(stream.record_event())  # the looked-up rows may still be read
+            ticket = self._dropped[0]
+            if ticket.stream is not None and not torch.cuda.is_current_stream_capturing():
+                self.begin_use()
+                _wait_for(ticket.stream.record_event())  # the looked-up rows may still be read
+            self.leave(ticket)
             self.used()
-            self.cache.leave(ticket)
+            self._dropped.popleft()
 
     def protect_conflicts(self, locations: autograd.RowLocations) -> None:
         """Journal the rows of a batch that are on disk but not in the cache."""
@@ -629,6 +389,7 @@ class Prefetcher:
         """Write all cached rows back, and commit the disk tier; prefetched batches stay valid."""
         with self.lock:
             self.wait_for_prefetch()
+            self.begin_use()
             disk, first = self.memory.disk, self.memory.layout.first_disk_row
             if disk is not None:
                 rows = self.cache.tags[self.cache.tags >= first]
@@ -643,9 +404,10 @@ class Prefetcher:
         with self.lock:
             self._queue.clear()
             self.wait_for_prefetch()
+            self.begin_use()
+            self.version += 1
             self.cache.reset()
             self.used()
-            self.version += 1
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)

@@ -48,7 +48,7 @@ class Change(Generic[_R]):
         return frame is not None
 
 
-class CompletingLock(ModuleLock):
+class CompletingLock(ModuleLock):  # type: ignore[misc]  # as ModuleLock
     """The lock of a module that completes interrupted changes of what it protects."""
 
     def __init__(self) -> None:
@@ -96,13 +96,13 @@ class CompletingLock(ModuleLock):
         return CompletingLock, ()
 
 
-class _ChangingLock(CompletingLock):
+class _ChangingLock(CompletingLock):  # type: ignore[misc]
     """A lock during a change, or after one that was interrupted: entering it makes the rest.
 
     Other locks are entered as `ModuleLock` is; so a change costs calls without one nothing.
     """
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Any:  # type: ignore[override]
         entered = super().__enter__()
         try:
             if not any(change.is_running() for change in self._unfinished):

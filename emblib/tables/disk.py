@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ from emblib.tables.page_sums import (
 _JOURNAL, _STORE = "journal", "store.json"
 _WHAT = "DISK tables"
 _FORMAT = 2
+
+
+class _Commit(NamedTuple):
+    """A commit on its way: its number, the saved numbers, and the versions of `user_tensors`."""
+
+    epoch: int
+    numbers: list[float]
+    versions: list[int]
 
 
 class DiskStore:
@@ -116,6 +124,7 @@ class DiskStore:
         self.directory = Path(directory).expanduser()
         self._layout = _layout_of(tables, dtype, states, state_dtype)
         self._verify = verify
+        self._committing: _Commit | None = None  # until it is finished
         self._syncs = SyncGuard(self.directory)
         self._rows = sum(spec.rows for spec in tables)
         make_directory(self.directory, _WHAT)
@@ -327,16 +336,38 @@ class DiskStore:
             self._journal.sync()
             self._sync_files()
             self._roots = [sums.root(len_of) for sums, len_of in self._with_lengths()]
+            self._committing = _Commit(
+                self._epoch + 1, numbers, [t._version for t in self.user_tensors]
+            )
             self._write_store(self._epoch + 1, numbers, "committed")
-            flush_directory(self.directory)
-        self._epoch += 1
-        self.committed_numbers = numbers
+            self._finish(self._committing)
+
+    def _finish(self, commit: "_Commit") -> None:
+        """Start the epoch after a commit, which is in the file; doing it again comes to the same.
+
+        Until this is done a journal would lead back to the commit before.
+        """
+        flush_directory(self.directory)
+        self._epoch = commit.epoch
+        self.committed_numbers = commit.numbers
         self._whole = False
         self._journaled = zeros(self._rows)
-        self._versions = [t._version for t in self.user_tensors]
+        self._versions = commit.versions
         for sums, length in self._with_lengths():
             sums.after_commit(length)
         self._journal.clear()
+        self._committing = None
+
+    def _finish_interrupted(self) -> None:
+        """Finish a commit that an interrupt has ended, if its file was replaced before."""
+        commit = self._committing
+        if commit is None:
+            return
+        saved = unseal(json.loads((self.directory / _STORE).read_text()))
+        if int(saved["commit"]) == commit.epoch:
+            with self._syncs.watch():
+                self._finish(commit)
+        self._committing = None
 
     def _with_lengths(self) -> Iterator[tuple[PageSums, int]]:
         for sums, tensor in zip(self._sums, [self.weights, *self.states], strict=True):
@@ -399,6 +430,7 @@ class DiskStore:
                 "moves them: look up in the process that has the module"
             )
         self._syncs.check()
+        self._finish_interrupted()
 
     def _sync_files(self) -> None:
         for file in self._files:

@@ -76,10 +76,10 @@ class Journal:
         """Open the journal for rows as they were at commit `epoch`; repeated calls do nothing."""
         if self._end:
             return
-        durable_files.resize(self._handle, 0)
         header = _HEADER.pack(_MAGIC, epoch, machine_start(), 0)[: -_CHECKSUM.size]
-        self._append(header + _CHECKSUM.pack(zlib.crc32(header)))
+        end = self._write(header + _CHECKSUM.pack(zlib.crc32(header)))
         durable_files.sync_file(self._handle, self.path)
+        self._end = end  # not before: an interrupt must not leave a header that is never synced
 
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
         """Record rows of a block, numbered within it; yields those that are recorded so far."""
@@ -102,6 +102,16 @@ class Journal:
 
     def _append(self, data: bytes | bytearray) -> None:
         """Append all of `data`, or none of it."""
+        self._end = self._write(data)
+
+    def _write(self, data: bytes | bytearray) -> int:
+        """Write `data` at the end, or none of it; return where it ends.
+
+        What an interrupted call has left there is cut off first: the end of a longer record would
+        follow a shorter one, and make no record.
+        """
+        if os.fstat(self._handle).st_size != self._end:
+            durable_files.resize(self._handle, self._end)
         rest, at = memoryview(data), self._end
         try:
             while rest:
@@ -116,7 +126,7 @@ class Journal:
                 "flushes: make room, or flush more often",
                 str(self.path),
             ) from error
-        self._end = at
+        return at
 
     def clear(self) -> None:
         """Forget all records: a commit has made them void, or they have been rolled back."""

@@ -5,9 +5,9 @@ the lookup has read them, and around each update in backward, which autograd may
 its own. Nothing is held between a forward and its backward.
 """
 
+import _thread
 import functools
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -16,8 +16,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class ModuleLock:
+class ModuleLock(_thread.RLock):  # type: ignore[misc]  # final in typeshed alone
     """A re-entrant lock as a context manager; copies and unpickled ones are new locks.
+
+    It is entered and left in C: no interrupt comes between taking the lock and being responsible
+    for it, as it could in an `__enter__` in Python.
 
     A forked process has its own, which is free unless another thread of the parent held it at the
     fork: what it protects was being changed, by a thread that the child does not have, so entering
@@ -25,49 +28,28 @@ class ModuleLock:
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()
-        self._depth = 0
-        self._is_lost = False
         call_in_forks(self)
-
-    def __enter__(self) -> None:
-        self._mutex.acquire()
-        if self._is_lost:
-            self._mutex.release()
-            raise RuntimeError(
-                "another thread was using this module when the process forked, so the copy of the "
-                "forked process is incomplete; fork while no other thread uses the module, or load "
-                "it again in the forked process"
-            )
-        self._depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        self._mutex.release()
-
-    def enter_if_free(self) -> bool:
-        """Enter the lock unless any thread holds it, this one included; for finalisers.
-
-        The garbage collector runs finalisers in any thread and between any two steps of it, so
-        there they must neither wait nor see what is half done.
-        """
-        if not self._mutex.acquire(blocking=False):
-            return False
-        if self._depth or self._is_lost:
-            self._mutex.release()
-            return False
-        self._depth = 1
-        return True
 
     def after_fork(self) -> None:
         """Find out whether the thread that forked may go on with what is protected."""
-        if self._mutex.acquire(blocking=False):
-            self._mutex.release()
+        if self.acquire(blocking=False):
+            self.release()
         else:
-            self._mutex, self._depth, self._is_lost = threading.RLock(), 0, True
+            self.__class__ = _LostLock
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleLock, ()
+
+
+class _LostLock(ModuleLock):  # type: ignore[misc]
+    """The lock of a module that another thread was using when the process forked."""
+
+    def __enter__(self) -> bool:  # type: ignore[override]
+        raise RuntimeError(
+            "another thread was using this module when the process forked, so the copy of the "
+            "forked process is incomplete; fork while no other thread uses the module, or load "
+            "it again in the forked process"
+        )
 
 
 class _Locked(Protocol):

@@ -1,7 +1,7 @@
 """Table-batched embeddings: T dense tables in one kernel, the optimizer fused into backward.
 
 A forward of `TableBatchedEmbeddingBags` checks bounds (`_batch`), brings missing rows into the
-cache if there is one (`Prefetcher.take`) and looks up (`_read`), through autograd if it trains.
+cache if there is one (`Prefetcher.look_up`) and looks up (`_read`), through autograd if it trains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from emblib.optim import Gradient, Optimizer, description
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, optimizer_hooks, parameters
 from emblib.tables.base import FusedTables, SpecKind
-from emblib.tables.cache import BatchId, CacheStats, Prefetcher, RowCache
+from emblib.tables.cache import BatchId, Prefetcher
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
@@ -32,6 +32,7 @@ from emblib.tables.parameters import IncompleteParameter
 from emblib.tables.reading import LookupArgs, TableReading
 from emblib.tables.recomputation import trains_first
 from emblib.tables.reporting import Reporting, StatsReporter
+from emblib.tables.row_cache import CacheStats, RowCache
 from emblib.tables.short_calls import ShortCalls
 
 
@@ -329,9 +330,10 @@ class TableBatchedEmbeddingBags(FusedTables):
         if not autograd.updates_in_backward(self.optimizer):
             read = partial(self._read_for_gradients, unique=args.unique)
         if self._prefetcher is not None:
-            with self._lock:  # until the slots of the batch have been read
-                batch = self._prefetcher.take(batch, tiers, batch_id, training=self.training)
-                return read(tiers, batch, sample_weights)
+            read_slots = partial(read, tiers, sample_weights=sample_weights)
+            return self._prefetcher.look_up(
+                batch, tiers, batch_id, read_slots, training=self.training
+            )
         return read(tiers, batch, sample_weights)
 
     def _read_for_gradients(

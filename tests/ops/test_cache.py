@@ -1,5 +1,7 @@
 """The ops of the cache against the model in plain Python: every slot, stamp, counter and bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -218,6 +220,25 @@ def _arguments(policy: str) -> tuple[Twin, Store, Groups, tuple[Tensor, Tensor]]
     return twin, store, groups, (row_slots, evicted)
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_evictions_are_those_of_the_plan_and_change_nothing(policy: str, ahead: int) -> None:
+    def plan(*arguments: Any) -> tuple[Tensor, Tensor]:
+        before = [x.clone() for x in arguments if isinstance(x, Tensor)]
+        evicted = cache.evictions(*arguments)
+        after = [x for x in arguments if isinstance(x, Tensor)]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        row_slots, planned = cache.plan_(*arguments)
+        assert torch.equal(evicted, planned)
+        return row_slots, planned
+
+    trace = Trace(((60, 5), (150, 8)), 3, policy, batches=30, ahead=ahead, seed=5)
+    twin = Twin(trace, plan)
+    for lookups in trace.lookup_batches():
+        twin.plan(lookups, group(lookups))
+    assert int(twin.counters[-1, cache.COUNTERS.index("write_backs")]) > 50
+
+
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_opcheck(policy: str) -> None:
     twin, store, (rows, segments, lookups, count), moves = _arguments(policy)
@@ -226,6 +247,7 @@ def test_opcheck(policy: str) -> None:
     memory = (store.weights, store.states, HYPER, twin.tables)
     located = (twin.tags, twin.tables, rows, count)
     torch.library.opcheck(torch.ops.emblib.cache_plan_.default, (*state, *batch))
+    torch.library.opcheck(torch.ops.emblib.cache_evictions.default, (*state, *batch))
     torch.library.opcheck(torch.ops.emblib.cache_locate.default, located)
     slots = (moves[0], segments, lookups, count)
     torch.library.opcheck(torch.ops.emblib.cache_lookup_slots.default, slots)

@@ -47,7 +47,8 @@ _MEASURED = {
 _PEERS = """
 ## Against other libraries
 
-The comparisons with FBGEMM, FBTT, HierarchicalKV and DynamicEmb on this GPU are in [gpu_results.md](gpu_results.md).
+The comparisons with FBGEMM, FBTT, HierarchicalKV and DynamicEmb on this GPU are in
+[gpu_results.md](gpu_results.md).
 """
 _LAUNCHES = """
 ## Launches of a training step

@@ -14,8 +14,8 @@ from emblib.ops.tbe import Groups
 from emblib.optim import SGD, Adam, PartialRowwiseAdam
 from emblib.optim.base import Optimizer
 from emblib.specs import CacheConfig, CachePolicy, Placement, Precision, TableSpec
-from emblib.tables.cache import CacheStats, RowCache, number_of_sets
 from emblib.tables.memory import lay_out
+from emblib.tables.row_cache import CacheStats, RowCache, number_of_sets
 from tests.cache_cases import group
 
 TABLES = (
@@ -47,10 +47,31 @@ def groups_of(rows: Tensor) -> Groups:
     return Groups(unique, segments, lookups, torch.zeros_like(lookups), count)
 
 
+def enter(cache: RowCache) -> int:
+    ticket = cache.new_ticket()
+    cache.enter(ticket)
+    return ticket
+
+
+def fetch(cache: RowCache, groups: Groups) -> Tensor:
+    """Bring rows of no values into the cache; return their slots."""
+    optimizer = PartialRowwiseAdam(0.1)
+    weights = [torch.zeros(n) for n in LAYOUT.elements]
+    per_row = [tensor.numel() < cache.weights.numel() for tensor in cache.states]
+    states = [
+        torch.zeros(LAYOUT.rows[tier] if by_row else LAYOUT.elements[tier])
+        for tier in range(3)
+        for by_row in per_row
+    ]
+    memory = [*weights, cache.weights], [*states, *cache.states]
+    (slots,) = cache.fetch(Tiers(*memory, optimizer.hyperparams(), torch.float32), [groups])
+    return slots
+
+
 def bring_in(cache: RowCache, rows: Tensor) -> Tensor:
     """The slots of the distinct rows of a batch that is let go at once."""
-    ticket = cache.enter()
-    slots, _ = cache.plan(groups_of(rows))
+    ticket = enter(cache)
+    slots = fetch(cache, groups_of(rows))
     cache.leave(ticket)
     return slots
 
@@ -127,10 +148,10 @@ def test_conflicts_and_write_backs_are_counted() -> None:
 
 def test_rows_stay_until_their_batch_leaves() -> None:
     cache = make()
-    first = cache.enter()
-    cache.plan(groups_of(FIRST + torch.arange(20)))
-    second = cache.enter()
-    assert int((cache.plan(groups_of(FIRST + torch.arange(20, 40)))[0][:20] < 0).sum()) == 8
+    first = enter(cache)
+    fetch(cache, groups_of(FIRST + torch.arange(20)))
+    second = enter(cache)
+    assert int((fetch(cache, groups_of(FIRST + torch.arange(20, 40)))[:20] < 0).sum()) == 8
     cache.leave(second)  # in any order
     slots = bring_in(cache, FIRST + torch.arange(40, 60))
     assert (slots < 0).all(), "all since the oldest batch in flight stay"
@@ -144,7 +165,7 @@ def test_numbers_live_on_the_device_and_only_grow() -> None:
     """What `enter` and `leave` do to the clock does not depend on it: a graph may replay them."""
     cache = make()
     cache.clock += 100
-    ticket = cache.enter()
+    ticket = enter(cache)
     assert cache.clock.tolist() == [101, 101]
     cache.leave(ticket)
     assert cache.clock.tolist() == [101, 102]
@@ -153,8 +174,8 @@ def test_numbers_live_on_the_device_and_only_grow() -> None:
 def test_find_knows_what_changed_since() -> None:
     cache = make()
     groups = groups_of(FIRST + torch.arange(40))
-    ticket = cache.enter()
-    slots, _ = cache.plan(groups)
+    ticket = enter(cache)
+    slots = fetch(cache, groups)
     cache.leave(ticket)
     assert torch.equal(cache.find(groups), slots)
     missing = FIRST + torch.arange(40)[slots < 0]
@@ -168,8 +189,8 @@ def test_find_knows_what_changed_since() -> None:
 
 def test_reset_forgets_everything_but_the_counters() -> None:
     cache = make(CacheConfig(CachePolicy.LFU, sets=1))
-    cache.enter()
-    cache.plan(groups_of(FIRST + torch.arange(30)))
+    enter(cache)
+    fetch(cache, groups_of(FIRST + torch.arange(30)))
     cache.reset()
     assert (cache.tags == -1).all()
     assert (cache.stamps == -1).all()
@@ -179,7 +200,7 @@ def test_reset_forgets_everything_but_the_counters() -> None:
     assert (bring_in(cache, FIRST + torch.arange(30, 62))[:32] >= 0).all()
 
 
-def test_move_and_flush_carry_rows_and_states() -> None:
+def test_fetch_and_flush_carry_rows_and_states() -> None:
     optimizer = PartialRowwiseAdam(0.1)
     cache = make(optimizer=optimizer)
     hyper = optimizer.hyperparams()
@@ -193,9 +214,8 @@ def test_move_and_flush_carry_rows_and_states() -> None:
     before = [tensor.clone() for tensor in (*weights, *states)]
     tiers = Tiers([*weights, cache.weights], [*states, *cache.states], hyper, torch.float32)
     groups = groups_of(FIRST + torch.arange(38, 42))  # of both tables
-    ticket = cache.enter()
-    slots, evicted = cache.plan(groups)
-    cache.move(tiers, groups, slots, evicted)
+    ticket = enter(cache)
+    (slots,) = cache.fetch(tiers, [groups])
     cache.leave(ticket)
     row = cache.weights.view(-1, 8)[int(slots[1])]
     assert torch.equal(row[:6], weights[1].view(40, 6)[39])
@@ -210,8 +230,8 @@ def test_move_and_flush_carry_rows_and_states() -> None:
 
 def test_copies_are_independent_and_nothing_is_in_flight_there() -> None:
     cache = make()
-    cache.enter()
-    cache.plan(groups_of(FIRST + torch.arange(32)))
+    enter(cache)
+    fetch(cache, groups_of(FIRST + torch.arange(32)))
     buffer = io.BytesIO()
     torch.save(cache, buffer)
     buffer.seek(0)

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def make(
 def widen(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
     """Let threads meet between the decisions of a cache and what follows from them."""
     assert module.row_cache is not None
-    Meeting().before(module.row_cache, "move")
+    Meeting().after(module.row_cache, "fetch")
     return module
 
 
@@ -152,7 +153,7 @@ def read_until(done: threading.Event, module: TableBatchedEmbeddingBags) -> None
 
 def test_a_lookup_reads_its_slots_before_others_get_them(tmp_path: Path) -> None:
     module = make(tmp_path)
-    Meeting().after(module._prefetcher, "take")
+    Meeting().before(module, "_read")
     done = threading.Event()
 
     def empty() -> None:
@@ -262,20 +263,20 @@ def test_a_graph_dropped_within_a_call_of_the_cache_is_let_go_after_it(tmp_path:
     cache = module.row_cache
     assert cache is not None
     outs = [module(*one_each(drawn(step))) for step in range(3)]
-    moved, flying = cache.move, []
+    fetched, flying = cache.fetch, []
 
-    def move(*args: object) -> None:
+    def fetch(*args: Any) -> list[Tensor]:
         outs.pop()
         elsewhere = threading.Thread(target=outs.pop)
         elsewhere.start()
         elsewhere.join()
         gc.collect()
         flying.append(len(cache._in_flight))
-        moved(*args)
+        return fetched(*args)
 
-    object.__setattr__(cache, "move", move)
+    object.__setattr__(cache, "fetch", fetch)
     out = module(*one_each(drawn(3)))
-    object.__setattr__(cache, "move", moved)
+    object.__setattr__(cache, "fetch", fetched)
     assert flying == [4], "nothing is let go between the plan of a batch and its lookup"
     out.sum().backward()
     with torch.no_grad():

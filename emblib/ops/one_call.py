@@ -1,0 +1,41 @@
+"""Several native calls that no interrupt comes between.
+
+Python raises the exception of a signal, such as KeyboardInterrupt for Ctrl-C, between two bytecodes
+of its main thread. What a bytecode calls in C runs to its end. So state that takes two native calls
+to change is changed by one bytecode: the calls are made by `map` or `itertools`, in C.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from operator import call
+from typing import Any
+
+from torch import Tensor
+
+
+def native(op: Any) -> Callable[..., Any]:
+    """Return the C function of an op overload, whose own `__call__` is a Python function."""
+    function: Callable[..., Any] = op._op
+    return function
+
+
+def in_one_call(*calls: partial[Any]) -> None:
+    """Make calls of C functions one after the other; they are all made, none, or one has raised."""
+    list(map(call, calls))
+
+
+def count_step(step: Tensor, counted: Tensor | int, *updates: partial[Any]) -> None:
+    """Add `counted` to a step, a scalar, and make the updates that read it; all or nothing.
+
+    Args:
+        step: changed in place.
+        counted: what is added.
+        updates: calls of `native` ops, which check their arguments before they write.
+    """
+    made: list[Any] = []
+    try:
+        made.extend(map(call, (partial(step.add_, counted), *updates)))
+    except BaseException:
+        if len(made) == 1:  # the first update raised; interrupts come before or after all
+            step.sub_(counted)
+        raise

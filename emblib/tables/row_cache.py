@@ -1,0 +1,361 @@
+"""The cached rows of a module in fast memory, with their optimizer states and the counters.
+
+`emblib.ops.cache` defines the ops on these tensors. The batches in flight are in
+`emblib.tables.cache`.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import chain, starmap, tee
+from operator import call
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib import ops
+from emblib.columns import FeatureColumn
+from emblib.ops import cache as cache_ops
+from emblib.ops import codes
+from emblib.ops.autograd import Tiers
+from emblib.ops.one_call import in_one_call, native
+from emblib.ops.tbe import Groups
+from emblib.optim import State
+from emblib.specs import CacheConfig, CachePolicy, Precision
+from emblib.tables.memory import TableLayout
+from emblib.tables.parameters import loses_values
+
+_MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Counters of a cache since construction or the last reset.
+
+    A batch counts when its rows are fetched: once, by `prefetch` or else by `forward`; a batch that
+    is prefetched in several passes counts once per pass. Skipped lookups (index -1) and those of
+    tables without a cache do not count. The names in brackets are those of FBGEMM's
+    `uvm_cache_stats`.
+
+    Attributes:
+        calls: batches [num_calls]; of a table: batches in which it was looked up.
+        lookups: lookups of cached tables [num_requested_indices].
+        unique: distinct rows of a batch, summed over batches [num_unique_indices].
+        unique_misses: distinct rows that were not in the cache when their batch was planned
+            [num_unique_misses]. All but the conflicting ones were then fetched.
+        conflict_unique_misses: distinct rows that were not in the cache and got no way, because
+            their set was full of rows in flight or, with LFU, of more frequently used rows
+            [num_conflict_unique_misses]. They are read and updated in place.
+        conflict_misses: lookups of such rows [num_conflict_misses].
+        lookup_misses: lookups of all rows that were not in the cache when their batch was planned.
+        write_backs: evicted rows; of a table: its own evicted rows.
+        tables: the same counters per cached table, by name; empty in those.
+    """
+
+    calls: int
+    lookups: int
+    unique: int
+    unique_misses: int
+    conflict_unique_misses: int
+    conflict_misses: int
+    lookup_misses: int
+    write_backs: int
+    tables: Mapping[str, "CacheStats"] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the fraction of lookups that hit the cache; NaN without lookups."""
+        return _share(self.lookups - self.lookup_misses, self.lookups)
+
+    @property
+    def unique_hit_rate(self) -> float:
+        """Return the fraction of distinct rows that hit the cache; NaN without lookups."""
+        return _share(self.unique - self.unique_misses, self.unique)
+
+    def events(self) -> Iterator[tuple[str, int]]:
+        """Yield the counters as `(counter, value)`, then as `(table.counter, value)`."""
+        for name in cache_ops.COUNTERS:
+            yield name, getattr(self, name)
+        for table, stats in self.tables.items():
+            for name in cache_ops.COUNTERS:
+                yield f"{table}.{name}", getattr(stats, name)
+
+
+assert tuple(f.name for f in fields(CacheStats))[:-1] == cache_ops.COUNTERS
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Sizes of a cache: rows of `tables` in `sets` sets of 32, with their optimizer states.
+
+    `tables` are all tables of the module, by ascending linear row, in the format of `features`, and
+    `names` their names; those with a cache_stride are cached.
+    """
+
+    sets: int
+    policy: CachePolicy
+    tables: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+    weights: torch.dtype
+    states: tuple[State, ...]
+    state_dtype: torch.dtype
+
+    @property
+    def stride(self) -> int:
+        """Return the number of elements between rows of the cache."""
+        return max(table[FeatureColumn.CACHE_STRIDE] for table in self.tables)
+
+    @property
+    def cached_rows(self) -> int:
+        """Return the number of rows of all cached tables."""
+        return sum(
+            table[FeatureColumn.ROWS] for table in self.tables if table[FeatureColumn.CACHE_STRIDE]
+        )
+
+    def state_dtypes(self) -> list[torch.dtype]:
+        """Return the dtype of each state; states of one number per row are float32."""
+        return [torch.float32 if state.per_row else self.state_dtype for state in self.states]
+
+    @property
+    def bytes_per_set(self) -> int:
+        """Return the bytes of rows, states, tags and stamps per set."""
+        slot = self.stride * self.weights.itemsize + 16
+        for state, dtype in zip(self.states, self.state_dtypes(), strict=True):
+            slot += dtype.itemsize * (1 if state.per_row else self.stride)
+        return slot * cache_ops.WAYS
+
+
+class RowCache(nn.Module):
+    """Rows of the cached tables of a module, with their optimizer state, in fast memory.
+
+    The cache has no parameters and is not saved: its rows belong to their tables, and `flush`
+    writes them back.
+
+    A batch is in flight from `enter` to `leave`. Rows that it or a later batch uses are not evicted
+    in between, so a batch that never leaves eventually stops the cache from admitting rows. Batches
+    are numbered on the device, so that nothing here waits for the device and a captured graph may
+    replay `enter`, `fetch` and `leave`. The caller holds the lock of the module.
+    """
+
+    weights: Tensor
+    tags: Tensor
+    stamps: Tensor
+    counts: Tensor | None
+    counters: Tensor
+    clock: Tensor
+    table_features: Tensor
+
+    def __init__(self, layout: CacheLayout, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.layout = layout
+        device = torch.empty(0, device=device).device
+        shape = (layout.sets, cache_ops.WAYS)
+        slots = layout.sets * cache_ops.WAYS
+        lfu = layout.policy is CachePolicy.LFU
+        tensors = {
+            "weights": ops.empty_table((slots * layout.stride,), layout.weights, device),
+            "tags": ops.empty_table(shape, torch.int64, device),
+            "stamps": ops.empty_table(shape, torch.int64, device),
+            "counts": (
+                torch.empty(layout.cached_rows, dtype=torch.int32, device=device) if lfu else None
+            ),
+            "counters": torch.empty(
+                (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
+            ),
+            "clock": torch.empty(2, dtype=torch.int64, device=device),
+            "table_features": torch.empty(
+                (len(layout.tables), len(FeatureColumn)), dtype=torch.int64, device=device
+            ),
+        }
+        for state, dtype in zip(layout.states, layout.state_dtypes(), strict=True):
+            size = slots if state.per_row else slots * layout.stride
+            tensors[f"state_{state.name}"] = ops.empty_table((size,), dtype, device)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self._start()
+
+    @classmethod
+    def of(
+        cls,
+        tables: TableLayout,
+        names: Sequence[str],
+        states: Sequence[State],
+        options: CacheConfig,
+        precision: Precision,
+        device: torch.device | str | None = None,
+    ) -> "RowCache":
+        """Make a cache by `options`; `names` are those of the tables, in the given order."""
+        device = torch.empty(0, device=device).device
+        order = sorted(
+            range(len(tables.offsets)),
+            key=lambda t: (tables.offsets[t].row_base, tables.offsets[t].rows),
+        )
+        layout = CacheLayout(
+            sets=1,
+            policy=options.policy,
+            tables=tuple(tables.offsets[t].feature(0) for t in order),
+            names=tuple(names[t] for t in order),
+            weights=precision.weights if options.dtype is None else options.dtype,
+            states=tuple(states),
+            state_dtype=precision.states,
+        )
+        sets = number_of_sets(options, layout, device)
+        return cls(CacheLayout(**{**vars(layout), "sets": sets}), device)
+
+    def _start(self) -> None:
+        """Initialise the tensors of a new cache, or of one moved off `meta`."""
+        self._now, self._in_flight = 0, set[int]()
+        features = torch.tensor(self.layout.tables, dtype=torch.int64).view(-1, len(FeatureColumn))
+        self.table_features.copy_(features)
+        self.clock.copy_(torch.tensor([0, 1]))
+        self.reset()
+        self.reset_stats()
+
+    @property
+    def states(self) -> list[Tensor]:
+        """Return the optimizer states of the cached rows, in the order of the optimizer."""
+        return [getattr(self, f"state_{state.name}") for state in self.layout.states]
+
+    def new_ticket(self) -> int:
+        """Return the number of a new batch, for `enter` and `leave`."""
+        self._now += 1
+        return self._now
+
+    def enter(self, ticket: int) -> None:
+        """Start a batch: the next plans are for it, and its rows are not evicted."""
+        self._in_flight.add(ticket)
+        self.clock[0].add_(1)
+
+    def leave(self, ticket: int) -> None:
+        """End a batch: it no longer protects its rows from eviction."""
+        self._in_flight.discard(ticket)
+        oldest = min(self._in_flight, default=self._now + 1)
+        # A difference to the clock: it stays valid when a captured graph replays it, and brings the
+        # clock back to the tickets where an interrupt came between the two.
+        torch.sub(self.clock[0], self._now - oldest, out=self.clock[1])
+
+    def fetch(self, tiers: Tiers, passes: Sequence[Groups]) -> list[Tensor]:
+        """Bring the rows of the batch that entered last into the cache, pass by pass.
+
+        For each pass slots are assigned to its rows, evicted rows written back and missing ones
+        fetched, all in one native call: whatever interrupts it, tags and rows belong together.
+
+        Returns:
+            `row_slots` of each pass.
+        """
+        moves, plans = [], []
+        for groups in passes:
+            plan = partial(native(cache_ops.plan_), *self._plan_arguments(groups))
+            planned, again = tee(map(call, (plan,)))
+            move = partial(
+                native(cache_ops.move_),
+                tiers.weights,
+                tiers.states,
+                tiers.hyperparams,
+                self.table_features,
+                groups.rows,
+                groups.count,
+            )
+            moves.append(starmap(move, planned))
+            plans.append(again)
+        deque(chain.from_iterable(moves), maxlen=0)
+        return [next(plan)[0] for plan in plans]
+
+    def evictions(self, groups: Groups) -> Tensor:
+        """Return the rows that `fetch` would write back for one pass; -1 and -2 are none."""
+        return cache_ops.evictions(*self._plan_arguments(groups))
+
+    def _plan_arguments(self, groups: Groups) -> tuple[Any, ...]:
+        return (
+            self.tags,
+            self.stamps,
+            self.counts,
+            self.counters,
+            self.clock,
+            self.table_features,
+            groups.rows,
+            groups.segments,
+            groups.count,
+            codes.CACHE_POLICY[self.layout.policy.value],
+        )
+
+    def find(self, groups: Groups) -> Tensor:
+        """Return the current slot of each distinct row, int32 `[L]`, as `row_slots` of `plan`."""
+        return cache_ops.locate(self.tags, self.table_features, groups.rows, groups.count)
+
+    def slots_of_lookups(self, groups: Groups, row_slots: Tensor) -> Tensor:
+        """Return the slot of every lookup, int32 `[L]`, -1 for none."""
+        return cache_ops.lookup_slots(row_slots, groups.segments, groups.lookups, groups.count)
+
+    def flush(self, tiers: Tiers) -> None:
+        """Write all rows and states back to their tables; they stay in the cache."""
+        cache_ops.flush_(
+            tiers.weights, tiers.states, tiers.hyperparams, self.table_features, self.tags
+        )
+
+    def reset(self) -> None:
+        """Empty the cache, and forget batches in flight and usage counts."""
+        empty = [partial(words.fill_, cache_ops.EMPTY) for words in (self.tags, self.stamps)]
+        if self.counts is not None:
+            empty.append(partial(self.counts.zero_))
+        in_one_call(*empty)
+        self._in_flight.clear()
+        self.leave(0)
+
+    def stats(self) -> CacheStats:
+        """Return the counters (reads the device)."""
+        *tables, whole = (
+            dict(zip(cache_ops.COUNTERS, line, strict=True)) for line in self.counters.tolist()
+        )
+        lines = zip(self.layout.names, self.layout.tables, tables, strict=True)
+        cached = {
+            name: CacheStats(**line)
+            for name, table, line in lines
+            if table[FeatureColumn.CACHE_STRIDE]
+        }
+        return CacheStats(**whole, tables=cached)
+
+    def reset_stats(self) -> None:
+        """Reset all counters to zero."""
+        self.counters.zero_()
+
+    def nbytes(self) -> int:
+        """Return the bytes of rows, states, tags and counters."""
+        return sum(tensor.nbytes for tensor in self.buffers())
+
+    def extra_repr(self) -> str:
+        """Describe size and policy."""
+        slots = self.layout.sets * cache_ops.WAYS
+        return f"{slots} slots in {self.layout.sets} sets, {self.layout.policy.value}"
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Load nothing: keys with this prefix belong to a table of the same name."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        is_lost = self.tags.is_meta or loses_values(fn)
+        super()._apply(ops.keep_dtype(fn), recurse)
+        if is_lost and not self.tags.is_meta:
+            self._start()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Batches in flight belong to the original; nothing would release them here.
+        self._in_flight = set()
+        self.leave(0)
+
+
+def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.device) -> int:
+    """Return the requested number of sets, on a GPU at most what its free memory takes."""
+    sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes
+        sets = min(sets, free // layout.bytes_per_set)
+    return min(max(sets, 1), _MAX_SETS)

@@ -1,0 +1,90 @@
+"""Interrupts of cached tensor trains: a choice of rows, or a lookup, has happened or has not."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib import CachedTTEmbeddingBags, RowEviction, TTCache, TTSpec, optim
+from tests.interrupts import each_line
+
+ROWS, LOOKUPS = 60, 30
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, ROWS, (LOOKUPS,), generator=generator) ** 2 // ROWS
+    return (ids + 17 * step) % ROWS, torch.arange(LOOKUPS + 1)
+
+
+def train(bags: CachedTTEmbeddingBags, step: int) -> None:
+    bags(*batch(step)).sum().backward()
+
+
+def make(eviction: RowEviction) -> CachedTTEmbeddingBags:
+    """Trains with stored rows that a choice replaces."""
+    torch.manual_seed(0)
+    spill = 4 if eviction is RowEviction.SPILL else None
+    cache = TTCache(8, eviction, spill_rows=spill)
+    bags = CachedTTEmbeddingBags([TTSpec(ROWS, 4, (2,), (8, 8), (2, 2))], cache, optim.Adagrad(0.1))
+    for step in range(3):
+        train(bags, step)
+        bags.populate()
+    bags.empty_cache(0) if eviction is RowEviction.DROP else None
+    for step in range(4, 9):
+        train(bags, step)
+    return bags
+
+
+def later(bags: CachedTTEmbeddingBags) -> tuple[Tensor, Tensor]:
+    for step in (20, 21):
+        train(bags, step)
+    bags.populate()
+    train(bags, 22)
+    return bags.to_dense(0), bags.counters.clone()
+
+
+def same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("eviction", RowEviction)
+def test_rows_are_chosen_or_not(eviction: RowEviction) -> None:
+    first = make(eviction)
+    before, after = copy.deepcopy(first), copy.deepcopy(first)
+    after.populate()
+    states = [(m.to_dense(0), m.cached_ids(0), m.changes.clone()) for m in (before, after)]
+    assert not same(*states)
+    ends = [later(m) for m in (before, after)]
+    for attempt in each_line(step=2):
+        bags = copy.deepcopy(first)
+        with attempt:
+            bags.populate()
+        now = (bags.to_dense(0), bags.cached_ids(0), bags.changes.clone())
+        fits = [same(now, state) for state in states]
+        assert any(fits), attempt.where
+        end = later(bags)
+        assert any(fit and same(end, e) for fit, e in zip(fits, ends, strict=True)), attempt.where
+
+
+@pytest.mark.parametrize("eviction", [RowEviction.PROJECT, RowEviction.SPILL])
+def test_an_interrupted_step_trains_each_row_or_not(eviction: RowEviction) -> None:
+    first = make(eviction)
+    first.populate()
+    after = copy.deepcopy(first)
+    train(after, 30)
+    stored = first.cached_ids(0)
+    assert torch.isin(batch(30)[0], stored).any()
+    for attempt in each_line(step=5):
+        bags = copy.deepcopy(first)
+        with attempt:
+            train(bags, 30)
+        parts = []
+        for part in ("stored", "cores"):
+            found = []
+            for module in (bags, first, after):
+                dense = module.to_dense(0) if part == "stored" else module.trains.to_dense(0)
+                found.append(dense[stored] if part == "stored" else dense)
+            parts.append(torch.equal(found[0], found[1]) or torch.equal(found[0], found[2]))
+        assert all(parts), attempt.where
