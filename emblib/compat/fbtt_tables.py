@@ -22,7 +22,7 @@ LAYOUT = "tt_layout"
 class StackedCores(nn.ParameterList):
     """The parameters, core k of all tables: `[T, p_k, width_k]`."""
 
-    def as_list(self) -> list[Tensor]:
+    def as_list(self) -> list[nn.Parameter]:
         """Return the parameters; iterating over a `ParameterList` is slow."""
         own: Any = list(self._parameters.values())
         return own if len(own) == len(self) else list(self)
