@@ -178,6 +178,11 @@ class DynamicEmbTables:
         """Return the options of a table, with what was left out."""
         raise NotImplementedError
 
+    @property
+    def num_prefetched(self) -> int:
+        """Return the batches that were prefetched and not yet looked up; they count as steps."""
+        return 0
+
     def _check_name(self, name: str) -> None:
         if name not in self.table_names:
             raise ValueError(f"no table is called {name!r}, there are {self.table_names}")
@@ -305,7 +310,7 @@ class DynamicEmbTables:
             if strategy is DynamicEmbScoreStrategy.LFU:
                 score = 1
             elif score is None and strategy is not DynamicEmbScoreStrategy.CUSTOMIZED:
-                score = kernel.num_training_steps + 1
+                score = kernel.num_training_steps + self.num_prefetched + 1
             if score is not None:
                 scores[name] = score
         return scores

@@ -181,8 +181,9 @@ MODULE = (
     Option(
         "prefetch_pipeline",
         "–",
-        "prefetch() may be called with either value. It reads rows of the store; with one tier "
-        "there are none",
+        "prefetch() may be called with either value. In training it fixes the batch's scores and "
+        "counts a step, as there; keys get their rows in the forward pass (there: in prefetch). "
+        "It reads rows of the store; with one tier there are none",
     ),
     Option(
         "enforce_hbm",

@@ -1,10 +1,12 @@
 """DynamicEmb's module of batched tables over `emblib.DynamicEmbeddingBags`."""
 
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +106,13 @@ def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
     return dim * dtype.itemsize + states
 
 
+class _Prefetched(NamedTuple):
+    """What a batch had when it was prefetched: the scores of its keys by table, and its counts."""
+
+    scores: Tensor | None
+    counts: Tensor | None
+
+
 class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
     """Dynamic tables with a fused optimizer, as DynamicEmb's class of this name.
 
@@ -149,6 +158,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         self.use_index_dedup = use_index_dedup
         self.prefetch_pipeline = prefetch_pipeline
         self.bags = self._make(given)
+        self._prefetched: deque[_Prefetched] = deque()  # by prefetch, not yet by forward
         for options in self._options:
             options.evict_strategy = dynamicemb_arguments.evict_strategy(options.score_strategy)
             if options.init_capacity is None:
@@ -198,16 +208,11 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             total_unique_indices: must be None.
             pooling_weights: scale the rows, for SUM and MEAN.
         """
-        refused = {
-            "feature_requires_grad": feature_requires_grad,
-            "batch_size_per_feature_per_rank": batch_size_per_feature_per_rank,
-            "total_unique_indices": total_unique_indices,
-        }
-        for name, value in refused.items():
-            if value is not None:
-                raise NotImplementedError(
-                    f"{name} has no effect in DynamicEmb and is not supported; leave it out"
-                )
+        _refuse(
+            feature_requires_grad=feature_requires_grad,
+            batch_size_per_feature_per_rank=batch_size_per_feature_per_rank,
+            total_unique_indices=total_unique_indices,
+        )
         if self.training and not self._options[0].training:
             raise RuntimeError(
                 "tables with training=False keep no optimizer state and cannot be trained; call "
@@ -216,7 +221,27 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         if pooling_weights is not None and self.bags.pooling is Pooling.NONE:
             raise ValueError("pooling_weights need pooling_mode SUM or MEAN, got NONE")
         counts = None if per_sample_weights is None else self._counts(per_sample_weights)
-        return self.bags(self._ids(indices), offsets, pooling_weights, counts=counts)
+        ids = self._ids(indices)
+        if not self.training or not self._prefetched:
+            return self.bags(ids, offsets, pooling_weights, counts=counts)
+        prefetched = self._prefetched.popleft()
+        counts = counts if prefetched.counts is None else prefetched.counts
+        with self._scores_at(prefetched):
+            return self.bags(ids, offsets, pooling_weights, counts=counts)
+
+    @contextmanager
+    def _scores_at(self, prefetched: _Prefetched) -> Iterator[None]:
+        """Give the next batch the scores it was prefetched with; the counted steps stay."""
+        scores = self.bags.scores
+        if scores is None or prefetched.scores is None:
+            yield
+            return
+        now = scores.values.clone()
+        scores.values.copy_(prefetched.scores)
+        try:
+            yield
+        finally:
+            scores.values.copy_(now)
 
     def _ids(self, indices: Tensor) -> Tensor:
         if indices.dtype is torch.uint64:
@@ -245,12 +270,36 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         offsets: Tensor,
         forward_stream: Any = None,
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
+        frequency_counters: Tensor | None = None,
     ) -> None:
-        """Read the rows of a coming batch that are behind the memory of the device, if any are.
+        """Fix the scores of a coming batch, and read its rows that are behind the device's memory.
 
-        Results are the same without it; keys get their places in `forward`.
+        In training a prefetched batch gets the scores of now, also where another is set before its
+        `forward`, and counts as a step: the next batch has the next STEP score. Training forwards
+        take prefetched batches in their order. Keys get their rows in `forward`.
+
+        Args:
+            indices: ids, as in `forward`.
+            offsets: as in `forward`.
+            forward_stream: has no effect.
+            batch_size_per_feature_per_rank: must be None.
+            frequency_counters: how many uses each lookup stands for, instead of
+                `per_sample_weights` of `forward`.
         """
+        _refuse(batch_size_per_feature_per_rank=batch_size_per_feature_per_rank)
+        counts = None if frequency_counters is None else self._counts(frequency_counters)
+        if self.training:
+            scores = self.bags.scores
+            values = None if scores is None else scores.of_next_batch()
+            if scores is not None:
+                scores.advance()
+            self._prefetched.append(_Prefetched(values, counts))
         self.bags.prefetch(self._ids(indices), offsets)
+
+    @property
+    def num_prefetched(self) -> int:
+        """Return the batches that were prefetched and not yet looked up; they count as steps."""
+        return len(self._prefetched)
 
     def reset_cache_states(self) -> None:
         """Nothing to do: a row is in one tier alone, so there are no copies to drop."""
@@ -281,6 +330,15 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         """Return a matrix of one number per table, as DynamicEmb does: keys select the slots."""
         dtype, device = self.bags.weights.dtype, self.bags.weights.device
         return [torch.empty(1, 1, dtype=dtype, device=device) for _ in self._names]
+
+
+def _refuse(**arguments: Any) -> None:
+    """Raise NotImplementedError for arguments that must be None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} has no effect in DynamicEmb and is not supported; leave it out"
+            )
 
 
 def _checked(options: Sequence[DynamicEmbTableOptions]) -> list[DynamicEmbTableOptions]:

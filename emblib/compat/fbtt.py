@@ -21,14 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emblib import (
-    CachedTTEmbeddingBags,
-    RowEviction,
-    TableBatchedTTEmbeddingBags,
-    TTCache,
-    TTSpec,
-    optim,
-)
+from emblib import RowEviction, TTCache, TTSpec, optim
+from emblib.compat.fbtt_tables import StackedCachedTTBags, StackedTTBags, StateDictReader
 from emblib.reference import tt as reference
 
 
@@ -63,13 +57,22 @@ _OPTIMIZERS: dict[OptimType, type[Any]] = {
 _WITHOUT_EPS = (optim.SGD, optim.LARS)
 
 DISTRIBUTIONS = {
-    "uniform": "uniform",
+    "uniform": "fbtt:uniform",
     "naive-uniform": "fbtt:naive-uniform",  # its scale is its point
     "normal": "gaussian",
     "approx-uniform": "approx_uniform",
     "approx-normal": "sampled_gaussian",
 }
 """FBTT's `weight_dist`, and the `init` of emblib that is drawn."""
+
+
+def _initializer(weight_dist: str) -> str:
+    """Return the `init` of emblib for FBTT's name of a distribution."""
+    if weight_dist not in DISTRIBUTIONS:
+        raise ValueError(
+            f"weight_dist must be one of {', '.join(DISTRIBUTIONS)}, got {weight_dist!r}"
+        )
+    return DISTRIBUTIONS[weight_dist]
 
 
 def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list[int]:
@@ -155,9 +158,10 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     """Tensor-train tables of equal sizes, looked up at once (FBTT's name and arguments).
 
     Attributes:
-        tt_cores: core k of all tables, `[T, p_k, R_k * q_k * R_{k+1}]`; of one table a view.
+        tt_cores: the parameters, core k of all tables: `[T, p_k, R_k * q_k * R_{k+1}]`.
         optimizer_state: the first state of each core, laid out like it; empty for SGD.
         cache_weight: `[cache_size, D]`, the stored rows of the first table; None without a cache.
+            With `sparse=False` and one table it is their parameter.
     """
 
     def __init__(
@@ -180,15 +184,12 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if weight_dist not in DISTRIBUTIONS:
-            raise ValueError(
-                f"weight_dist must be one of {', '.join(DISTRIBUTIONS)}, got {weight_dist!r}"
-            )
+        init = _initializer(weight_dist)
         cores = len(tt_ranks) + 1
         rows = tt_p_shapes or suggested_tt_shapes(num_embeddings, cores)
         dims = tt_q_shapes or suggested_tt_shapes(embedding_dim, cores, allow_round_up=False)
         spec = TTSpec(num_embeddings, embedding_dim, tuple(tt_ranks), tuple(rows), tuple(dims))
-        self.spec = spec.usable()
+        self.spec = spec
         self.num_tables, self.num_embeddings = num_tables, num_embeddings
         self.embedding_dim, self.sparse, self.use_cache = embedding_dim, sparse, use_cache
         self.tt_p_shapes, self.tt_q_shapes = list(spec.row_factors), list(spec.dim_factors)
@@ -201,16 +202,20 @@ class TableBatchedTTEmbeddingBag(nn.Module):
                 f"hashtbl_size must be at least cache_size, got {self.hashtbl_size} and "
                 f"{self.cache_size}"
             )
+        self._first_lacks_last_offset: bool | None = None  # of the first batch on a GPU
         specs = [self.spec] * num_tables
-        rule, init = self._rule(), DISTRIBUTIONS[weight_dist]
-        self.bags: TableBatchedTTEmbeddingBags | CachedTTEmbeddingBags
+        rule = self._rule()
+        bags: StackedTTBags | StackedCachedTTBags
         if use_cache:
             counted = num_tables * self.hashtbl_size
             cache = TTCache(self.cache_size, RowEviction.PROJECT, counted)
-            self.bags = CachedTTEmbeddingBags(specs, cache, rule, init=init, device=device)
+            bags = StackedCachedTTBags(specs, cache, rule, init=init, device=device)
         else:
-            self.bags = TableBatchedTTEmbeddingBags(specs, rule, init=init, device=device)
+            bags = StackedTTBags(specs, rule, init=init, device=device)
         self.weight_dist = weight_dist
+        trains: Any = bags.trains if isinstance(bags, StackedCachedTTBags) else bags
+        self.tt_cores = trains.stacked  # before `bags`, which follows it to another device
+        self.bags = bags
 
     def _rule(self) -> optim.Optimizer:
         """Return the optimizer; `sparse=False` leaves dense gradients on the parameters."""
@@ -222,48 +227,78 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return made
 
     @property
-    def _trains(self) -> TableBatchedTTEmbeddingBags:
-        bags = self.bags
-        return bags.trains if isinstance(bags, CachedTTEmbeddingBags) else bags
+    def _trains(self) -> StackedTTBags:
+        trains: Any = self.bags.trains if isinstance(self.bags, StackedCachedTTBags) else self.bags
+        return trains
 
-    def forward(self, indices: Tensor, offsets: Tensor, warmup: bool = True) -> Tensor:
+    def forward(
+        self, indices: Tensor, offsets: Tensor | None = None, warmup: bool = True
+    ) -> Tensor:
         """Return the sums of bags, `[T, B, D]`.
 
         Args:
-            indices: int32 or int64, of all bags of table 0, then of table 1, ...
-            offsets: `[T * B + 1]`, the last entry included.
+            indices: int32 or int64, of all bags of table 0, then of table 1, ...; or
+                `[T * B, N]` or `[T, B, N]` for bags of N lookups.
+            offsets: `[T * B + 1]`, or `[T * B]` without the last entry; none for bags of N lookups.
             warmup: has no effect, as in FBTT.
+
+        Raises:
+            ValueError: offsets missing, or given for bags of N lookups.
+            RuntimeError: another number of offsets.
         """
+        if indices.dim() > 1:
+            if offsets is not None:
+                raise ValueError(
+                    f"indices {list(indices.shape)} are bags of {indices.size(-1)} lookups and "
+                    "take no offsets: flatten them, or leave offsets out"
+                )
+            bags, length = math.prod(indices.shape[:-1]), indices.size(-1)
+            offsets = torch.arange(bags + 1, device=indices.device, dtype=indices.dtype) * length
+            indices = indices.reshape(-1)
+        elif offsets is None:
+            raise ValueError("1-dimensional indices need offsets: where each bag begins")
+        elif self._lacks_last_offset(indices, offsets):
+            end = offsets.new_full((1,), indices.numel())
+            offsets = torch.cat([offsets, end])
         out: Tensor = self.bags(indices, offsets)
         return out.view(-1, self.num_tables, self.embedding_dim).transpose(0, 1)
 
-    def reset_parameters(self) -> None:
-        """Draw the cores again, and empty the cache."""
-        self.bags.reset_parameters()
+    def _lacks_last_offset(self, indices: Tensor, offsets: Tensor) -> bool:
+        """Return whether offsets are without their last entry, the number of indices.
 
-    @property
-    def tt_cores(self) -> list[Tensor]:
-        """Return core k of all tables, `[T, p_k, R_k * q_k * R_{k+1}]`; of one table a view."""
-        tables = [self._trains.table_cores(t) for t in range(self.num_tables)]
-        return [
-            of_tables[0].unsqueeze(0) if len(of_tables) == 1 else torch.stack(of_tables)
-            for of_tables in zip(*tables, strict=True)
-        ]
+        The number of offsets says it for several tables. For one, a CPU reads the last of them; a
+        GPU reads that of the first batch, so that later ones do not wait for it.
+        """
+        count = offsets.numel()
+        if self.num_tables > 1 or not count:
+            return count % self.num_tables == 0 and count > 0
+        if offsets.device.type == "cpu":
+            return int(offsets[-1]) < indices.numel()
+        if self._first_lacks_last_offset is None:
+            self._first_lacks_last_offset = int(offsets[-1]) < indices.numel()
+        return self._first_lacks_last_offset
+
+    def reset_parameters(self, weight_dist: str | None = None) -> None:
+        """Draw the cores again, from another distribution if one is given; empty the cache."""
+        if weight_dist is not None:
+            self._trains.init = _initializer(weight_dist)
+            self.weight_dist = weight_dist
+        self.bags.reset_parameters()
 
     @property
     def optimizer_state(self) -> list[Tensor]:
         """Return the first state of each core of all tables; empty where the optimizer has none."""
-        tables = [self._trains.core_optimizer_states(t) for t in range(self.num_tables)]
-        firsts = [[next(iter(states.values()), None) for states in table] for table in tables]
-        found = [list(of_tables) for of_tables in zip(*firsts, strict=True)]
-        return [torch.stack([s for s in of if s is not None]) for of in found if of[0] is not None]
+        return [states[0] for states in self._trains.stacked_states() if states]
 
     @property
     def cache_weight(self) -> Tensor | None:
         """Return the stored rows of the first table."""
-        if not isinstance(self.bags, CachedTTEmbeddingBags):
+        if not isinstance(self.bags, StackedCachedTTBags):
             return None
-        return self.bags.rows.table_weights()[0]
+        rows = self.bags.rows
+        if rows.weights.requires_grad and self.num_tables == 1:
+            return rows.weights
+        return rows.table_weights()[0]
 
     def get_params(self) -> list[nn.Parameter]:
         """Return the parameters."""
@@ -277,15 +312,19 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     def full_weight(self) -> Tensor:
         """Return the rows of one table, `[prod p, D]`, stored ones included (there: without them).
 
+        With `sparse=False` gradients of the rows that are not stored reach the cores.
+
         Raises:
             ValueError: several tables.
         """
         if self.num_tables != 1:
             raise ValueError(f"full_weight is of one table, there are {self.num_tables}")
-        cores = [core.detach().squeeze(0) for core in self.tt_cores]
+        cores = self._trains.cores.as_list()
         full = tt_matrix_to_full(self.tt_p_shapes, self.tt_q_shapes, self.tt_ranks, cores)
-        full[: self.num_embeddings] = self.bags.to_dense(0)
-        return full
+        if not isinstance(self.bags, StackedCachedTTBags):
+            return full
+        ids = self.bags.cached_ids(0)
+        return full.index_copy(0, ids, self.bags.to_dense(0)[ids]) if len(ids) else full
 
     def cache_populate(self) -> None:
         """Store the most used rows from now on.
@@ -295,23 +334,29 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         """
         self._cached().populate()
 
+    def update_cache(self, indices: Tensor) -> None:
+        """Count uses of ids of the first table without a lookup; training lookups count theirs.
+
+        Without a cache this does nothing, as there.
+        """
+        if isinstance(self.bags, StackedCachedTTBags):
+            ids = indices.flatten().long()
+            self.bags.counts.find_or_insert_slots(
+                torch.where((ids >= 0) & (ids < self.num_embeddings), ids, -1)
+            )
+
     def reset_cache(self) -> None:
         """Return what stored rows learned to the cores, and forget all counts."""
         self._cached().empty_cache()
 
-    def _cached(self) -> CachedTTEmbeddingBags:
-        if not isinstance(self.bags, CachedTTEmbeddingBags):
+    def _cached(self) -> StackedCachedTTBags:
+        if not isinstance(self.bags, StackedCachedTTBags):
             raise ValueError("the module has no cache: construct it with use_cache=True")
         return self.bags
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Accept the cores of FBTT's checkpoints, `tt_cores.0`, ..., for all tables stacked."""
-        inner = "bags.trains." if isinstance(self.bags, CachedTTEmbeddingBags) else "bags."
-        for k in range(self.tt_ndim):
-            stacked = state_dict.pop(f"{prefix}tt_cores.{k}", None)
-            if stacked is not None:
-                for t, core in enumerate(stacked.unbind(0)):
-                    state_dict[f"{prefix}{inner}cores.{t * self.tt_ndim + k}"] = core
+        """Accept FBTT's state dicts, and those of versions with one core per table."""
+        StateDictReader(self.bags, state_dict, prefix, rest[-1]).convert()
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -339,6 +384,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__(1, **given)
 
-    def forward(self, indices: Tensor, offsets: Tensor, warmup: bool = True) -> Tensor:
-        """Return the sums of bags, `[B, D]`; `offsets` `[B + 1]` includes the last entry."""
+    def forward(
+        self, indices: Tensor, offsets: Tensor | None = None, warmup: bool = True
+    ) -> Tensor:
+        """Return the sums of bags, `[B, D]`; the arguments are those of several tables, T = 1."""
         return super().forward(indices, offsets, warmup)[0]

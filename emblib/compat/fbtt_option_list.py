@@ -27,7 +27,7 @@ ARGUMENTS = (
     Option(
         "tt_ranks",
         "`TTSpec(ranks=)`",
-        "Ranks above what cores can use are lowered, and that is logged",
+        "As there, ranks above what the cores can use too (`TTSpec.usable()` lowers those)",
     ),
     Option("tt_p_shapes", "`TTSpec(row_factors=)`", "Left out: those of `suggested_tt_shapes`"),
     Option(
@@ -63,10 +63,10 @@ ARGUMENTS = (
     Option(
         "weight_dist",
         "`init`",
-        "uniform: `uniform`, normal: `gaussian`, approx-uniform: "
-        "`approx_uniform`, approx-normal: `sampled_gaussian`, all with rows of deviation "
-        "1 / sqrt(3 rows). naive-uniform is FBTT's own, in [0, 1 / sqrt(rows)). The other four "
-        "formulas of FBTT are `init` of `TableBatchedTTEmbeddingBags`: `fbtt:uniform`, ...",
+        "uniform and naive-uniform: as there, cores in [0, c), which gives rows a common mean. "
+        "normal: `gaussian`, approx-uniform: `approx_uniform`, approx-normal: `sampled_gaussian`, "
+        "all with rows of deviation 1 / sqrt(3 rows). The other three formulas of FBTT are `init` "
+        "of `TableBatchedTTEmbeddingBags`: `fbtt:normal`, ...",
     ),
     Option("enforce_embedding_dim", "–", "Has no effect: the dimension is never rounded up"),
     Option("device", "`device`", "Of the cores; not in FBTT, which needs CUDA"),
@@ -75,8 +75,10 @@ METHODS = (
     Option(
         "forward",
         "`forward`",
-        "indices, offsets with their last entry; `[T, B, D]`, or `[B, D]` "
-        "of `TTEmbeddingBag`. warmup has no effect, as there",
+        "indices, offsets; `[T, B, D]`, or `[B, D]` of `TTEmbeddingBag`. Offsets may lack their "
+        "last entry, as in FBTT's README: their number says so for several tables, for one a CPU "
+        "reads the last offset, and a GPU that of the first batch. Indices `[T * B, N]` or "
+        "`[T, B, N]` are bags of N and need no offsets. warmup has no effect, as there",
     ),
     Option(
         "cache_populate",
@@ -96,23 +98,37 @@ METHODS = (
     ),
     Option("set_learning_rate", "`set_learning_rate`", "As there"),
     Option("get_params", "`parameters`", "As there"),
-    Option("reset_parameters", "`reset_parameters`", "Draws the cores again"),
+    Option(
+        "update_cache", "–", "Counts uses of ids without a lookup; without a cache it does nothing"
+    ),
+    Option(
+        "reset_parameters",
+        "`reset_parameters`",
+        "Draws the cores again; weight_dist may be left out, and is then that of the constructor",
+    ),
     Option(
         "load_state_dict",
         "`load_state_dict`",
-        "Loads FBTT's `tt_cores.0`, ... with strict=False, too",
+        "Loads FBTT's state dicts too, strictly: cores, Adagrad's states, counted ids, and the "
+        "rows in its cache with what they learned (there they are dropped). FBTT saves no ranks: "
+        "cores of equal shapes are taken for those of this module",
     ),
 )
 ATTRIBUTES = (
     Option(
         "tt_cores",
         "`table_cores`",
-        "Core k of all tables `[T, p_k, R_k q_k R_{k+1}]`: a view of one table, a copy of several",
+        "The parameters, core k of all tables: `[T, p_k, R_k q_k R_{k+1}]`. Writes reach lookups, "
+        "and with sparse=False they have gradients",
     ),
     Option(
         "optimizer_state", "`core_optimizer_states`", "The first state of each core; empty for SGD"
     ),
-    Option("cache_weight", "`rows`", "The stored rows of the first table"),
+    Option(
+        "cache_weight",
+        "`rows`",
+        "The stored rows of the first table; of one table with sparse=False a parameter",
+    ),
     Option(
         "num_embeddings, embedding_dim, tt_p_shapes, tt_q_shapes, tt_ranks, tt_ndim",
         "`tables`",

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.columns import Hyper
 from emblib.dynamic import tt_projection
 from emblib.dynamic.hash_table import HashTable, TableRows
-from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
+from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats, check_arguments
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.one_call import in_one_call
-from emblib.optim import NO_UPDATE, Optimizer, description
+from emblib.optim import Optimizer
 from emblib.specs import (
     BoundsCheck,
     MatmulPrecision,
@@ -28,7 +29,6 @@ from emblib.specs import (
     Precision,
     TableSpec,
     TTSpec,
-    brief,
 )
 from emblib.tables import TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags, parameters
 from emblib.tables.base import (
@@ -117,7 +117,7 @@ class CachedTTEmbeddingBags(nn.Module):
         include_last_offset: bool = True,
     ) -> None:
         super().__init__()
-        _check_arguments(cache, optimizer, device)
+        check_arguments(cache, optimizer, device)
         self.precision = Precision() if precision is None else precision
         if not isinstance(self.precision, Precision):
             raise TypeError(f"precision must be a Precision, got {precision!r}")
@@ -147,6 +147,8 @@ class CachedTTEmbeddingBags(nn.Module):
         self._since = [0] * len(self.tables)  # training lookups since the rows were chosen
         self._choice = 0  # number of that choice
         self._index_is_current = True  # whether `index` and `row_of_slot` are as `key_of_row` says
+        self._stores_rows = (0, False)  # a choice, and whether any rows were stored then
+        self._step_offset: Tensor | None = None  # of rows that lookups skip: see `_skip_rows`
         self.register_load_state_dict_post_hook(_rebuild_index)
 
     def _make_trains(
@@ -204,7 +206,7 @@ class CachedTTEmbeddingBags(nn.Module):
         for name, values in self._by_feature().items():
             numbers = torch.tensor(values, dtype=torch.int64, device=device)
             self.register_buffer(name, numbers, persistent=False)
-        slots = torch.full((self.index.capacity(),), -1, device=device)
+        slots = torch.full((self.index.capacity() + 1,), -1, device=device)  # the last is no slot
         self.register_buffer("row_of_slot", slots, persistent=False)
         violations = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("bounds_violations", violations, persistent=False)
@@ -255,13 +257,15 @@ class CachedTTEmbeddingBags(nn.Module):
         offsets = self._checked_offsets(indices, offsets, batch_sizes)
         counted = self._is_counted()
         batch = self._find(indices, offsets, batch_sizes)
-        stored = batch.rows >= 0
-        cold = torch.where(stored, -1, batch.ids).to(indices.dtype)
-        rows = batch.rows.to(indices.dtype)
-        found: Tensor = self.trains(cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        skips_rows = self._skip_rows()
+        cold = batch.ids if skips_rows else torch.where(batch.rows >= 0, -1, batch.ids)
+        cold = cold.to(indices.dtype)
+        out: Tensor = self.trains(cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
         before = self._missed
         before = None if before is None else before.clone()
-        out = found + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        if not skips_rows:
+            rows = batch.rows.to(indices.dtype)
+            out = out + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
         out = out.to(self.precision.output)
         if counted:
             after = self._missed
@@ -287,6 +291,39 @@ class CachedTTEmbeddingBags(nn.Module):
         if running is not None:
             running.note(self, self._choice)
         return counted
+
+    def _has_stored_rows(self) -> bool:
+        """Return whether any rows are stored; reads the device once per choice of rows."""
+        if self._stores_rows[0] != self._choice:
+            self._stores_rows = (self._choice, bool((self.key_of_row >= 0).any()))
+        return self._stores_rows[1]
+
+    def _skip_rows(self) -> bool:
+        """Return whether a lookup reads the cores alone, since no rows are stored.
+
+        Its backward counts a step of the cores; `_count_skipped_steps` then adds those of the rows.
+        """
+        skips = not self._spills and not self._has_stored_rows()
+        if not torch.is_grad_enabled():
+            return skips
+        skips = skips and updates_in_backward(self.optimizer)
+        frozen = self.trains.is_frozen or self.rows.is_frozen
+        if not skips or frozen or self.trains.untrained or self.rows.untrained:
+            self._count_skipped_steps()
+            return False
+        if self._step_offset is None:
+            self._step_offset = (
+                self.rows.hyperparams[Hyper.STEP] - self.trains.hyperparams[Hyper.STEP]
+            )
+        return True
+
+    @torch.no_grad()
+    def _count_skipped_steps(self) -> None:
+        """Add the steps of lookups that skipped the stored rows to the steps of these."""
+        if self._step_offset is not None:
+            steps = self.trains.hyperparams[Hyper.STEP]
+            self.rows.hyperparams[Hyper.STEP].copy_(steps + self._step_offset.to(steps))
+            self._step_offset = None
 
     def _checked_offsets(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
@@ -331,21 +368,26 @@ class CachedTTEmbeddingBags(nn.Module):
             feature = torch.bucketize(position, starts[1:-1], right=True)
             by_feature = tuple(numbers[feature] for numbers in by_feature)
         end, key_base, row_base = by_feature
+        is_first = features == 1 and self.trains.feature_tables[0] == 0  # whose keys are its ids
         ids = indices.long()
-        valid = (ids >= 0) & (ids < end)
-        ids = torch.where(valid | (ids == -1), ids, 0)  # invalid ones are of row 0
-        keys = torch.where(ids >= 0, ids + key_base, -1)
+        valid = (ids >= -1) & (ids < end)
+        ids = torch.where(valid, ids, 0)  # invalid ones are of row 0
+        keys = ids if is_first else torch.where(ids >= 0, ids + key_base, -1)
         if not self._index_is_current:
             self._rebuild_index()
-        slots = self.index.slots(keys)
-        rows = torch.where(slots >= 0, self.row_of_slot[slots] - row_base, -1)
+        if self._has_stored_rows():
+            rows = self.row_of_slot[self.index.slots(keys)]
+            rows = rows if is_first else torch.where(rows >= 0, rows - row_base, -1)
+        else:
+            rows = torch.full_like(ids, -1)
         return _Lookups(ids, torch.where(valid, keys, -1), rows, starts)
 
     @torch.no_grad()
     def _count(self, batch: _Lookups, missed: Tensor | None) -> None:
         """Count the ids of a training lookup; `missed` are lookups of spilled rows by table."""
         valid, calls = batch.counted >= 0, []
-        for column, flags in enumerate((valid, valid & (batch.rows >= 0))):
+        hits = [valid & (batch.rows >= 0)] if self._has_stored_rows() else []
+        for column, flags in enumerate((valid, *hits)):
             if len(self.ends) == 1:
                 by_feature = flags.sum().view(1)
             else:
@@ -392,6 +434,8 @@ class CachedTTEmbeddingBags(nn.Module):
             own = (keys >= first) & (keys < last)
             self._populate_table(table, keys[own], uses[own])
             self._since[table] = 0
+        if self._has_stored_rows():  # which lookups in a CUDA graph cannot ask
+            self._count_skipped_steps()
 
     def _populate_table(self, table: int, keys: Tensor, uses: Tensor) -> None:
         keys, order = keys.sort()  # equal uses: the smaller id first
@@ -563,6 +607,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self._index_is_current = True
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._count_skipped_steps()
         self.since.copy_(torch.tensor(self._since))
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -574,6 +619,7 @@ class CachedTTEmbeddingBags(nn.Module):
         Raises:
             RuntimeError: more stored rows of a table than this module has; nothing was written.
         """
+        self._count_skipped_steps()
         self.since.copy_(torch.tensor(self._since))
         since = state_dict.get(f"{prefix}since")
         if since is not None:  # a number of all tables, in earlier versions
@@ -630,6 +676,7 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def reset_parameters(self) -> None:
         """Redraw the cores, reset optimizer states, empty the cache and forget all counts."""
+        self._step_offset = None
         self.trains.reset_parameters()
         self.rows.reset_parameters()
         self.key_of_row.fill_(-1)
@@ -664,29 +711,6 @@ class CachedTTEmbeddingBags(nn.Module):
 _COUNTERS = ("lookups", "hits", "spill_hits", "evicted")
 """The columns of `counters`: the first fields of `TTCacheStats`."""
 assert tuple(f.name for f in fields(TTCacheStats))[: len(_COUNTERS)] == _COUNTERS
-
-
-def _check_arguments(
-    cache: TTCache, optimizer: Optimizer | None, device: torch.device | str | None
-) -> None:
-    """Raise for arguments that a cache of rows cannot have."""
-    if not isinstance(cache, TTCache):
-        raise TypeError(f"cache must be a TTCache, e.g. TTCache(10_000), got {cache!r}")
-    if torch.empty(0, device=device).is_meta:
-        raise ValueError(
-            "the hash table of a cache cannot be on meta: construct the module on its device"
-        )
-    optimizer = NO_UPDATE if optimizer is None else optimizer
-    if optimizer.deferred:
-        raise ValueError(
-            f"{brief(optimizer)} would apply gradients of rows that may have been replaced: "
-            "leave deferred out, or use TableBatchedTTEmbeddingBags"
-        )
-    if cache.eviction is RowEviction.SPILL and not updates_in_backward(optimizer):
-        raise ValueError(
-            f"{description(optimizer)} leaves gradients, and rows in host memory have none: use an "
-            "optimizer that backward applies, e.g. optim.SGD(0.01), or another eviction"
-        )
 
 
 def _least_used(present: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:

@@ -63,8 +63,9 @@ class EvictionScores(nn.Module):
             )
         return self.values.clone()
 
-    def advance(self, effects: Effects) -> None:
+    def advance(self, effects: Effects | None = None) -> None:
         """Count one training batch, once per `effects`."""
+        effects = Effects() if effects is None else effects
         effects.once(torch.ops.aten.add_.Tensor, self.values, self.steps)
 
     def set(self, scores: int | Mapping[int, int]) -> None:

@@ -117,6 +117,7 @@ class HashTable(nn.Module):
         values = memory.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)
         self._use(0, 0, self.index.capacity(0))
+        self._start: tuple[Tensor, Tensor] | None = None  # made once, see `_start_arguments`
 
     @property
     def _scored(self) -> bool:
@@ -269,11 +270,18 @@ class HashTable(nn.Module):
         return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
 
     def _start_rows(self, batch: Keys, misses: Misses, slots: Tensor) -> None:
+        if self._start is None or self._start[0].device != self.values.device:
+            self._start = self._start_arguments()
+        layout, rule = self._start
+        flat = [self.values.view(-1)]
+        initial_rows_(flat, layout, rule, batch.ids, misses.first, misses.offsets, slots, self.seed)
+
+    def _start_arguments(self) -> tuple[Tensor, Tensor]:
+        """Return the location and the initializer of new rows; a GPU waits for both."""
         spec, device = self.spec, self.values.device
         layout = torch.tensor([[[0, spec.dim, spec.rows, spec.dim, 0]]], device=device)
         rule = torch.tensor([[rule_of(spec.initializer, spec)]], dtype=torch.float64, device=device)
-        flat = [self.values.view(-1)]
-        initial_rows_(flat, layout, rule, batch.ids, misses.first, misses.offsets, slots, self.seed)
+        return layout, rule
 
     def _insert(self, batch: Keys, counts: Tensor | None, effects: Effects) -> InsertedBatch:
         """Touch or insert keys; counts or scores, if given, decide which keys stay."""

@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import WAYS
+from emblib.optim import NO_UPDATE, Optimizer, description
 from emblib.specs import (
     CacheConfig,
     CachePolicy,
@@ -16,6 +20,7 @@ from emblib.specs import (
     Eviction,
     Placement,
     TTSpec,
+    brief,
     check_count,
 )
 
@@ -173,3 +178,26 @@ class TTCacheStats:
     def hit_rate(self) -> float:
         """Return the fraction of lookups whose row was stored; NaN without lookups."""
         return self.hits / self.lookups if self.lookups else math.nan
+
+
+def check_arguments(
+    cache: TTCache, optimizer: Optimizer | None, device: torch.device | str | None
+) -> None:
+    """Raise for arguments that a cache of rows cannot have."""
+    if not isinstance(cache, TTCache):
+        raise TypeError(f"cache must be a TTCache, e.g. TTCache(10_000), got {cache!r}")
+    if torch.empty(0, device=device).is_meta:
+        raise ValueError(
+            "the hash table of a cache cannot be on meta: construct the module on its device"
+        )
+    optimizer = NO_UPDATE if optimizer is None else optimizer
+    if optimizer.deferred:
+        raise ValueError(
+            f"{brief(optimizer)} would apply gradients of rows that may have been replaced: "
+            "leave deferred out, or use TableBatchedTTEmbeddingBags"
+        )
+    if cache.eviction is RowEviction.SPILL and not updates_in_backward(optimizer):
+        raise ValueError(
+            f"{description(optimizer)} leaves gradients, and rows in host memory have none: use an "
+            "optimizer that backward applies, e.g. optim.SGD(0.01), or another eviction"
+        )

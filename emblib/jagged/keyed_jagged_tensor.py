@@ -268,16 +268,22 @@ class KeyedJaggedTensor:
     def empty_like(
         batch: "KeyedJaggedTensor", device: torch.device | str | None = None
     ) -> "KeyedJaggedTensor":
-        """Return no features, in the dtypes of `batch`.
+        """Return no features, in the dtypes of `batch` and for its examples: of its stride.
 
         With a `device`, return its keys and uninitialised tensors of its sizes there, as a target
         for `copy_`.
         """
         if device is not None:
             return batch._mapped(lambda t: torch.empty_like(t, device=device))
-        weights = None if batch._weights is None else batch._weights.new_empty(0)
-        lengths = batch.lengths().new_empty(0)
-        return KeyedJaggedTensor([], batch._values.new_empty(0), weights, lengths, stride=0)
+        return KeyedJaggedTensor.from_valid(
+            [],
+            batch._values.new_empty(0),
+            None if batch._weights is None else batch._weights.new_empty(0),
+            batch.lengths().new_empty(0),
+            None,
+            batch._stride,
+            strides=None if batch._strides is None else [],
+        )
 
     # Tensors
 
@@ -668,7 +674,7 @@ class KeyedJaggedTensor:
             self._weights,
             self._lengths,
             self._offsets,
-            None if self._strides else self._stride,
+            self._stride,
             self._strides,
             self._inverse,
         )

@@ -151,8 +151,8 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
     """
     if not batches:
         raise ValueError("concat needs a batch, got none: use KeyedJaggedTensor.empty()")
-    # A batch without features has no stride.
-    strides = {batch.stride() for batch in batches if batch.keys()}
+    # `KeyedJaggedTensor.empty()` is of any number of examples.
+    strides = {batch.stride() for batch in batches if batch.keys() or batch.stride()}
     varied = any(batch.variable_stride_per_key() for batch in batches)
     merged = any(batch.inverse_indices_or_none() is not None for batch in batches)
     if len(strides) > 1 and (not varied or merged):
@@ -162,7 +162,7 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
         "values": torch.cat([batch.values() for batch in batches]),
         "weights": _join_weights([batch.weights_or_none() for batch in batches]),
         "lengths": torch.cat([batch.lengths() for batch in batches]),
-        "stride": None if varied else max(strides, default=0),
+        "stride": max(strides, default=0),
         "stride_per_key_per_rank": _join_strides(batches) if varied else None,
         "inverse_indices": _join_inverse(batches) if merged else None,
     }
@@ -170,7 +170,8 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
 
 def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
     ranks = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
-    if len(ranks) > 1 or (ranks != {1} and not all(b.variable_stride_per_key() for b in batches)):
+    even = any(batch.keys() and not batch.variable_stride_per_key() for batch in batches)
+    if len(ranks) > 1 or (even and ranks != {1}):
         raise ValueError(
             "batches of variable stride must have the same number of ranks, got "
             f"{[len(row) for b in batches for row in b.stride_per_key_per_rank()[:1]]}: give all "
@@ -188,6 +189,8 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
     rows: list[Tensor] = []
     for batch in batches:
         own, inverse = batch.keys(), batch.inverse_indices_or_none()
+        if not own:
+            continue
         if inverse is None:
             if batch.variable_stride_per_key():
                 raise ValueError(
@@ -203,6 +206,8 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
             place = {key: i for i, key in enumerate(inverse[0])}
             rows.append(inverse[1][[place[key] for key in own]])
         keys += own
+    if not rows:
+        return next(batch.inverse_indices() for batch in batches if batch.inverse_indices_or_none())
     return keys, torch.cat(rows)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -285,8 +285,9 @@ def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
     inverse_keys = None
     if batch._inverse is not None:
         inverse_keys, leaves["_inverse"] = batch._inverse
-    # The stride follows from the lengths, unless there are no features.
-    stride = None if batch._keys else batch._stride
+    # The stride follows from the lengths or the inverse indices, where there are such.
+    follows = batch._inverse is not None or (batch._keys and batch._strides is None)
+    stride = None if follows else batch._stride
     return leaves, [batch._keys, batch._strides, stride, batch._weights is not None, inverse_keys]
 
 
@@ -296,12 +297,12 @@ def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTens
     inverse = None if inverse_keys is None else (inverse_keys, rest[-1])
     if stride is None:
         # Leaves may be any objects while a tree is mapped.
-        if strides is None:
+        if keys and strides is None:
             stride = lengths.numel() // len(keys) if isinstance(lengths, Tensor) else 0
         elif inverse is not None and isinstance(inverse[1], Tensor):
             stride = inverse[1].size(-1)
         else:
-            stride = max(map(sum, strides))
+            stride = max(map(sum, strides or []), default=0)
     weights = rest[0] if weighted else None
     of = KeyedJaggedTensor.from_valid
     return of(keys, values, weights, lengths, None, stride, inverse, strides)
@@ -329,25 +330,97 @@ def _flatten_with_keys(
     return [(pytree.GetAttrKey(name), leaf) for name, leaf in leaves.items()], context
 
 
-def _flatten_as(take: Callable[[Any], Flattened], node: Any, spec: Any) -> list[Any]:
-    return list(take(node)[0].values())
+def _in_order_of_jagged(jagged: JaggedTensor, context: Context) -> JaggedTensor:
+    return jagged
 
 
-_NODES: tuple[tuple[type, Callable[[Any], Flattened], Callable[[Iterable[Any], Any], Any]], ...] = (
-    (JaggedTensor, _of_jagged, _to_jagged),
-    (KeyedJaggedTensor, _of_keyed_jagged, _to_keyed_jagged),
-    (KeyedTensor, _of_keyed, _to_keyed),
+def _in_order_of_keyed_jagged(batch: KeyedJaggedTensor, context: Context) -> KeyedJaggedTensor:
+    """Select the features of a structure, and the rows of its inverse indices, in its order."""
+    keys, *_, inverse_keys = context
+    if batch._keys != keys:
+        batch = batch.permute([_position(key, batch._keys) for key in keys])
+    inverse = batch._inverse
+    if inverse is not None and inverse_keys is not None and inverse[0] != inverse_keys:
+        rows = [_position(key, inverse[0]) for key in inverse_keys]
+        batch = batch.permute(range(len(keys)))  # a new object: the caller's does not change
+        batch._inverse = inverse_keys, inverse[1][rows]
+    return batch
+
+
+def _in_order_of_keyed(tensor: KeyedTensor, context: Context) -> KeyedTensor:
+    """Select the blocks of a structure, in its order."""
+    keys = context[0]
+    lengths = [tensor._length_per_key[_position(key, tensor._keys)] for key in keys]
+    return KeyedTensor(keys, lengths, regroup([tensor], [keys])[0], tensor._key_dim)
+
+
+def _position(key: str, keys: list[str]) -> int:
+    if key not in keys:
+        raise KeyError(f"a graph was made for inputs with the key {key!r}; there are {keys}")
+    return keys.index(key)
+
+
+def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
+    """Return the leaves of a node as a graph made for `spec` reads them: in the order of its keys.
+
+    Raises:
+        KeyError: a key of the structure that the node does not have.
+        ValueError: a node that differs in more than the order of keys, or further keys.
+    """
+    leaves, context = node_type.take(node)
+    if context != spec.context:
+        leaves, context = node_type.take(node_type.in_order(node, spec.context))
+    if context != spec.context:
+        names = node_type.context_names
+        wrong = [
+            f"{name} {here!r} instead of {there!r}"
+            for name, here, there in zip(names, context, spec.context, strict=True)
+            if here != there
+        ]
+        raise ValueError(
+            f"a {node_type.kind.__name__} must be like the one that the graph was made for, got "
+            f"{', '.join(wrong)}: pass such a one, or trace or export the model with this one"
+        )
+    return list(leaves.values())
+
+
+class _NodeType(NamedTuple):
+    """How the objects of one class are taken apart into leaves and a context, and made again."""
+
+    kind: type
+    take: Callable[[Any], Flattened]
+    make: Callable[[Iterable[Any], Any], Any]
+    in_order: Callable[[Any, Context], Any]
+    context_names: tuple[str, ...]
+
+
+_NODES = (
+    _NodeType(JaggedTensor, _of_jagged, _to_jagged, _in_order_of_jagged, ("is weighted",)),
+    _NodeType(
+        KeyedJaggedTensor,
+        _of_keyed_jagged,
+        _to_keyed_jagged,
+        _in_order_of_keyed_jagged,
+        ("keys", "stride_per_key_per_rank", "stride", "is weighted", "keys of inverse_indices"),
+    ),
+    _NodeType(
+        KeyedTensor,
+        _of_keyed,
+        _to_keyed,
+        _in_order_of_keyed,
+        ("keys", "length_per_key", "key_dim"),
+    ),
 )
 
 
 def register() -> None:
     """Register the three types with torch's pytrees, eager and traced."""
-    for kind, take, make in _NODES:
+    for node_type in _NODES:
         pytree.register_pytree_node(
-            kind,
-            partial(_flatten, take),
-            make,
-            serialized_type_name=f"emblib.{kind.__name__}",
-            flatten_with_keys_fn=partial(_flatten_with_keys, take),
+            node_type.kind,
+            partial(_flatten, node_type.take),
+            node_type.make,
+            serialized_type_name=f"emblib.{node_type.kind.__name__}",
+            flatten_with_keys_fn=partial(_flatten_with_keys, node_type.take),
         )
-        fx_pytree.register_pytree_flatten_spec(kind, partial(_flatten_as, take))
+        fx_pytree.register_pytree_flatten_spec(node_type.kind, partial(_flatten_as, node_type))

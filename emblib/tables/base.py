@@ -384,6 +384,11 @@ class FusedTables(nn.Module):
         """Return the tables that are frozen."""
         return self._untrained
 
+    @property
+    def is_frozen(self) -> bool:
+        """Return whether all tables are frozen: backward updates nothing and counts no step."""
+        return self._frozen
+
     def _reset_common(self) -> None:
         self.hyperparams.copy_(self._initial_hyperparams())
         self._restore()

@@ -164,8 +164,19 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             check_ranks(spec.ranks, spec.row_factors, spec.dim_factors)
 
     def _allocate(self, device: torch.device) -> None:
-        has_gradient = not autograd.updates_in_backward(self.optimizer)
         shapes = [shape for spec in self.tables for shape in _shapes(spec, device).shapes()]
+        self._allocate_cores(shapes, device)
+        self._mark_parameters()
+        keys, rows = self._key_feature, self._row_feature
+        self._layout = [*self._feature_rows(keys), *self._feature_rows(rows)]
+        self.register_buffer(layout_entry.NAME, layout_entry.entries(self.tables).to(device))
+        for name, ids in self._ids().items():
+            self.register_buffer(name, ids.to(device), persistent=False)
+        self._register_common(device)
+
+    def _allocate_cores(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """Set `cores` and register the optimizer states of cores of these shapes."""
+        has_gradient = not autograd.updates_in_backward(self.optimizer)
         dtype = self.precision.weights
         self.cores = Cores(
             nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=has_gradient)
@@ -181,13 +192,6 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             [f"state_{state.name}_{k}" for state in self.optimizer.states]
             for k in range(len(shapes))
         ]
-        self._mark_parameters()
-        keys, rows = self._key_feature, self._row_feature
-        self._layout = [*self._feature_rows(keys), *self._feature_rows(rows)]
-        self.register_buffer(layout_entry.NAME, layout_entry.entries(self.tables).to(device))
-        for name, ids in self._ids().items():
-            self.register_buffer(name, ids.to(device), persistent=False)
-        self._register_common(device)
 
     def _key_feature(self, table: int, column: int) -> tuple[int, ...]:
         """Return the row of `features` of the keys of a table."""
@@ -244,15 +248,18 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train the cores of a table from the next forward on, or freeze them: all, or none."""
-        self._frozen_cores = frozenset(
-            k
-            for k, core in enumerate(self.cores)
-            if (not trained if core is parameter else k in self._frozen_cores)
+        numbers = self._numbers_of(parameter)
+        self._frozen_cores = (
+            self._frozen_cores - numbers if trained else self._frozen_cores | numbers
         )
         self._untrained = frozenset(
             t for t in range(len(self.tables)) if self._frozen_cores >= set(self._cores_of(t))
         )
         self._frozen = len(self._untrained) == len(self.tables)
+
+    def _numbers_of(self, parameter: nn.Parameter) -> frozenset[int]:
+        """Return the numbers of the cores that a parameter has."""
+        return frozenset(k for k, core in enumerate(self.cores) if core is parameter)
 
     def _cores_of(self, table: int) -> range:
         """Return the numbers of the cores of a table."""

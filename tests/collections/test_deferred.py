@@ -243,6 +243,28 @@ def test_clipping_by_the_norm_of_dense_and_sparse_gradients(norm_type: float) ->
         torch.testing.assert_close(grad, other.grad, msg=name)
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("given", ["nothing", "rows", "a layer"])
+def test_clipping_gradients_of_which_some_are_empty(norm_type: float, given: str) -> None:
+    """A batch without lookups leaves no rows, and torch has no maximum of none."""
+    table, layer = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(3))
+    empty = nn.Parameter(torch.ones(0, 2))
+    empty.grad, layer.grad = torch.ones(0, 2), None
+    rows = torch.tensor([[3.0, -1.0]] if given == "rows" else []).view(-1, 2)
+    at = torch.full((1, len(rows)), 2)
+    table.grad = torch.sparse_coo_tensor(at, rows.clone(), (4, 2), is_coalesced=True)
+    if given == "a layer":
+        layer.grad = torch.tensor([5.0, 0.0, -2.0])
+    every = rows.flatten() if layer.grad is None else layer.grad.clone()
+    expected = torch.linalg.vector_norm(torch.cat([every, torch.zeros(1)]), norm_type)
+    norm = clip_grad_norm_([table, layer, empty], 0.5, norm_type)
+    torch.testing.assert_close(norm, expected)
+    found = table.grad._values().flatten() if layer.grad is None else layer.grad
+    torch.testing.assert_close(found, every * (0.5 / expected).clamp(max=1.0), atol=1e-6, rtol=1e-5)
+    assert clip_grad_norm_([empty], 0.5, norm_type) == 0
+    assert clip_grad_norm_([], 0.5, norm_type) == 0
+
+
 def test_clipping_by_value() -> None:
     model = Model(optim.SGD(1.0, deferred=True), PLAIN)
     before = copy.deepcopy(model.sparse.state_dict())

@@ -341,3 +341,89 @@ def test_what_has_nothing_to_do_may_be_called() -> None:
     assert keys_of(module) == []
     assert module.table_names == ["t"]
     assert [tuple(w.shape) for w in module.split_embedding_weights()] == [(1, 1)]
+
+
+def scores_of(module: BatchedDynamicEmbeddingTablesV2) -> dict[int, int]:
+    """The score of each key of the first table."""
+    found = module.bags.index.export(0)
+    numbers = found.stamps if found.scores is None else found.scores
+    return dict(zip(found.keys.tolist(), numbers.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_a_prefetched_batch_counts_as_a_step(ahead: int) -> None:
+    """The batches of a pipeline have the scores that they have without it, and get_score leads."""
+    module, plain = (one_table(score_strategy=Score.STEP, table_names=["t"]) for _ in range(2))
+    batches = [torch.tensor([n, 5 + n % 2]) for n in range(5)]
+    for n in range(ahead):
+        module.prefetch(batches[n], torch.arange(3))
+    assert module.get_score() == {"t": 1 + ahead}
+    for n, ids in enumerate(batches):
+        if n > 0 and n + ahead - 1 < 5:
+            module.prefetch(batches[n + ahead - 1], torch.arange(3))
+        assert module.get_score() == {"t": 1 + min(n + ahead, 5)}
+        assert torch.equal(look_up(module, ids), look_up(plain, ids))
+        assert scores_of(module) == scores_of(plain)
+    assert module.get_score() == plain.get_score() == {"t": 6}
+    look_up(module, [1])
+    assert scores_of(module)[1] == 6
+
+
+def test_a_batch_has_the_score_that_was_set_when_it_was_prefetched() -> None:
+    module = one_table(score_strategy=Score.CUSTOMIZED, table_names=["t"])
+    with pytest.raises(RuntimeError, match="need a score before their first batch"):
+        module.prefetch(torch.tensor([1]), torch.arange(2))
+    module.set_score({"t": 11})
+    module.prefetch(torch.tensor([1]), torch.arange(2))
+    module.set_score({"t": 12})
+    module.prefetch(torch.tensor([2]), torch.arange(2))
+    module.set_score({"t": 13})
+    for key in (1, 2, 3):
+        look_up(module, [key])
+        assert module.get_score() == {"t": 13}
+    assert scores_of(module) == {1: 11, 2: 12, 3: 13}
+
+
+def test_a_prefetched_batch_has_the_counts_it_was_prefetched_with() -> None:
+    module = one_table(score_strategy=Score.LFU)
+    module.prefetch(torch.tensor([1, 2]), torch.arange(3), frequency_counters=torch.tensor([5, 7]))
+    module.prefetch(torch.tensor([1, 2]), torch.arange(3))
+    look_up(module, [1, 2], per_sample_weights=torch.tensor([100, 100]))
+    look_up(module, [1, 2], per_sample_weights=torch.tensor([1, 2]))
+    assert scores_of(module) == {1: 6, 2: 9}
+    with pytest.raises(ValueError, match="which only LFU"):
+        one_table().prefetch(torch.tensor([1]), torch.arange(2), None, None, torch.tensor([1]))
+
+
+def test_the_time_of_the_next_batch_is_after_those_prefetched() -> None:
+    module = one_table(score_strategy=Score.TIMESTAMP, table_names=["t"])
+    look_up(module, [4])
+    module.prefetch(torch.tensor([1]), torch.arange(2))
+    since = module.get_score()["t"]
+    look_up(module, [1])
+    assert module.get_score() == {"t": since}
+    assert scores_of(module)[1] < since
+
+
+def test_prefetch_of_a_module_that_does_not_train_counts_nothing() -> None:
+    module = one_table(score_strategy=Score.STEP, table_names=["t"])
+    module.eval()
+    module.prefetch(torch.tensor([1]), torch.arange(2))
+    assert module.get_score() == {"t": 1}
+    module.train()
+    module.prefetch(torch.tensor([1]), torch.arange(2))
+    rows_of(module, [9])
+    assert module.num_prefetched == 1, "an evaluation took a batch of training"
+    with pytest.raises(NotImplementedError, match="batch_size_per_feature_per_rank"):
+        module.prefetch(torch.tensor([1]), torch.arange(2), None, [[1]])
+
+
+def test_a_batch_that_cannot_be_looked_up_leaves_the_counted_steps() -> None:
+    module = one_table(score_strategy=Score.STEP, table_names=["t"])
+    for n in range(2):
+        module.prefetch(torch.tensor([n]), torch.arange(2))
+    with pytest.raises((RuntimeError, ValueError)):
+        module(torch.tensor([0]), torch.zeros(0, dtype=torch.int64))
+    assert module.get_score() == {"t": 3}
+    look_up(module, [1])
+    assert scores_of(module) == {1: 2}

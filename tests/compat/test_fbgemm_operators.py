@@ -250,3 +250,167 @@ def test_native_buckets_are_the_plain_ones() -> None:
     assert bucket.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
     for mine, other in zip(native, plain, strict=True):
         assert (mine is None and other is None) or torch.equal(mine, other)
+
+
+def arguments_of(name: str) -> dict[str, Any]:
+    """Valid arguments of an operator; `#` and a letter after the name tell forms apart."""
+    ids, flat = torch.arange(TOTAL) % 4, LENGTHS.flatten()
+    lookups = {"indices": ids, "offsets": OFFSETS.clone(), "weights": torch.rand(TOTAL)}
+    checked = {"rows_per_table": torch.full((3,), 4), "warning": torch.zeros(1).long(), **lookups}
+    blocks = {
+        "lengths": flat,
+        "indices": ids,
+        "bucketize_pos": False,
+        "sequence": True,
+        "block_sizes": torch.full((3,), 2),
+        "my_size": 2,
+        "weights": torch.rand(TOTAL),
+    }
+    varied = torch.tensor([1, 6, 2])
+    everything: dict[str, dict[str, Any]] = {
+        "bounds_check_indices": {**checked, "bounds_check_mode": 3},
+        "bounds_check_indices#v": {
+            **checked,
+            "bounds_check_mode": 1,
+            "B_offsets": torch.tensor([0, 1, 7, 9], dtype=torch.int32),
+            "max_B": 6,
+        },
+        "block_bucketize_sparse_features": blocks,
+        "block_bucketize_sparse_features#v": {
+            **blocks,
+            "batch_size_per_feature": varied,
+            "max_B": 6,
+        },
+        "block_bucketize_sparse_features#p": {
+            **blocks,
+            "block_bucketize_pos": [torch.tensor([0, 1, 4])] * 3,
+        },
+        "block_bucketize_sparse_features#t": {
+            **blocks,
+            "total_num_blocks": torch.full((3,), 4),
+            "keep_orig_idx_per_feature": torch.tensor([True, False, True]),
+        },
+        "block_bucketize_sparse_features_2d_weights": {
+            **blocks,
+            "weights": torch.rand(TOTAL, 3),
+            "weights_dim": 3,
+        },
+        "bucketize_sparse_features": {
+            "lengths": flat,
+            "indices": ids,
+            "bucketize_pos": True,
+            "my_size": 3,
+            "weights": torch.rand(TOTAL),
+        },
+        "expand_into_jagged_permute": {
+            "permute": torch.tensor([1, 0], dtype=torch.int32),
+            "input_offset": torch.tensor([0, 3, 5], dtype=torch.int32),
+            "output_offset": torch.tensor([0, 2, 5], dtype=torch.int32),
+            "output_size": 5,
+        },
+        "segment_sum_csr": {
+            "batch_size": 2,
+            "csr_seg": torch.tensor([0, 1, 3]),
+            "values": torch.rand(6),
+        },
+        "jagged_2d_to_dense": {
+            "values": torch.rand(TOTAL, 2),
+            "offsets": OFFSETS,
+            "max_sequence_length": 2,
+        },
+        "dense_to_jagged": {"dense": torch.rand(9, 4, 2), "x_offsets": [OFFSETS]},
+        "FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf": {"input": torch.rand(3, 8), "bit_rate": 4},
+        "FusedNBitRowwiseQuantizedSBHalfToFloat": {
+            "input": rowwise.to_fused_nbit(torch.rand(3, 8), 4),
+            "bit_rate": 4,
+        },
+    }
+    return everything[name]
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "bounds_check_indices": {
+        "weights": torch.rand(TOTAL + 1),
+        "indices": torch.arange(TOTAL).view(2, -1),
+        "offsets": torch.arange(9),
+        "rows_per_table": torch.ones(3, 1).long(),
+    },
+    "bounds_check_indices#v": {
+        "weights": torch.rand(TOTAL - 2),
+        "indices": torch.zeros(TOTAL),
+        "B_offsets": torch.tensor([0, 1, 9], dtype=torch.int32),
+        "offsets": OFFSETS[:-1].clone(),
+        "rows_per_table": torch.full((4,), 4),
+    },
+    "block_bucketize_sparse_features": {
+        "weights": torch.rand(TOTAL + 3),
+        "block_sizes": torch.full((2,), 2),
+        "my_size": 0,
+        "indices": torch.zeros(TOTAL),
+    },
+    "block_bucketize_sparse_features#v": {
+        "batch_size_per_feature": torch.tensor([1, 8]),
+        "weights": torch.rand(TOTAL - 1),
+    },
+    "block_bucketize_sparse_features#p": {
+        "block_bucketize_pos": [torch.tensor([0, 1, 4])] * 2,
+        "my_size": 3,
+        "block_sizes": torch.full((9,), 2)[:0],
+        "weights": torch.rand(TOTAL + 1),
+    },
+    "block_bucketize_sparse_features#t": {
+        "total_num_blocks": torch.tensor([4, 4, 3]),
+        "keep_orig_idx_per_feature": torch.tensor([True, False]),
+    },
+    "block_bucketize_sparse_features_2d_weights": {"weights": torch.rand(TOTAL + 1, 3)},
+    "bucketize_sparse_features": {
+        "weights": torch.rand(TOTAL + 1),
+        "my_size": 0,
+        "indices": torch.zeros(TOTAL),
+    },
+    "expand_into_jagged_permute": {
+        "input_offset": torch.tensor([0, 3, 5, 5], dtype=torch.int32),
+        "output_offset": torch.tensor([0, 5], dtype=torch.int32),
+    },
+    "segment_sum_csr": {"values": torch.rand(5), "csr_seg": torch.tensor([0, 2, 1])},
+    "jagged_2d_to_dense": {"offsets": OFFSETS.view(2, -1), "values": torch.rand(TOTAL - 1, 2)},
+    "dense_to_jagged": {"dense": torch.rand(10, 4, 2), "x_offsets": []},
+    "FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf": {"input": torch.rand(8)},
+    "FusedNBitRowwiseQuantizedSBHalfToFloat": {"input": torch.zeros(12).byte(), "bit_rate": 0},
+}
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(n, w) for n, of in WRONG.items() for w in of])
+def test_operators_refuse_tensors_that_do_not_fit(name: str, wrong: str) -> None:
+    """FBGEMM's raise, or read memory outside of them."""
+    operator = OPERATORS[name.partition("#")[0]][1]
+    operator(**arguments_of(name))
+    arguments = {**arguments_of(name), wrong: WRONG[name][wrong]}
+    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        operator(**arguments)
+    for key, value in before.items():
+        assert torch.equal(arguments[key], value), f"{key} was written"
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_weights_of_another_length_raise_as_in_fbgemm(mode: int) -> None:
+    peer_module("fbgemm_gpu.sparse_ops")
+    for count in (0, TOTAL - 1, TOTAL, TOTAL + 1):
+        arguments = arguments_of("bounds_check_indices")
+        arguments |= {"bounds_check_mode": mode, "weights": torch.rand(count)}
+        refused = []
+        for check in (torch.ops.fbgemm.bounds_check_indices, bucketize.bounds_check_indices):
+            try:
+                check(**arguments)
+            except RuntimeError:
+                refused.append(check)
+        assert len(refused) == (0 if count in (0, TOTAL) else 2)
+
+
+def test_the_bucket_of_a_lookup_has_the_dtype_of_its_row() -> None:
+    arguments = {**arguments_of("block_bucketize_sparse_features"), "return_bucket_mapping": True}
+    arguments["lengths"] = arguments["lengths"].int().view(3, 3)
+    found = bucketize.block_bucketize_sparse_features_inference(**arguments)
+    assert found[5] is not None
+    assert found[5].dtype == torch.int64

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import math
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -183,26 +186,286 @@ def test_initial_values(weight_dist: str) -> None:
     module = TTEmbeddingBag(8000, 16, [8, 8], weight_dist=weight_dist, use_cache=False)
     rows = module.full_weight()[:8000]
     target = 1 / math.sqrt(3 * 8000)
-    if weight_dist == "naive-uniform":
-        assert all((core >= 0).all() for core in module.tt_cores)
-        assert max(float(core.max()) for core in module.tt_cores) <= 1 / math.sqrt(8000)
+    if weight_dist in ("uniform", "naive-uniform"):
+        # The formulas of FBTT's source.
+        deviation = math.sqrt(2 / (8000 + 16)) ** (1 / 3) * 64 ** (-1 / 6)
+        top = 1 / math.sqrt(8000) if weight_dist == "naive-uniform" else deviation
+        for core in module.tt_cores:
+            assert float(core.min()) >= 0
+            assert 0.9 * top < float(core.max()) <= top
     else:
         assert float(rows.std()) == pytest.approx(target, rel=0.25)
         assert abs(float(rows.mean())) < 0.1 * target
 
 
+README = {"tt_p_shapes": [12, 9, 11], "tt_q_shapes": [4, 4, 4], "tt_ranks": [12, 14]}
+"""The factors and ranks of FBTT's README, with fewer rows."""
+
+
+def of_readme(tables: int = 1, **options: Any) -> TableBatchedTTEmbeddingBag:
+    return TableBatchedTTEmbeddingBag(tables, 1000, 64, **{**README, **options})
+
+
+def saved_by_fbtt(module: TableBatchedTTEmbeddingBag, **changes: Any) -> dict[str, Any]:
+    """The state dict that FBTT's module of these sizes has."""
+    p = module.tt_p_shapes
+    return {
+        "L": torch.tensor([p[1] * p[2], p[2], 1]),
+        **{f"tt_cores.{k}": torch.randn(core.shape) for k, core in enumerate(module.tt_cores)},
+        **{f"optimizer_state.optimizer_state{k}": torch.zeros(0) for k in range(3)},
+        "hashtbl": torch.empty(0, dtype=torch.int64),
+        "cache_state": torch.empty(0, dtype=torch.int32),
+        **changes,
+    }
+
+
+def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() for key, value in state_dict.items()}
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_checkpoints_of_fbtt_and_of_our_own(use_cache: bool) -> None:
-    one = TableBatchedTTEmbeddingBag(2, 60, 8, [3, 3], use_cache=use_cache)
-    other = TableBatchedTTEmbeddingBag(2, 60, 8, [3, 3], use_cache=use_cache)
-    stored = {f"tt_cores.{k}": core.detach().clone() for k, core in enumerate(one.tt_cores)}
-    other.load_state_dict(stored, strict=False)
-    for ours, theirs in zip(other.tt_cores, one.tt_cores, strict=True):
-        assert torch.equal(ours, theirs)
-    third = TableBatchedTTEmbeddingBag(2, 60, 8, [3, 3], use_cache=use_cache)
-    third.load_state_dict(one.state_dict())
-    ids, offsets = batch(2, 60)
-    assert torch.equal(third(ids, offsets), one(ids, offsets))
+@pytest.mark.parametrize("tables", [1, 3])
+def test_state_dicts_of_fbtt_and_our_own(tables: int, use_cache: bool) -> None:
+    one = of_readme(tables, use_cache=use_cache, cache_size=7)
+    saved = saved_by_fbtt(one)
+    one.load_state_dict(saved)
+    ids, offsets = batch(tables, 1000)
+    one(ids, offsets).sum().backward()
+    if use_cache:
+        one.cache_populate()
+        one(ids, offsets).sum().backward()
+    other = of_readme(tables, use_cache=use_cache, cache_size=7)
+    other.load_state_dict(copied(one.state_dict()))
+    assert torch.equal(other(ids, offsets), one(ids, offsets))
+    assert {"tt_cores.0", "tt_cores.1", "tt_cores.2"} <= one.state_dict().keys()
+    one.load_state_dict(saved, strict=True)
+    for k, core in enumerate(one.tt_cores):
+        assert torch.equal(core.detach(), saved[f"tt_cores.{k}"])
+    fresh = of_readme(tables, use_cache=False)
+    fresh.load_state_dict({k: v for k, v in saved.items() if "tt_cores" in k}, strict=False)
+    assert torch.equal(fresh(ids, offsets), one(ids, offsets)), "rows of before are in the cache"
+
+
+def test_state_dicts_of_one_core_per_table() -> None:
+    """Earlier versions had the cores of a table one by one, below `bags`."""
+    module = of_readme(2, optimizer=OptimType.EXACT_ADAGRAD)
+    ids, offsets = batch(2, 1000)
+    module(ids, offsets).sum().backward()
+    before, state = copied(module.state_dict()), module.state_dict()
+    for t, k in itertools.product(range(2), range(3)):
+        state[f"bags.cores.{3 * t + k}"] = before[f"tt_cores.{k}"][t]
+        state[f"bags.state_sum_{3 * t + k}"] = before[f"bags.state_sum_{k}"][t]
+    state = {k: v.clone() for k, v in state.items() if not k.startswith("tt_cores")}
+    module(ids, offsets).sum().backward()
+    module.load_state_dict(state)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_states_of_fbtts_optimizers() -> None:
+    adagrad = of_readme(2, optimizer=OptimType.EXACT_ADAGRAD)
+    sums = {
+        f"optimizer_state.optimizer_state{k}": torch.rand(core.shape)
+        for k, core in enumerate(adagrad.tt_cores)
+    }
+    saved = saved_by_fbtt(adagrad, **sums)
+    adagrad.load_state_dict(saved)
+    for mine, theirs in zip(adagrad.optimizer_state, sums.values(), strict=True):
+        assert torch.equal(mine, theirs)
+    for optimizer in (OptimType.ADAM, OptimType.SGD):
+        other = of_readme(2, optimizer=optimizer)
+        before = copied(other.state_dict())
+        with pytest.raises(RuntimeError, match=r"construct it with OptimType\.EXACT_ADAGRAD"):
+            other.load_state_dict(copied(saved))
+        for key, value in other.state_dict().items():
+            assert torch.equal(value, before[key]), f"{key} was written"
+
+
+def test_rows_of_fbtts_cache_are_taken_over() -> None:
+    """Ids 5, 990, 8, 3 and 6 were counted; 5 and 990 are stored, and 3 and 6 share a slot."""
+    module = of_readme(use_cache=True, cache_size=4, hashtbl_size=6)
+    rows = torch.randn(4, 64)
+    cache = {
+        "hashtbl": torch.tensor([5, -1, 990, 8, 6, 3]),
+        "cache_freq": torch.tensor([7, 0, 9, 4, 1, 5]),
+        "cache_state": torch.tensor([2, 3, 0, -1, 1, 1], dtype=torch.int32),
+        "cache_weight": rows,
+    }
+    saved = saved_by_fbtt(module, **cache)
+    module.load_state_dict(saved)
+    assert sorted(module.bags.cached_ids(0).tolist()) == [5, 990]
+    found = module(torch.tensor([5, 990]), torch.arange(3))
+    assert torch.equal(found.squeeze(0), rows[[2, 0]])
+    module.cache_populate()
+    assert sorted(module.bags.cached_ids(0).tolist()) == [3, 5, 8, 990]
+    assert torch.equal(module.full_weight()[[5, 990]], rows[[2, 0]])
+    with pytest.raises(RuntimeError, match="construct the module with use_cache=True"):
+        of_readme(use_cache=False).load_state_dict(copied(saved))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"L": torch.tensor([88, 11, 1])}, r"L: the cores are of other row factors"),
+        ({"tt_cores.1": torch.zeros(2, 9, 4 * 12 * 13)}, r"tt_cores\.1: it must be \[2, 9, 672\]"),
+        ({"tt_cores.2": torch.zeros(3, 11, 56)}, r"tt_cores\.2: it must be \[2, 11, 56\]"),
+        ({"tt_cores.0": torch.zeros(12, 48)}, r"tt_cores\.0: it must be \[2, 12, 48\]"),
+    ],
+)
+def test_state_dicts_that_do_not_fit_write_nothing(changes: Any, message: str) -> None:
+    module = of_readme(2)
+    before = copied(module.state_dict())
+    with pytest.raises(RuntimeError, match=message):
+        module.load_state_dict(saved_by_fbtt(module, **changes))
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key]), f"{key} was written"
+
+
+def test_cores_of_another_tensor_train_with_equal_shapes() -> None:
+    """Ranks (4, 4) and dim factors (4, 4, 4) give the shapes of (2, 8) and (8, 4, 2)."""
+    one = TTEmbeddingBag(60, 64, [4, 4], [4, 4, 4], [4, 4, 4], use_cache=False)
+    other = TTEmbeddingBag(60, 64, [2, 8], [4, 4, 4], [8, 4, 2], use_cache=False)
+    before = copied(other.state_dict())
+    with pytest.raises(RuntimeError, match="tt_layout: the cores are of another tensor train"):
+        other.load_state_dict(copied(one.state_dict()))
+    for key, value in other.state_dict().items():
+        assert torch.equal(value, before[key]), f"{key} was written"
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("tables", [1, 3])
+def test_cores_are_parameters_that_lookups_read(tables: int, use_cache: bool) -> None:
+    module = of_readme(tables, sparse=False, use_cache=use_cache)
+    assert [name for name, _ in module.named_parameters()][:3] == [
+        f"tt_cores.{k}" for k in range(3)
+    ]
+    values = [torch.randn(core.shape) for core in module.tt_cores]
+    for core, value in zip(module.tt_cores, values, strict=True):
+        assert isinstance(core, nn.Parameter)
+        for t in range(tables):
+            core.detach()[t].copy_(value[t])
+    leaves = [value.clone().requires_grad_() for value in values]
+    ids, offsets = batch(tables, 1000)
+    ends = [int(offsets[5 * t]) for t in range(tables + 1)]
+    expected = torch.stack(
+        [
+            pooled(
+                dense_of(leaves, module, t),
+                ids[ends[t] : ends[t + 1]],
+                offsets[5 * t : 5 * t + 6] - ends[t],
+            )
+            for t in range(tables)
+        ]
+    )
+    out = module(ids, offsets)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
+    weight = torch.randn(out.shape)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for core, leaf in zip(module.tt_cores, leaves, strict=True):
+        torch.testing.assert_close(core.grad, leaf.grad, rtol=1e-4, atol=1e-2)
+    optimizer = torch.optim.SGD(module.get_params(), lr=0.1)
+    optimizer.step()
+    for core, value in zip(module.tt_cores, values, strict=True):
+        torch.testing.assert_close(core.detach(), value - 0.1 * core.grad)
+
+
+def test_cores_stay_those_of_lookups() -> None:
+    """In copies, after pickling, and after their memory was exchanged."""
+    module = of_readme(2, optimizer=OptimType.EXACT_ADAGRAD)
+    ids, offsets = batch(2, 1000)
+    made = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.to("cpu")]
+    for other in made:
+        assert torch.equal(other(ids, offsets), module(ids, offsets))
+        with torch.no_grad():
+            other.tt_cores[1].mul_(2)
+            other.tt_cores[2].data = other.tt_cores[2].detach() * 2
+        for state in other.optimizer_state:
+            state.fill_(1e30)
+        out = other(ids, offsets)
+        out.sum().backward()
+        assert torch.equal(other(ids, offsets), out), "Adagrad's state was not the one written"
+        torch.testing.assert_close(out, 4 * made[0](ids, offsets) if other is not made[0] else out)
+        with torch.no_grad():
+            other.tt_cores[1].div_(2)
+            other.tt_cores[2].div_(2)
+    module.tt_cores.requires_grad_(False)
+    before = [core.clone() for core in module.tt_cores]
+    assert not module(ids, offsets).requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(before, module.tt_cores, strict=True))
+
+
+def test_stored_rows_are_a_parameter_where_gradients_are_left() -> None:
+    module = of_readme(sparse=False, use_cache=True, cache_size=4)
+    ids, offsets = torch.tensor([3, 3, 8]), torch.tensor([0, 2, 3])
+    module(ids, offsets).sum().backward()
+    module.cache_populate()
+    module(ids, offsets).sum().backward()
+    assert isinstance(module.cache_weight, nn.Parameter)
+    grad = module.cache_weight.grad
+    grad = grad.to_dense() if grad.is_sparse else grad
+    stored = {int(i): n for n, i in enumerate(module.bags.key_of_row)}
+    assert torch.equal(grad[stored[3]], torch.full((64,), 2.0))
+    module.full_weight()[[1, 8]].sum().backward()
+    assert all(core.grad is not None for core in module.tt_cores)
+
+
+def test_ranks_that_no_table_of_these_sizes_has() -> None:
+    """FBTT takes them, and the cores of its state dict have them."""
+    torch.manual_seed(0)
+    module = TTEmbeddingBag(10, 3, [2, 5], sparse=False, use_cache=False, weight_dist="normal")
+    assert module.tt_ranks == [1, 2, 5, 1]
+    assert [core.shape for core in module.tt_cores] == [(1, 1, 2), (1, 2, 10), (1, 5, 15)]
+    ids, offsets = batch(1, 10)
+    full = dense_of([core.detach() for core in module.tt_cores], module, 0)
+    torch.testing.assert_close(module(ids, offsets), pooled(full, ids, offsets))
+    module(ids, offsets).sum().backward()
+    assert all(core.grad is not None for core in module.tt_cores)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_without_their_end_and_bags_of_equal_length(
+    dtype: torch.dtype, use_cache: bool
+) -> None:
+    """FBTT's README has two bags of four ids, with the offsets 0 and 4."""
+    module = TTEmbeddingBag(10, 4, tt_ranks=[2, 2], use_cache=use_cache)
+    ids = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9], dtype=dtype)
+    expected = module(ids, torch.tensor([0, 4, 8], dtype=dtype))
+    assert expected.shape == (2, 4)
+    assert torch.equal(module(ids, torch.tensor([0, 4], dtype=dtype)), expected)
+    assert torch.equal(module(ids.view(2, 4)), expected)
+    assert torch.equal(module(ids.view(1, 2, 4)), expected)
+    assert module(ids[:0], torch.tensor([0], dtype=dtype)).shape == (0, 4)
+    assert module(ids[:0], torch.tensor([0, 0], dtype=dtype)).shape == (1, 4)
+    with pytest.raises(ValueError, match="need offsets"):
+        module(ids)
+    with pytest.raises(ValueError, match="take no offsets"):
+        module(ids.view(2, 4), torch.tensor([0, 4, 8]))
+    both = TableBatchedTTEmbeddingBag(2, 10, 4, tt_ranks=[2, 2], use_cache=use_cache)
+    expected = both(ids, torch.tensor([0, 1, 4, 6, 8], dtype=dtype))
+    assert torch.equal(both(ids, torch.tensor([0, 1, 4, 6], dtype=dtype)), expected)
+    expected = both(ids, torch.arange(5, dtype=dtype) * 2)
+    assert torch.equal(both(ids.view(4, 2)), expected)
+    assert torch.equal(both(ids.view(2, 2, 2)), expected)
+
+
+def test_counting_without_a_lookup() -> None:
+    module = TTEmbeddingBag(50, 8, [3, 3], cache_size=2)
+    module.update_cache(torch.tensor([7, 7, 9, 4, 9, -1, 50], dtype=torch.int32))
+    module.cache_populate()
+    assert sorted(module.bags.cached_ids(0).tolist()) == [7, 9]
+    TTEmbeddingBag(50, 8, [3, 3], use_cache=False).update_cache(torch.tensor([7]))
+
+
+def test_drawing_from_another_distribution() -> None:
+    module = TTEmbeddingBag(500, 8, [3, 3], weight_dist="normal", use_cache=False)
+    module.reset_parameters("uniform")
+    assert all((core >= 0).all() for core in module.tt_cores)
+    with pytest.raises(ValueError, match="weight_dist must be one of"):
+        module.reset_parameters("gauss")
+    module.reset_parameters()
+    assert all((core >= 0).all() for core in module.tt_cores)
 
 
 def test_learning_rates_can_be_set() -> None:

@@ -498,3 +498,90 @@ def test_a_module_without_values_takes_those_of_a_state_dict() -> None:
     made[1].load_state_dict(made[0].state_dict())
     assert torch.equal(made[1](ids, offsets), made[0](ids, offsets))
     assert torch.equal(made[1].ends, made[0].ends)
+
+
+def reads_rows_always(bags: CachedTTEmbeddingBags, patch: pytest.MonkeyPatch) -> None:
+    """Have lookups read the stored rows also where there are none."""
+    patch.setattr(bags, "_skip_rows", lambda: False)
+
+
+def assert_equal_modules(one: CachedTTEmbeddingBags, other: CachedTTEmbeddingBags) -> None:
+    states = [bags.state_dict() for bags in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key]), key
+
+
+@pytest.mark.parametrize("eviction", list(RowEviction))
+@pytest.mark.parametrize(
+    "optimizer", [optim.Adam(0.1), optim.SGD(0.1), optim.RowwiseAdagrad(0.1)], ids=str
+)
+def test_lookups_skip_stored_rows_where_there_are_none(
+    optimizer: optim.Optimizer, eviction: RowEviction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bits; the steps of stored rows go on, which Adam's first updates depend on."""
+    skipping, reading = (bags_of(eviction=eviction, optimizer=optimizer) for _ in range(2))
+    reads_rows_always(reading, monkeypatch)
+    calls: list[int] = []
+    skipping.rows.register_forward_hook(lambda *_: calls.append(1))
+    for bags in (skipping, reading):
+        train(bags, 3)
+    assert bool(calls) == (eviction is RowEviction.SPILL)
+    assert_equal_modules(skipping, reading)
+    for bags in (skipping, reading):
+        train(bags, 2, 3)
+        bags.populate()
+        train(bags, 2, 5)
+    assert calls
+    assert_equal_modules(skipping, reading)
+    for bags in (skipping, reading):
+        bags.empty_cache()
+    calls.clear()
+    ids, offsets = batch(50)
+    with torch.no_grad():
+        assert torch.equal(skipping(ids, offsets), reading(ids, offsets))
+    assert bool(calls) == (eviction is RowEviction.SPILL)
+    for bags in (skipping, reading):
+        train(bags, 2, 7)
+    assert_equal_modules(skipping, reading)
+
+
+def test_steps_of_stored_rows_go_on_where_only_some_tables_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skipping, reading = (bags_of(optimizer=optim.Adam(0.1)) for _ in range(2))
+    reads_rows_always(reading, monkeypatch)
+    for bags in (skipping, reading):
+        train(bags, 2)
+        bags.trains.requires_grad_(False)
+        train(bags, 1, 2)
+        bags.trains.requires_grad_(True)
+        train(bags, 3, 3)
+        bags.rows.requires_grad_(False)
+        train(bags, 1, 6)
+        bags.rows.requires_grad_(True)
+        bags.load_state_dict(copy.deepcopy(bags.state_dict()))
+        train(bags, 1, 7)
+        bags.populate()
+        train(bags, 1, 8)
+    assert_equal_modules(skipping, reading)
+
+
+def test_gradients_are_left_on_stored_rows_where_there_are_none() -> None:
+    """`External` leaves gradients of zeros, which an optimizer finds there."""
+    bags = bags_of(optimizer=optim.External(gradient=optim.Gradient.DENSE))
+    train(bags, 1)
+    assert not bags.rows.weights.grad.any()
+
+
+def test_weights_of_lookups_have_gradients_without_stored_rows() -> None:
+    bags = bags_of()
+    ids, offsets = batch(3)
+    weights = torch.rand(len(ids), requires_grad=True)
+    bags(ids, offsets, weights).sum().backward()
+    rows = [bags_of().to_dense(t) for t in (0, 1)]
+    first = int(offsets[(len(offsets) - 1) // 2])
+    expected = [
+        rows[int(n >= first)][i].sum() if i >= 0 else torch.zeros(()) for n, i in enumerate(ids)
+    ]
+    torch.testing.assert_close(weights.grad, torch.stack(expected))

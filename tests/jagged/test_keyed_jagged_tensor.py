@@ -381,3 +381,40 @@ def test_moves_take_non_blocking_by_position() -> None:
     batch = KeyedJaggedTensor(["a"], torch.arange(2), torch.ones(2), torch.tensor([1, 1]))
     assert batch.to("cpu", True, torch.float16).weights().dtype is torch.float16
     assert batch["a"].to("cpu", True).values().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("differing", [False, True])
+def test_a_batch_without_features_keeps_the_examples_it_is_of(differing: bool) -> None:
+    batch = made(VARIED if differing else EXAMPLE)
+    like = KeyedJaggedTensor.empty_like(batch)
+    assert like.keys() == []
+    assert like.stride() == batch.stride() > 0
+    assert like.variable_stride_per_key() == differing
+    for parts in ([like], [like, like], [like, KeyedJaggedTensor.empty()]):
+        assert KeyedJaggedTensor.concat(parts).stride() == batch.stride()
+    for parts in ([like, batch], [batch, like], [KeyedJaggedTensor.empty(), like, batch]):
+        joined = KeyedJaggedTensor.concat(parts).validate()
+        assert joined.keys() == batch.keys()
+        assert joined.stride() == batch.stride()
+        assert joined.stride_per_key_per_rank() == batch.stride_per_key_per_rank()
+
+
+def test_concat_with_a_batch_of_no_features_of_other_examples() -> None:
+    like = KeyedJaggedTensor.empty_like(made({"a": [[1], [2], [3], []]}))
+    with pytest.raises(ValueError, match=r"the same stride, got \[1, 4\]"):
+        KeyedJaggedTensor.concat([like, made({"c": [[1]]})])
+
+
+def test_concat_of_merged_examples_with_no_features() -> None:
+    merged = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(3),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[1, 1], [1, 0]],
+        inverse_indices=(["a", "b"], torch.tensor([[0, 1, 1], [0, 0, 0]])),
+    )
+    first, nothing, second = merged.split([1, 0, 1])
+    joined = KeyedJaggedTensor.concat([first, nothing, KeyedJaggedTensor.empty(), second])
+    assert torch.equal(joined.inverse_indices()[1], merged.inverse_indices()[1])
+    assert joined.stride_per_key_per_rank() == merged.stride_per_key_per_rank()
+    assert KeyedJaggedTensor.concat([nothing, nothing]).stride() == merged.stride()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import _pytree as fx_pytree
 from torch.utils import _pytree as pytree
 
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig
@@ -42,6 +45,14 @@ def test_pytrees_keep_keys_strides_and_inverse_indices(make: Any) -> None:
     assert after.stride_per_key_per_rank() == before.stride_per_key_per_rank()
     assert str(after.inverse_indices_or_none()) == str(before.inverse_indices_or_none())
     assert torch.equal(after.lengths(), before.lengths())
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def mapped(value: Any) -> Any:
+    return pytree.tree_map(Tensor.clone, value)
 
 
 def test_pytrees_of_other_keys_are_other_structures() -> None:
@@ -128,3 +139,84 @@ def test_traced_code_reads_and_makes_batches() -> None:
     for keys in (("a", "b"), ("b", "a")):
         features = batch(*keys)
         assert torch.equal(traced(features), doubled(features))
+
+
+def as_in(value: Any, structure: Any) -> Any:
+    """What a graph that was made for `structure` sees of `value`."""
+    spec = pytree.tree_structure((structure,))
+    return pytree.tree_unflatten(fx_pytree.tree_flatten_spec((value,), spec), spec)[0]
+
+
+def test_a_graph_finds_the_blocks_of_a_keyed_tensor_by_name() -> None:
+    made_for = KeyedTensor(["q", "p", "r"], [1, 3, 2], torch.zeros(2, 6))
+    given = KeyedTensor(["r", "s", "p", "q"], [2, 1, 3, 1], torch.randn(2, 7))
+    seen = as_in(given, made_for)
+    assert seen.keys() == ["q", "p", "r"]
+    for key in seen.keys():  # noqa: SIM118
+        assert torch.equal(seen[key], given[key])
+    along_rows = KeyedTensor(["y", "x"], [2, 1], torch.randn(3, 4), key_dim=0)
+    seen = as_in(along_rows, KeyedTensor(["x", "y"], [1, 2], torch.zeros(3, 4), key_dim=0))
+    assert torch.equal(seen["y"], along_rows["y"])
+    with pytest.raises(KeyError, match=r"the key 'r'; there are \['q', 'p'\]"):
+        as_in(KeyedTensor(["q", "p"], [1, 3], torch.zeros(2, 4)), made_for)
+    with pytest.raises(ValueError, match=r"length_per_key \[1, 2, 3\] instead of \[1, 3, 2\]"):
+        as_in(KeyedTensor(["r", "p", "q"], [3, 2, 1], torch.zeros(2, 6)), made_for)
+    with pytest.raises(ValueError, match="key_dim 0 instead of 1"):
+        as_in(KeyedTensor(["q", "p", "r"], [1, 3, 2], torch.zeros(6, 2), 0), made_for)
+
+
+def test_a_graph_finds_features_by_name() -> None:
+    made_for = batch("a", "c", "b")
+    given = batch("b", "c", "d", "a")
+    seen = as_in(given, made_for)
+    assert seen.keys() == ["a", "c", "b"]
+    for key in seen.keys():  # noqa: SIM118
+        assert torch.equal(seen[key].values(), given[key].values())
+        assert torch.equal(seen[key].weights(), given[key].weights())
+        assert torch.equal(seen[key].lengths(), given[key].lengths())
+    unweighted = KeyedJaggedTensor(["a", "c", "b"], given.values()[:3], lengths=torch.ones(3).int())
+    with pytest.raises(ValueError, match="is weighted False instead of True"):
+        as_in(unweighted, made_for)
+    with pytest.raises(ValueError, match="is weighted True instead of False"):
+        as_in(given["a"], unweighted["a"])
+    with pytest.raises(KeyError, match="the key 'c'"):
+        as_in(batch("b", "a"), made_for)
+
+
+def test_a_graph_finds_inverse_indices_by_name() -> None:
+    given = varied()
+    turned = given.permute([1, 0])
+    inverse_keys, inverse = given.inverse_indices()
+    turned = KeyedJaggedTensor(
+        turned.keys(),
+        turned.values(),
+        lengths=turned.lengths(),
+        stride_per_key_per_rank=turned.stride_per_key_per_rank(),
+        inverse_indices=(inverse_keys[::-1], inverse.flip(0)),
+    )
+    seen = as_in(turned, given)
+    assert torch.equal(seen.values(), given.values())
+    assert torch.equal(seen.inverse_indices()[1], inverse)
+    assert torch.equal(turned.inverse_indices()[1], inverse.flip(0)), "the input was changed"
+    other = KeyedJaggedTensor(
+        ["b", "a"],
+        torch.arange(4),
+        lengths=torch.tensor([1, 2, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+        inverse_indices=given.inverse_indices(),
+    )
+    with pytest.raises(ValueError, match="stride_per_key_per_rank"):
+        as_in(other, given)
+
+
+@pytest.mark.parametrize("make", [lambda: batch("b", "a"), varied])
+@pytest.mark.parametrize("remake", [pickled, copy.deepcopy, mapped])
+def test_parts_of_a_batch_keep_its_stride(make: Any, remake: Any) -> None:
+    """A part of a batch whose features differ in bags may have fewer than the batch has."""
+    whole = make()
+    for part in (*whole.split([1, 0, 1]), KeyedJaggedTensor.empty_like(whole)):
+        again = remake(part)
+        assert again.keys() == part.keys()
+        assert again.stride() == whole.stride()
+        assert again.variable_stride_per_key() == whole.variable_stride_per_key()
+        assert again.stride_per_key_per_rank() == part.stride_per_key_per_rank()

@@ -11,7 +11,9 @@ from emblib.collections.optimizers import (
     GradientClipping,
     GradientClippingOptimizer,
     KeyedOptimizerWrapper,
+    keyed,
 )
+from emblib.collections.optimizers.keyed import GradientShare, mark_gradient
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import DistributedModelParallel, clip_grad_norm_
 from emblib.sharding.ranks import RankGroup
@@ -35,7 +37,7 @@ class Net(nn.Module):
             for name in TABLES
         ]
         self.sparse = EmbeddingBagCollection(tables)
-        self.dense = nn.Linear(16, 2)
+        self.dense = nn.Linear(16, 1)  # of which fully_shard leaves the second rank nothing
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """A loss whose gradients are larger than the bound."""
@@ -116,9 +118,41 @@ def test_one_norm_of_the_whole_model(size: int, way: str, norm_type: float) -> N
     assert_same(found, whole(norm_type))
 
 
-def test_one_norm_with_a_dense_part_in_parts() -> None:
-    found = worlds.run(2, _over_ranks, "fully_shard", "model", 2.0)
-    assert_same(found, whole(2.0))
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_one_norm_with_a_dense_part_in_parts(norm_type: float) -> None:
+    found = worlds.run(2, _over_ranks, "fully_shard", "model", norm_type)
+    assert_same(found, whole(norm_type))
+
+
+class OtherRank:
+    """A second rank, with gradients of other norms, or with none."""
+
+    def __init__(self, shards: float, replicas: float = 0.0) -> None:
+        self.numbers = torch.tensor([shards, replicas])
+
+    def gather_numbers(self, numbers: Tensor) -> Tensor:
+        """Return the numbers of both ranks."""
+        assert numbers.device.type == "cpu"
+        return torch.stack([numbers, self.numbers])
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("values", [[], [3.0, -4.0]])
+def test_a_rank_whose_gradients_have_no_rows(norm_type: float, values: list[float]) -> None:
+    """Of a batch without a lookup of its tables, sparse and dense."""
+    other = OtherRank(2.0)
+    rows, table, shard = (nn.Parameter(torch.ones(n, 2)) for n in (3, 5, 0))
+    at = torch.zeros(1, len(values) // 2, dtype=torch.int64)
+    of_rows = torch.tensor(values).view(-1, 2)
+    rows.grad = torch.sparse_coo_tensor(at, of_rows, (3, 2), is_coalesced=True)
+    shard.grad = torch.zeros(0, 2)
+    for parameter in (rows, table, shard):
+        mark_gradient(parameter, GradientShare.SHARD, other)
+    norm = keyed.clip_grad_norm_([rows, table, shard], 1.0, norm_type)
+    expected = torch.linalg.vector_norm(torch.tensor([*values, 2.0]), norm_type)
+    torch.testing.assert_close(norm, expected)
+    scaled = torch.tensor(values).view(-1, 2) / expected
+    torch.testing.assert_close(rows.grad._values(), scaled)
 
 
 def _no_part(ranks: RankGroup, wrap: str) -> list[float]:

@@ -265,7 +265,10 @@ def clip_grad_norm_(
     Sparse gradients are coalesced first, and only their rows are read and scaled.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm_type = float(norm_type)
     peers = _peers_of(parameters) if peers is None else peers
+    # Nothing to scale, and torch knows no largest value of none.
+    parameters = [p for p in parameters if p.grad is None or p.grad.numel()]
     if peers is None and not any(_is_sparse(parameter) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     if not norm_type > 0:
@@ -275,9 +278,9 @@ def clip_grad_norm_(
         )
     given = [p for p in parameters if p.grad is not None]
     if peers is None:
-        total = torch.nn.utils.get_total_norm([_values_of(p) for p in given], float(norm_type))
+        total = _total_norm([_values_of(p) for p in given], norm_type)
     else:
-        total = _norm_over_ranks(given, float(norm_type), peers)
+        total = _norm_over_ranks(given, norm_type, peers)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
@@ -348,7 +351,10 @@ def _norm_over_ranks(given: Sequence[Tensor], norm_type: float, peers: Peers) ->
     for parameter in given:
         grad, mark = parameter.grad, _marks.get(parameter)
         assert grad is not None
-        if _is_spread(parameter):
+        if _is_spread(parameter) and norm_type == math.inf:
+            any_grad: Any = grad
+            shards.append(any_grad.to_local())  # its ranks may have none of it
+        elif _is_spread(parameter):
             spread.append(grad)
         elif mark is None or mark.share is GradientShare.REPLICA:
             replicas.append(_values_of(parameter))
@@ -366,7 +372,12 @@ def _norm_over_ranks(given: Sequence[Tensor], norm_type: float, peers: Peers) ->
 
 def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm in float32 on the host; 0 for none."""
-    return torch.nn.utils.get_total_norm(list(grads), norm_type).float().cpu()
+    return _total_norm(grads, norm_type).float().cpu()
+
+
+def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all values; 0 for none, of which torch has no infinity norm."""
+    return torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
 
 
 class CombinedOptimizer(KeyedOptimizer):

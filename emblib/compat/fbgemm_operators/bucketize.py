@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.compat.fbgemm_operators.checks import check, check_ids, check_offsets, check_one_per
 from emblib.compat.fbgemm_operators.jagged import (
     complete_cumsum,
     invert_permute,
@@ -152,6 +153,47 @@ def _split_at(
     return bucket, row
 
 
+def _shape(tensor: Tensor | None) -> list[int]:
+    return [] if tensor is None else list(tensor.shape)
+
+
+class _Blocks(NamedTuple):
+    """The arguments that say which rows of each feature a bucket has."""
+
+    sizes: Tensor
+    batch_sizes: Tensor | None
+    bounds: Sequence[Tensor] | None
+    total: Tensor | None
+    keep: Tensor | None
+
+    def check(self, bags: int, buckets: int) -> None:
+        """Raise RuntimeError unless there is an entry per feature, and there are buckets."""
+        features = self.sizes.numel()
+        check(buckets > 0, f"my_size must be > 0, got {buckets}")
+        check(self.sizes.dim() == 1, f"block_sizes must be [F], got {list(self.sizes.shape)}")
+        check_one_per("batch_size_per_feature", self.batch_sizes, "feature", features)
+        check_one_per("total_num_blocks", self.total, "feature", features)
+        check_one_per("keep_orig_idx_per_feature", self.keep, "feature", features)
+        if self.batch_sizes is None and bags:
+            check(
+                features > 0 and bags % features == 0,
+                f"lengths must have the same number of bags per feature, got {bags} for "
+                f"{features} block_sizes: give batch_size_per_feature",
+            )
+        if self.total is not None and self.total.device.type == "cpu":
+            check(
+                torch.compiler.is_compiling() or not (self.total % buckets).any(),
+                f"total_num_blocks must be multiples of my_size = {buckets}, got {self.total}",
+            )
+        if self.bounds is not None:
+            sizes = [bounds.numel() for bounds in self.bounds]
+            check(
+                sizes == [buckets + 1] * features,
+                f"block_bucketize_pos must have my_size + 1 = {buckets + 1} entries for each of "
+                f"{features} features, got {sizes}",
+            )
+
+
 @operator(
     f"block_bucketize_sparse_features_inference{_FIRST}Tensor? weights=None, {_OPTIONS}"
     f"bool return_bucket_mapping=False, {_LAST}"
@@ -179,6 +221,20 @@ def block_bucketize_sparse_features_inference(
         lengths `[my_size * F * B]`, rows within the bucket, weights, positions in the bag, where
         in the result each of `indices` is, and the bucket of each of `indices`.
     """
+    lengths = lengths.flatten()
+    blocks = _Blocks(
+        block_sizes,
+        batch_size_per_feature,
+        block_bucketize_pos,
+        total_num_blocks,
+        keep_orig_idx_per_feature,
+    )
+    blocks.check(lengths.numel(), my_size)
+    check_ids("indices", indices)
+    check(
+        weights is None or weights.size(0) == indices.numel(),
+        f"weights must have one entry per index = {indices.numel()}, got {_shape(weights)}",
+    )
     is_simple = block_bucketize_pos is None and total_num_blocks is None
     if is_simple and block_sizes.numel() and not return_bucket_mapping:
         found = _bucketize_natively(lengths, indices, block_sizes, batch_size_per_feature, my_size)
@@ -189,7 +245,7 @@ def block_bucketize_sparse_features_inference(
         else:
             bucket, row = _split_at(indices, feature, block_bucketize_pos, my_size)
         order, counts = _group(lengths, bag, bucket, my_size)
-        found = _Bucketed(counts, row[order], order, bucket.to(lengths.dtype))
+        found = _Bucketed(counts, row[order], order, bucket.to(indices.dtype))
     rows = found.rows
     if keep_orig_idx_per_feature is not None:
         _, feature = _bags_and_features(lengths, indices, block_sizes, batch_size_per_feature)
@@ -297,6 +353,10 @@ def bucketize_sparse_features(
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Distribute lookups over `my_size` buckets round robin: row `i` is row `i // n` of `i % n`."""
+    lengths = lengths.flatten()
+    check_ids("indices", indices)
+    check(my_size > 0, f"my_size must be > 0, got {my_size}")
+    check_one_per("weights", weights, "index", indices.numel())
     bag = _segments(lengths, indices.numel())
     order, counts = _group(lengths, bag, indices % my_size, my_size)
     position = _bag_positions(lengths, indices)[order] if bucketize_pos else None
@@ -328,8 +388,9 @@ def bounds_check_indices(
     """Check rows and offsets: mode 0 raises, 1 warns and repairs, 2 repairs, in place.
 
     Offsets are clamped to be increasing and to end at the number of lookups; rows outside their
-    table become 0; row -1 stays.
+    table become 0; row -1 stays. Tensors of other sizes or dtypes raise in every mode.
     """
+    _check_sizes(rows_per_table, indices, offsets, weights, B_offsets)
     if bounds_check_mode not in (0, 1, 2):
         return
     total = indices.numel()
@@ -359,3 +420,31 @@ def bounds_check_indices(
         warnings.warn(f"emblib: repaired {count} indices or offsets out of range", stacklevel=2)
     checked.masked_fill_(invalid, 0)
     offsets.copy_(repaired)
+
+
+def _check_sizes(
+    rows_per_table: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    batch_offsets: Tensor | None,
+) -> None:
+    """Raise RuntimeError unless the tensors of a lookup fit each other."""
+    check_ids("rows_per_table", rows_per_table)
+    check_ids("indices", indices)
+    check_offsets("offsets", offsets)
+    if weights is not None and weights.numel():  # empty ones are none, as in FBGEMM
+        check_one_per("weights", weights, "index", indices.numel())
+    tables, bags = rows_per_table.numel(), offsets.numel() - 1
+    if batch_offsets is None:
+        check(
+            bags == 0 or (tables > 0 and bags % tables == 0),
+            f"offsets must have B * T + 1 entries for T = {tables} tables, got {bags + 1}",
+        )
+        return
+    starts = batch_offsets.tolist()
+    check(
+        len(starts) == tables + 1 and starts == sorted(starts) and starts[::tables] == [0, bags],
+        f"B_offsets must have T + 1 = {tables + 1} entries that increase from 0 to the number of "
+        f"bags = {bags}, got {starts}",
+    )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from emblib.compat.fbgemm_operators.checks import check, check_ids, check_offsets, check_one_per
 from emblib.compat.fbgemm_operators.registry import operator
 from emblib.ops import route
 
@@ -75,9 +76,17 @@ def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 @operator("segment_sum_csr(SymInt batch_size, Tensor csr_seg, Tensor values) -> Tensor")
 def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
     """Return the sums of `values` between consecutive entries of `batch_size * csr_seg`."""
+    check_offsets("csr_seg", csr_seg)
     if values.is_floating_point():
-        ends = csr_seg * batch_size
-        used = values[: int(ends[-1])] if ends.device.type == "cpu" else values
+        ends, used = csr_seg * batch_size, values
+        if ends.device.type == "cpu":
+            last = int(ends[-1])
+            check(
+                int(ends[0]) >= 0 and last <= values.size(0) and bool((ends.diff() >= 0).all()),
+                "batch_size * csr_seg must increase within the number of values = "
+                f"{values.size(0)}, got {ends.tolist()}",
+            )
+            used = values[:last]
         return torch.segment_reduce(used, "sum", lengths=ends.diff(), initial=0.0, unsafe=True)
     sums = functional.pad(values.cumsum(0, dtype=torch.int64), (1, 0))
     return sums.index_select(0, csr_seg.long() * batch_size).diff().to(values.dtype)
@@ -162,6 +171,8 @@ def expand_into_jagged_permute(
     permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_size: int
 ) -> Tensor:
     """Return the permutation of entries that a permutation of segments is."""
+    check_one_per("input_offset", input_offset, "segment, and one more", permute.numel() + 1)
+    check_one_per("output_offset", output_offset, "segment, and one more", permute.numel() + 1)
     starts = input_offset.index_select(0, permute).to(permute.dtype)
     return segment_positions(starts, output_offset.diff().to(permute.dtype), output_size)
 
@@ -171,11 +182,13 @@ def expand_into_jagged_permute(
 
 def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float) -> Tensor:
     """Convert `[L, ...]` to `[B, max_length, ...]`; what is longer is cut."""
+    check_offsets("offsets", offsets)
     position = torch.arange(max_length, dtype=offsets.dtype, device=offsets.device)
     index = offsets[:-1].unsqueeze(1) + position
-    index = torch.where(index < offsets[1:].unsqueeze(1), index, values.size(0))
+    # Row 0 is the padding: offsets beyond the values then name a row that there is not.
+    index = torch.where(index < offsets[1:].unsqueeze(1), index + 1, 0)
     extra = values.new_full((1, *values.shape[1:]), padding)
-    rows = torch.cat([values, extra]).index_select(0, index.flatten())
+    rows = torch.cat([extra, values]).index_select(0, index.flatten())
     return rows.view(*index.shape, *values.shape[1:])
 
 
@@ -220,6 +233,14 @@ def dense_to_jagged(
 ) -> tuple[Tensor, list[Tensor]]:
     """Convert `[B, N, ..., D]` to jagged `[L, D]`; segments longer than N are filled with zeros."""
     levels = len(x_offsets)
+    check(levels > 0, "x_offsets must have the offsets of at least one level, got none")
+    for level_offsets in x_offsets:
+        check_offsets("x_offsets", level_offsets)
+    bags = x_offsets[0].numel() - 1
+    check(
+        dense.size(0) == bags,
+        f"dense must have a row per bag of x_offsets[0] = {bags}, got {list(dense.shape)}",
+    )
     for level, offsets in enumerate(x_offsets):
         if level + 1 < levels:
             total: int | None = x_offsets[level + 1].numel() - 1
@@ -282,6 +303,8 @@ def keyed_jagged_index_select_dim1(
     selected_lengths_sum: int | None = None,
 ) -> list[Tensor]:
     """Return values, lengths and weights of the samples `indices` of every key."""
+    check_one_per("offsets", offsets, "bag, and one more", lengths.numel() + 1)
+    check_one_per("weights", weights, "value", values.size(0))
     chosen = lengths.view(-1, batch_size).index_select(1, indices).flatten()
     starts = offsets[:-1].view(-1, batch_size).index_select(1, indices).flatten()
     index = segment_positions(starts, chosen, selected_lengths_sum)
@@ -312,6 +335,12 @@ def jagged_unique_indices(
         `indices`.
     """
     features = hash_size_cumsum.numel() - 1
+    check_ids("indices", indices)
+    check_offsets("offsets", offsets)
+    check(
+        features > 0 and (offsets.numel() - 1) % features == 0,
+        f"offsets must have F * B + 1 entries for F = {features} features, got {offsets.numel()}",
+    )
     batch = (offsets.numel() - 1) // features
     lengths_of_features = offsets[::batch].diff() if batch else offsets.new_zeros(features)
     first_row = hash_size_cumsum[:-1].repeat_interleave(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from emblib.compat.fbgemm_operators.checks import check_rows
 from emblib.compat.fbgemm_operators.registry import operator
 
 
@@ -17,6 +18,7 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 def to_fused_8bit(t: Tensor) -> Tensor:
     """Quantise rows to 8 bits, followed by float32 scale and minimum."""
+    check_rows("t", t)
     low, high = _range(t)
     width = high - low
     codes = ((t.float() - low) * (255.0 / (width + 1e-8))).round().clamp(0, 255)
@@ -32,6 +34,7 @@ for _name in (
 
 
 def _from_fused_8bit(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    check_rows("input", rows)
     scale, low = rows[..., -8:].contiguous().view(torch.float32).unbind(-1)
     codes = rows[..., :-8].float()
     return (codes * scale.unsqueeze(-1) + low.unsqueeze(-1)).to(dtype)
@@ -52,8 +55,8 @@ def fused_8bit_to_half(input: Tensor) -> Tensor:
 @operator("FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(Tensor input, int bit_rate) -> Tensor")
 def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
     """Quantise rows to `bit_rate` bits, lowest bits first, then float16 scale and minimum."""
-    if bit_rate not in (2, 4, 8):
-        raise ValueError(f"bit_rate must be 2, 4 or 8, got {bit_rate}")
+    _check_bits(bit_rate)
+    check_rows("input", input)
     per_byte = 8 // bit_rate
     if input.size(-1) % per_byte:
         raise ValueError(f"rows of {bit_rate} bits need a multiple of {per_byte} columns")
@@ -74,6 +77,11 @@ def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
     return torch.cat([packed, _as_bytes(scale), _as_bytes(low)], dim=-1)
 
 
+def _check_bits(bit_rate: int) -> None:
+    if bit_rate not in (2, 4, 8):
+        raise ValueError(f"bit_rate must be 2, 4 or 8, got {bit_rate}")
+
+
 def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
     """Return the codes of packed rows, one per column."""
     if bit_rate == 8:
@@ -87,6 +95,8 @@ def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
 @operator("FusedNBitRowwiseQuantizedSBHalfToFloat(Tensor input, int bit_rate) -> Tensor")
 def fused_nbit_to_float(input: Tensor, bit_rate: int) -> Tensor:
     """Return the float32 values of rows of `bit_rate`-bit codes."""
+    _check_bits(bit_rate)
+    check_rows("input", input)
     scale, low = input[..., -4:].contiguous().view(torch.float16).float().unbind(-1)
     codes = unpack_nbit(input[..., :-4], bit_rate).float()
     return codes * scale.unsqueeze(-1) + low.unsqueeze(-1)

@@ -1,0 +1,38 @@
+"""Checks of operators' arguments; they raise RuntimeError, as FBGEMM's do."""
+
+import torch
+from torch import Tensor
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise RuntimeError with `message` unless the condition holds."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+def check_one_per(name: str, tensor: Tensor | None, thing: str, count: int) -> None:
+    """Raise RuntimeError unless an optional tensor has an entry per `thing`, `count` in all."""
+    if tensor is not None and tensor.numel() != count:
+        raise RuntimeError(
+            f"{name} must have one entry per {thing} = {count}, got {tensor.numel()}"
+        )
+
+
+def check_ids(name: str, tensor: Tensor) -> None:
+    """Raise RuntimeError unless a tensor is int32 or int64 `[N]`."""
+    if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(
+            f"{name} must be int32 or int64 with 1 dimension, got {tensor.dtype} "
+            f"{list(tensor.shape)}: flatten or convert it"
+        )
+
+
+def check_offsets(name: str, offsets: Tensor) -> None:
+    """Raise RuntimeError unless a tensor is int32 or int64 `[bags + 1]`."""
+    check_ids(name, offsets)
+    check(offsets.numel() > 0, f"{name} must have one entry more than there are bags, got none")
+
+
+def check_rows(name: str, tensor: Tensor) -> None:
+    """Raise RuntimeError unless a tensor is rows, `[..., D]`."""
+    check(tensor.dim() >= 2, f"{name} must be rows [..., D], got {list(tensor.shape)}")

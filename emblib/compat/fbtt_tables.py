@@ -1,0 +1,294 @@
+"""Tensor trains whose cores are stacked over tables, and FBTT-Embedding's state dicts.
+
+FBTT has one parameter per core for all tables, `[T, p_k, R_k * q_k * R_{k+1}]`, where emblib has
+one per core and table. Here the parameters are FBTT's, and lookups read slices of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib import CachedTTEmbeddingBags, TableBatchedTTEmbeddingBags, optim
+
+LAYOUT = "tt_layout"
+"""The entry of a state dict with rows, dim, factors and ranks, which identify a tensor train."""
+
+
+class StackedCores(nn.ParameterList):
+    """The parameters, core k of all tables: `[T, p_k, width_k]`."""
+
+    def as_list(self) -> list[nn.Parameter]:
+        """Return the parameters; iterating over a `ParameterList` is slow."""
+        own: Any = list(self._parameters.values())
+        return own if len(own) == len(self) else list(self)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any
+    ) -> None:
+        """Copy the values, whatever `assign` says: lookups read this memory."""
+        copying = {k: v for k, v in local_metadata.items() if k != "assign_to_params_buffers"}
+        super()._load_from_state_dict(state_dict, prefix, copying, *arguments)
+
+
+class CoreViews:
+    """The cores of all tables, table after table, as views of parameters that are stacked.
+
+    Args:
+        stacked: parameters `[T, p_k, width_k]`.
+        tables: T.
+        in_graph: whether gradients of the views reach the parameters.
+    """
+
+    def __init__(self, stacked: StackedCores, tables: int, *, in_graph: bool) -> None:
+        self.stacked = stacked
+        self._tables, self._in_graph = tables, in_graph
+
+    def __len__(self) -> int:
+        return self._tables * len(self.stacked)
+
+    def __getitem__(self, number: int) -> Tensor:
+        table, k = divmod(number, len(self.stacked))
+        core: Tensor = self.stacked.as_list()[k]
+        return (core if self._in_graph else core.detach())[table]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.as_list())
+
+    def as_list(self) -> list[Tensor]:
+        """Return all views; backward makes one gradient per parameter, not one per view."""
+        cores = self.stacked.as_list()
+        by_core = [(core if self._in_graph else core.detach()).unbind(0) for core in cores]
+        return [core for of_table in zip(*by_core, strict=True) for core in of_table]
+
+
+class StackedTTBags(TableBatchedTTEmbeddingBags):
+    """Tensor-train tables of equal sizes, whose cores and optimizer states are stacked.
+
+    `stacked`, the parameters, are those of the module that owns this one: they are neither in its
+    state dict nor among its parameters. Ranks are taken as they are, also where a table has no such
+    rank.
+    """
+
+    cores: Any
+    stacked: StackedCores
+    tt_layout: Tensor
+
+    def _check_ranks(self) -> None:
+        """Accept all ranks, as FBTT does."""
+
+    def _allocate_cores(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        in_graph = isinstance(self.optimizer, optim.External)
+        tables = len(self.tables)
+        of_table = shapes[: len(shapes) // tables]
+        dtype, states_dtype = self.precision.weights, self.precision.states
+        stacked = StackedCores(
+            nn.Parameter(
+                torch.empty(tables, *shape, dtype=dtype, device=device), requires_grad=in_graph
+            )
+            for shape in of_table
+        )
+        self.__dict__["stacked"] = stacked  # not registered: see the class
+        self.cores = CoreViews(stacked, tables, in_graph=in_graph)
+        for k, shape in enumerate(of_table):
+            for state in self.optimizer.states:
+                size = (tables, shape[0]) if state.per_row else (tables, *shape)
+                state_dtype = torch.float32 if state.per_row else states_dtype
+                values = torch.zeros(size, dtype=state_dtype, device=device)
+                self.register_buffer(f"state_{state.name}_{k}", values)
+
+    def stacked_states(self) -> list[list[Tensor]]:
+        """Return the optimizer states of each core, of all tables: `[T, p, width]` or `[T, p]`."""
+        names = [state.name for state in self.optimizer.states]
+        buffers: Any = self._buffers
+        return [[buffers[f"state_{name}_{k}"] for name in names] for k in range(len(self.stacked))]
+
+    def _core_states(self) -> list[list[Tensor]]:
+        stacked = self.stacked_states()
+        return [[state[t] for state in of] for t in range(len(self.tables)) for of in stacked]
+
+    def _mark_parameters(self) -> None:
+        for core in self.stacked.as_list():
+            self._mark_parameter(core)
+
+    def _numbers_of(self, parameter: nn.Parameter) -> frozenset[int]:
+        cores = self.stacked.as_list()
+        return frozenset(k for k in range(len(self.cores)) if cores[k % len(cores)] is parameter)
+
+    def _check_in_place(self, weights: Any) -> None:
+        super()._check_in_place(self.stacked.as_list())
+
+
+class StackedCachedTTBags(CachedTTEmbeddingBags):
+    """Cached tensor trains of equal sizes, whose cores and optimizer states are stacked."""
+
+    def _make_trains(
+        self, optimizer: optim.Optimizer | None, init: str, options: dict[str, Any]
+    ) -> StackedTTBags:
+        return StackedTTBags(self.tables, optimizer, init=init, **options)
+
+
+class StateDictReader:
+    """Converts state dicts of FBTT, and of emblib with one core per table, for a module.
+
+    Args:
+        bags: the tables of the module.
+        state_dict: read and converted in place.
+        prefix: of the module's keys; those of `bags` begin with `bags.`.
+        errors: what does not fit is added.
+    """
+
+    def __init__(
+        self,
+        bags: StackedTTBags | StackedCachedTTBags,
+        state_dict: MutableMapping[str, Any],
+        prefix: str,
+        errors: list[str],
+    ) -> None:
+        self._bags, self._entries, self._prefix = bags, state_dict, prefix
+        self._cached = bags if isinstance(bags, StackedCachedTTBags) else None
+        trains: Any = bags.trains if isinstance(bags, StackedCachedTTBags) else bags
+        self._trains: StackedTTBags = trains
+        self._bags_prefix = f"{prefix}bags."
+        self._trains_prefix = f"{prefix}bags.{'trains.' if self._cached else ''}"
+        self._errors = errors
+
+    def convert(self) -> None:
+        """Convert the entries; entries that do not fit are replaced by the module's own."""
+        own_keys = [key for key in self._entries if key.startswith(self._bags_prefix)]
+        before = len(self._errors)
+        if own_keys:
+            self._stack()
+        elif f"{self._prefix}tt_cores.0" in self._entries:
+            self._convert_fbtt()
+        self._check_layout()
+        if len(self._errors) > before:
+            self._keep_own()
+
+    def _stack(self) -> None:
+        """Stack the cores and states of tables, which earlier versions had one by one."""
+        cores, tables = len(self._trains.stacked), len(self._trains.tables)
+        if f"{self._trains_prefix}cores.0" not in self._entries:
+            return
+        parts = {"cores.": f"{self._prefix}tt_cores."}
+        for state in self._trains.optimizer.states:
+            parts[f"state_{state.name}_"] = f"{self._trains_prefix}state_{state.name}_"
+        stacked = {}
+        for name, target in parts.items():
+            for k in range(cores):
+                keys = [f"{self._trains_prefix}{name}{t * cores + k}" for t in range(tables)]
+                if all(key in self._entries for key in keys):
+                    stacked[f"{target}{k}"] = torch.stack([self._entries.pop(key) for key in keys])
+        self._entries.update(stacked)
+
+    def _convert_fbtt(self) -> None:
+        """Convert FBTT's entries, and take what it does not save from the module.
+
+        FBTT saves neither ranks nor factors of the dimension: cores of equal shapes are taken for
+        those of this module, as there.
+        """
+        own = self._bags.state_dict(prefix=self._bags_prefix)
+        self._check_rows(self._entries.pop(f"{self._prefix}L", None))
+        self._convert_states(own)
+        names = ("hashtbl", "cache_freq", "cache_state", "cache_weight", "cache_optimizer_state")
+        saved = {name: self._entries.pop(f"{self._prefix}{name}", None) for name in names}
+        self._convert_cache(own, saved)
+        self._entries.update(own)
+
+    def _check_rows(self, saved: Tensor | None) -> None:
+        """Add an error where the digits of ids, FBTT's `L`, are of other row factors."""
+        factors = self._trains.tables[0].row_factors
+        weights = [math.prod(factors[k + 1 :]) for k in range(len(factors))]
+        if saved is not None and saved.tolist() != weights:
+            self._errors.append(
+                f"{self._prefix}L: the cores are of other row factors, {saved.tolist()} rows share "
+                f"a row of each core there and {weights} here: give the tt_p_shapes of the module "
+                "that was saved"
+            )
+
+    def _convert_states(self, own: MutableMapping[str, Any]) -> None:
+        """Convert FBTT's optimizer states, sums of squares, if the module has such."""
+        has_sums = [state.name for state in self._trains.optimizer.states] == ["sum"]
+        for k, states in enumerate(self._trains.stacked_states()):
+            name = f"{self._prefix}optimizer_state.optimizer_state{k}"
+            saved = self._entries.pop(name, None)
+            if saved is None or not saved.numel():
+                continue
+            if has_sums and saved.shape == states[0].shape:
+                own[f"{self._trains_prefix}state_sum_{k}"] = saved
+            elif saved.count_nonzero():
+                self._errors.append(
+                    f"{name}: FBTT's states are Adagrad's, whatever its optimizer is called, and "
+                    f"this module's optimizer is {self._trains.optimizer!r}: construct it with "
+                    "OptimType.EXACT_ADAGRAD, or leave optimizer_state out of the state dict"
+                )
+
+    def _convert_cache(
+        self, own: MutableMapping[str, Any], saved: Mapping[str, Tensor | None]
+    ) -> None:
+        """Convert counts and stored rows; without them the cache is empty afterwards."""
+        ids, slots, rows = saved["hashtbl"], saved["cache_state"], saved["cache_weight"]
+        counted = torch.zeros(0, dtype=torch.int64) if ids is None else ids[ids >= 0].cpu()
+        stored: dict[int, int] = {}
+        if ids is not None and slots is not None and rows is not None:
+            slots = slots[ids >= 0].long().cpu()
+            alone = torch.bincount(slots[slots >= 0], minlength=len(rows)) == 1
+            # An id that took the place of another in the hash table shares its slot.
+            stored = {
+                slot: key
+                for key, slot in zip(counted.tolist(), slots.tolist(), strict=True)
+                if slot >= 0 and alone[slot]
+            }
+        if self._cached is None:
+            if stored:
+                self._errors.append(
+                    f"{self._prefix}cache_weight: FBTT stored {len(stored)} rows in its cache, "
+                    "which the cores do not have: construct the module with use_cache=True"
+                )
+            return
+        own[f"{self._bags_prefix}key_of_row"] = torch.full_like(self._cached.key_of_row, -1)
+        counts = f"{self._bags_prefix}counts."
+        uses = saved["cache_freq"]
+        own[f"{counts}keys"] = counted
+        own[f"{counts}values"] = torch.zeros(len(counted), 1)
+        own[f"{counts}stamps"] = torch.zeros_like(counted)
+        own[f"{counts}scores"] = (
+            torch.ones_like(counted) if ids is None or uses is None else uses[ids >= 0].to(counted)
+        )
+        if stored and rows is not None:
+            keys = torch.full((len(rows),), -1)
+            keys[list(stored)] = torch.tensor(list(stored.values()))
+            own[f"{self._bags_prefix}key_of_row"] = keys
+            table = f"{self._bags_prefix}rows.{self._cached.rows.table_names[0]}."
+            for name, view in self._cached.rows.table_views()[0].items():
+                size = (len(rows), *view.shape[1:])
+                own[f"{table}{name}"] = rows if name == "weight" else view.new_zeros(size)
+            sums, state = saved["cache_optimizer_state"], f"{table}sum"
+            if sums is not None and state in own and sums.shape == own[state].shape:
+                own[state] = sums
+
+    def _check_layout(self) -> None:
+        """Add an error where cores are of another tensor train, or of another shape."""
+        for k, core in enumerate(self._trains.stacked.as_list()):
+            saved = self._entries.get(f"{self._prefix}tt_cores.{k}")
+            if saved is not None and saved.shape != core.shape:
+                self._errors.append(
+                    f"{self._prefix}tt_cores.{k}: it must be {list(core.shape)}, tables first, got "
+                    f"{list(saved.shape)}"
+                )
+        saved, here = self._entries.get(self._trains_prefix + LAYOUT), self._trains.tt_layout.cpu()
+        if saved is not None and not torch.equal(saved.cpu(), here):
+            self._errors.append(
+                f"{self._trains_prefix}{LAYOUT}: the cores are of another tensor train, rows, dim, "
+                f"row factors, dim factors and ranks are {saved.tolist()} and here {here.tolist()}"
+            )
+
+    def _keep_own(self) -> None:
+        """Replace all entries by the module's own, so that loading them changes nothing."""
+        self._entries.update(self._bags.state_dict(prefix=self._bags_prefix))
+        for k, core in enumerate(self._trains.stacked.as_list()):
+            self._entries[f"{self._prefix}tt_cores.{k}"] = core.detach()
