@@ -17,6 +17,7 @@ kernels that use the memory in place. The end of a `Mapping`, after the last vie
 import contextlib
 import ctypes
 import sys
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
-_freed_in_capture: list[Tensor] = []  # pinned memory that is freed at the next wait
+_ended: deque[tuple[Tensor, torch.device]] = deque()  # mappings that no wait has followed yet
 
 
 class _DLTensor(ctypes.Structure):
@@ -51,12 +52,21 @@ class Mapping:
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
-        if torch.cuda.is_current_stream_capturing():  # a wait would end the capture
-            _freed_in_capture.append(self._pinned)
-            return
+        _ended.append((self._pinned, self._device))
         with contextlib.suppress(RuntimeError):  # an error of a kernel is raised by other calls
-            torch.cuda.synchronize(self._device)
-        _freed_in_capture.clear()
+            _free_ended()
+
+
+def _free_ended() -> None:
+    """Wait for the kernels that may use ended mappings, and free their memory."""
+    if torch.cuda.is_current_stream_capturing():  # a wait would end the capture
+        return
+    freed = []
+    with contextlib.suppress(IndexError):  # other threads may take some of them
+        while True:
+            freed.append(_ended.popleft())
+    for device in {device for _, device in freed}:
+        torch.cuda.synchronize(device)
 
 
 def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -331,6 +331,11 @@ class Memory:
         if self._mapped is not None:
             torch.cuda.synchronize(self._mapped[0].device)  # kernels may still write the rows
         return {**self.__dict__, "_mapped": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._host is not None:  # torch.load(map_location=...) moves every tensor
+            self._host = [tensor.cpu() for tensor in self._host]
 
 
 _HUGE_PAGE = 2 << 20

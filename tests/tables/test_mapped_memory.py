@@ -277,6 +277,32 @@ def test_what_is_copied_or_pickled_is_trained_in_host_memory_again() -> None:
     assert torch.cuda.memory_allocated() - used < 100_000
 
 
+@pytest.mark.parametrize("where", [CUDA, "cpu"])
+def test_a_module_is_loaded_from_a_file_to_any_device(where: str) -> None:
+    module = make(Placement.MANAGED)
+    train(module, 0)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    used = torch.cuda.memory_allocated()
+    loaded = torch.load(file, map_location=where, weights_only=False)
+    assert torch.cuda.memory_allocated() - used < ROWS * DIM * 4
+    train(loaded, 1)
+    torch.testing.assert_close(loaded.table_weights()[0].cpu(), rows_on_cpu(Placement.MANAGED, 2))
+
+
+def test_a_compiled_step_updates_the_rows_in_place() -> None:
+    module = make(Placement.MANAGED)
+    weight = module.table_weights()[0]
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    ids = torch.arange(12, device=CUDA)
+    offsets = torch.arange(0, 13, 3, device=CUDA)
+    other = copy.deepcopy(module)
+    for each in (compiled, other):
+        each(ids, offsets).square().sum().backward()
+    torch.testing.assert_close(weight.cpu(), other.table_weights()[0].cpu())
+
+
 def test_only_pinned_memory_is_mapped() -> None:
     with pytest.raises(ValueError, match=r"only pinned host memory.*pin_memory"):
         map_pinned(torch.ones(3), torch.device(CUDA))
