@@ -35,8 +35,8 @@ struct GroupScratch {
   }
 };
 
-std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional<Tensor> counts,
-                                       Tensor counters, const Tensor& clock, const Tensor& tables,
+std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
+                                       const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,
                                        const Tensor& count, int64_t policy) {
   const char* op = "cache_plan_";

@@ -167,8 +167,8 @@ void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<
       [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
 }
 
-std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional<Tensor> counts,
-                                       Tensor counters, const Tensor& clock, const Tensor& tables,
+std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
+                                       const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,
                                        const Tensor& count, int64_t policy) {
   const char* op = "cache_plan_";
@@ -181,9 +181,9 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional
   const int num_tables = static_cast<int>(tables.size(0));
   const int64_t first_row = first_cached_row(table, num_tables);
   STD_TORCH_CHECK(state.cache.policy == Policy::kLru || first_row == INT64_MAX ||
-                      counts->numel() >= end_of_rows(table, num_tables) - first_row,
+                      counts.numel() >= end_of_rows(table, num_tables) - first_row,
                   op, ": counts must have one entry a cached row = ",
-                  end_of_rows(table, num_tables) - first_row, ", got ", counts->numel());
+                  end_of_rows(table, num_tables) - first_row, ", got ", counts.numel());
   STD_TORCH_CHECK(state.cache.sets > 0 || batch.first == batch.count, op,
                   ": a cache needs at least one set");
   Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);

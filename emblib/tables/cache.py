@@ -157,7 +157,7 @@ class RowCache(nn.Module):
     weights: Tensor
     tags: Tensor
     stamps: Tensor
-    counts: Tensor | None
+    counts: Tensor
     counters: Tensor
     clock: Tensor
     table_features: Tensor
@@ -173,8 +173,8 @@ class RowCache(nn.Module):
             "weights": ops.empty_table((slots * layout.stride,), layout.weights, device),
             "tags": ops.empty_table(shape, torch.int64, device),
             "stamps": ops.empty_table(shape, torch.int64, device),
-            "counts": (
-                torch.empty(layout.cached_rows, dtype=torch.int32, device=device) if lfu else None
+            "counts": torch.empty(
+                layout.cached_rows if lfu else 0, dtype=torch.int32, device=device
             ),
             "counters": torch.empty(
                 (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
@@ -302,8 +302,7 @@ class RowCache(nn.Module):
         """Empty the cache, and forget batches in flight and usage counts."""
         self.tags.fill_(cache_ops.EMPTY)
         self.stamps.fill_(cache_ops.EMPTY)
-        if self.counts is not None:
-            self.counts.zero_()
+        self.counts.zero_()
         self._in_flight.clear()
         self.leave(0)
 
