@@ -50,13 +50,13 @@ STABLE_TORCH_LIBRARY(emblib, m) {
 
   // The software cache in front of tables in slow memory.
   m.def(
-      "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!)? counts, Tensor(d!) counters,"
+      "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!) counts, Tensor(d!) counters,"
       " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy)"
       " -> (Tensor row_slots, Tensor evicted)");
   // On the CPU, where DISK tables are: what `cache_plan_` would evict, for rows that must be
   // journaled before they are written to.
   m.def(
-      "cache_evictions(Tensor tags, Tensor stamps, Tensor? counts, Tensor counters, Tensor clock,"
+      "cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters, Tensor clock,"
       " Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy) -> Tensor");
   m.def("cache_locate(Tensor tags, Tensor tables, Tensor rows, Tensor count) -> Tensor");
   m.def(
@@ -140,10 +140,14 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "combine(Tensor source, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt out_numel, ScalarType dtype, float scale, Tensor? local=None, SymInt local_begin=0)"
       " -> Tensor");
+  // The adjoint, and the adjoint that writes a part of its result to `local`. They are two ops
+  // because inductor does not compile an optional argument that is written.
+  m.def(
+      "combine_backward(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
+      " SymInt source_numel, ScalarType dtype, float scale) -> Tensor");
   m.def(
       "combine_backward_(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
-      " SymInt source_numel, ScalarType dtype, float scale, Tensor(a!)? local=None,"
-      " SymInt local_begin=0) -> Tensor");
+      " SymInt source_numel, float scale, Tensor(a!) local, SymInt local_begin) -> Tensor");
 
   // Quantised tables.
   m.def("quantize_rows_(Tensor(a!) packed, Tensor weights, int bits) -> ()");

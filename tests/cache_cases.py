@@ -108,7 +108,8 @@ class Twin:
         cached = sum(rows for rows, _ in trace.sizes)
         self.tags = torch.full((trace.sets, WAYS), -1)
         self.stamps = torch.full((trace.sets, WAYS), -1)
-        self.counts = torch.zeros(cached, dtype=torch.int32) if trace.policy == "lfu" else None
+        num_counts = cached if trace.policy == "lfu" else 0
+        self.counts = torch.zeros(num_counts, dtype=torch.int32)
         self.counters = torch.zeros(len(self.tables) + 1, len(COUNTERS), dtype=torch.int64)
         ranges = [(base, rows) for _, base, rows, *_ in self.tables[1:].tolist()]
         self.model = CacheModel(trace.sets, trace.policy, ranges)
@@ -164,7 +165,7 @@ class Twin:
                     continue
                 used = counts.pop(way.row) << 32 if lfu else 0
                 assert stamp == used + way.stamp
-        if self.counts is not None:
+        if lfu:
             for row, times in counts.items():  # of rows that are not in the cache
                 assert self.counts[row - UNCACHED] == times
         lines = [dict.fromkeys(COUNTERS, 0), *self.model.tables, self.model.whole]

@@ -2,7 +2,6 @@
 // flush. Nothing waits for the device.
 #include <torch/csrc/stable/library.h>
 
-#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -35,8 +34,8 @@ struct GroupScratch {
   }
 };
 
-std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional<Tensor> counts,
-                                       Tensor counters, const Tensor& clock, const Tensor& tables,
+std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
+                                       const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,
                                        const Tensor& count, int64_t policy) {
   const char* op = "cache_plan_";

@@ -1,7 +1,6 @@
 // Argument checks that the cache ops share.
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include "cache/args.h"
@@ -53,9 +52,9 @@ struct PlanState {
 };
 
 // Check what `cache_plan_` changes, on any device; the caller sets cache.first_row.
-inline PlanState check_plan(const char* op, Tensor& tags, Tensor& words,
-                            std::optional<Tensor>& counts, Tensor& counters, const Tensor& clock,
-                            const Tensor& tables, int64_t policy) {
+inline PlanState check_plan(const char* op, Tensor& tags, Tensor& words, Tensor& counts,
+                            Tensor& counters, const Tensor& clock, const Tensor& tables,
+                            int64_t policy) {
   const Policy parsed = parse_choice<Policy>(op, "policy", policy, kPolicies);
   const int64_t sets = check_tags(op, tags);
   check_cache_vector(op, "stamps", words, ScalarType::Long, tags.numel(), tags);
@@ -64,11 +63,9 @@ inline PlanState check_plan(const char* op, Tensor& tags, Tensor& words,
   check_cache_vector(op, "counters", counters, ScalarType::Long, (tables.size(0) + 1) * kCounters,
                      tags);
   check_cache_vector(op, "clock", clock, ScalarType::Long, 2, tags);
-  STD_TORCH_CHECK(parsed == Policy::kLru || counts.has_value(), op,
-                  ": policy lfu needs counts, int32 with one entry a cached row");
-  if (counts) check_cache_tensor(op, "counts", *counts, ScalarType::Int, tags);
+  check_cache_tensor(op, "counts", counts, ScalarType::Int, tags);
   return {{tags.mutable_data_ptr<int64_t>(), words.mutable_data_ptr<int64_t>(),
-           counts ? counts->mutable_data_ptr<int32_t>() : nullptr, sets, 0, parsed},
+           counts.mutable_data_ptr<int32_t>(), sets, 0, parsed},
           counters.mutable_data_ptr<int64_t>()};
 }
 

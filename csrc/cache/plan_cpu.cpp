@@ -230,8 +230,8 @@ struct PlanCall {
   const Feature* tables;
   int num_tables;
 
-  PlanCall(const char* op, const CacheState& cache, const std::optional<Tensor>& counts,
-           const Tensor& tags, const Tensor& clock, const Tensor& tables_tensor, const Tensor& rows,
+  PlanCall(const char* op, const CacheState& cache, const Tensor& counts, const Tensor& tags,
+           const Tensor& clock, const Tensor& tables_tensor, const Tensor& rows,
            const Tensor& segments, const Tensor& count)
       : batch(check_plan_batch(op, tags, tables_tensor, rows, segments, count)),
         row_slots(allocate(rows, {rows.numel()}, ScalarType::Int)),
@@ -240,9 +240,9 @@ struct PlanCall {
         num_tables(static_cast<int>(tables_tensor.size(0))) {
     const int64_t first_row = first_cached_row(tables, num_tables);
     STD_TORCH_CHECK(cache.policy == Policy::kLru || first_row == INT64_MAX ||
-                        counts->numel() >= end_of_rows(tables, num_tables) - first_row,
+                        counts.numel() >= end_of_rows(tables, num_tables) - first_row,
                     op, ": counts must have one entry a cached row = ",
-                    end_of_rows(tables, num_tables) - first_row, ", got ", counts->numel());
+                    end_of_rows(tables, num_tables) - first_row, ", got ", counts.numel());
     STD_TORCH_CHECK(cache.sets > 0 || batch.first == batch.count, op,
                     ": a cache needs at least one set");
     const auto* now = clock.const_data_ptr<int64_t>();
@@ -276,8 +276,8 @@ struct PlanCall {
   }
 };
 
-std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional<Tensor> counts,
-                                       Tensor counters, const Tensor& clock, const Tensor& tables,
+std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
+                                       const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,
                                        const Tensor& count, int64_t policy) {
   const char* op = "cache_plan_";
@@ -293,7 +293,7 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, std::optional
 }
 
 // The plan is made in place and undone before the op ends.
-Tensor cache_evictions(Tensor tags, Tensor stamps, std::optional<Tensor> counts, Tensor counters,
+Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
                        const Tensor& clock, const Tensor& tables, const Tensor& rows,
                        const Tensor& segments, const Tensor& count, int64_t policy) {
   const char* op = "cache_evictions";

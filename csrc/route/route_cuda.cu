@@ -123,12 +123,9 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   return out;
 }
 
-Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
-                         std::optional<Tensor> rows, std::optional<Tensor> lengths,
-                         int64_t source_numel, ScalarType dtype, double scale,
-                         std::optional<Tensor> local, int64_t local_begin) {
-  const char* op = "combine_backward_";
-  CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
+// Compute the adjoint of `combine`: elements of the source that are in `local` go there.
+Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
+              double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
   const int64_t others = in.set_local_of(op, local, local_begin, source_numel, dtype);
@@ -143,6 +140,22 @@ Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor
   return out;
 }
 
+Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
+                        std::optional<Tensor> rows, std::optional<Tensor> lengths,
+                        int64_t source_numel, ScalarType dtype, double scale) {
+  const char* op = "combine_backward";
+  CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
+  return spread(op, in, source_numel, dtype, scale, std::nullopt, 0);
+}
+
+Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
+                         std::optional<Tensor> rows, std::optional<Tensor> lengths,
+                         int64_t source_numel, double scale, Tensor local, int64_t local_begin) {
+  const char* op = "combine_backward_";
+  CombineInputs in(op, "grad", grad, targets, pieces, rows, lengths);
+  return spread(op, in, source_numel, local.scalar_type(), scale, local, local_begin);
+}
+
 }  // namespace
 }  // namespace emb::cuda
 
@@ -151,5 +164,6 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, route_ids);
   EMB_IMPL(m, emb::cuda, gather_segments);
   EMB_IMPL(m, emb::cuda, combine);
+  EMB_IMPL(m, emb::cuda, combine_backward);
   EMB_IMPL(m, emb::cuda, combine_backward_);
 }

@@ -29,6 +29,8 @@ from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
 from emblib.storage import Quantized, TableHandle, TableSlice
+from emblib.storage.initial_values import overwritten
+from emblib.tables import state_dicts
 
 
 class TableFeature:
@@ -161,6 +163,11 @@ class TableCollection(nn.Module):
         super().__setstate__(state)
         self._own_handles()
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Check the entries of all tables, before the first one is written."""
+        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     # Batches
 
     def _fits(self, features: Any) -> bool:
@@ -275,7 +282,8 @@ class TableCollection(nn.Module):
             for config in configs
         )
         try:
-            groups = self._make_groups(before.device, before.seeds)
+            with overwritten():
+                groups = self._make_groups(before.device, before.seeds)
         except Exception:
             self.configs = configs
             raise
@@ -292,7 +300,8 @@ class TableCollection(nn.Module):
         """
         before = self.groups
         self._shared = {**self._shared, **tables}
-        groups = self._make_groups(before.device, before.seeds)
+        with overwritten():
+            groups = self._make_groups(before.device, before.seeds)
         groups.set_output_dtype(before.output_dtype)
         for s, handle in groups.own_handles() if before.device.type != "meta" else ():
             part, source = groups.slices[s], before.handles[s]
@@ -307,7 +316,9 @@ class TableCollection(nn.Module):
     def quantized(self, bits: int | Mapping[str, int] = 8) -> Self:
         """Return a collection for inference with the same rows, quantised.
 
-        Hash tables are copied as they are. The new collection is in evaluation mode.
+        Hash tables are copied as they are. The new collection is in evaluation mode. Initial values
+        are not drawn for it, and `init_fn` is not called. Besides this collection, the memory of
+        the result and of one block of 65,536 rows is needed.
 
         Args:
             bits: of a value, 8 or 4; or by table, and tables that are not named stay as they are.
@@ -317,7 +328,8 @@ class TableCollection(nn.Module):
         """
         for config in self.configs:
             config.storage.check_copied(config)
-        made = self._like(self.quantized_configs(bits))
+        with overwritten():
+            made = self._like(self.quantized_configs(bits))
         made.groups.set_output_dtype(self.groups.output_dtype)
         made.copy_rows(self)
         return made.eval()
@@ -342,7 +354,10 @@ class TableCollection(nn.Module):
         for own in self.configs:
             handle, theirs = self.handles()[own.name], sources[own.name]
             if isinstance(own.storage, Quantized) and configs[own.name].storage.has_dense_rows:
-                handle.kernel.write_rows(handle.index, theirs.dense_rows())
+                first = 0
+                for block in theirs.dense_blocks():
+                    handle.kernel.write_rows(handle.index, block, first)
+                    first += len(block)
             else:
                 handle.load_state_dict(theirs.state_dict())
 

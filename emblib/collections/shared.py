@@ -27,6 +27,7 @@ from emblib.optim import Optimizer
 from emblib.specs import Pooling, brief
 from emblib.storage import Dense, Storage, TableHandle, TableSlice
 from emblib.storage.dense import DenseHandle
+from emblib.tables import state_dicts
 from emblib.tables.cache import BatchId
 from emblib.tables.optimizer_hooks import global_decay
 from emblib.tables.reading import TableReading
@@ -420,6 +421,8 @@ class SharedHandle(DenseHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         *_, missing, _, errors = arguments
+        if state_dicts.refuses(self, state_dict, prefix, errors):
+            return
         key = f"{prefix}weight"
         if not self.entry.is_loaded(key, state_dict.get(key), missing, errors):
             super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -23,7 +23,7 @@ versions lack them, and their sketches go on with 0.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -38,8 +38,10 @@ from emblib.dynamic.saving import dumps
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.specs import CountMinSketch, DynamicSpec, Eviction, ExactCounter, FrequencyAdmission
+from emblib.tables import state_dicts
 
 _LOW_31 = 0x7FFFFFFF
+_ENTRIES = ("keys", "counts")  # of a table with an exact counter, in state dicts
 _LAYOUT_HASH_KEY = 4
 
 
@@ -177,17 +179,38 @@ class _Counter(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
+        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+            return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         missing, unexpected = arguments[2], arguments[3]
         hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}", self.index.hash_keys)
         for number in range(self.numbers.numel() - 1):
-            names = [f"{prefix}{number}.{what}" for what in ("keys", "counts")]
+            names = [f"{prefix}{number}.{what}" for what in _ENTRIES]
             absent = [name for name in names if name not in state_dict]
             missing.extend(absent)
             unexpected[:] = [name for name in unexpected if name not in names]
             if not absent:
                 self.index.empty(number, int(hash_keys[number]))
                 self.set_counts(number, *(state_dict[name] for name in names))
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the counters."""
+        word = torch.empty(0, dtype=torch.int64)
+        for number in range(self.numbers.numel() - 1):
+            key, size = f"{prefix}{number}.keys", 0
+            if key in state_dict:
+                keys = state_dict[key]
+                problem = state_dicts.tensor_problem(keys, word, (None,))
+                if not problem and keys.unique().numel() < keys.numel():
+                    problem = f"each key must be there once, got {keys}"
+                if problem:
+                    yield f"{key}: {problem}"
+                    continue
+                size = len(keys)
+            counts = {f"{prefix}{number}.counts": word.new_empty(size)}
+            yield from state_dicts.count_problems(state_dict, counts)
+        hash_keys = f"{prefix}index.{HASH_KEYS}"
+        yield from state_dicts.entry_problems(state_dict, {hash_keys: self.index.hash_keys})
 
 
 class _Sketches(nn.Module):
@@ -272,18 +295,21 @@ class _Sketches(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         name, (unexpected, errors) = prefix + HASH_KEYS, arguments[3:]
+        if state_dicts.refuses(self, state_dict, prefix, errors):
+            return
         own = self.layout[:-1, _LAYOUT_HASH_KEY]
         saved = state_dict.get(name, torch.zeros_like(own))
-        if saved.dtype != torch.int64 or saved.shape != own.shape:
-            errors.append(
-                f"{name} must be int64, one per table = {list(own.shape)}, got {saved.dtype} "
-                f"{list(saved.shape)}"
-            )
-            return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         unexpected[:] = [key for key in unexpected if key != name]
         if f"{prefix}counters" in state_dict:
             own.copy_(saved)
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the sketches."""
+        own = state_dicts.own_tensors(self, prefix)
+        yield from state_dicts.count_problems(state_dict, own)
+        hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _LAYOUT_HASH_KEY]}
+        yield from state_dicts.entry_problems(state_dict, hash_keys)
 
 
 class Admission(nn.Module):
@@ -438,7 +464,7 @@ def _check_state(name: str, state: Any, own: Mapping[str, Tensor]) -> None:
         stem, _, last = key.rpartition(".")
         if last == HASH_KEYS and key not in given:
             del wanted[key]
-        elif last in ("keys", "counts"):
+        elif last in _ENTRIES:
             keys = dumps.check_entries(name, given, [f"{stem}.keys"])[f"{stem}.keys"]
             wanted[key] = dumps.check_tensor(f"{name}.{stem}.keys", keys, torch.int64, (None,))
     dumps.check_state(name, given, wanted)

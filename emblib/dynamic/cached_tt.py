@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate
@@ -16,6 +16,7 @@ from emblib import ops
 from emblib.columns import Hyper
 from emblib.dynamic import tt_projection
 from emblib.dynamic.hash_table import HashTable, TableRows
+from emblib.dynamic.stored_rows import StoredTables
 from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats, check_arguments
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
@@ -30,7 +31,12 @@ from emblib.specs import (
     TableSpec,
     TTSpec,
 )
-from emblib.tables import TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags, parameters
+from emblib.tables import (
+    TableBatchedEmbeddingBags,
+    TableBatchedTTEmbeddingBags,
+    parameters,
+    state_dicts,
+)
 from emblib.tables.base import (
     append_last_offset,
     bags_of_equal_length,
@@ -40,6 +46,7 @@ from emblib.tables.base import (
 )
 from emblib.tables.graph_break import graph_break
 from emblib.tables.recomputation import running_forward
+from emblib.tables.tt import join_blocks
 
 
 class _Lookups(NamedTuple):
@@ -525,11 +532,20 @@ class CachedTTEmbeddingBags(nn.Module):
     @torch.no_grad()
     def to_dense(self, table: int) -> Tensor:
         """Return a table as a dense float32 `[rows, D]` matrix, stored rows included."""
-        dense = self.trains.to_dense(table)
+        spec = self.tables[table]
+        return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
+
+    @torch.no_grad()
+    def dense_blocks(self, table: int) -> Iterator[Tensor]:
+        """Yield the rows of `to_dense` in blocks, in order."""
         keys = self._keys(table)
         rows = (keys >= 0).nonzero().squeeze(1)
-        dense[keys[rows] - self._first_key[table]] = self._values(table, rows).to(dense)
-        return dense
+        ids, first = keys[rows] - self._first_key[table], 0
+        for block in self.trains.dense_blocks(table):
+            here = (ids >= first) & (ids < first + len(block))
+            block[ids[here] - first] = self._values(table, rows[here]).to(block)
+            yield block
+            first += len(block)
 
     def cached_ids(self, table: int) -> Tensor:
         """Return the ids whose rows are stored, in the cache or spilled."""
@@ -622,41 +638,24 @@ class CachedTTEmbeddingBags(nn.Module):
         self._count_skipped_steps()
         self.since.copy_(torch.tensor(self._since))
         since = state_dict.get(f"{prefix}since")
-        if since is not None:  # a number of all tables, in earlier versions
+        if isinstance(since, Tensor) and not since.dim():  # of all tables, in earlier versions
             state_dict[f"{prefix}since"] = since.expand(len(self.tables)).clone()
-        saved = state_dict.get(f"{prefix}key_of_row")
-        if saved is not None:
-            state_dict.update(self._resized(state_dict, prefix, saved))
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        stored = self._stored()
+        found = [*stored.problems(state_dict, prefix)]
+        if not found:
+            state_dict.update(stored.resized(state_dict, prefix))
+        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1], found):
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
 
-    def _resized(
-        self, state_dict: Mapping[str, Any], prefix: str, saved: Tensor
-    ) -> dict[str, Tensor]:
-        """Return entries of a state dict in the sizes of this module, where they have others."""
-        entries, keys, first = {}, [], 0
-        names, views = self.rows.table_names, self.rows.table_views()
-        for name, capacity, tensors in zip(names, self.stored_rows, views, strict=True):
-            present = {f"{prefix}rows.{name}.{part}": view for part, view in tensors.items()}
-            if any(key not in state_dict for key in present):
-                return {}  # torch names what is missing
-            size = len(state_dict[next(iter(present))])
-            own = saved[first : first + size]
-            first += size
-            if size != capacity:
-                used = (own >= 0).nonzero().squeeze(1)
-                if len(used) > capacity:
-                    raise RuntimeError(
-                        f"the state dict has {len(used)} stored rows of table {name!r}, this "
-                        f"module has {capacity}: construct it with a larger TTCache, or call "
-                        "empty_cache() before saving"
-                    )
-                for key, view in present.items():
-                    source = state_dict[key]
-                    entries[key] = torch.zeros_like(view)
-                    entries[key][: len(used)] = source[used.to(source.device)].to(view)
-                own = torch.cat([own[used], own.new_full((capacity - len(used),), -1)])
-            keys.append(own)
-        return {**entries, f"{prefix}key_of_row": torch.cat(keys)}
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the module, of as many stored rows as here."""
+        counts = (f"{prefix}{name}" for name in ("counters", "changes", "since"))
+        own = state_dicts.own_tensors(self, prefix)
+        yield from state_dicts.count_problems(state_dict, {name: own.pop(name) for name in counts})
+        yield from state_dicts.entry_problems(state_dict, own)
+
+    def _stored(self) -> StoredTables:
+        return StoredTables(self.rows.table_names, self._first_key, self.rows.table_views())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -15,6 +15,7 @@ from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction
+from emblib.tables import state_dicts
 from emblib.tables.locks import atomic
 
 if TYPE_CHECKING:
@@ -121,10 +122,16 @@ class EvictionScores(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
+        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+            return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         known = self.is_set.tolist()
         custom = [t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM]
         self._unset = {t for t in custom if not known[t]}
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the scores."""
+        return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
 def _as_int64(score: Any) -> int:

@@ -29,6 +29,7 @@ from emblib.specs import SLOTS, DynamicSpec
 from emblib.tables import memory
 
 HASH_KEYS = "hash_keys"  # the name in state dicts
+MAX_TICK = 1 << 62  # ticks are below
 _SNAPSHOT = ("tables", "clock", "counters", "tags", "entries")
 
 

@@ -4,7 +4,7 @@ What `emblib.DynamicEmbeddingBags` does in a training step, here each operation 
 after HierarchicalKV's (Apache-2.0); meanings are those of `emblib.ops.hash`, on CPU and CUDA alike.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from emblib import ops
 from emblib.columns import HashEntryColumn
-from emblib.dynamic.hash_index import HASH_KEYS, HashIndex, InsertedBatch, RowBuffers
+from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK, HashIndex, InsertedBatch, RowBuffers
 from emblib.dynamic.keys import as_keys, hash_keys_of, of_insertion
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, initial_rows_, rule_of
 from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
-from emblib.tables import memory
+from emblib.tables import memory, state_dicts
 from emblib.tables.changes import CompletingLock
 from emblib.tables.locks import atomic
 
@@ -459,6 +459,8 @@ class HashTable(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         """Replace the content by a saved table, which may be of another capacity."""
+        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+            return
         missing: list[str] = arguments[2]
         names = [prefix + name for name in (*TableRows._fields, "tick")]
         missing += (absent := [name for name in names if name not in state_dict])
@@ -474,6 +476,29 @@ class HashTable(nn.Module):
                 self.index.set_tick(int(tick))
 
             self._lock.complete(make, lambda: True)
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the table."""
+        word = torch.empty(0, dtype=torch.int64)
+        keys = state_dict.get(f"{prefix}keys")
+        size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
+        rows = {"keys": word, "values": self.values, "stamps": word, "scores": word}
+        for name, own in rows.items():
+            shape = (size, *self.values.shape[1:]) if name == "values" else (size,)
+            if prefix + name in state_dict:
+                value = state_dict[prefix + name]
+                problem = state_dicts.tensor_problem(value, own, shape)
+                if not problem and name in ("stamps", "scores") and bool((value < 0).any()):
+                    problem = f"must be >= 0, got {value}"
+                if not problem and name == "stamps" and bool((value >= MAX_TICK).any()):
+                    problem = f"must be ticks below 2^62, got {value}"
+                if not problem and name == "keys" and value.unique().numel() < value.numel():
+                    problem = f"each key must be there once, got {value}"
+                if problem:
+                    yield f"{prefix}{name}: {problem}"
+        yield from state_dicts.number_problems(state_dict, f"{prefix}tick", below=MAX_TICK)
+        hash_keys = f"{prefix}index.{HASH_KEYS}"
+        yield from state_dicts.entry_problems(state_dict, {hash_keys: self.index.hash_keys})
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

@@ -6,7 +6,7 @@ those of the next batch, `eviction_log` records keys that left, and `backing` is
 tables. Saving and loading are functions of `emblib.dynamic.saving`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -44,7 +44,7 @@ from emblib.specs import (
     Precision,
     check_count,
 )
-from emblib.tables import base, recomputation
+from emblib.tables import recomputation
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset
 from emblib.tables.changes import CompletingLock
 from emblib.tables.graph_break import graph_break
@@ -617,13 +617,12 @@ class DynamicEmbeddingBags(FusedTables):
     ) -> None:
         checkpoint.write_state(self, destination, prefix)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a state dict; with `strict`, keys are checked before anything is written."""
-        if strict:
-            base.check_keys(checkpoint.expected_names(self, state_dict), state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
+    def _expected_keys(self, state_dict: Mapping[str, Any]) -> Iterable[str]:
+        return checkpoint.expected_names(self, state_dict)
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the module."""
+        return checkpoint.state_problems(self, state_dict, prefix)
 
     @atomic
     def _load_from_state_dict(

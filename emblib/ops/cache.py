@@ -10,8 +10,8 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
 - `stamps` int64 `[sets, 32]`, -1 if the slot is empty. LRU: number of the batch that used it last.
   LFU: the lookups of its row so far, above the 32 low bits of that number. The lowest is evicted
   first
-- `counts` int32 `[cached rows]`, LFU: lookups so far of each row, up to 2^31 - 1; that of a row in
-  the cache is in its stamp, and its entry here is out of date
+- `counts` int32, LFU: `[cached rows]`, lookups so far of each row, up to 2^31 - 1; that of a row in
+  the cache is in its stamp, and its entry here is out of date. LRU: not read, `[0]` will do
 - `counters` int64 `[T + 1, 8]`, see `COUNTERS`; one row per table, then the totals
 - `clock` int64 `[2]`: number of the batch, number of the oldest batch in flight
 - `tables` int64 `[T, 8]`: `features` of all tables by ascending linear row (column unused)
@@ -70,7 +70,7 @@ flush_ = torch.ops.emblib.cache_flush_.default
 def _(
     tags: Tensor,
     stamps: Tensor,
-    counts: Tensor | None,
+    counts: Tensor,
     counters: Tensor,
     clock: Tensor,
     tables: Tensor,
@@ -86,7 +86,7 @@ def _(
 def _(
     tags: Tensor,
     stamps: Tensor,
-    counts: Tensor | None,
+    counts: Tensor,
     counters: Tensor,
     clock: Tensor,
     tables: Tensor,

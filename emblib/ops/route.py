@@ -145,7 +145,7 @@ def combine_backward(
     refuse_tangents("gradients", grad)
     if grad.requires_grad and torch.is_grad_enabled():
         return _Spread.apply(grad, targets, pieces, lengths, source_numel, dtype, rows, scale)
-    return _ops.combine_backward_(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
+    return _ops.combine_backward(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
 
 
 def combine_backward_(
@@ -169,9 +169,8 @@ def combine_backward_(
     """
     if torch.is_grad_enabled() and (grad.requires_grad or local.requires_grad):
         raise RuntimeError(_LOCAL_WITHOUT_GRAD.format("combine_backward_"))
-    dtype = local.dtype
     return _ops.combine_backward_(
-        grad, targets, pieces, rows, lengths, source_numel, dtype, scale, local, local_begin
+        grad, targets, pieces, rows, lengths, source_numel, scale, local, local_begin
     )
 
 
@@ -263,7 +262,7 @@ class _Spread(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(targets, pieces, lengths, rows)
         ctx.grad, ctx.scale = (grad.numel(), grad.dtype), scale
-        return _ops.combine_backward_(
+        return _ops.combine_backward(
             grad, targets, pieces, rows, lengths, source_numel, dtype, scale
         )
 
@@ -310,7 +309,7 @@ def _(
     return source.new_empty(out_numel, dtype=dtype)
 
 
-@torch.library.register_fake("emblib::combine_backward_")
+@torch.library.register_fake("emblib::combine_backward")
 def _(
     grad: Tensor,
     targets: Tensor,
@@ -320,7 +319,20 @@ def _(
     source_numel: int,
     dtype: torch.dtype,
     scale: float,
-    local: Tensor | None = None,
-    local_begin: int = 0,
 ) -> Tensor:
-    return grad.new_empty(source_numel - (0 if local is None else local.numel()), dtype=dtype)
+    return grad.new_empty(source_numel, dtype=dtype)
+
+
+@torch.library.register_fake("emblib::combine_backward_")
+def _(
+    grad: Tensor,
+    targets: Tensor,
+    pieces: Tensor,
+    rows: Tensor | None,
+    lengths: Tensor | None,
+    source_numel: int,
+    scale: float,
+    local: Tensor,
+    local_begin: int,
+) -> Tensor:
+    return grad.new_empty(source_numel - local.numel(), dtype=local.dtype)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from emblib.sharding import sharding_types
+from emblib.sharding.layout import Config, shape_of
 from emblib.sharding.sharding_types import (
     ParameterSharding,
     Rule,
@@ -24,6 +26,16 @@ from emblib.tables.durable_files import load_json, save_json
 ModulePlan = Mapping[str, ParameterSharding]
 """The sharding of each table of one collection, by name."""
 
+_MAKE_RULES: tuple[Any, ...] = (
+    sharding_types.data_parallel,
+    sharding_types.table_wise,
+    sharding_types.row_wise,
+    sharding_types.column_wise,
+    sharding_types.table_row_wise,
+    sharding_types.table_column_wise,
+    sharding_types.grid,
+    sharding_types.custom,
+)
 _VERSION = 1
 
 
@@ -111,6 +123,44 @@ class ShardingPlan:
         return "\n".join(line.rstrip() for line in lines)
 
 
+def module_plan(
+    configs: Sequence[Config], rules: Mapping[str, Rule | ParameterSharding], world: World
+) -> dict[str, ParameterSharding]:
+    """Make the plan of the tables of one collection from a rule or a sharding per table.
+
+    Raises:
+        ValueError: a table without a rule, a rule without a table, or shards that do not fit.
+        TypeError: what is no rule.
+    """
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            "the plan of a collection must be {table: rule}, e.g. {'t': row_wise()}, got "
+            f"{rules!r}; emblib.sharding.shard takes plans of models"
+        )
+    shapes = {}
+    for config in configs:
+        rule = rules.get(config.name)
+        storage = rule.storage if isinstance(rule, ParameterSharding) else None
+        shapes[config.name] = shape_of(config, storage)
+    return construct_plan(shapes, {n: _as_rule(n, rule) for n, rule in rules.items()}, world)
+
+
+def _as_rule(name: str, rule: Rule | ParameterSharding) -> Rule:
+    if isinstance(rule, ParameterSharding):
+        return lambda shape, world: rule
+    if isinstance(rule, Mapping):
+        raise TypeError(
+            f"the plan of a collection is {{table: rule}}, but {name!r} has {list(rule)}: a plan "
+            "of a model, {path: {table: rule}}, is for emblib.sharding.shard"
+        )
+    if not callable(rule) or rule in _MAKE_RULES:
+        raise TypeError(
+            f"table {name}: a rule is made by a call, e.g. row_wise() or table_wise(0), got "
+            f"{getattr(rule, '__name__', repr(rule))}"
+        )
+    return rule
+
+
 def construct_plan(
     shapes: Mapping[str, TableShape], rules: Mapping[str, Rule], world: World
 ) -> dict[str, ParameterSharding]:
@@ -127,6 +177,10 @@ def construct_plan(
         )
     plan = {name: rules[name](shape, world) for name, shape in shapes.items()}
     for name, sharding in plan.items():
+        if not isinstance(sharding, ParameterSharding):
+            raise TypeError(
+                f"table {name}: a rule must return a ParameterSharding, got {sharding!r}"
+            )
         sharding.check(name, shapes[name], world.size)
     return plan
 

@@ -1,7 +1,7 @@
 """`shard`: replace the collections of a model by sharded ones, according to a plan."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import isfunction
@@ -12,11 +12,10 @@ from torch import nn
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection, duplicate_tables
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
-from emblib.sharding import fingerprint, sharding_types
+from emblib.sharding import fingerprint
 from emblib.sharding.exchange import CommPrecision, check_comm_precision
-from emblib.sharding.layout import shape_of
 from emblib.sharding.parameters import mark_dense
-from emblib.sharding.plan import ModulePlan, ShardingPlan, construct_plan
+from emblib.sharding.plan import ModulePlan, ShardingPlan, module_plan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
@@ -31,16 +30,6 @@ SHARDED: dict[type[nn.Module], type[nn.Module]] = {
 }
 """The sharded form of each collection class, and of subclasses that change only `__init__`."""
 
-_MAKE_RULES: tuple[Any, ...] = (
-    sharding_types.data_parallel,
-    sharding_types.table_wise,
-    sharding_types.row_wise,
-    sharding_types.column_wise,
-    sharding_types.table_row_wise,
-    sharding_types.table_column_wise,
-    sharding_types.grid,
-    sharding_types.custom,
-)
 Rules = Mapping[str, Mapping[str, Rule | ParameterSharding]]
 
 
@@ -57,15 +46,9 @@ def construct_module_plan(
 
     Raises:
         ValueError: a table without a rule, a rule without a table, or shards that do not fit.
+        TypeError: what is no rule.
     """
-    configs = _configs(collection)
-    shapes = {}
-    for config in configs:
-        rule = rules.get(config.name)
-        storage = rule.storage if isinstance(rule, ParameterSharding) else None
-        shapes[config.name] = shape_of(config, storage)
-    made = {name: _as_rule(name, rule) for name, rule in rules.items()}
-    return construct_plan(shapes, made, world)
+    return module_plan(_configs(collection), rules, world)
 
 
 def shard(
@@ -330,17 +313,6 @@ def _modules_of(plan: Any) -> Mapping[str, Any]:
             f"{{path of a collection: {{table: rule}}}}, got {modules!r}"
         )
     return modules
-
-
-def _as_rule(name: str, rule: Rule | ParameterSharding) -> Callable[..., ParameterSharding]:
-    if isinstance(rule, ParameterSharding):
-        return lambda shape, world: rule
-    if not callable(rule) or rule in _MAKE_RULES:
-        raise TypeError(
-            f"table {name}: a rule is made by a call, e.g. row_wise() or table_wise(0), got "
-            f"{getattr(rule, '__name__', repr(rule))}"
-        )
-    return rule
 
 
 __all__ = ["SHARDED", "ModulePlan", "collections_of", "construct_module_plan", "shard"]

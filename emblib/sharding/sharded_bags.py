@@ -30,7 +30,7 @@ from emblib.sharding.sharded_tables import (
     agreed_settings,
     in_this_grad_mode,
 )
-from emblib.sharding.sharding_types import ParameterSharding
+from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import Shared
 from emblib.tables.graph_break import graph_break
 
@@ -47,7 +47,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 
     Args:
         source: an `EmbeddingBagCollection`; its weights and optimizer state are kept.
-        plan: the sharding of each of its tables.
+        plan: the sharding of each of its tables, or a rule that makes it, e.g. `row_wise()`.
         ranks: the processes; by default all.
         comm_precision: the codecs of rows and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
@@ -61,7 +61,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def __init__(
         self,
         source: Any,
-        plan: Mapping[str, ParameterSharding],
+        plan: Mapping[str, Rule | ParameterSharding],
         ranks: RankGroup | None = None,
         *,
         comm_precision: CommPrecision | None = None,
@@ -82,7 +82,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         super().__init__(
             source,
             settings.configs,
-            plan,
+            settings.plan,
             ranks,
             pooled=True,
             optimizer=settings.optimizer,

@@ -42,7 +42,7 @@ from emblib.sharding.sharded_tables import (
     agreed_settings,
     in_this_grad_mode,
 )
-from emblib.sharding.sharding_types import ParameterSharding
+from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import Shared
 from emblib.sharding.values import LocalPart, Received, Values, local_part, without_local
 from emblib.tables.graph_break import graph_break
@@ -317,7 +317,7 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     Args:
         source: an `EmbeddingCollection`; its weights and optimizer state are kept.
-        plan: the sharding of each of its tables.
+        plan: the sharding of each of its tables, or a rule that makes it, e.g. `row_wise()`.
         ranks: the processes; by default all.
         comm_precision: the codecs of vectors and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
@@ -335,7 +335,7 @@ class ShardedEmbeddingCollection(StateOfTables):
     def __init__(
         self,
         source: Any,
-        plan: Mapping[str, ParameterSharding],
+        plan: Mapping[str, Rule | ParameterSharding],
         ranks: RankGroup | None = None,
         *,
         comm_precision: CommPrecision | None = None,
@@ -347,7 +347,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         super().__init__()
         self.shared = dict(shared or {})
         self.dedup = dedup
-        self.plan, self.ranks = dict(plan), RankGroup.from_value(ranks)
+        self.ranks = RankGroup.from_value(ranks)
         settings = agreed_settings(
             source,
             plan,
@@ -357,18 +357,18 @@ class ShardedEmbeddingCollection(StateOfTables):
             optimizer=optimizer,
             shared=self.shared,
         )
-        self.configs = settings.configs
+        self.configs, self.plan = settings.configs, settings.plan
         self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
         self._need_indices = source.need_indices()
         classes: dict[tuple[int, int], list[Config]] = {}
         for config in self.configs:
-            key = config.embedding_dim, _width(config, plan[config.name])
+            key = config.embedding_dim, _width(config, self.plan[config.name])
             classes.setdefault(key, []).append(config)
         self.classes = nn.ModuleList(
             SequenceTables(
                 source,
                 configs,
-                {c.name: plan[c.name] for c in configs},
+                {c.name: self.plan[c.name] for c in configs},
                 self.ranks,
                 optimizer=settings.optimizer,
                 gradients=self.gradients,

@@ -46,8 +46,9 @@ from emblib.sharding.layout import (
     with_storage,
 )
 from emblib.sharding.parameters import ShardHandle
+from emblib.sharding.plan import module_plan
 from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
-from emblib.sharding.sharding_types import ParameterSharding, Shard, World, table_wise
+from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, World, table_wise
 from emblib.sharding.shared_shards import Shared
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import Choice, Pooling
@@ -265,6 +266,7 @@ class Settings:
     """The checked arguments of a sharded collection, equal on all ranks."""
 
     configs: tuple[Config, ...]
+    plan: dict[str, ParameterSharding]
     optimizer: Optimizer | None
     comm_precision: CommPrecision
     gradients: GradientReduction
@@ -283,7 +285,7 @@ def check_shared_known(source: Any, shared: Shared) -> None:
 
 def agreed_settings(
     source: Any,
-    plan: Mapping[str, ParameterSharding],
+    plan: Mapping[str, Rule | ParameterSharding],
     ranks: RankGroup,
     *,
     comm_precision: CommPrecision | None,
@@ -303,7 +305,8 @@ def agreed_settings(
         default = optimizer or source.optimizer
         how = GradientReduction(gradients)
         configs = trained_configs(source, optimizer)
-        return Settings(configs, default, check_comm_precision(comm_precision), how)
+        shardings = module_plan(configs, plan, World(ranks.size, ranks.local_size))
+        return Settings(configs, shardings, default, check_comm_precision(comm_precision), how)
 
     def described(settings: Settings | None) -> fingerprint.Description:
         if settings is None:
@@ -314,7 +317,7 @@ def agreed_settings(
             )
         }
         tables = fingerprint.collection_description(
-            source, settings.configs, plan, settings.optimizer
+            source, settings.configs, settings.plan, settings.optimizer
         )
         return fingerprint.merged(given, tables)
 

@@ -8,7 +8,7 @@ does not depend on which tables share a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.dynamic import CachedTTEmbeddingBags, RowEviction, TTCache, TTCacheStats
+from emblib.dynamic.hash_index import MAX_TICK
 from emblib.dynamic.hash_table import TableRows
 from emblib.ops import autograd
 from emblib.optim import Optimizer
@@ -29,6 +30,7 @@ from emblib.specs import (
 from emblib.storage.base import MemoryBytes, TableSlice, distinct_names, stored_as
 from emblib.storage.dense import Dense, DenseHandle, DenseKernel
 from emblib.storage.tt_kernel import TTHandle, TTKernel, core_views
+from emblib.tables import state_dicts
 
 _WORD = 8  # bytes of a key, a stamp, a count or the number of a row
 _NUMBERS = ("counters", "changes", "since")  # entries of `cache` that are not by row
@@ -360,6 +362,10 @@ class CachedTTHandle(TTHandle):
         """Return all rows `[rows, dim]`: the stored ones, and what the cores make of others."""
         return self.bags.to_dense(self.index)
 
+    def dense_blocks(self) -> Iterator[Tensor]:
+        """Yield all rows in blocks, in order."""
+        yield from self.bags.dense_blocks(self.index)
+
     # The cache
 
     def populate(self) -> None:
@@ -400,16 +406,11 @@ class CachedTTHandle(TTHandle):
             own.set_numbers(self.index, theirs.numbers(index))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        errors: list[str] = arguments[-1]
-        before, own = len(errors), f"{prefix}cache."
-        problem = self.cache.problem_of(state_dict, own)
-        if problem:
-            errors.append(f"{own}keys: {problem}")
+        own = f"{prefix}cache."
+        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+            return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        if len(errors) > before:
-            # The modules below load whatever their parent says, so they get what they have.
-            state_dict.update(self.state_dict(prefix=prefix))
-        elif f"{prefix}cores.0" in state_dict and f"{own}keys" not in state_dict:
+        if f"{prefix}cores.0" in state_dict and f"{own}keys" not in state_dict:
             self.cache.clear()
 
 
@@ -450,31 +451,35 @@ class StoredRowsHandle(DenseHandle):
             bags = self._cached[0]
             bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
 
-    def problem_of(self, state_dict: Mapping[str, Any], prefix: str) -> str:
-        """Return why the stored rows in a state dict are not of this table; "" if they may be."""
-        keys = state_dict.get(f"{prefix}keys")
-        if keys is None or not is_made(self._cached[0]):
-            return ""
-        own, used = self._tensors(), keys[keys >= 0]
-        rows = self._cached[0].tables[self.index].rows
-        if keys.dim() != 1 or (keys < -1).any() or (used >= rows).any():
-            return f"must be ids of a table of {rows} rows, or -1, got {keys}"
-        if used.unique().numel() < used.numel():
-            return f"each id must be there once, got {used}"
-        for name, view in own.items():
-            values = state_dict.get(prefix + name)
-            if values is None and name == "weight":
-                return "there is no weight of these ids"
-            wanted = (len(keys), *view.shape[1:])
-            if values is not None and tuple(values.shape) != wanted:
-                return f"{name} of these ids must be {wanted}, got {tuple(values.shape)}"
-        if len(used) > len(own["weight"]):
-            return (
-                f"the state dict has {len(used)} stored rows of table {self.name!r}, here it has "
-                f"{len(own['weight'])}: give storage.TensorTrain a larger TTCache, or call "
-                "empty_cache() of the table before saving"
-            )
-        return ""
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the stored rows in a state dict."""
+        key = f"{prefix}keys"
+        if not is_made(self._cached[0]):
+            return
+        bags: CachedTTKernel = self._cached[0]
+        own = self._tensors()
+        if key in state_dict:
+            keys = state_dict[key]
+            problem = state_dicts.key_problem(keys, bags.tables[self.index].rows)
+            if not problem and f"{prefix}weight" not in state_dict:
+                problem = "there is no weight of these ids"
+            if not problem and int((keys >= 0).sum()) > len(own["weight"]):
+                problem = (
+                    f"the state dict has {int((keys >= 0).sum())} stored rows of table "
+                    f"{self.name!r}, here it has {len(own['weight'])}: give storage.TensorTrain a "
+                    "larger TTCache, or call empty_cache() of the table before saving"
+                )
+            if problem:
+                yield f"{key}: {problem}"
+                return
+            for name, view in own.items():
+                if prefix + name in state_dict:
+                    shape = (len(keys), *view.shape[1:])
+                    problem = state_dicts.tensor_problem(state_dict[prefix + name], view, shape)
+                    if problem:
+                        yield f"{prefix}{name}: {problem}"
+        numbers = {prefix + name: value for name, value in bags.numbers(self.index).items()}
+        yield from state_dicts.count_problems(state_dict, numbers)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return `weight` and the optimizer states, as views that may be older than the cache."""
@@ -498,6 +503,8 @@ class StoredRowsHandle(DenseHandle):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Load stored rows into the first ones here, or in their places where there are as many."""
         _, _, missing, unexpected, errors = arguments
+        if state_dicts.refuses(self, state_dict, prefix, errors):
+            return
         if self._is_on_meta(state_dict, prefix, errors) or not is_made(self._cached[0]):
             missing.append(f"{prefix}keys")
             return
@@ -505,7 +512,7 @@ class StoredRowsHandle(DenseHandle):
         given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         missing.extend(prefix + name for name in names if name not in given)
         unexpected.extend(prefix + name for name in sorted(given.keys() - set(names)))
-        if "keys" in given and not self.problem_of(state_dict, prefix):
+        if "keys" in given:
             self._write(given)
 
     @torch.no_grad()
@@ -566,7 +573,9 @@ class CountsHandle(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Replace the counts of the table."""
-        _, _, missing, unexpected, _ = arguments
+        _, _, missing, unexpected, errors = arguments
+        if state_dicts.refuses(self, state_dict, prefix, errors):
+            return
         kernel, index = self._of
         given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         absent = [name for name in _COUNTS if name not in given]
@@ -574,6 +583,26 @@ class CountsHandle(nn.Module):
         unexpected.extend(prefix + name for name in sorted(given.keys() - set(_COUNTS)))
         if is_made(kernel) and not absent:
             kernel.set_counted(index, given, int(given["tick"]))
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the counts in a state dict."""
+        kernel, index = self._of
+        if not is_made(kernel):
+            return
+        key, size = f"{prefix}keys", 0
+        if key in state_dict:
+            keys = state_dict[key]
+            problem = state_dicts.key_problem(keys, kernel.tables[index].rows)
+            if not problem and bool((keys < 0).any()):
+                problem = f"must be ids, got {keys}"
+            if problem:
+                yield f"{key}: {problem}"
+                return
+            size = len(keys)
+        own = torch.empty(size, dtype=torch.int64)
+        rows = {prefix + name: own for name in ("stamps", "scores")}
+        yield from state_dicts.count_problems(state_dict, rows)
+        yield from state_dicts.number_problems(state_dict, f"{prefix}tick", below=MAX_TICK)
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

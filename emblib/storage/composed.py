@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ from emblib.storage.base import (
 )
 from emblib.storage.dense import Dense, DenseHandle, DenseKernel, view_name
 from emblib.storage.handles import TableHandle
-from emblib.tables import optimizer_hooks
+from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import check_bounds, variable_batch
 
 
@@ -571,15 +571,21 @@ class ComposedHandle(DenseHandle):
         destination[prefix + LAYOUT] = self._layout.clone()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        unexpected, errors = arguments[-2:]
-        if any(prefix + name in state_dict for name in self._tables):
-            problem = _difference(state_dict.get(prefix + LAYOUT), self._layout)
-            if problem:
-                errors.append(f"{prefix}: {problem}")
-                return
+        unexpected = arguments[-2]
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if prefix + LAYOUT in unexpected:
             unexpected.remove(prefix + LAYOUT)
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the table."""
+        if any(prefix + name in state_dict for name in self._tables):
+            saved = state_dict.get(prefix + LAYOUT)
+            problem = "" if saved is None else state_dicts.tensor_problem(saved, self._layout)
+            problem = problem or _difference(saved, self._layout)
+            if problem:
+                yield f"{prefix}: {problem}"
+                return
+        yield from super().state_problems(state_dict, prefix)
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

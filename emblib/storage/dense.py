@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ from emblib.storage.base import (
 )
 from emblib.storage.handles import TableHandle, bind_view
 from emblib.storage.initial_values import draw
-from emblib.tables import TableBatchedEmbeddingBags, parameters
+from emblib.tables import TableBatchedEmbeddingBags, parameters, state_dicts
 from emblib.tables.locks import atomic
 from emblib.tables.memory import TableOffset
 
@@ -389,6 +389,8 @@ class DenseHandle(TableHandle):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         metadata, *rest = arguments
         kernel: DenseKernel = self.kernel
+        if state_dicts.refuses(self, state_dict, prefix, rest[-1]):
+            return
         if self._is_on_meta(state_dict, prefix, rest[-1]):
             return
         # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
@@ -396,3 +398,9 @@ class DenseHandle(TableHandle):
         kernel.settle()
         with kernel.overwriting(), torch._C.DisableTorchFunctionSubclass():
             super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the table."""
+        with torch._C.DisableTorchFunctionSubclass():
+            own = state_dicts.own_tensors(self, prefix)
+        yield from state_dicts.entry_problems(state_dict, own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from emblib.tables import parameters
 
 # Set by torch's own _apply_optimizer_in_backward, whose hook stays on a parameter that is moved.
 _MARKS_OF_TORCH = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
+_BLOCK = 1 << 16  # rows
 _handles = WeakTensorKeyDictionary()  # from a parameter to a weak reference of its handle
 
 
@@ -97,6 +98,10 @@ class TableHandle(nn.Module):
     def dense_rows(self) -> Tensor:
         """Return the rows as floats `[rows, dim]`; only where `Storage.has_dense_rows`."""
         return self.views()["weight"]
+
+    def dense_blocks(self) -> Iterator[Tensor]:
+        """Yield `dense_rows` in blocks, in order; computed ones are never there as a whole."""
+        yield from self.dense_rows().split(_BLOCK)
 
     def commit(self) -> None:
         """Make durable what was written to the views."""

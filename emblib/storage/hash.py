@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ from emblib.storage.base import (
     stored_as,
 )
 from emblib.storage.handles import TableHandle, bind_view, mark
-from emblib.tables import parameters
+from emblib.tables import parameters, state_dicts
 
 _WORD = 8  # bytes of a key, a stamp or a score
 
@@ -407,23 +407,43 @@ class HashHandle(TableHandle):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Replace the keys, and everything stored with them."""
         _, _, missing, unexpected, errors = arguments
+        if state_dicts.refuses(self, state_dict, prefix, errors):
+            return
         if self._is_on_meta(state_dict, prefix, errors) or self._is_on_placeholder:
             missing.append(f"{prefix}keys")
             return
         kernel: DynamicEmbeddingBags = self.kernel
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        names, table = self._names(), f"{kernel.table_names[self.index]}."
+        names = self._names()
         missing.extend(prefix + key for key in sorted(names - entries.keys()))
-        others = {key for key in entries if key.partition(".")[0] in kernel._modules and "." in key}
+        others = self._entries_of_children(entries)
         unexpected.extend(prefix + key for key in sorted(entries.keys() - names - others))
-        state: dict[str, Tensor] = {}
-        for key in (entries.keys() & names) | others:
-            is_shared = key == "clock" or key in others
-            state[key if is_shared else table + key] = entries[key]
         try:
-            kernel.load_state_dict(state, strict=False)
+            kernel.load_state_dict(self._state_of_kernel(entries), strict=False)
         except RuntimeError as error:
             errors.append(f"{prefix}: {error}")
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the table."""
+        if not self._is_on_placeholder:
+            own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+            state = self._state_of_kernel(own)
+            table = f"{self.kernel.table_names[self.index]}."
+            for problem in state_dicts.problems(self.kernel, state, ""):
+                yield prefix + problem.removeprefix(table)
+
+    def _state_of_kernel(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of this table as a state dict of the kernel has them."""
+        others = self._entries_of_children(entries)
+        table = f"{self.kernel.table_names[self.index]}."
+        return {
+            key if key == "clock" or key in others else table + key: entries[key]
+            for key in (entries.keys() & self._names()) | others
+        }
+
+    def _entries_of_children(self, entries: Mapping[str, Any]) -> set[str]:
+        children = self.kernel._modules
+        return {key for key in entries if key.partition(".")[0] in children and "." in key}
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

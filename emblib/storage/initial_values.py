@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,28 @@ def new_seeds(parts: Iterable[TableSlice]) -> dict[str, int]:
     return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in parts)}
 
 
+_overwritten = ContextVar("_overwritten", default=False)
+
+
+@contextlib.contextmanager
+def overwritten() -> Iterator[None]:
+    """Leave the rows of tables that are constructed inside without values: all are written after.
+
+    Nothing calls `init_fn`, and torch's generator on the CPU stays as it is.
+    """
+    token = _overwritten.set(True)
+    try:
+        with torch.random.fork_rng(devices=[]):  # seeds of tables are drawn from it
+            yield
+    finally:
+        _overwritten.reset(token)
+
+
+def are_overwritten() -> bool:
+    """Return whether tables that are constructed now need no initial values."""
+    return _overwritten.get()
+
+
 @torch.no_grad()
 def draw(part: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
@@ -28,7 +51,7 @@ def draw(part: TableSlice, weight: Tensor, seed: int) -> None:
     the blocks that the slice meets, with torch's generators seeded.
     """
     config = part.config
-    if weight.is_meta:
+    if weight.is_meta or are_overwritten():
         return
     if isinstance(config.init_fn, ByRows):
         for rows, block_seed in _blocks(part, seed):

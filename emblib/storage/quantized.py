@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -24,8 +24,8 @@ from emblib.storage.base import (
     distinct_names,
 )
 from emblib.storage.handles import TableHandle
-from emblib.storage.initial_values import draw
-from emblib.tables import QuantizedEmbeddingBags
+from emblib.storage.initial_values import are_overwritten, draw
+from emblib.tables import QuantizedEmbeddingBags, state_dicts
 from emblib.tables.quantized import FORMER_ENTRIES, pack_former_rows
 
 _ROWS = 1 << 16  # rows that are drawn as floats at a time
@@ -147,7 +147,7 @@ class QuantizedKernel(QuantizedEmbeddingBags):
     def reset_parameters(self) -> None:
         """Draw the initial values of all tables."""
         super().reset_parameters()
-        if self.packed.is_meta:
+        if self.packed.is_meta or are_overwritten():
             return
         for table, (part, seed) in enumerate(zip(self._parts, self._seeds, strict=True)):
             step = part.num_rows if part.config.init_fn is not None else _ROWS
@@ -194,6 +194,8 @@ class QuantizedHandle(TableHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         _, _, missing, unexpected, errors = arguments
+        if state_dicts.refuses(self, state_dict, prefix, errors):
+            return
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         views = self.views()
         if set(entries) == {"weight"}:
@@ -203,23 +205,32 @@ class QuantizedHandle(TableHandle):
                 errors.append(f"{prefix}weight: {error}")
             return
         if set(entries) == set(FORMER_ENTRIES):
-            values, scales = (entries[name] for name in FORMER_ENTRIES)
-            dim = self.kernel.tables[self.index].dim
-            try:
-                packed = pack_former_rows(values, scales, dim, self.kernel.bits)
-            except ValueError as error:
-                errors.append(f"{prefix.removesuffix('.')}: {error}")
-                return
-            entries = {"packed": packed}
+            entries = {"packed": self._pack_former(entries)}
         missing.extend(prefix + name for name in sorted(views.keys() - entries.keys()))
         unexpected.extend(prefix + name for name in sorted(entries.keys() - views.keys()))
-        known = {name: value for name, value in entries.items() if name in views}
-        wrong = [name for name, value in known.items() if value.shape != views[name].shape]
-        errors.extend(
-            f"{prefix}{name}: size mismatch: {tuple(known[name].shape)} is not that of the table, "
-            f"{tuple(views[name].shape)}"
-            for name in wrong
-        )
-        if not wrong:
-            for name, value in known.items():
-                views[name].copy_(value)
+        for name in views.keys() & entries.keys():
+            views[name].copy_(entries[name])
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the table."""
+        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        spec, word = self.kernel.tables[self.index], torch.empty(0)
+        if set(entries) == {"weight"}:
+            weight, shape = entries["weight"], (spec.rows, spec.dim)
+            problem = state_dicts.tensor_problem(weight, word, shape)
+            if problem:
+                yield f"{prefix}weight: {problem}"
+        elif set(entries) == set(FORMER_ENTRIES):
+            try:
+                self._pack_former(entries)
+            except (ValueError, AttributeError) as error:
+                yield f"{prefix.removesuffix('.')}: {error}"
+        else:
+            own = {prefix + name: view for name, view in self.views().items()}
+            yield from state_dicts.entry_problems(state_dict, own)
+
+    def _pack_former(self, entries: Mapping[str, Any]) -> Tensor:
+        """Return packed rows of entries from before 0.1.0."""
+        values, scales = (entries[name] for name in FORMER_ENTRIES)
+        dim = self.kernel.tables[self.index].dim
+        return pack_former_rows(values, scales, dim, self.kernel.bits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from emblib.specs import Pooling, TTSpec
 from emblib.storage.base import TableSlice, stored_as
 from emblib.storage.handles import TableHandle, mark
 from emblib.storage.initial_values import seeded
-from emblib.tables import TableBatchedTTEmbeddingBags
+from emblib.tables import TableBatchedTTEmbeddingBags, state_dicts
 from emblib.tables.tt import Cores
 from emblib.tt import layout_entry
 from emblib.tt.initializers import CoreLayout, find_initializer
@@ -128,6 +128,10 @@ class TTHandle(TableHandle):
         rows: Tensor = self.kernel.to_dense(self.index)
         return rows
 
+    def dense_blocks(self) -> Iterator[Tensor]:
+        """Yield the rows that the cores make in blocks, in order."""
+        yield from self.kernel.dense_blocks(self.index)
+
     def adopt(self, other: TTHandle) -> None:
         """Take the cores."""
         self.cores = other.cores
@@ -144,11 +148,20 @@ class TTHandle(TableHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         unexpected, errors = arguments[-2:]
+        if state_dicts.refuses(self, state_dict, prefix, errors):
+            return
         self._is_on_meta(state_dict, prefix, errors)
-        layout_entry.may_load(state_dict, prefix, [self.spec], self.cores, errors)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if f"{prefix}{layout_entry.NAME}" in unexpected:
             unexpected.remove(f"{prefix}{layout_entry.NAME}")
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the layout of the cores, which check themselves."""
+        problem = layout_entry.problem(state_dict, prefix, [self.spec], self.cores)
+        if problem:
+            yield problem
+        own = {prefix + layout_entry.NAME: layout_entry.entry(self.spec)}
+        yield from state_dicts.entry_problems(state_dict, own)
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

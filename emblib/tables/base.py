@@ -38,7 +38,7 @@ from emblib.specs import (
     brief,
     check_count,
 )
-from emblib.tables import parameters
+from emblib.tables import parameters, state_dicts
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, first_violation, report_of
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
@@ -409,20 +409,47 @@ class FusedTables(nn.Module):
         self.grad_anchor = torch.zeros((), device=device, requires_grad=True)
         self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict; with `strict`, keys are checked before anything is written."""
+        expected = self._expected_keys(state_dict)
+        if strict and expected is not None:
+            state_dicts.check_keys(expected, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _expected_keys(self, state_dict: Mapping[str, Any]) -> Iterable[str] | None:
+        """Return the keys that a strict load requires; None leaves the check to torch."""
+        return None
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        saved = state_dict.get(f"{prefix}features")
-        error_messages: list[str] = arguments[-1]
-        if saved is not None and saved.tolist() != [list(row) for row in self._layout]:
-            error_messages.append(
-                f"{prefix}features: the checkpoint is of other tables; its (weight_offset, "
-                f"row_base, rows, dim, column, ...) by feature are {saved.tolist()[:4]}, this "
-                f"module's are {self._layout[:4]}"
-            )
+        if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._restore()
+
+    def _checkpoint(self) -> dict[str, Tensor]:
+        """Return the tensors of the state dict of the module, without those of its children."""
+        return state_dicts.own_tensors(self, "")
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the module."""
+        own = {prefix + key: tensor for key, tensor in self._checkpoint().items()}
+        features = own.pop(f"{prefix}features", None)
+        if features is not None and f"{prefix}features" in state_dict:
+            saved = state_dict[f"{prefix}features"]
+            problem = state_dicts.tensor_problem(saved, features)
+            if not problem and saved.tolist() != [list(row) for row in self._layout]:
+                problem = (
+                    "the checkpoint is of other tables; its (weight_offset, row_base, rows, dim, "
+                    f"column, ...) by feature are {saved.tolist()[:4]}, this module's are "
+                    f"{self._layout[:4]}"
+                )
+            if problem:
+                yield f"{prefix}features: {problem}"
+        yield from state_dicts.entry_problems(state_dict, own)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
@@ -659,51 +686,3 @@ def entries(names: Sequence[str], views: Views) -> Iterator[tuple[str, Tensor]]:
     for name, tensors in zip(names, views, strict=True):
         for key, tensor in tensors.items():
             yield f"{name}.{key}", tensor
-
-
-def check_keys(targets: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Raise RuntimeError where keys are missing or unexpected, before anything is written."""
-    missing = sorted(targets.keys() - state_dict.keys())
-    unexpected = sorted(state_dict.keys() - targets.keys())
-    if missing or unexpected:
-        raise RuntimeError(
-            f"the state dict must have the keys of this module: missing are {missing}, unexpected "
-            f"{unexpected}; strict=False loads what there is"
-        )
-
-
-def sources(
-    targets: Mapping[str, Tensor],
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_messages: list[str],
-) -> dict[str, Tensor]:
-    """Select the entries of a state dict that `targets` names, as `_load_from_state_dict` does.
-
-    Missing keys, unexpected keys and errors are appended to the lists. Shapes are all compared
-    before anything is written: one wrong shape selects nothing, so a checkpoint of other tables
-    leaves the module as it was.
-    """
-    given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-    found = {key: state_dict[prefix + key] for key in given if key in targets}
-    errors = [
-        f"{prefix}{key}: the checkpoint is of another table or optimizer; it has shape "
-        f"{tuple(value.shape)}, this module's is {tuple(targets[key].shape)}; without this key and "
-        "with strict=False the rest can be loaded"
-        for key, value in found.items()
-        if value.shape != targets[key].shape
-    ]
-    missing_keys.extend(prefix + key for key in targets if key not in found)
-    unexpected_keys.extend(prefix + key for key in sorted(given) if key not in targets)
-    error_messages.extend(errors)
-    return {} if errors else found
-
-
-def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, copied where they share memory with their targets."""
-    return {
-        key: tensor.clone() if tensor.data_ptr() == targets[key].data_ptr() else tensor
-        for key, tensor in tensors.items()
-    }

@@ -12,7 +12,7 @@ from emblib.columns import FeatureColumn
 from emblib.ops import codes, quant
 from emblib.ops.derivatives import refuse_tangents
 from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
-from emblib.tables import base
+from emblib.tables import base, state_dicts
 from emblib.tables.base import check_features, variable_batch, warn_of_dtype
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
@@ -161,6 +161,8 @@ class QuantizedEmbeddingBags(nn.Module):
     ) -> "QuantizedEmbeddingBags":
         """Quantise the rows of `source`.
 
+        Needs the memory of the result and of one block of 65,536 rows, besides the source.
+
         Args:
             source: `TableBatchedEmbeddingBags`, `TableBatchedTTEmbeddingBags` (of which
                 `TTEmbeddingBag` is one), `nn.EmbeddingBag` (sum or mean)
@@ -192,8 +194,11 @@ class QuantizedEmbeddingBags(nn.Module):
                 else include_last_offset
             ),
         )
-        for table, weights in enumerate(found.weights()):
-            made.write_rows(table, weights)
+        for table in range(len(found.specs)):
+            first = 0
+            for block in found.blocks(table):
+                made.write_rows(table, block, first)
+                first += len(block)
         return made
 
     def write_rows(self, table: int, weights: Tensor, first_row: int = 0) -> None:
@@ -215,12 +220,15 @@ class QuantizedEmbeddingBags(nn.Module):
                 f"rows {first_row} to {end} are out of range of table {self.table_names[table]!r} "
                 f"of {location.rows} rows"
             )
-        weights = weights.detach().to(self.packed.device).contiguous()
+        weights = weights.detach()
         try:
-            _check_range(weights)
+            for block in weights.split(_CHUNK):
+                _check_range(block)
         except ValueError as error:
             raise ValueError(f"table {self.table_names[table]!r}: {error}") from None
-        quant.quantize_rows_(location.view(self.packed)[first_row:end], weights, self.bits)
+        packed = location.view(self.packed)[first_row:end]
+        for rows, block in zip(packed.split(_CHUNK), weights.split(_CHUNK), strict=True):
+            quant.quantize_rows_(rows, block.to(rows.device).contiguous(), self.bits)
 
     def table_views(self) -> list[dict[str, Tensor]]:
         """Return per table its rows, `packed` uint8 `[rows, row_bytes]`, as views.
@@ -320,11 +328,19 @@ class QuantizedEmbeddingBags(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
+        _, _, missing, unexpected, errors = arguments
         targets = self._targets()
-        given = self._with_packed_rows(state_dict, prefix, arguments[-1])
-        found = base.sources(targets, given, prefix, *arguments[2:])
-        for key, value in base.own(found, targets).items():
+        given = self._with_packed_rows(state_dict, prefix, errors)
+        if state_dicts.refuses(self, given, prefix, errors):
+            return
+        found = state_dicts.sources(targets, given, prefix, missing, unexpected)
+        for key, value in state_dicts.own(found, targets).items():
             targets[key].copy_(value)
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the module."""
+        own = {prefix + key: view for key, view in self._targets().items()}
+        return state_dicts.entry_problems(state_dict, own)
 
     def _with_packed_rows(
         self, state_dict: dict[str, Any], prefix: str, errors: list[str]
@@ -450,10 +466,9 @@ class _Source(NamedTuple):
         tensors = list(named.values())
         return cls(specs, tensors, pooling, None, torch.float32, tensors[0].device)
 
-    def weights(self) -> Iterator[Tensor]:
-        """Yield the rows of each table as floats, one table at a time."""
+    def blocks(self, table: int) -> Iterator[Tensor]:
+        """Yield the rows of a table as floats, in blocks and in order."""
         if isinstance(self.tensors, list):
-            yield from self.tensors
+            yield from self.tensors[table].split(_CHUNK)
         else:
-            for table in range(len(self.specs)):
-                yield self.tensors.to_dense(table)
+            yield from self.tensors.dense_blocks(table)

@@ -147,7 +147,7 @@ class RowCache(nn.Module):
     weights: Tensor
     tags: Tensor
     stamps: Tensor
-    counts: Tensor | None
+    counts: Tensor
     counters: Tensor
     clock: Tensor
     table_features: Tensor
@@ -163,8 +163,8 @@ class RowCache(nn.Module):
             "weights": ops.empty_table((slots * layout.stride,), layout.weights, device),
             "tags": ops.empty_table(shape, torch.int64, device),
             "stamps": ops.empty_table(shape, torch.int64, device),
-            "counts": (
-                torch.empty(layout.cached_rows, dtype=torch.int32, device=device) if lfu else None
+            "counts": torch.empty(
+                layout.cached_rows if lfu else 0, dtype=torch.int32, device=device
             ),
             "counters": torch.empty(
                 (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
@@ -303,9 +303,7 @@ class RowCache(nn.Module):
     def reset(self) -> None:
         """Empty the cache, and forget batches in flight and usage counts."""
         empty = [partial(words.fill_, cache_ops.EMPTY) for words in (self.tags, self.stamps)]
-        if self.counts is not None:
-            empty.append(partial(self.counts.zero_))
-        in_one_call(*empty)
+        in_one_call(*empty, partial(self.counts.zero_))
         self._in_flight.clear()
         self.leave(0)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from emblib.ops import autograd, joint_step, tbe
 from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Gradient, Optimizer, description
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
-from emblib.tables import base, optimizer_hooks, parameters
+from emblib.tables import base, optimizer_hooks, parameters, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.cache import BatchId, Prefetcher
 from emblib.tables.graph_break import graph_break
@@ -631,28 +631,25 @@ class TableBatchedEmbeddingBags(FusedTables):
         for key, tensor in self._checkpoint().items():
             destination[prefix + key] = tensor
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load a state dict; with `strict`, keys are checked before anything is written."""
-        if strict:
-            base.check_keys(self._checkpoint(), state_dict)
-        return super().load_state_dict(state_dict, strict, assign)
+    def _expected_keys(self, state_dict: Mapping[str, Any]) -> Iterable[str]:
+        return self._checkpoint()
 
     @atomic
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        metadata, _, *lists = arguments
+        metadata, _, missing, unexpected, errors = arguments
+        if state_dicts.refuses(self, state_dict, prefix, errors):
+            return
         targets = self._checkpoint()
-        sources = base.sources(targets, state_dict, prefix, *lists)
+        sources = state_dicts.sources(targets, state_dict, prefix, missing, unexpected)
         if not sources:
             return
         if len(sources) < len(targets):
             self._memory.verify()
         if self._prefetcher is not None and len(sources) < len(targets):
             # Entries missing from the checkpoint keep their values, those in the cache included.
-            sources = base.own(sources, targets)
+            sources = state_dicts.own(sources, targets)
             self.flush()
         if self.hyperparams.is_meta and metadata.get("assign_to_params_buffers"):
             self.to_empty(device=next(iter(sources.values())).device)

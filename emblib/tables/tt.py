@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -25,7 +25,7 @@ from emblib.specs import (
     brief,
     check_float_dtype,
 )
-from emblib.tables import optimizer_hooks
+from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import (
     FusedTables,
     SpecKind,
@@ -40,7 +40,7 @@ from emblib.tt.shapes import check_ranks
 from emblib.tt.work import TTWork
 
 _LOG = logging.getLogger(__name__)
-_DENSE_CHUNK = 1 << 18  # rows made at a time by to_dense
+_DENSE_CHUNK = 1 << 16  # rows made at a time by to_dense
 _ASSIGN = "assign_to_params_buffers"  # of a module's metadata, by load_state_dict(assign=True)
 
 
@@ -55,7 +55,12 @@ class Cores(nn.ParameterList):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, _copying(local_metadata), *arguments)
+        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+            super()._load_from_state_dict(state_dict, prefix, _copying(local_metadata), *arguments)
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the cores."""
+        return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
 def _copying(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -230,8 +235,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """
         metadata, *rest = arguments
         missing: list[str] = arguments[2]
-        errors: list[str] = arguments[4]
-        if not layout_entry.may_load(state_dict, prefix, self.tables, self.cores, errors):
+        if state_dicts.refuses(self, state_dict, prefix, arguments[4]):
             return
         keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
         if (
@@ -245,6 +249,14 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             missing.remove(
                 f"{prefix}{layout_entry.NAME}"
             )  # the shapes of the cores identify the layout
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield what is wrong with the entries of the module."""
+        problem = layout_entry.problem(state_dict, prefix, self.tables, self.cores)
+        if problem:
+            yield problem
+        else:
+            yield from super().state_problems(state_dict, prefix)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train the cores of a table from the next forward on, or freeze them: all, or none."""
@@ -407,12 +419,17 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     def to_dense(self, table: int) -> Tensor:
         """Return a table as a dense float32 `[rows, D]` matrix, as exact as float32 is."""
+        spec = self.tables[table]
+        return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
+
+    def dense_blocks(self, table: int) -> Iterator[Tensor]:
+        """Yield the rows of `to_dense` in blocks, in order."""
         spec, device = self.tables[table], self.features.device
         layout = tt.layout_of([spec])
         ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)
         keys = (0, 0, layout.num_keys, spec.dim, 0, 0, 0, 0)
         features = torch.tensor([keys], dtype=torch.int64, device=device)
-        cores, chunks = [core.detach() for core in self.table_cores(table)], []
+        cores = [core.detach() for core in self.table_cores(table)]
         for start in range(0, spec.rows, _DENSE_CHUNK):
             rows = torch.arange(start, min(start + _DENSE_CHUNK, spec.rows), device=device)
             offsets = torch.arange(rows.numel() + 1, device=device)
@@ -428,8 +445,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 spec.dim,
                 torch.float32,
             )
-            chunks.append(tt.lookup(cores, batch))
-        return torch.cat(chunks)
+            yield tt.lookup(cores, batch)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights` (all cores) and `optimizer_state`."""
@@ -588,7 +604,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             counts=counts,
             dtype=dtype,
         )
-        bag = cls(made.spec, optimizer, **{"device": weight.device, **options})
+        with torch.random.fork_rng(devices=[]):  # the cores that it draws are overwritten
+            bag = cls(made.spec, optimizer, **{"device": weight.device, **options})
         with torch.no_grad():
             for core, value in zip(bag.cores, made.cores, strict=True):
                 core.copy_(value)
@@ -641,3 +658,12 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             f"dim_factors={spec.dim_factors}, {self.compression:.1f}x smaller, "
             f"{brief(self.optimizer)}, pooling={self.pooling.value}"
         )
+
+
+def join_blocks(blocks: Iterable[Tensor], rows: int, dim: int, device: torch.device) -> Tensor:
+    """Return blocks of rows as one float32 matrix `[rows, dim]`, with one block beside it."""
+    dense, first = torch.empty(rows, dim, device=device), 0
+    for block in blocks:
+        dense[first : first + len(block)] = block
+        first += len(block)
+    return dense

@@ -6,7 +6,7 @@ factors and ranks as one entry, and a tensor train takes the cores of no other.
 """
 
 import math
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,36 +73,20 @@ def difference(saved: Tensor | None, own: Tensor) -> str:
     )
 
 
-def may_load(
-    state_dict: MutableMapping[str, Any],
-    prefix: str,
-    specs: Sequence[Any],
-    cores: Iterable[Tensor],
-    errors: list[str],
-) -> bool:
-    """Return whether the cores in a state dict are those of `specs`; for `_load_from_state_dict`.
-
-    If not, `errors` says why, and `state_dict` gets the cores as they are here, so that modules
-    below, which load them whatever their parent says, leave them as they are.
-    """
-    own = {f"{prefix}cores.{k}": core.detach() for k, core in enumerate(cores)}
+def problem(
+    state_dict: Mapping[str, Any], prefix: str, specs: Sequence[Any], cores: Iterable[Tensor]
+) -> str:
+    """Return why the cores in a state dict are not those of `specs`; "" if they are."""
+    own = {f"{prefix}cores.{k}": core for k, core in enumerate(cores)}
     given = [key for key in own if key in state_dict]
     if not given:
-        return True
-    saved = _rows_of(state_dict.get(f"{prefix}{NAME}"), len(specs))
-    found = [difference(row, entry(spec)) for row, spec in zip(saved, specs, strict=True)]
-    problem = next(filter(None, found), "")
-    if not problem:
-        wrong = [key for key in given if state_dict[key].shape != own[key].shape]
-        problem = "; ".join(
-            f"size mismatch for {key}: it is {tuple(state_dict[key].shape)}, here it is "
-            f"{tuple(own[key].shape)}"
-            for key in wrong
-        )
-    if problem:
-        errors.append(f"{prefix}cores: {problem}")
-        state_dict.update(own)
-    return not problem
+        return ""
+    saved = state_dict.get(f"{prefix}{NAME}")
+    if saved is not None and (not isinstance(saved, Tensor) or saved.is_meta):
+        return f"{prefix}{NAME}: must be a tensor with values, got {saved!r}"
+    found = map(difference, _rows_of(saved, len(specs)), map(entry, specs))
+    differing = next(filter(None, found), "")
+    return f"{prefix}cores: {differing}" if differing else ""
 
 
 def _fields(numbers: Tensor) -> dict[str, Any]:

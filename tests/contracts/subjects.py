@@ -109,15 +109,18 @@ KINDS: dict[str, Kind] = {
 class Subject:
     """A module of one table of a kind, with the calls that all kinds share."""
 
-    def __init__(self, kind: str, optimizer: optim.Optimizer | None = None) -> None:
+    def __init__(
+        self, name: str, optimizer: optim.Optimizer | None = None, kind: Kind | None = None
+    ) -> None:
+        """Make a module of a kind, by default that of `KINDS`."""
         torch.manual_seed(3)
-        self.name, self.kind = kind, KINDS[kind]
+        self.name, self.kind = name, KINDS[name] if kind is None else kind
         self.optimizer = optim.SGD(0.5) if optimizer is None else optimizer
         self.module = self.kind.make(self.optimizer)
 
     def other(self, optimizer: optim.Optimizer | None = None) -> Subject:
         """Return a subject of the same kind with equal values."""
-        return Subject(self.name, optimizer or self.optimizer)
+        return Subject(self.name, optimizer or self.optimizer, self.kind)
 
     def of(self, module: nn.Module) -> Subject:
         """Return a subject that is the same but for its module."""

@@ -508,9 +508,22 @@ def _spread(draw: random.Random) -> Call:
     def check(_: Arguments, got: Any) -> None:
         close(got, route.combine_backward(grad, targets, pieces, lengths, size, dtype, rows, 2.0))
 
-    return Call(
-        "combine_backward_", (grad, targets, pieces, rows, lengths, size, dtype, 2.0), check
-    )
+    return Call("combine_backward", (grad, targets, pieces, rows, lengths, size, dtype, 2.0), check)
+
+
+def _spread_in_two(draw: random.Random) -> Call:
+    problem, rows = _pieces(draw)
+    (source, targets, pieces, lengths, numel), dtype = problem, draw.choice(FLOATS)
+    begin, end = draw.choice(list(route_cases.local_parts(problem)))
+    local, grad, size = torch.zeros(end - begin, dtype=dtype), torch.randn(numel), source.numel()
+
+    def check(arguments: Arguments, got: Any) -> None:
+        want = route.combine_backward(grad, targets, pieces, lengths, size, dtype, rows, 2.0)
+        close(got, route_cases.without(want, (begin, end)))
+        close(arguments[7], want[begin:end])
+
+    call = (grad, targets, pieces, rows, lengths, size, 2.0, local, begin)
+    return Call("combine_backward_", call, check)
 
 
 # Quantised tables, memory, random numbers
@@ -584,7 +597,8 @@ CALLS: dict[str, Callable[[random.Random], Call]] = {
     "route_lengths": _route_lengths,
     "route_ids": _route_ids,
     "combine": _combine,
-    "combine_backward_": _spread,
+    "combine_backward": _spread,
+    "combine_backward_": _spread_in_two,
     "quantize_rows_": _quantize_rows,
     "quant_lookup": _quant_lookup,
     "update_rows_": _update_rows,

@@ -43,8 +43,7 @@ def _cache(draw: random.Random) -> tuple[cache_cases.Twin, cache_cases.Groups, T
 
 def _cache_plan(draw: random.Random) -> Call:
     twin, (rows, segments, _, count), lookups = _cache(draw)
-    counts = None if twin.counts is None else twin.counts.clone()
-    state = (twin.tags.clone(), twin.stamps.clone(), counts, twin.counters.clone())
+    state = tuple(t.clone() for t in (twin.tags, twin.stamps, twin.counts, twin.counters))
     clock = torch.tensor([twin.now + 1, twin.now + 1])
     policy = CACHE_POLICY[twin.trace.policy]
 

@@ -179,7 +179,6 @@ def test_batches_in_flight_keep_their_rows() -> None:
 
 def test_counts_saturate() -> None:
     twin, first = _one_set("lfu")
-    assert twin.counts is not None
     twin.counts[60] = twin.model.counts[int(first) + 60] = 2**31 - 3
     for _ in range(3):
         lookups = torch.full((5,), int(first) + 60)
@@ -263,7 +262,7 @@ def test_empty_batch_and_no_cached_table() -> None:
     rows, segments, _, count = group(lookups)
     uncached = twin.tables[:1]
     counters = torch.zeros(2, 8, dtype=torch.int64)
-    state = (twin.tags, twin.stamps, None, counters, torch.tensor([9, 9]))
+    state = (twin.tags, twin.stamps, twin.counts, counters, torch.tensor([9, 9]))
     row_slots, _ = cache.plan_(*state, uncached, rows, segments, count, CACHE_POLICY["lru"])
     assert (row_slots == -1).all()
     assert counters.tolist() == [[0] * 8, [1] + [0] * 7]
@@ -277,7 +276,7 @@ def test_wrong_input_is_refused() -> None:
         given = {
             "tags": twin.tags,
             "stamps": twin.stamps,
-            "counts": None,
+            "counts": torch.zeros(0, dtype=torch.int32),
             "counters": twin.counters,
             "clock": clock,
             "tables": twin.tables,
@@ -309,7 +308,7 @@ def test_wrong_input_is_refused() -> None:
     outside[1, 0] += 10_000
     for call, changed, message in (
         (plan, {"policy": 2}, "policy must be one of .*, got 2"),
-        (plan, {"policy": CACHE_POLICY["lfu"]}, "lfu needs counts"),
+        (plan, {"policy": CACHE_POLICY["lfu"]}, "one entry a cached row = 100, got 0"),
         (
             plan,
             {"policy": CACHE_POLICY["lfu"], "counts": torch.zeros(3).int()},

@@ -365,7 +365,7 @@ def test_opcheck(device: torch.device) -> None:
         "route_lengths": (problem.ids, problem.offsets, *problem.routing, num_bags),
         "route_ids": (*problem[:2], *problem.routing, starts, total, problem.weights),
         "combine": (source, *layout, numel, torch.float16, 0.5),
-        "combine_backward_": (grad, *layout, source.numel(), torch.bfloat16, 2.0),
+        "combine_backward": (grad, *layout, source.numel(), torch.bfloat16, 2.0),
     }
     for name, arguments in cases.items():
         torch.library.opcheck(getattr(ops, name), arguments)
@@ -374,9 +374,11 @@ def test_opcheck(device: torch.device) -> None:
     source, targets, pieces, lengths, numel = _moved(device, problem_of_parts)
     layout, local = (targets, pieces, None, lengths), source[begin:end].clone()
     others = without(source, (begin, end))
-    sizes = {"combine": numel, "combine_backward_": source.numel()}
-    for name, values in (("combine", others), ("combine_backward_", torch.randn_like(grad))):
-        arguments = (values, *layout, sizes[name], torch.float32, 1.0, local, begin)
+    cases = {
+        "combine": (others, *layout, numel, torch.float32, 1.0, local, begin),
+        "combine_backward_": (grad, *layout, source.numel(), 1.0, local, begin),
+    }
+    for name, arguments in cases.items():
         torch.library.opcheck(getattr(ops, name), arguments)
 
 

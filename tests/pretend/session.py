@@ -43,6 +43,7 @@ SHORT = (
     "tests/ops/test_hash.py::test_growth_needs_no_rows",
     "tests/ops/test_route.py::test_combine_and_spread[cuda-out0-dtype0-sums]",
     "tests/ops/test_route.py::test_combine_and_spread[cuda-out0-dtype0-means]",
+    "tests/ops/test_route.py::test_a_part_of_the_source_in_its_own_tensor[cuda-sums-True]",
     "tests/ops/test_route.py::test_gather_segments[cuda-index0-shape0-dtype0]",
     "tests/ops/test_tt.py::test_rows_and_gradients_match_the_reference[cuda-dtype0-readme_small]",
     "tests/ops/test_tt.py::test_rows_and_gradients_match_the_reference[cuda-dtype0-two_cores_odd]",

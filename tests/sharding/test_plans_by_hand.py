@@ -8,15 +8,25 @@ import pytest
 import torch
 from torch import nn
 
-from emblib import EmbeddingBagCollection, EmbeddingBagConfig, optim
+from emblib import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    optim,
+)
 from emblib.sharding import (
     DistributedModelParallel,
     ParameterSharding,
+    RankGroup,
     Shard,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
     ShardingPlan,
     ShardingType,
     World,
     checkpoints,
+    construct_module_plan,
     row_wise,
     table_wise,
 )
@@ -107,6 +117,39 @@ def test_a_plan_with_a_cache_of_an_unknown_dtype_is_no_plan() -> None:
     text = ShardingPlan({"bags": {"a": sharding}}, World(1, 1)).to_json()
     with pytest.raises(ValueError, match="a plan must be what to_json made"):
         ShardingPlan.from_json(text.replace('"float16"', '"float17"'))
+
+
+def _sources() -> dict[type[nn.Module], nn.Module]:
+    bags = [EmbeddingBagConfig(10, 4, "a"), EmbeddingBagConfig(20, 4, "b")]
+    sequences = [EmbeddingConfig(10, 4, "a"), EmbeddingConfig(20, 4, "b")]
+    return {
+        ShardedEmbeddingBagCollection: EmbeddingBagCollection(bags, optimizer=optim.SGD(0.1)),
+        ShardedEmbeddingCollection: EmbeddingCollection(sequences, optimizer=optim.SGD(0.1)),
+    }
+
+
+@pytest.mark.parametrize("kind", _sources(), ids=lambda kind: kind.__name__)
+def test_a_sharded_collection_takes_rules(kind: Any) -> None:
+    source, ranks = _sources()[kind], RankGroup.single()
+    made = kind(source, {"a": row_wise(), "b": table_wise(0)}, ranks)
+    assert made.plan == construct_module_plan(source, GOOD["bags"], World(1, 1))
+
+
+@pytest.mark.parametrize("kind", _sources(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [
+        ({"a": row_wise, "b": row_wise()}, "table a: a rule is made by a call"),
+        ({"a": None, "b": row_wise()}, "table a: a rule is made by a call.*got None"),
+        ({"a": lambda shape, world: 3, "b": row_wise()}, "must return a ParameterSharding, got 3"),
+        (row_wise(), "the plan of a collection must be {table: rule}"),
+        ([row_wise(), row_wise()], "the plan of a collection must be {table: rule}"),
+        (GOOD, "for emblib.sharding.shard"),
+    ],
+)
+def test_a_sharded_collection_refuses_what_is_no_plan(kind: Any, plan: Any, error: str) -> None:
+    with pytest.raises(TypeError, match=error):
+        kind(_sources()[kind], plan, RankGroup.single())
 
 
 def test_paths_of_a_plan() -> None:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic import keys as routing
-from emblib.dynamic.hash_index import HASH_KEYS
+from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK
 from emblib.dynamic.saving import dumps, loading
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpMismatchError, Report
 from emblib.dynamic.saving.entries import Entries, Rows
 from emblib.dynamic.saving.loading import Loaded, TableTarget
+from emblib.tables import state_dicts
 from emblib.tables.locks import atomic
 from emblib.tables.parameters import caller_level
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 CLOCK = "clock"
 HYPER = "hyper"
 INDEX_HASH_KEYS = f"index.{HASH_KEYS}"
+_COLUMNS = ("keys", "stamps", "scores")
 _SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
 
 
@@ -198,28 +200,61 @@ def read_state(
     error_messages: list[str],
 ) -> None:
     """Read what `write_state` wrote (`_load_from_state_dict`); an error changes nothing."""
+    if state_dicts.refuses(module, state_dict, prefix, error_messages):
+        return
     state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
     names, children = state_names(module), [name for name, _ in module.named_children()]
     missing_keys.extend(prefix + key for key in names if key not in state)
     unexpected_keys.extend(
         prefix + key for key in state if key not in names and key.split(".")[0] not in children
     )
-    try:
-        found = _entries_in(module, state)
-        check_hyperparameters(module, state.get(HYPER))
-        for t, entries in found.items():
-            loading.check(target_of(module, t), entries)
-        hash_keys = hash_keys_in(module, found, state.get(INDEX_HASH_KEYS))
-    except (ValueError, TypeError) as error:
-        error_messages.append(f"{prefix}: {error}")
-        return
+    found = _entries_in(module, state)
     replace_tables(
         module,
         found,
         clock=int(state.get(CLOCK, 0)),
         hyperparameters=state.get(HYPER),
-        hash_keys=hash_keys,
+        hash_keys=hash_keys_in(module, found, state.get(INDEX_HASH_KEYS)),
     )
+
+
+def state_problems(
+    module: "DynamicEmbeddingBags", state_dict: Mapping[str, Any], prefix: str
+) -> Iterator[str]:
+    """Yield what is wrong with the entries of a module in a state dict, without its children."""
+    state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+    found = [
+        *_tensor_problems(module, state),
+        *state_dicts.number_problems(state, CLOCK, below=MAX_TICK),
+        *state_dicts.entry_problems(state, {HYPER: module.hyperparams}),
+    ]
+    if not found:
+        try:
+            entries = _entries_in(module, state)
+            for t, those in entries.items():
+                loading.check(target_of(module, t), those)
+            hash_keys_in(module, entries, state.get(INDEX_HASH_KEYS))
+        except (ValueError, TypeError) as error:
+            found.append(str(error))
+    yield from (f"{prefix}{problem}" for problem in found)
+
+
+def _tensor_problems(module: "DynamicEmbeddingBags", state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the entries by key that are no tensors of the dtype and shape of the tables'."""
+    word = torch.empty(0, dtype=torch.int64)
+    for t, name in enumerate(module.table_names):
+        keys = state.get(f"{name}.keys")
+        size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
+        for kind, own in {**dict.fromkeys(_COLUMNS, word), **module.table_rows(t)}.items():
+            key = f"{name}.{kind}"
+            if key in state:
+                problem = state_dicts.tensor_problem(state[key], own, (size, *own.shape[1:]))
+                if problem:
+                    yield f"{key}: {problem}"
+    if INDEX_HASH_KEYS in state:
+        problem = state_dicts.tensor_problem(state[INDEX_HASH_KEYS], word)
+        if problem:
+            yield f"{INDEX_HASH_KEYS}: {problem}"
 
 
 def _entries_in(module: "DynamicEmbeddingBags", state: Mapping[str, Tensor]) -> dict[int, Entries]:
@@ -228,7 +263,7 @@ def _entries_in(module: "DynamicEmbeddingBags", state: Mapping[str, Tensor]) -> 
     for t, name in enumerate(module.table_names):
         columns = {
             kind: state[f"{name}.{kind}"].detach().cpu()
-            for kind in ("keys", "stamps", "scores")
+            for kind in _COLUMNS
             if f"{name}.{kind}" in state
         }
         if "keys" not in columns:

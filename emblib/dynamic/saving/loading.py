@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import HashEntryColumn, HashTableColumn
-from emblib.dynamic.hash_index import HashIndex, RowBuffers
+from emblib.dynamic.hash_index import MAX_TICK, HashIndex, RowBuffers
 from emblib.dynamic.keys import GOLDEN, mix
 from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
@@ -176,7 +176,6 @@ def _noise(shape: tuple[int, ...], step: int) -> Tensor:
 
 
 _AT_ONCE = 1 << 22  # keys that are placed by one call
-_MAX_TICK = 1 << 62
 
 
 def run(function: Callable[[], None]) -> None:
@@ -242,7 +241,12 @@ def check(target: TableTarget, entries: Entries) -> None:
             "key, and these entries have none; give them with dataclasses.replace(entries, "
             "scores=...)"
         )
-    if len(entries) and not 0 <= int(entries.stamps.min()) <= entries.newest_stamp() < _MAX_TICK:
+    counts = entries.scores if target.index.order in ("lfu", "lru_lfu") else None
+    if counts is not None and len(entries) and int(counts.min()) < 0:
+        raise ValueError(
+            f"scores of {target.name!r} are numbers of lookups, got {int(counts.min())}"
+        )
+    if len(entries) and not 0 <= int(entries.stamps.min()) <= entries.newest_stamp() < MAX_TICK:
         raise ValueError(
             f"stamps are ticks in [0, 2^62), those for {target.name!r} are in "
             f"[{int(entries.stamps.min())}, {entries.newest_stamp()}]"

@@ -18,6 +18,7 @@ from emblib.sharding.checkpoints.sharded_table import KeyedRows, ShardedTable
 from emblib.sharding.checkpoints.state_trees import Leaf
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import Shard, Span
+from emblib.tables import state_dicts
 
 KEYS = "keys"
 _NOT_BY_KEY = "clock"  # saved with the keys, but not by key
@@ -74,6 +75,26 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
         else:
             result[key] = value
     return result
+
+
+def check_whole(state: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError unless whole tensors in a state dict have one row per key."""
+    for stem in _stems(state):
+        keys = state[f"{stem}{KEYS}"]
+        if isinstance(keys, KeyedRows):
+            continue
+        problem = state_dicts.tensor_problem(keys, torch.empty(0, dtype=torch.int64), (None,))
+        if problem:
+            raise ValueError(f"{name}.{stem}{KEYS}: {problem}")
+        for key, value in state.items():
+            is_by_key = _stem_of(key) == stem and key.removeprefix(stem) != _NOT_BY_KEY
+            if is_by_key and not isinstance(value, KeyedRows):
+                problem = state_dicts.tensor_problem(value, torch.empty(0))
+                rows = value.shape[0] if not problem and value.dim() else None
+                if problem or rows != len(keys):
+                    raise ValueError(
+                        f"{name}.{key}: {problem or f'must have {len(keys)} rows, got {rows}'}"
+                    )
 
 
 def _stems(state: Mapping[str, Tensor]) -> list[str]:

@@ -4,7 +4,7 @@ The storage of a table defines its tensors and how they are cut (`TensorLayout`)
 storage are saved by key instead (`KeyedTable`).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -24,6 +24,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard
 from emblib.sharding.shared_shards import Shared
 from emblib.storage.base import Storage, TensorLayout
+from emblib.tables import state_dicts
 
 
 @dataclass
@@ -167,7 +168,14 @@ class Table:
 
     def check_parameters(self, given: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters of another table, before any table is written."""
+        for key, own in self.storage.metadata_entries(self.config).items():
+            if key in given:
+                problem = state_dicts.tensor_problem(given[key], own)
+                _raise_first([problem], f"{self.name}.{key}")
         self.storage.check_entries(self.config, given)
+        present = [key for key in self.parameter_names() if key in given]
+        for key, entry in self.entries(present).items():
+            _check_values(given[key], entry, f"{self.name}.{key}")
 
     def set_parameters(self, given: Mapping[str, Tensor]) -> None:
         """Write the parameters that are given."""
@@ -286,16 +294,40 @@ class KeyedTable(Table):
         """Return the names of the entries without which the table cannot be loaded."""
         return ("keys", "weight")
 
+    def check_parameters(self, given: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for entries by key that do not fit, before any table is written."""
+        keyed.check_whole(given, self.name)
+        for handle, part in self._parts_of(given):
+            _raise_first(state_dicts.problems(handle, part, ""), self.name)
+
     def set_parameters(self, given: Mapping[str, Tensor]) -> None:
         """Load into every shard the keys that it owns."""
-        if not {"keys", "weight"} <= given.keys():
-            return
-        for number, handle in self._numbered().items():
-            count = max(len(self.shards), 1)
-            handle.load_state_dict(keyed.part_of(given, number, count))
+        for handle, part in self._parts_of(given):
+            handle.load_state_dict(part)
+
+    def _parts_of(self, given: Mapping[str, Tensor]) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        """Yield each local shard with the entries of the keys that it owns."""
+        if {"keys", "weight"} <= given.keys():
+            for number, handle in self._numbered().items():
+                yield handle, keyed.part_of(given, number, max(len(self.shards), 1))
 
     def _fused_parameter_names(self) -> Sequence[str]:
         return ("weight",)
+
+
+def _check_values(value: Any, entry: Entry, name: str) -> None:
+    """Raise ValueError unless a value, whole or sharded, can be copied to an entry."""
+    if isinstance(value, Tensor) and not isinstance(value, ShardedTable):
+        own = torch.empty(0, dtype=entry.dtype)
+        _raise_first([state_dicts.tensor_problem(value, own)], name)
+    entry.parts_of(value, name)
+
+
+def _raise_first(problems: Iterable[str], name: str) -> None:
+    """Raise ValueError for the first problem with the entries of a table."""
+    problem = next(filter(None, problems), "")
+    if problem:
+        raise ValueError(f"{name}: {problem}")
 
 
 def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Tensor]:

@@ -1,0 +1,93 @@
+"""Stored rows of cached tensor trains in state dicts: their checks, and their number here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib.tables import state_dicts
+
+
+class StoredTables(NamedTuple):
+    """The stored rows of each table of a module.
+
+    Attributes:
+        names: of the tables, `[T]`.
+        first_keys: the key of the first row of each table, and the number of keys, `[T + 1]`.
+        views: `weight` and the optimizer states of each table, `[rows, ...]`.
+    """
+
+    names: Sequence[str]
+    first_keys: Sequence[int]
+    views: Sequence[Mapping[str, Tensor]]
+
+    def entries(self, prefix: str) -> list[dict[str, Tensor]]:
+        """Return the views of each table by their keys in a state dict."""
+        return [
+            {f"{prefix}rows.{name}.{part}": view for part, view in views.items()}
+            for name, views in zip(self.names, self.views, strict=True)
+        ]
+
+    def problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield where stored rows in a state dict, of any number, do not fit their keys."""
+        key, first = f"{prefix}key_of_row", 0
+        tables = self.entries(prefix)
+        if key not in state_dict or any(name not in state_dict for own in tables for name in own):
+            return  # torch names what is missing
+        saved = state_dict[key]
+        problem = state_dicts.key_problem(saved, self.first_keys[-1])
+        if problem:
+            yield f"{key}: {problem}"
+            return
+        for t, own in enumerate(tables):
+            weight = state_dict[next(iter(own))]
+            size = len(weight) if isinstance(weight, Tensor) and weight.dim() else 0
+            for name, view in own.items():
+                value, shape = state_dict[name], (size, *view.shape[1:])
+                problem = state_dicts.tensor_problem(value, view, shape)
+                if problem:
+                    yield f"{name}: {problem}"
+                    return
+            keys = saved[first : first + size]
+            yield from self._key_problems(t, keys[keys >= 0])
+            first += size
+        if first != len(saved):
+            yield f"{key}: there are {len(saved)} keys of {first} stored rows"
+
+    def _key_problems(self, table: int, used: Tensor) -> Iterator[str]:
+        """Yield why keys cannot be those of a table's stored rows."""
+        low, high = self.first_keys[table : table + 2]
+        name, capacity = self.names[table], len(self.views[table]["weight"])
+        if bool(((used < low) | (used >= high)).any()):
+            yield f"key_of_row: keys of table {name!r} must be in [{low}, {high}), got {used}"
+        if len(used) > capacity:
+            yield (
+                f"the state dict has {len(used)} stored rows of table {name!r}, this module has "
+                f"{capacity}: construct it with a larger TTCache, or call empty_cache() before "
+                "saving"
+            )
+
+    def resized(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+        """Return entries without problems in the sizes of the views, where they have others."""
+        saved = state_dict.get(f"{prefix}key_of_row")
+        tables = self.entries(prefix)
+        if saved is None or any(key not in state_dict for own in tables for key in own):
+            return {}
+        entries, keys, first = {}, [], 0
+        for own in tables:
+            name, weight = next(iter(own.items()))
+            size, capacity = len(state_dict[name]), len(weight)
+            those = saved[first : first + size]
+            first += size
+            if size != capacity:
+                used = (those >= 0).nonzero().squeeze(1)
+                for key, view in own.items():
+                    source = state_dict[key]
+                    entries[key] = torch.zeros_like(view)
+                    entries[key][: len(used)] = source[used.to(source.device)].to(view)
+                those = torch.cat([those[used], those.new_full((capacity - len(used),), -1)])
+            keys.append(those)
+        return {**entries, f"{prefix}key_of_row": torch.cat(keys)}

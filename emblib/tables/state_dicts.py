@@ -1,0 +1,223 @@
+"""Checks of state dicts before the first write: a table module loads all of its state, or nothing.
+
+torch loads module by module, so that an entry which does not fit is found when others are written
+already. Here the module that torch reaches first checks the entries of all modules below it. Each
+module with entries of its own says what is wrong with them (`ChecksState`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from emblib.columns import Hyper
+
+_REFUSED = "(refused)"  # under the prefix of a module whose entries are not to be loaded
+
+
+@runtime_checkable
+class ChecksState(Protocol):
+    """A module that checks its own entries of a state dict, those of its children excluded."""
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterable[str]:
+        """Yield what is wrong with the entries, each with its key; missing ones are not wrong."""
+
+
+def refuses(
+    module: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    prefix: str,
+    errors: list[str],
+    found: Iterable[str] = (),
+) -> bool:
+    """Return whether a module must load nothing; for the start of `_load_from_state_dict`.
+
+    If an entry of the module or of one below it is wrong, `errors` says why, and the entries are
+    taken out of `state_dict`, from which torch loads the modules below.
+
+    `found` are problems that the module found itself; no others are looked for then.
+    """
+    if state_dict.pop(prefix + _REFUSED, None):
+        return True
+    found = list(found) or list(problems(module, state_dict, prefix))
+    if not found:
+        return False
+    errors.extend(found)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        del state_dict[key]
+    for path, part in _parts(module, prefix):
+        if isinstance(part, ChecksState):
+            if part is not module:
+                state_dict[path + _REFUSED] = True
+        elif _is_plain(part):
+            state_dict.update(own_tensors(part, path))
+    return True
+
+
+def entry_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield what is wrong with the entries that are copied into `targets`, by their keys."""
+    for key, own in targets.items():
+        if key in state_dict:
+            is_hyper = key.rpartition(".")[2] == "hyper"
+            problem = (hyper_problem if is_hyper else copy_problem)(state_dict[key], own)
+            if problem:
+                yield f"{key}: {problem}"
+
+
+def tensor_problem(value: Any, own: Tensor, shape: tuple[int | None, ...] | None = None) -> str:
+    """Return why a value cannot be copied to a tensor of the dtype of `own`; "" if it can.
+
+    Integers must stay what they are; floats are rounded, as torch does it. `shape` is what it must
+    have: None is any size, and for the whole any shape.
+    """
+    if not isinstance(value, Tensor):
+        return f"must be a tensor, got {type(value).__name__}"
+    if value.layout is not torch.strided or (value.is_meta and not own.is_meta):
+        return f"must be a dense tensor with values, got {value.layout} on {value.device}"
+    if shape is not None and (
+        value.dim() != len(shape)
+        or any(want not in (None, size) for want, size in zip(shape, value.shape, strict=True))
+    ):
+        return (
+            f"size mismatch: it has shape {tuple(value.shape)}, this module's is "
+            f"{tuple('any' if n is None else n for n in shape)}; the checkpoint is of another "
+            "table or optimizer, or damaged; without this key and with strict=False the rest can "
+            "be loaded"
+        )
+    if value.is_complex() > own.is_complex():
+        return f"must be real, got {value.dtype}"
+    if own.is_floating_point() or own.is_complex() or value.dtype == own.dtype or value.is_meta:
+        return ""
+    is_integer = not value.is_floating_point() and value.dtype is not torch.bool
+    if not is_integer or not torch.equal(value.to(own.dtype).to(value.dtype), value):
+        return f"must be integers in the range of {own.dtype}, got {value.dtype}"
+    return ""
+
+
+def copy_problem(value: Any, own: Tensor) -> str:
+    """Return why a value cannot be copied to `own`; "" if it can."""
+    return tensor_problem(value, own, tuple(own.shape))
+
+
+def hyper_problem(value: Any, own: Tensor) -> str:
+    """Return why a value cannot be the hyperparameters of an optimizer; "" if it can."""
+    problem = copy_problem(value, own)
+    if problem or value.is_meta or own.is_meta:
+        return problem
+    numbers, here = value.double().tolist(), own.tolist()
+    whole = (Hyper.STEP, Hyper.SEED)
+    for i, (number, known) in enumerate(zip(numbers, here, strict=True)):
+        low = -1.0 if i == Hyper.SEED else 0.0
+        is_in_range = abs(number) < float("inf") and (number >= low or known < low)
+        if number != known and not (is_in_range and (i not in whole or number == int(number))):
+            name = Hyper(i).name.lower() if i < Hyper.OPTIMIZER_ARGS else f"number {i}"
+            kind = "an integer" if i in whole else "finite and"
+            return f"{name} must be {kind} >= {low:g}, got {number}"
+    return ""
+
+
+def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield what is wrong with entries of counts: as `entry_problems`, and none is negative."""
+    found = dict.fromkeys(entry_problems(state_dict, targets))
+    yield from found
+    for key in targets:
+        if key in state_dict and not any(problem.startswith(f"{key}: ") for problem in found):
+            value = state_dict[key]
+            if not value.is_meta and not bool((value >= 0).all()):
+                yield f"{key}: counts must be >= 0, got {value}"
+            elif value.is_floating_point() and not bool(value.isfinite().all()):
+                yield f"{key}: sums must be finite, got {value}"
+
+
+def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iterator[str]:
+    """Yield what is wrong with an entry of one integer in `[0, below)`."""
+    if key in state_dict:
+        value = state_dict[key]
+        problem = tensor_problem(value, torch.empty(0, dtype=torch.int64))
+        if not problem and (value.numel() != 1 or not 0 <= int(value) < below):
+            problem = f"must be one number in [0, {below}), got {value}"
+        if problem:
+            yield f"{key}: {problem}"
+
+
+def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
+    """Return why a tensor is no list of distinct ids below `limit`, -1 for none; "" if it is."""
+    problem = tensor_problem(keys, torch.empty(0, dtype=torch.int64), (size,))
+    if problem:
+        return problem
+    used = keys[keys >= 0]
+    if bool((keys < -1).any()) or bool((used >= limit).any()):
+        return f"must be ids of a table of {limit} rows, or -1, got {keys}"
+    if used.unique().numel() < used.numel():
+        return f"each id must be there once, got {used}"
+    return ""
+
+
+def problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield what is wrong with the entries of a module and of all modules below it."""
+    for path, part in _parts(module, prefix):
+        if isinstance(part, ChecksState):
+            yield from part.state_problems(state_dict, path)
+        elif _is_plain(part):
+            yield from entry_problems(state_dict, own_tensors(part, path))
+
+
+def _parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in module.named_modules():
+        yield (f"{prefix}{name}." if name else prefix), part
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+
+
+def own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Return the parameters and buffers that torch loads into a module."""
+    buffers = {
+        k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set
+    }
+    return {
+        prefix + name: tensor.detach()
+        for name, tensor in {**module._parameters, **buffers}.items()
+        if tensor is not None
+    }
+
+
+def check_keys(expected: Iterable[str], state_dict: Mapping[str, Any]) -> None:
+    """Raise RuntimeError where keys are missing or unexpected, before anything is written."""
+    keys = set(expected)
+    missing, unexpected = sorted(keys - state_dict.keys()), sorted(state_dict.keys() - keys)
+    if missing or unexpected:
+        raise RuntimeError(
+            f"the state dict must have the keys of this module: missing are {missing}, unexpected "
+            f"{unexpected}; strict=False loads what there is"
+        )
+
+
+def sources(
+    targets: Mapping[str, Tensor],
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+) -> dict[str, Tensor]:
+    """Select the entries of a state dict that `targets` names, as `_load_from_state_dict` does.
+
+    Missing keys and unexpected keys are appended to the lists.
+    """
+    given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+    found = {key: state_dict[prefix + key] for key in given if key in targets}
+    missing_keys.extend(prefix + key for key in targets if key not in found)
+    unexpected_keys.extend(prefix + key for key in sorted(given) if key not in targets)
+    return found
+
+
+def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, copied where they share memory with their targets."""
+    return {
+        key: tensor.clone() if tensor.data_ptr() == targets[key].data_ptr() else tensor
+        for key, tensor in tensors.items()
+    }
