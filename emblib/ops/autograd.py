@@ -147,11 +147,17 @@ class UpdateRule(NamedTuple):
     name: str
     max_gradient: float | None
     gradient: Gradient | None
+    maximize: bool
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "UpdateRule":
         """Return the rule of an optimizer."""
-        return cls(optimizer.name, optimizer.max_gradient, optimizer.leaves_gradient)
+        gradient, maximize = optimizer.leaves_gradient, optimizer.maximize
+        return cls(optimizer.name, optimizer.max_gradient, gradient, maximize)
+
+    def descent(self, grad: Tensor) -> Tensor:
+        """Return the gradient to descend along: negated to maximize."""
+        return -grad if self.maximize else grad
 
 
 class FusedLookup(torch.autograd.Function):
@@ -278,7 +284,7 @@ def update_in_backward(
         if is_finite is not None:  # without rows nothing is updated
             count = locations.groups.count * is_finite
             locations = locations._replace(groups=locations.groups._replace(count=count))
-        _make_step(tiers, rule.name, grad, batch, locations, row_weights, counted)
+        _make_step(tiers, rule, grad, batch, locations, row_weights, counted)
         if is_finite is not None:
             tiers.hyperparams[Hyper.STEP].add_(is_finite).sub_(1)
     if batch.hooks is not None:
@@ -288,7 +294,7 @@ def update_in_backward(
 
 def _make_step(
     tiers: Tiers,
-    optimizer: str,
+    rule: UpdateRule,
     grad: Tensor,
     batch: Lookup,
     locations: RowLocations,
@@ -298,7 +304,7 @@ def _make_step(
     """Count a step and update rows; an update that raises counts as no step."""
     tiers.hyperparams[Hyper.STEP].add_(counted)
     try:
-        _update(tiers, optimizer, grad, batch, locations, row_weights)
+        _update(tiers, rule.name, rule.descent(grad), batch, locations, row_weights)
     except BaseException:
         tiers.hyperparams[Hyper.STEP].sub_(1)
         raise
@@ -334,7 +340,7 @@ def apply_row_gradients(
 
     Gradients of a row that occurs several times are added up.
     """
-    _make_step(tiers, optimizer.name, gradients, batch, locations, None)
+    _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None)
 
 
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:

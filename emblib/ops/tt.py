@@ -491,7 +491,7 @@ def _update(
 ) -> None:
     """Apply one step of the optimizer to the core rows that the batch uses."""
     all_states = [state for of_core in states for state in of_core]
-    optimizer = codes.OPTIMIZER[rule.name]
+    optimizer, grad = codes.OPTIMIZER[rule.name], rule.descent(grad)
     if _has_whole_passes(batch):
         tt_backward_(
             cores,
@@ -567,7 +567,8 @@ def update_cores(
     updated = 0
     try:
         for core, state, grad, first in zip(cores, states, grads, first_rows, strict=True):
-            _ops.update_rows_(core, state, hyper, codes.OPTIMIZER[rule.name], grad, first)
+            code = codes.OPTIMIZER[rule.name]
+            _ops.update_rows_(core, state, hyper, code, rule.descent(grad), first)
             updated += 1
     except BaseException:
         if not updated:  # else cores have taken this step

@@ -11,7 +11,6 @@ State dicts have entries per table, so that they fit any placement, device and g
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -24,7 +23,6 @@ from emblib.ops import autograd, codes, tbe
 from emblib.optim import (
     FUSED,
     SGD,
-    Counter,
     External,
     Gradient,
     Optimizer,
@@ -38,7 +36,7 @@ from emblib.specs import (
     brief,
     check_count,
 )
-from emblib.tables import parameters
+from emblib.tables import hyperparameters, parameters
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
@@ -189,7 +187,7 @@ class FusedTables(nn.Module):
             len(self._layout), len(FeatureColumn), dtype=torch.int64, device=device
         )
         self.register_buffer("features", features)
-        self.register_buffer("hyper", self._initial_hyperparams().to(device))
+        self.register_buffer("hyper", self.initial_hyperparams().to(device))
         grad_anchor = torch.zeros((), device=device, requires_grad=True)
         self.register_buffer("grad_anchor", grad_anchor, persistent=False)
         counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -275,6 +273,7 @@ class FusedTables(nn.Module):
         self.hyperparams[Hyper.LEARNING_RATE].fill_(
             lr
         )  # a kernel argument; `= lr` might copy from the host
+        hyperparameters.notify_followers(self, lr)
 
     @atomic
     def set_hyperparameters(self, **changes: Any) -> None:
@@ -289,21 +288,24 @@ class FusedTables(nn.Module):
         """
         if not autograd.is_fused(self.optimizer):
             raise RuntimeError("optim.External has no numbers; set those of your optimizer")
-        rate = self.learning_rate
-        changed = replace(self.optimizer, **{"lr": rate, **changes})
-        if (changed.name, changed.states) != (self.optimizer.name, self.optimizer.states):
-            raise ValueError(
-                f"{changes} make another kind of optimizer, {changed.name} with the states "
-                f"{[state.name for state in changed.states]}; make a new module and load the "
-                "weights into it"
-            )
-        self.optimizer = changed
-        values = self._initial_hyperparams()
-        if isinstance(getattr(changed, "counter", None), Counter):
-            values = values[:-1]  # the largest row count is measured, not set
-        # The step is not written: another thread may be counting it.
-        for numbers in (slice(Hyper.STEP), slice(Hyper.STEP + 1, len(values))):
-            self.hyperparams[numbers].copy_(values[numbers])
+        hyperparameters.set_fields(self, changes)
+
+    @torch.no_grad()
+    def load_hyperparams(self, values: Tensor) -> None:
+        """Take over saved `hyperparams`, the step among them.
+
+        Raises:
+            ValueError: numbers that the optimizer cannot have; nothing is changed.
+        """
+        hyperparameters.adopt(self, values)
+        self.hyperparams.copy_(values)
+
+    def initial_hyperparams(self) -> Tensor:
+        """Return the optimizer's numbers before the first step, on the CPU."""
+        hyper = self.optimizer.hyperparams()
+        if self.precision.stochastic_rounding is not None:
+            hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)
+        return hyper
 
     @atomic
     @torch.no_grad()
@@ -350,13 +352,6 @@ class FusedTables(nn.Module):
         """Return all memory of the module as the ops take it."""
         raise NotImplementedError
 
-    def _initial_hyperparams(self) -> Tensor:
-        """Return the optimizer's numbers before the first step, on the CPU."""
-        hyper = self.optimizer.hyperparams()
-        if self.precision.stochastic_rounding is not None:
-            hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)
-        return hyper
-
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train the tables of a parameter from the next forward on, or freeze them."""
         self._frozen = not trained
@@ -379,7 +374,7 @@ class FusedTables(nn.Module):
         return self._untrained
 
     def _reset_common(self) -> None:
-        self.hyperparams.copy_(self._initial_hyperparams())
+        self.load_hyperparams(self.initial_hyperparams())
         self._restore()
 
     def _restore(self) -> None:
@@ -410,6 +405,9 @@ class FusedTables(nn.Module):
                 f"module's are {self._layout[:4]}"
             )
             return
+        numbers = state_dict.get(f"{prefix}hyper")
+        if isinstance(numbers, Tensor) and numbers.shape == self.hyperparams.shape:
+            hyperparameters.adopt(self, numbers)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._restore()
 
@@ -419,7 +417,7 @@ class FusedTables(nn.Module):
         with torch._C.DisableTorchFunctionSubclass():  # of `IncompleteParameter`
             super()._apply(ops.keep_dtype(fn), recurse)
         if is_lost and not self.hyperparams.is_meta:
-            self.hyperparams.copy_(self._initial_hyperparams())
+            self.load_hyperparams(self.initial_hyperparams())
         self._restore()
         return self
 

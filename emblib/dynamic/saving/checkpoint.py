@@ -290,7 +290,7 @@ def replace_tables(
     else:
         module.index.set_tick(max([clock, module.index.tick, *newest]))
     if hyperparameters is not None:
-        module.hyperparams.copy_(hyperparameters)
+        module.load_hyperparams(hyperparameters)
     restart_eviction_log(module)
     left_out = {name: done.left_out for name, done in loaded.items() if done.left_out}
     if left_out:
