@@ -173,7 +173,7 @@ class FusedTables(nn.Module):
         dims = {spec.dim for spec in self.tables}
         if has_gradient and len(dims) == 1:
             weights = weights.view(-1, *dims)
-        self.weights = nn.Parameter(weights, requires_grad=has_gradient)
+        self.weights = nn.Parameter(weights)
         for state, tensor in zip(self.optimizer.states, states, strict=True):
             self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
 

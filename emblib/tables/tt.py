@@ -162,12 +162,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             check_ranks(spec.ranks, spec.row_factors, spec.dim_factors)
 
     def _allocate(self, device: torch.device) -> None:
-        has_gradient = not autograd.updates_in_backward(self.optimizer)
         shapes = [shape for spec in self.tables for shape in _shapes(spec, device).shapes()]
         dtype = self.precision.weights
         self.cores = Cores(
-            nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=has_gradient)
-            for shape in shapes
+            nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape in shapes
         )
         for k, (p, width) in enumerate(shapes):
             for state in self.optimizer.states:

@@ -23,6 +23,7 @@ from emblib.storage.base import NO_UPDATE
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.base import FusedTables
 from emblib.tables.hyperparameters import numbers_of
+from emblib.tables.parameters import is_updated_in_backward
 
 
 @runtime_checkable
@@ -572,5 +573,6 @@ def in_backward_optimizer_filter(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters without an optimizer in backward; with `include`, those with one."""
     for name, parameter in named_parameters:
-        if hasattr(parameter, _MARK) is include:
+        is_marked = hasattr(parameter, _MARK) or is_updated_in_backward(parameter)
+        if is_marked is include:
             yield name, parameter
