@@ -96,7 +96,7 @@ def load_optimizer_state(
     handle_of = {id(handle.kernel): handle for handle in handles.values()}
     for kernel, numbers in newest.values():
         for updating in handle_of[id(kernel)].fused_kernels():
-            updating.hyperparams.copy_(numbers)
+            updating.load_hyperparams(numbers)
             updating.set_step(int(numbers[1]))
         handle_of[id(kernel)].commit()
 

@@ -308,7 +308,7 @@ class TableCollection(nn.Module):
             block = (0, 1) if part.storage.is_keyed else None
             part.storage.copy_slice(part, source, handle, block)
             if hasattr(handle.kernel, "hyperparams"):
-                handle.kernel.hyperparams.copy_(source.kernel.hyperparams)
+                handle.kernel.load_hyperparams(source.kernel.hyperparams)
         groups.adopt(before)
         groups.train(self.training)
         self._set_groups(groups)

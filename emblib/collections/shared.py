@@ -231,7 +231,7 @@ class SharedTable:
         for name in targets.keys() & views.keys():
             targets[name].copy_(views[name])
         if before.optimizer == kernel.optimizer:
-            kernel.hyperparams.copy_(before.hyperparams)
+            kernel.load_hyperparams(before.hyperparams)
         self.handle.adopt(source)
         self.groups.replace_handle(0, self.handle)
 

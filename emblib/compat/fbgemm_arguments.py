@@ -488,10 +488,21 @@ _UPDATED = {
 }
 
 
+def _with_numbers_of(bags: TableBatchedEmbeddingBags, a: SimpleNamespace) -> SimpleNamespace:
+    """Return the arguments with the numbers that act now, which a checkpoint may have set."""
+    current = SimpleNamespace(**vars(a))
+    current.learning_rate, now = bags.learning_rate, bags.optimizer
+    current.eps = getattr(now, "eps", a.eps)
+    current.beta1, current.beta2 = getattr(now, "betas", (a.beta1, a.beta2))
+    decay = getattr(now, "global_decay", None) or now.weight_decay
+    if decay is not None:
+        current.weight_decay = decay.rate
+    return current
+
+
 def update(bags: TableBatchedEmbeddingBags, a: SimpleNamespace, new: Mapping[str, float]) -> None:
     """Change arguments `a` and the optimizer; arguments it lacks are only stored in `a`."""
-    changed = SimpleNamespace(**vars(a))
-    changed.learning_rate = bags.learning_rate
+    changed = _with_numbers_of(bags, a)
     for name, value in new.items():
         if name in _UPDATED:
             setattr(changed, _UPDATED[name], value)

@@ -689,6 +689,11 @@ class CachedTTEmbeddingBags(nn.Module):
         self.trains.set_learning_rate(lr)
         self.rows.set_learning_rate(lr)
 
+    def load_hyperparams(self, values: Tensor) -> None:
+        """Take over saved numbers of the optimizer, for cores and stored rows."""
+        self.trains.load_hyperparams(values)
+        self.rows.load_hyperparams(values)
+
     def nbytes(self) -> dict[str, int]:
         """Return bytes by use.
 

@@ -149,11 +149,17 @@ class UpdateRule(NamedTuple):
     name: str
     max_gradient: float | None
     gradient: Gradient | None
+    maximize: bool
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "UpdateRule":
         """Return the rule of an optimizer."""
-        return cls(optimizer.name, optimizer.max_gradient, optimizer.leaves_gradient)
+        gradient, maximize = optimizer.leaves_gradient, optimizer.maximize
+        return cls(optimizer.name, optimizer.max_gradient, gradient, maximize)
+
+    def descent(self, grad: Tensor) -> Tensor:
+        """Return the gradient to descend along: negated to maximize."""
+        return -grad if self.maximize else grad
 
 
 class FusedLookup(torch.autograd.Function):
@@ -283,7 +289,7 @@ def update_in_backward(
             count = locations.groups.count * is_finite
             locations = locations._replace(groups=locations.groups._replace(count=count))
             counted = is_finite.to(tiers.hyperparams.dtype)
-        _make_step(tiers, rule.name, grad, batch, locations, row_weights, counted)
+        _make_step(tiers, rule, grad, batch, locations, row_weights, counted)
     if batch.hooks is not None:
         batch.hooks.after_update()
     return overflow, sample_grad
@@ -291,7 +297,7 @@ def update_in_backward(
 
 def _make_step(
     tiers: Tiers,
-    optimizer: str,
+    rule: UpdateRule,
     grad: Tensor,
     batch: Lookup,
     locations: RowLocations,
@@ -300,7 +306,7 @@ def _make_step(
 ) -> None:
     """Count a step and update rows, both or neither, whatever interrupts it."""
     step = tiers.hyperparams[Hyper.STEP]
-    update = _update_call(tiers, optimizer, grad, batch, locations, row_weights)
+    update = _update_call(tiers, rule.name, rule.descent(grad), batch, locations, row_weights)
     if torch.compiler.is_compiling():
         step.add_(counted)
         update()
@@ -342,7 +348,7 @@ def apply_row_gradients(
     Gradients of a row that occurs several times are added up. `counted` is what the step adds to
     the number of steps: 0 for one whose gradients are not finite.
     """
-    _make_step(tiers, optimizer.name, gradients, batch, locations, None, counted)
+    _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None, counted)
 
 
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:

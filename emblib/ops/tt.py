@@ -493,7 +493,7 @@ def _update(
 ) -> None:
     """Apply one step of the optimizer to the core rows that the batch uses."""
     all_states = [state for of_core in states for state in of_core]
-    optimizer = codes.OPTIMIZER[rule.name]
+    optimizer, grad = codes.OPTIMIZER[rule.name], rule.descent(grad)
     if _has_whole_passes(batch):
         torch.autograd.graph.increment_version(cores)  # first, lest an interrupt omit it
         tt_backward_(
@@ -562,7 +562,7 @@ def update_cores(
         grads = [torch.where(is_finite, grad, 0.0) for grad in grads]  # zeros update no row
     optimizer = codes.OPTIMIZER[rule.name]
     updates = [
-        partial(_ops.update_rows_.default, core, state, hyper, optimizer, grad, first)
+        partial(_ops.update_rows_.default, core, state, hyper, optimizer, rule.descent(grad), first)
         for core, state, grad, first in zip(cores, states, grads, first_rows, strict=True)
     ]
     _make_step(cores, hyper, grads[0], updates, is_finite)

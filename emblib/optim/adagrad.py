@@ -1,8 +1,8 @@
 """Adagrad, row-wise Adagrad, and variants that depend on how often a row was seen."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -97,6 +97,19 @@ class Counter:
             return (*own, self.threshold.fraction_of_largest, 1.0, 1.0)
         return (*own, self.threshold, 0.0, 1.0)
 
+    def with_parameters(self, numbers: Sequence[float]) -> "Counter":
+        """Return this counter with the numbers that `parameters` returned."""
+        halflife, _, _, start, bound, tail, threshold, is_relative, _ = numbers
+        tails = (TailRate.RAISED, TailRate.LOWERED, TailRate.BY_COUNT)
+        return replace(
+            self,
+            halflife=halflife,
+            start=int(start),
+            bound=bound,
+            tail=TailRate.EQUAL if tail < 0 else tails[int(tail)],
+            threshold=RelativeThreshold(threshold) if is_relative else threshold,
+        )
+
 
 @dataclass(frozen=True)
 class CowClip:
@@ -169,6 +182,9 @@ class Adagrad(Optimizer):
         """Return `(eps,)`."""
         return (self.eps,)
 
+    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+        return {"eps": numbers[0]}
+
 
 @dataclass(frozen=True)
 class RowwiseAdagrad(Optimizer):
@@ -210,6 +226,21 @@ class RowwiseAdagrad(Optimizer):
                 "global_decay is the weight decay: weight_decay and counter must be None, got "
                 f"{self.weight_decay!r} and {self.counter!r}"
             )
+
+    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+        if self.name == "rowwise_adagrad":
+            return {"eps": numbers[0]}
+        found: dict[str, Any] = {"eps": numbers[0], "max_norm": numbers[1]}
+        own = numbers[2:]
+        if isinstance(self.counter, Counter):
+            found["counter"] = self.counter.with_parameters(own)
+            kind = (None, L2, Decoupled, AdagradW)[int(own[1])]
+            found["weight_decay"] = None if kind is None else kind(own[2])
+        elif isinstance(self.counter, CowClip):
+            found["counter"] = CowClip(*own)
+        elif self.global_decay is not None:
+            found["global_decay"] = GlobalDecay(own[0], int(own[2]), own[1])
+        return found
 
     @property
     def name(self) -> str:
@@ -291,6 +322,9 @@ class EnsembleRowwiseAdagrad(Optimizer):
     def parameters(self) -> tuple[float, ...]:
         """Return `(eps,)`."""
         return (self.eps,)
+
+    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+        return {"eps": numbers[0]}
 
 
 def ensemble_(

@@ -1,7 +1,7 @@
 """Adam and LAMB, and their variants with one second moment per row."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from emblib.optim.base import Decoupled, Optimizer, State, check_number
 
@@ -31,6 +31,10 @@ class Adam(Optimizer):
     def parameters(self) -> tuple[float, ...]:
         """Return `(beta1, beta2, eps)`."""
         return (*self.betas, self.eps)
+
+    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+        beta1, beta2, eps = numbers
+        return {"betas": (beta1, beta2), "eps": eps}
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,11 @@ class LAMB(Optimizer):
     def parameters(self) -> tuple[float, ...]:
         """Return `(beta1, beta2, eps, rate of the weight decay)`."""
         return (*self.betas, self.eps, self._rate())
+
+    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+        beta1, beta2, eps, rate = numbers
+        decay = self._with_rate(Decoupled, rate)
+        return {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
 
     def _decay_head(self) -> tuple[float, float]:
         return (0.0, 0.0)

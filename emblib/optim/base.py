@@ -1,12 +1,14 @@
 """The base of all optimizers with its kinds of weight decay; SGD, LARS, FTRL and `External`."""
 
 import math
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from emblib.columns import Hyper
 from emblib.specs import Choice, brief
 
 
@@ -73,12 +75,14 @@ class Optimizer:
         deferred: False applies the optimizer in backward. True leaves a sparse gradient on the
             parameter of each table, as `nn.EmbeddingBag(sparse=True)` does, which the `step` of
             `FusedOptimizer` applies: gradients can be accumulated, unscaled and clipped before.
+        maximize: negate the gradient, before weight decay, as `torch.optim` does.
     """
 
     lr: float
     weight_decay: WeightDecay | None = field(default=None, kw_only=True)
     max_gradient: float | None = field(default=None, kw_only=True)
     deferred: bool = field(default=False, kw_only=True)
+    maximize: bool = field(default=False, kw_only=True)
 
     functor: ClassVar[str] = ""
     kept: ClassVar[tuple[State, ...]] = ()
@@ -127,6 +131,29 @@ class Optimizer:
             decay.rate if isinstance(decay, L2) else 0.0,
             decay.rate if isinstance(decay, Decoupled) else 0.0,
         )
+
+    def with_hyperparams(self, numbers: Sequence[float]) -> Self:
+        """Return this optimizer with the numbers of `hyperparams`, except for the learning rate.
+
+        Raises:
+            ValueError: numbers that it cannot have.
+        """
+        kind: Any = Decoupled if numbers[Hyper.DECAY] else L2
+        rate = numbers[Hyper.DECAY] or numbers[Hyper.L2]
+        if not rate and self.weight_decay is not None:
+            kind = type(self.weight_decay)
+        changes: dict[str, Any] = {"weight_decay": self._with_rate(kind, rate)}
+        changes |= self._fields_of(tuple(numbers[Hyper.OPTIMIZER_ARGS :]))
+        changed = replace(self, **changes)
+        return self if changed == self else changed  # prepared calls compare by identity
+
+    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+        """Return the fields that `parameters` packed into these numbers."""
+        return {}
+
+    def _with_rate(self, kind: Any, rate: float) -> Any:
+        """Return a decay of a kind; None for a rate of 0 where there is none."""
+        return None if not rate and self.weight_decay is None else kind(rate)
 
     def _rate(self) -> float:
         """Return the rate of a decay inside the functor."""
@@ -182,6 +209,10 @@ class LARS(Optimizer):
         """Return `(momentum, eta, rate of the weight decay)`."""
         return (self.momentum, self.eta, self._rate())
 
+    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+        momentum, eta, rate = numbers
+        return {"momentum": momentum, "eta": eta, "weight_decay": self._with_rate(L2, rate)}
+
     def _decay_head(self) -> tuple[float, float]:
         return (0.0, 0.0)
 
@@ -218,6 +249,9 @@ class FTRL(Optimizer):
         """Return `(beta, l1, l2)`."""
         return (self.beta, self.l1, self.l2)
 
+    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+        return dict(zip(("beta", "l1", "l2"), numbers, strict=True))
+
 
 @dataclass(frozen=True)
 class External(Optimizer):
@@ -238,6 +272,11 @@ class External(Optimizer):
         if self.deferred:
             raise ValueError(
                 "External makes no update that could be deferred; leave deferred out, and step "
+                "your own optimizer"
+            )
+        if self.maximize:
+            raise ValueError(
+                "External makes no update that could maximize; leave maximize out, and give it to "
                 "your own optimizer"
             )
         object.__setattr__(self, "gradient", Gradient(self.gradient))

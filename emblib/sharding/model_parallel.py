@@ -30,6 +30,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import Rules, collections_of, shard
 from emblib.sharding.sharded_tables import GradientReduction, ReplicatedTables
 from emblib.sharding.sharding_types import World
+from emblib.tables.parameters import is_updated_in_backward
 
 if TYPE_CHECKING:
     from emblib.collections.optimizers import FusedOptimizer
@@ -126,8 +127,9 @@ class DistributedModelParallel(nn.Module):
                 "the dense part is on the meta device, since the model was made with "
                 "init_parameters=False: allocate and load it, then call wrap_dense"
             )
+        trained = any(p.requires_grad and not is_updated_in_backward(p) for p in dense)
         # DDP refuses a model that has nothing for it.
-        if how is not None and self.dense_ranks.size > 1 and any(p.requires_grad for p in dense):
+        if how is not None and self.dense_ranks.size > 1 and trained:
             self._wrapped = how.wrap(bare, self.dense_ranks, ignored)
             mark_dense(bare, self.dense_ranks)
 

@@ -219,7 +219,7 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
         from_kernel, to_kernel = from_handle.kernel, to_handle.kernel
         trained = hasattr(to_kernel, "hyperparams") and hasattr(from_kernel, "hyperparams")
         if trained and to_kernel.optimizer == from_kernel.optimizer:
-            to_kernel.hyperparams.copy_(from_kernel.hyperparams)
+            to_kernel.load_hyperparams(from_kernel.hyperparams)
 
 
 @torch.no_grad()

@@ -537,6 +537,10 @@ class ComposedKernel(nn.Module):
         """Return the numbers of the optimizer."""
         return self.dense.hyperparams
 
+    def load_hyperparams(self, values: Tensor) -> None:
+        """Take over saved `hyperparams`."""
+        self.dense.load_hyperparams(values)
+
     def set_step(self, step: int) -> None:
         """Continue counting updates from `step`."""
         self.dense.set_step(step)

@@ -117,8 +117,6 @@ class TTHandle(TableHandle):
         frozen = kernel._frozen_cores
         for k, core in zip(kernel._cores_of(self.index), self.cores, strict=True):
             if autograd.updates_in_backward(kernel.optimizer):
-                marked: Any = core
-                marked.flag_tells = True
                 core.requires_grad_(k not in frozen)
             mark(core, self, kernel.optimizer)
         kernel._mark_parameters()

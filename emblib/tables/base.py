@@ -11,7 +11,6 @@ State dicts have entries per table, so that they fit any placement, device and g
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -24,7 +23,6 @@ from emblib.ops import autograd, codes, tbe
 from emblib.optim import (
     FUSED,
     NO_UPDATE,
-    Counter,
     External,
     Gradient,
     Optimizer,
@@ -38,7 +36,7 @@ from emblib.specs import (
     brief,
     check_count,
 )
-from emblib.tables import parameters, state_dicts
+from emblib.tables import hyperparameters, parameters, state_dicts
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, first_violation, report_of
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
@@ -177,7 +175,7 @@ class FusedTables(nn.Module):
         dims = {spec.dim for spec in self.tables}
         if has_gradient and len(dims) == 1:
             weights = weights.view(-1, *dims)
-        self.weights = nn.Parameter(weights, requires_grad=has_gradient)
+        self.weights = nn.Parameter(weights)
         for state, tensor in zip(self.optimizer.states, states, strict=True):
             self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
 
@@ -191,7 +189,7 @@ class FusedTables(nn.Module):
             len(self._layout), len(FeatureColumn), dtype=torch.int64, device=device
         )
         self.register_buffer("features", features)
-        self.register_buffer("hyper", self._initial_hyperparams().to(device))
+        self.register_buffer("hyper", self.initial_hyperparams().to(device))
         grad_anchor = torch.zeros((), device=device, requires_grad=True)
         self.register_buffer("grad_anchor", grad_anchor, persistent=False)
         counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -279,6 +277,7 @@ class FusedTables(nn.Module):
         self.hyperparams[Hyper.LEARNING_RATE].fill_(
             lr
         )  # a kernel argument; `= lr` might copy from the host
+        hyperparameters.notify_followers(self, lr)
 
     @atomic
     def set_hyperparameters(self, **changes: Any) -> None:
@@ -295,21 +294,24 @@ class FusedTables(nn.Module):
             raise RuntimeError(
                 "these tables leave gradients for your own optimizer: set its numbers"
             )
-        rate = self.learning_rate
-        changed = replace(self.optimizer, **{"lr": rate, **changes})
-        if (changed.name, changed.states) != (self.optimizer.name, self.optimizer.states):
-            raise ValueError(
-                f"{changes} make another kind of optimizer, {changed.name} with the states "
-                f"{[state.name for state in changed.states]}; make a new module and load the "
-                "weights into it"
-            )
-        self.optimizer = changed
-        values = self._initial_hyperparams()
-        if isinstance(getattr(changed, "counter", None), Counter):
-            values = values[:-1]  # the largest row count is measured, not set
-        # The step is not written: another thread may be counting it.
-        for numbers in (slice(Hyper.STEP), slice(Hyper.STEP + 1, len(values))):
-            self.hyperparams[numbers].copy_(values[numbers])
+        hyperparameters.set_fields(self, changes)
+
+    @torch.no_grad()
+    def load_hyperparams(self, values: Tensor) -> None:
+        """Take over saved `hyperparams`, the step among them.
+
+        Raises:
+            ValueError: numbers that the optimizer cannot have; nothing is changed.
+        """
+        hyperparameters.adopt(self, values)
+        self.hyperparams.copy_(values)
+
+    def initial_hyperparams(self) -> Tensor:
+        """Return the optimizer's numbers before the first step, on the CPU."""
+        hyper = self.optimizer.hyperparams()
+        if self.precision.stochastic_rounding is not None:
+            hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)
+        return hyper
 
     @atomic
     @torch.no_grad()
@@ -356,13 +358,6 @@ class FusedTables(nn.Module):
         """Return all memory of the module as the ops take it."""
         raise NotImplementedError
 
-    def _initial_hyperparams(self) -> Tensor:
-        """Return the optimizer's numbers before the first step, on the CPU."""
-        hyper = self.optimizer.hyperparams()
-        if self.precision.stochastic_rounding is not None:
-            hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)
-        return hyper
-
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train the tables of a parameter from the next forward on, or freeze them."""
         self._frozen = not trained
@@ -390,7 +385,7 @@ class FusedTables(nn.Module):
         return self._frozen
 
     def _reset_common(self) -> None:
-        self.hyperparams.copy_(self._initial_hyperparams())
+        self.load_hyperparams(self.initial_hyperparams())
         self._restore()
 
     def _restore(self) -> None:
@@ -427,6 +422,9 @@ class FusedTables(nn.Module):
     ) -> None:
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
+        numbers = state_dict.get(f"{prefix}hyper")
+        if isinstance(numbers, Tensor) and numbers.shape == self.hyperparams.shape:
+            hyperparameters.adopt(self, numbers)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._restore()
 
@@ -457,7 +455,7 @@ class FusedTables(nn.Module):
         with torch._C.DisableTorchFunctionSubclass():  # of `IncompleteParameter`
             super()._apply(ops.keep_dtype(fn), recurse)
         if is_lost and not self.hyperparams.is_meta:
-            self.hyperparams.copy_(self._initial_hyperparams())
+            self.load_hyperparams(self.initial_hyperparams())
         self._restore()
         return self
 

@@ -69,32 +69,18 @@ class DeferredParameter(nn.Parameter):
 
 
 class TableParameter(nn.Parameter):
-    """A parameter without a gradient: setting `requires_grad` freezes its table or trains it.
+    """A parameter that backward updates: setting `requires_grad` freezes its table or trains it.
 
-    Tables of collections begin with True. Those of bare modules begin with False, and are trained:
-    with True `DistributedDataParallel` would wait for gradients that never come. So until it has
-    been True, a flag that was saved says nothing; setting it on a frozen table is warned of.
+    It never has a gradient, and a backward in which one arrives raises (`refuse_gradients`).
     """
 
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
-    flag_tells = False
-    """Whether the flag says that the table is trained: it does once it has been True."""
-    _frozen_untold = False
 
     def requires_grad_(self, requires_grad: Any = True) -> Any:
         """Train the table from the next forward on, or freeze it."""
-        if requires_grad or self.requires_grad:
-            self.flag_tells = True
-        elif not self.flag_tells:
-            if self._frozen_untold:
-                warnings.warn(
-                    "emblib: requires_grad_(False) of a frozen table leaves it frozen: the flag of "
-                    "a bare table is False while it is trained too, so one that was saved before "
-                    "freezing cannot restore it; call requires_grad_(True) to train the table",
-                    stacklevel=caller_level(),
-                )
-            self._frozen_untold = True
         super().requires_grad_(requires_grad)
+        if requires_grad:
+            refuse_gradients(self)
         _tell_owner(self)
         return self
 
@@ -109,8 +95,7 @@ class TableParameter(nn.Parameter):
         return super().register_post_accumulate_grad_hook(hook)
 
     def _check_gets_gradient(self) -> None:
-        known = self.__dict__.get(_MARK, ())
-        if any(isinstance(o, Optimizer) and updates_in_backward(o) for o in known):
+        if is_updated_in_backward(self):
             raise RuntimeError(
                 "backward updates this table and leaves no gradient, so a hook of the gradient "
                 "would never run: make the optimizer of the table deferred=True"
@@ -118,7 +103,14 @@ class TableParameter(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Return whether the parameter requires a gradient."""
+        """Return whether the parameter requires a gradient, and so whether it is trained.
+
+        For `DistributedDataParallel`, which would wait for the gradient, one of a bare module does
+        not.
+        """
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if caller == DistributedDataParallel.__module__ and _is_of_bare_module(self):
+            return False
         return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
@@ -221,8 +213,6 @@ class ViewParameter(TableParameter):
                 "optimizer=None, once"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    flag_tells = True
 
     @property
     def data(self) -> Tensor:
@@ -357,6 +347,51 @@ def own(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> No
     if type(parameter) is not kind:
         parameter.__class__ = kind
     _owners[parameter] = weakref.ref(owner)
+    refuse_gradients(parameter)
+
+
+def is_updated_in_backward(parameter: Any) -> bool:
+    """Return whether backward updates the table of a parameter, and leaves no gradient."""
+    known = parameter.__dict__.get(_MARK, ())
+    return _is_of_bare_module(parameter) or any(
+        isinstance(one, Optimizer) and updates_in_backward(one) for one in known
+    )
+
+
+def _is_of_bare_module(parameter: Any) -> bool:
+    """Return whether a module outside collections updates the parameter in backward."""
+    is_owned = isinstance(parameter, TableParameter) and not isinstance(parameter, ViewParameter)
+    return is_owned and _MARK not in parameter.__dict__
+
+
+def refuse_gradients(parameter: nn.Parameter) -> None:
+    """Make a backward raise in which a gradient arrives at a table that backward updates.
+
+    Lookups give it none, so it is of a penalty on the weights, or of weights that another module
+    uses too, and would be dropped.
+    """
+    hooks = parameter._backward_hooks or {}
+    if not parameter.requires_grad or any(hasattr(hook, "refuses") for hook in hooks.values()):
+        return
+    reference = weakref.ref(parameter)
+
+    @torch.utils.hooks.unserializable_hook
+    def refuse(gradient: Tensor | None) -> None:
+        refused = reference()
+        if gradient is None or refused is None:  # None: compiled graphs that only read
+            return
+        if is_updated_in_backward(refused):
+            raise RuntimeError(
+                "a gradient arrived at the weights of a table that backward updates: a penalty on "
+                "them, or a use of them outside lookups, would be dropped. Use weight_decay of "
+                "the optimizer for an L2 penalty; deferred=True, so that FusedOptimizer.step "
+                "applies all gradients together; or optimizer=None and an optimizer of "
+                "torch.optim. To read the weights without a gradient, detach() them"
+            )
+
+    refuse.refuses = True
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.register_hook(parameter, refuse)
 
 
 def disown(parameter: nn.Parameter) -> None:

@@ -148,7 +148,7 @@ class ShortCalls:
             tiers.states,
             tiers.hyperparams,
             self._code,
-            autograd.clip_gradient(grad, self.rule),
+            self.rule.descent(autograd.clip_gradient(grad, self.rule)),
             batch.features,
             indices,
             offsets,

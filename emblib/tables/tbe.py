@@ -22,7 +22,7 @@ from emblib.ops import autograd, joint_step, tbe
 from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Gradient, Optimizer, description
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
-from emblib.tables import base, optimizer_hooks, parameters, state_dicts
+from emblib.tables import base, hyperparameters, optimizer_hooks, parameters, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.cache import BatchId, Prefetcher
 from emblib.tables.graph_break import graph_break
@@ -169,6 +169,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             self._reset_common()
             if opened is not None:
                 self.hyperparams[: len(opened)] = torch.tensor(opened, dtype=torch.float64)
+                hyperparameters.adopt(self, self.hyperparams)
             for t, (spec, views) in enumerate(zip(self.tables, self.table_views(), strict=True)):
                 if opened is not None and spec.placement is Placement.DISK:
                     continue
@@ -651,6 +652,8 @@ class TableBatchedEmbeddingBags(FusedTables):
             # Entries missing from the checkpoint keep their values, those in the cache included.
             sources = state_dicts.own(sources, targets)
             self.flush()
+        if "hyper" in sources:
+            hyperparameters.adopt(self, sources["hyper"])
         if self.hyperparams.is_meta and metadata.get("assign_to_params_buffers"):
             self.to_empty(device=next(iter(sources.values())).device)
         with torch.no_grad(), self.overwriting():

@@ -181,11 +181,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     def _allocate_cores(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
         """Set `cores` and register the optimizer states of cores of these shapes."""
-        has_gradient = not autograd.updates_in_backward(self.optimizer)
         dtype = self.precision.weights
         self.cores = Cores(
-            nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=has_gradient)
-            for shape in shapes
+            nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape in shapes
         )
         for k, (p, width) in enumerate(shapes):
             for state in self.optimizer.states:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from emblib import optim
 from emblib.compat import fbgemm as ours
 from emblib.compat.fbgemm import (
     CounterBasedRegularizationDefinition,
@@ -187,3 +188,14 @@ def test_two_weighted_lookups_in_one_loss_train_as_in_fbgemm() -> None:
     assert len(got) == 3
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_numbers_of_a_checkpoint_stay_when_another_is_set() -> None:
+    """Also one that is set to the value with which the module was made."""
+    given = {"beta2": 0.5, "eps": 0.25, "weight_decay": 0.125}
+    saved, module = (make(optimizer=OptimType.ADAM, **numbers) for numbers in (given, {}))
+    module.load_state_dict(saved.state_dict())
+    module.update_hyper_parameters({"beta1": 0.75, "eps": 1.0e-8})
+    assert module.bags.optimizer.betas == (0.75, 0.5)
+    assert module.bags.optimizer.eps == 1e-8
+    assert module.bags.optimizer.weight_decay == optim.Decoupled(0.125)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from emblib import KeyedJaggedTensor, optim
 from emblib.collections.optimizers import FusedOptimizer
+from emblib.columns import Hyper
 from emblib.sharding import clip_grad_norm_
 from tests.contracts.operations import NotApplicable, flush, operation, parameters, same, trained
 from tests.contracts.subjects import IDS, Subject
@@ -247,6 +248,131 @@ def _rate(s: Subject) -> None:
     before = s.rows()
     s.step()
     same(s.rows(), before, "the rate has no effect")
+
+
+@operation("Training", "any order of `backward`, `step`, `zero_grad` and `scheduler.step`")
+def _orders(s: Subject) -> None:
+    trained(s)
+    optimizer = FusedOptimizer.of(s.module)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    before = s.rows()
+    s.step()  # without a step or zero_grad after the scheduler
+    same(s.rows(), before, "the rate of the scheduler comes later")
+
+
+@operation("Training", "`OneCycleLR`, `CyclicLR` with `cycle_momentum`")
+def _cycles(s: Subject) -> None:
+    trained(s)
+    s = s.other(optim.Adam(0.5))
+    optimizer = FusedOptimizer.of(s.module)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, 10, max_momentum=0.75)
+    shown = {group["betas"][0] for group in optimizer.param_groups}
+    twin = s.other(optim.Adam(optimizer.param_groups[0]["lr"], (0.75, 0.999)))
+    for _ in range(2):
+        s.step()
+        twin.step()
+    assert shown == {0.75}, "the group has another beta"
+    same(s.rows(), twin.rows(), "updates use another beta or rate")
+
+
+def check_entry(s: Subject, entry: dict[str, Any], optimizer: optim.Optimizer) -> None:
+    """Write an entry to the groups of SGD; updates must be those of `optimizer`."""
+    trained(s)
+    twin = s.other(optimizer)
+    for group in FusedOptimizer.of(s.module).param_groups:
+        group.update(entry)
+    s.step()
+    twin.step()
+    same(s.rows(), twin.rows(), "the entry has no effect", 1e-5)
+
+
+@operation("Training", "`param_groups[i]['weight_decay'] = x`")
+def _decay(s: Subject) -> None:
+    check_entry(s, {"weight_decay": 0.25}, optim.SGD(0.5, weight_decay=optim.L2(0.25)))
+
+
+@operation("Training", "`param_groups[i]['maximize'] = True`")
+def _maximize(s: Subject) -> None:
+    check_entry(s, {"maximize": True}, optim.SGD(0.5, maximize=True))
+    before = s.rows()
+    s.step()
+    if not s.kind.shares_parameters:
+        same(s.rows() - before, torch.full_like(before, 0.5), "the loss does not rise")
+
+
+@operation("Training", "`param_groups[i]` with `nesterov`, `amsgrad`, `lr_decay`, `momentum`, ...")
+def _no_effect(s: Subject) -> None:
+    check_entry(s, {"momentum": 0.5}, optim.SGD(0.5, weight_decay=optim.L2(0.5)))
+
+
+@operation("Training", "`param_groups` show what the module sets or loads")
+def _shown(s: Subject) -> None:
+    trained(s)
+    optimizer = FusedOptimizer.of(s.module)
+    other = FusedOptimizer.of(s.module)
+    for group in other.param_groups:
+        group["lr"] = 0.125
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert set(rates) == {0.125}, f"{rates} are shown"
+
+
+@operation("Training", "`copy.deepcopy`, `pickle` of module and optimizer together")
+def _copied_optimizer(s: Subject) -> None:
+    trained(s)
+    module, optimizer = copy.deepcopy((s.module, FusedOptimizer.of(s.module)))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    twin = s.of(module)
+    before = twin.rows()
+    twin.step()
+    same(twin.rows(), before, "the copy of the optimizer does not act on the copy of the tables")
+    s.step()
+    assert not torch.equal(s.rows(), before), "the copy acts on the original"
+
+
+@operation("Training", "state dict of `torch.optim.Adam`: moments go on")
+def _torch_states(s: Subject) -> None:
+    trained(s)
+    s = s.other(optim.Adam(0.5))
+    weights = [nn.Parameter(p.detach().clone()) for p in parameters(s).values()]
+    theirs = torch.optim.Adam(weights, lr=0.25)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    theirs.step()
+    optimizer = FusedOptimizer.of(s.module)
+    optimizer.load_state_dict(theirs.state_dict())
+    states = [v for v in optimizer.state_dict()["state"].values() if "exp_avg" in v]
+    assert len(states) == len(weights), "the moments are not loaded"
+    numbers = [v["hyper"] for v in states]
+    whole = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in numbers]
+    assert all(float(n[Hyper.STEP]) == 1.0 for n in whole), "the step is not loaded"
+    assert optimizer.param_groups[0]["lr"] == 0.25, "the rate is not loaded"
+
+
+@operation("Training", "a penalty on the weights in the loss")
+def _penalty(s: Subject) -> None:
+    trained(s)
+    check_penalty(s, FusedOptimizer.of(s.module))
+
+
+@operation("Training", "a penalty on the weights in the loss (deferred)")
+def _penalty_deferred(s: Subject) -> None:
+    check_penalty(*deferring(s))
+
+
+def check_penalty(s: Subject, optimizer: FusedOptimizer) -> None:
+    """Add the squares of all weights to a loss; a step with SGD must halve them."""
+    before = {name: p.detach().clone() for name, p in parameters(s).items()}
+    loss = s.call().sum() * 0
+    for parameter in s.parameters().values():
+        loss = loss + 0.5 * parameter.square().sum()
+    loss.backward()
+    optimizer.step()
+    for name, parameter in s.parameters().items():
+        same(parameter.detach(), before[name] / 2, "the penalty has no effect", 1e-5)
 
 
 @operation("Training", "`optimizer.add_param_group`")

@@ -99,6 +99,44 @@ def test_the_rates_of_the_tables_follow_a_scheduler() -> None:
         assert [moved for moved, _ in found] == [False, True, False, True]
 
 
+def _groups(ranks: RankGroup) -> list[dict[str, Any]]:
+    """Groups, on a rank without tables too, after a scheduler, a resume and moments of torch."""
+    optimizer = optim.Adam(0.5)
+    configs = [EmbeddingBagConfig(ROWS, DIM, "a", ("a",), optimizer=optimizer)]
+    models = [
+        DistributedModelParallel(
+            nn.ModuleDict({"bags": EmbeddingBagCollection(configs)}),
+            ranks,
+            plan={"bags": {"a": table_wise(0)}},
+        )
+        for _ in range(2)
+    ]
+    first, second = (model.fused_optimizer for model in models)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(first, 0.5, 10)
+    for _ in range(3):
+        first.step()
+        schedule.step()
+    second.load_state_dict(first.state_dict())
+    found = [{k: v for k, v in o.param_groups[0].items() if k != "params"} for o in (first, second)]
+    weight = nn.Parameter(torch.zeros(ROWS, DIM))
+    theirs = torch.optim.AdamW([weight], lr=0.125)
+    weight.grad = torch.ones_like(weight)
+    theirs.step()
+    first.load_state_dict(theirs.state_dict())
+    found.append({k: v for k, v in first.param_groups[0].items() if k != "params"})
+    steps = [float(v["hyper"].full_tensor()[1]) for v in first.state_dict()["state"].values()]
+    assert steps == [1.0]
+    return found
+
+
+def test_groups_agree_on_all_ranks() -> None:
+    one, two = worlds.run(2, _groups)
+    assert one == two
+    assert one[0]["betas"] != (0.9, 0.999)
+    assert one[0] == one[1]
+    assert (one[2]["lr"], one[2]["weight_decay"]) == (0.125, 0.01)
+
+
 def _given_before(ranks: RankGroup, how: str) -> dict[Any, Tensor]:
     """Trained by one optimizer for all, by optimizers that the tables got in one way or another."""
     torch.manual_seed(5)

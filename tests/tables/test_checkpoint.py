@@ -16,6 +16,7 @@ from emblib import (
     StochasticRounding,
     optim,
 )
+from emblib.collections.optimizers import in_backward_optimizer_filter
 from tests.checkpoint_cases import (
     CACHED,
     PLACEMENTS,
@@ -171,7 +172,9 @@ def fit(model: Model, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
 @pytest.mark.parametrize("end", PLACEMENTS)
 def test_a_larger_model_with_an_optimizer_of_torch(end: str) -> None:
     model, other = Model(TIERED), Model(PLACEMENTS[end])
-    trainable = [[p for p in m.parameters() if p.requires_grad] for m in (model, other)]
+    trainable = [
+        [p for _, p in in_backward_optimizer_filter(m.named_parameters())] for m in (model, other)
+    ]
     assert [len(group) for group in trainable] == [2, 2], "the tables train themselves"
     first, second = (torch.optim.Adam(group, 0.01) for group in trainable)
     fit(model, first, 0, 1, 2)

@@ -114,7 +114,8 @@ def test_fused_update_matches_the_reference(optimizer: optim.Optimizer, pooling:
     tolerance = 2e-3 if optimizer.name == "adam" else 1e-5
     for core, wanted in zip(table.cores, cores, strict=True):
         torch.testing.assert_close(core.double(), wanted.detach(), rtol=1e-4, atol=tolerance)
-        assert not core.requires_grad
+        assert core.requires_grad
+        assert core.grad is None
 
 
 def test_every_touched_core_row_moves_where_rows_outnumber_columns() -> None:

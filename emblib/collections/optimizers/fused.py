@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from emblib import optim
 from emblib.collections.configs import TableConfig
 from emblib.collections.fused_states import HYPER, FusedTableEntry
-from emblib.collections.optimizers.keyed import KeyedOptimizer, State
+from emblib.collections.optimizers.keyed import KeyedOptimizer, State, by_name, cycled_defaults
+from emblib.collections.optimizers.table_groups import TableGroup
+from emblib.collections.optimizers.torch_states import Template, from_torch_states, is_of_torch
 from emblib.columns import Hyper
 from emblib.ops.autograd import is_fused
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.base import FusedTables
+from emblib.tables.hyperparameters import numbers_of
+from emblib.tables.parameters import is_updated_in_backward
 
 
 @runtime_checkable
@@ -49,8 +53,10 @@ class FusedOptimizer(KeyedOptimizer):
     Each module of such tables has a scalar in `param_groups`: its gradient is infinite after a
     scaled backward that overflowed, so that `GradScaler.step` of this optimizer sees it.
 
-    `step` and `zero_grad` pass learning rates and other hyperparameters that changed in
-    `param_groups` to the tables, with effect from the next update on. There is one group for all
+    What is written to `param_groups` acts on the tables at once, so the next backward (deferred:
+    the next `step`) uses it, in whatever order a loop calls backward, `step`, `zero_grad` and a
+    scheduler; what modules set or load is shown by the groups. An entry that would have an effect
+    in `torch.optim` and has none here raises ValueError (`TableGroup`). There is one group for all
     tables with equal optimizers.
 
     State dicts have, by parameter name, the optimizer states and `hyper`, the hyperparameters
@@ -76,25 +82,27 @@ class FusedOptimizer(KeyedOptimizer):
                         continue
                 found.setdefault(table.optimizer, []).append((_joined(path, ""), table))
         self._names, self._kernels, groups = [], [], []
+        self._optimizers = list(found)
         params: dict[str, nn.Parameter] = {}
-        for optimizer, tables in found.items():
+        for tables in found.values():
             here = {prefix + k: p for prefix, t in tables for k, p in t.parameters.items()}
             params.update(here)
             kernels = {id(kernel): kernel for _, table in tables for kernel in table.kernels}
             self._kernels.append(list(kernels.values()))
             self._names.append([prefix + name for prefix, t in tables for name in t.names])
-            numbers = _numbers(optimizer)
             if any(kernel.grad_anchor.is_meta for kernel in kernels.values()):
                 raise RuntimeError(
                     "hyperparameters of tables on meta cannot be read: make the FusedOptimizer "
                     "after to_empty(device=...) and reset_parameters()"
                 )
-            if kernels:
-                numbers["lr"] = next(iter(kernels.values())).learning_rate
             anchors = [k.grad_anchor for k in kernels.values() if not k.optimizer.deferred]
-            groups.append({"params": [*here.values(), *anchors], **numbers})
+            group = TableGroup({"params": [*here.values(), *anchors]})
+            groups.append(group)
         super().__init__(params, groups)
-        self._pushed = [_pushable(group) for group in self.param_groups]
+        for number in range(len(groups)):
+            self._connect(number)
+        self._is_complete = True
+        self.defaults = cycled_defaults(self.param_groups)
 
     @staticmethod
     def of(module: nn.Module) -> FusedOptimizer:
@@ -109,7 +117,7 @@ class FusedOptimizer(KeyedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of tables at construction; raise RuntimeError later."""
-        if hasattr(self, "_pushed"):
+        if hasattr(self, "_is_complete"):
             raise RuntimeError(
                 "FusedOptimizer steps tables only: give other parameters an optimizer of "
                 "torch.optim, and use CombinedOptimizer to step both"
@@ -141,46 +149,69 @@ class FusedOptimizer(KeyedOptimizer):
                 if name.startswith(prefix)
             }
             module.load_optimizer_state(own)
-        for group, pushed, kernels in self._groups():
-            if kernels:
-                group["lr"] = pushed["lr"] = kernels[0].learning_rate
-
-    def _groups(self) -> list[tuple[dict[str, Any], dict[str, Any], list[Any]]]:
-        return list(zip(self.param_groups, self._pushed, self._kernels, strict=False))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of the same tables.
+        """Load a state dict of the same tables, of this class or of `torch.optim`.
+
+        See `from_torch_states` for which classes of `torch.optim`, and how parameters are matched.
 
         Raises:
-            KeyError: other tables.
-            ValueError: states of other shapes.
+            KeyError: other tables, or states of another optimizer.
+            ValueError: states of other shapes, or groups that these tables cannot follow.
         """
+        state_dict = by_name(state_dict, self.group_names())
+        if is_of_torch(state_dict, self.keyed_state()):
+            state_dict = from_torch_states(state_dict, self.keyed_state(), self._templates())
+        self._check_groups()
+        groups: list[Any] = self.param_groups[: len(self._kernels)]
+        for group, saved in zip(groups, state_dict["param_groups"], strict=False):
+            group.check({key: value for key, value in saved.items() if key != "params"})
         super().load_state_dict(state_dict)
-        self.push()
 
-    def push(self) -> None:
-        """Pass the changes in `param_groups` to the tables."""
-        for group, pushed, kernels in self._groups():
-            now = _pushable(group)
-            if now == pushed:
-                continue
-            changes = {key: value for key, value in now.items() if pushed.get(key) != value}
-            rate = changes.pop("lr", None)
-            for kernel in kernels:
-                if rate is not None:
-                    kernel.set_learning_rate(rate)
-                if changes:
-                    kernel.set_hyperparameters(**changes)
-            pushed.update(now)
+    def _templates(self) -> list[Template]:
+        """Return per group the optimizer, and the numbers that its tables have now."""
+        found = []
+        for optimizer, kernels in zip(self._optimizers, self._kernels, strict=True):
+            now = kernels[0].optimizer if kernels else optimizer
+            numbers = kernels[0].hyperparams.detach().cpu() if kernels else now.hyperparams()
+            found.append(Template(now, numbers.clone()))
+        return found
+
+    def _check_groups(self) -> None:
+        """Connect groups that were replaced, and warn of modules that were set one by one."""
+        for number, group in enumerate(self.param_groups[: len(self._kernels)]):
+            if not isinstance(group, TableGroup) or not group.is_connected:
+                self.param_groups[number] = TableGroup({"params": group["params"]})
+                self._connect(number).update({k: v for k, v in group.items() if k != "params"})
+            else:
+                group.warn_of_disagreement()
+
+    def _connect(self, number: int) -> TableGroup:
+        """Connect a group with its tables, and return it."""
+        group: Any = self.param_groups[number]
+        optimizer, kernels = self._optimizers[number], self._kernels[number]
+        rates = [kernel.learning_rate for kernel in kernels]
+        now = kernels[0].optimizer if kernels else optimizer
+        group.follow({"lr": rates[0] if rates else optimizer.lr, **numbers_of(now)})
+        group.connect(now, kernels, rates)
+        group.show()
+        return group
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        groups: list[Any] = self.param_groups
+        for group, optimizer, kernels in zip(groups, self._optimizers, self._kernels, strict=False):
+            # Not read from the modules, which may be incomplete yet.
+            group.connect(optimizer, kernels, [group["lr"]] * len(kernels))
 
     def step(self, closure: Any = None) -> Any:
-        """Pass learning rates to the tables, and apply the gradients of deferred ones."""
+        """Apply the gradients of deferred tables."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.push()
+        self._check_groups()
         for kernels in self._kernels:
             for kernel in kernels:
                 if kernel.optimizer.deferred:
@@ -188,11 +219,11 @@ class FusedOptimizer(KeyedOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: Any = True) -> None:
-        """Reset the gradients of deferred tables, and pass learning rates to all tables.
+        """Reset the gradients of deferred tables.
 
         Sparse gradients become None whatever `set_to_none` says: zeros would be an update.
         """
-        self.push()
+        self._check_groups()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.is_sparse:
@@ -219,37 +250,8 @@ class _BareTables:
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the hyperparameters."""
         for values in state.values():
-            self._module.hyperparams.copy_(values[HYPER])
+            self._module.load_hyperparams(values[HYPER])
             self._module.set_step(int(values[HYPER][Hyper.STEP]))
-
-
-_NOT_NUMBERS = {"lr", "max_gradient", "weight_decay"}
-
-
-def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the hyperparameters of an optimizer, by the names of `torch.optim`."""
-    numbers: dict[str, Any] = {"lr": optimizer.lr}
-    for f in fields(optimizer):
-        value = getattr(optimizer, f.name)
-        plain = isinstance(value, float | int) or f.name == "betas"
-        if plain and not isinstance(value, bool) and f.name not in _NOT_NUMBERS:
-            numbers[f.name] = value
-    return numbers
-
-
-def _pushable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group that tables use."""
-    known = {name for f in _KNOWN for name in (f,) if f in group}
-    return {name: _plain(group[name]) for name in known}
-
-
-_KNOWN = ("lr", "eps", "betas", "momentum", "eta", "max_norm", "beta", "l1", "l2")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return float(value)
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def _joined(path: str, name: str) -> str:
@@ -393,13 +395,14 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
     for name in list(given):
         if name in numbers.known:
             numbers.known[name] = given.pop(name)
+    maximize = given.pop("maximize", False)
     idle = {k: v for k, v in given.items() if k not in _IDLE and v}
     if idle:
         raise ValueError(
             f"{idle} of {optimizer_class.__name__} are not supported by tables, which take "
             f"{sorted(numbers.known)}"
         )
-    known = dict(numbers.known)
+    known = {**numbers.known, "maximize": bool(maximize)}
     decay = known.pop("weight_decay", 0.0)
     if "betas" in known:
         known["betas"] = tuple(known["betas"])
@@ -407,7 +410,7 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
     return numbers.make(**known, weight_decay=kind(decay) if decay else None)
 
 
-_IDLE = {"foreach", "fused", "capturable", "differentiable"}  # these do not change the result
+_IDLE = {"foreach", "fused", "capturable"}  # these do not change the result
 
 
 class _Defaults(NamedTuple):
@@ -569,5 +572,6 @@ def in_backward_optimizer_filter(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters without an optimizer in backward; with `include`, those with one."""
     for name, parameter in named_parameters:
-        if hasattr(parameter, _MARK) is include:
+        is_marked = hasattr(parameter, _MARK) or is_updated_in_backward(parameter)
+        if is_marked is include:
             yield name, parameter

@@ -72,6 +72,7 @@ class KeyedOptimizer(TorchOptimizer):
         Raises:
             KeyError: other parameters, or other groups of them.
         """
+        state_dict = by_name(state_dict, self.group_names())
         own = [sorted(names) for names in self.group_names()]
         given = [sorted(group["params"]) for group in state_dict["param_groups"]]
         if own != given:
@@ -86,8 +87,63 @@ class KeyedOptimizer(TorchOptimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
+    def __getstate__(self) -> dict[str, Any]:
+        # As torch: hooks and the `step` that a scheduler wrapped stay with this object.
+        skipped = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in skipped
+            and not name.endswith("_dict_pre_hooks")
+            and not name.endswith("_dict_post_hooks")
+        }
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.params)} parameters, {self.group_names()})"
+
+
+def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """Return a state dict of `torch.optim`, which numbers parameters, with names instead.
+
+    Names that the state dict has (`param_names`) are taken if they are these; otherwise parameters
+    are matched by their position in their group. A state dict by name is returned as it is.
+
+    Args:
+        state_dict: of a `KeyedOptimizer` or of `torch.optim`.
+        names: the names of the parameters of each group.
+
+    Raises:
+        KeyError: other groups, or other numbers of parameters in them.
+    """
+    groups = state_dict["param_groups"]
+    if not any(isinstance(number, int) for group in groups for number in group["params"]):
+        return state_dict
+    sizes, given = [len(own) for own in names], [len(group["params"]) for group in groups]
+    if sizes != given:
+        raise KeyError(
+            f"the state dict of torch.optim has groups of {given} parameters, this optimizer "
+            f"{sizes}: {[list(own) for own in names]}; make the groups in torch alike, or keep "
+            "only their entries in the state dict"
+        )
+    name_of: dict[int, str] = {}
+    renamed = []
+    for group, own in zip(groups, names, strict=True):
+        saved = group.get("param_names")
+        matched = saved if saved is not None and set(saved) == set(own) else own
+        name_of.update(zip(group["params"], matched, strict=True))
+        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        renamed.append({"params": list(matched), **rest})
+    states = {name_of[number]: values for number, values in state_dict["state"].items()}
+    return {"state": states, "param_groups": renamed}
+
+
+def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `defaults` by which torch's schedulers find the momentum that they cycle."""
+    every = list(groups)
+    for name in ("betas", "momentum"):
+        if every and all(name in group for group in every):
+            return {name: every[0][name]}
+    return {}
 
 
 def _placed(key: str, value: Any, parameter: Tensor) -> Any:
@@ -148,6 +204,7 @@ class OptimizerWrapper(KeyedOptimizer):
         self.wrapped = keyed(optimizer)
         super().__init__(optimizer.params, [])
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.defaults = optimizer.defaults
 
     def step(self, closure: Any = None) -> Any:
         """Make one step of the wrapped optimizer."""
@@ -156,6 +213,10 @@ class OptimizerWrapper(KeyedOptimizer):
     def zero_grad(self, set_to_none: Any = True) -> None:
         """Reset the gradients."""
         self.wrapped.zero_grad(set_to_none)
+
+    def group_names(self) -> list[list[str]]:
+        """Return the names of the parameters of each group of the wrapped optimizer."""
+        return self.wrapped.group_names()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the wrapped optimizer."""
@@ -403,7 +464,7 @@ class CombinedOptimizer(KeyedOptimizer):
                 params[key] = parameter
         super().__init__(params, [])
         groups = [group for _, o in self._optimizers for group in o.param_groups]
-        self.param_groups = groups
+        self.param_groups, self.defaults = groups, cycled_defaults(groups)
 
     @property
     def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
@@ -444,6 +505,7 @@ class CombinedOptimizer(KeyedOptimizer):
         Raises:
             KeyError: other parameters, or other groups of them.
         """
+        state_dict = by_name(state_dict, self.group_names())
         own, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
         if len(own) != len(groups):
             raise KeyError(

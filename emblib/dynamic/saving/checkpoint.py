@@ -335,7 +335,7 @@ def replace_tables(
         else:
             module.index.set_tick(max([clock, module.index.tick, *newest]))
         if hyperparameters is not None:
-            module.hyperparams.copy_(hyperparameters)
+            module.load_hyperparams(hyperparameters)
         restart_eviction_log(module)
         return loaded
 

@@ -57,7 +57,7 @@ def restore(module: "DynamicEmbeddingBags", snapshot: Mapping[str, Any]) -> None
 def _write(module: "DynamicEmbeddingBags", snapshot: Mapping[str, Any]) -> None:
     module.index.restore(snapshot["index"])
     module.rows.restore(module.row_buffers(), snapshot["rows"])
-    module.hyperparams.copy_(snapshot["hyper"])
+    module.load_hyperparams(snapshot["hyper"])
     if module.admission is not None:
         module.admission.restore(snapshot["admission"])
     if module.scores is not None:

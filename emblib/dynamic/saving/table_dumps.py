@@ -229,7 +229,7 @@ def apply_changes(
             loaded[module.table_names[t]] = _apply_to_table(module, t, found, now)
         module.index.counters.copy_(counters)
         module.index.set_tick(max(module.index.tick, changes.until))
-        module.hyperparams.copy_(changes.hyperparameters)
+        module.load_hyperparams(changes.hyperparameters)
         restart_eviction_log(module)
         return loaded
 
@@ -388,7 +388,7 @@ def set_table(
         set_child_state(module, dump.others, dump.directory)
         module.index.set_tick(max(dump.clock, module.index.tick))
         if float(dump.hyperparameters[Hyper.STEP]) > float(module.hyperparams[Hyper.STEP]):
-            module.hyperparams.copy_(dump.hyperparameters)
+            module.load_hyperparams(dump.hyperparameters)
         restart_eviction_log(module)
         return loaded
 

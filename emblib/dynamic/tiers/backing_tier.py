@@ -130,7 +130,7 @@ class BackingTier:
                 "with state_dict from a module that fits"
             )
         module.index.set_tick(int(note["tick"]))
-        module.hyperparams.copy_(torch.tensor(note["hyper"], dtype=torch.float64))
+        module.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64))
 
     def reset_stats(self) -> None:
         """Set the counts of `stats` to zero."""

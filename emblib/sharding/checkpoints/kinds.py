@@ -400,7 +400,7 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
         if known is None or float(hyper[Hyper.STEP]) > float(known[1][Hyper.STEP]):
             newest[id(kernel)] = kernel, hyper
     for kernel, hyper in newest.values():
-        kernel.hyperparams.copy_(hyper)
+        kernel.load_hyperparams(hyper)
         kernel.set_step(int(hyper[Hyper.STEP]))
 
 

@@ -1,0 +1,213 @@
+"""Parameter groups of tables: what is written to them acts at once, and they show what acts."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from emblib.optim import Optimizer
+from emblib.tables import hyperparameters
+from emblib.tables.parameters import caller_level
+
+_SCHEDULERS = "torch.optim.lr_scheduler"
+
+
+class TableGroup(dict[str, Any]):
+    """A parameter group of `torch.optim` for tables with equal optimizers.
+
+    Kernels read hyperparameters from a tensor of each module, so that captured graphs see a change.
+    Writing an entry of the group writes these tensors, before the next backward or step;
+    `set_learning_rate`, `set_hyperparameters` and loading of a module write the entries of its
+    groups. An entry that tables cannot follow raises ValueError, and nothing is changed. Copies,
+    pickled ones too, are without tables until `connect`.
+    """
+
+    _tables: _Tables | None = None
+
+    def connect(self, optimizer: Optimizer, modules: Sequence[Any], rates: Sequence[float]) -> None:
+        """Write entries to these modules, which have these learning rates, and follow theirs."""
+        self._tables = _Tables(self, optimizer, modules, rates)
+
+    def show(self) -> None:
+        """Show what the modules have."""
+        if self._tables is not None:
+            self._tables.show()
+
+    @property
+    def is_connected(self) -> bool:
+        """Return whether entries are written to tables."""
+        return self._tables is not None
+
+    def warn_of_disagreement(self) -> None:
+        """Warn if modules were given different hyperparameters by their own methods."""
+        if self._tables is not None:
+            self._tables.warn_of_disagreement()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        tables = self._tables
+        by_scheduler = name == "momentum" and (
+            sys._getframe(1).f_globals.get("__name__") == _SCHEDULERS
+        )
+        # A default of torch's schedulers (cycle_momentum=True), so it is not refused.
+        if tables is None or not by_scheduler or tables.has_momentum():
+            self.update({name: value})
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Write entries: all of them, or none if one raises."""
+        entries = dict(*args, **kwargs)
+        if self._tables is not None:
+            entries = self._tables.write(entries)
+        super().update(entries)
+
+    def check(self, entries: Mapping[str, Any]) -> None:
+        """Raise ValueError for entries that `update` would refuse."""
+        if self._tables is not None:
+            self._tables.convert(dict(entries))
+
+    def __ior__(self, other: Any) -> TableGroup:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Return an entry; write `default` if there is none."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __delitem__(self, name: str) -> None:
+        self._check_removable(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove an entry that does not act on tables, and return it."""
+        self._check_removable(name)
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        """Remove the last entry, if it does not act on tables, and return it."""
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def clear(self) -> None:
+        """Raise ValueError: entries that act on tables stay."""
+        for name in list(self):
+            self._check_removable(name)
+        super().clear()
+
+    def _check_removable(self, name: str) -> None:
+        if self._tables is not None and (name == "params" or self._tables.acts(name)):
+            raise ValueError(
+                f"the entry {name!r} acts on tables and cannot be removed: write another value"
+            )
+
+    def follow(self, entries: dict[str, Any]) -> None:
+        """Show what modules have."""
+        super().update(entries)
+
+    def __getstate__(self) -> None:
+        return None
+
+
+class _Tables:
+    """The modules of a group, with the hyperparameters that each of them has."""
+
+    def __init__(
+        self,
+        group: TableGroup,
+        optimizer: Optimizer,
+        modules: Sequence[Any],
+        rates: Sequence[float],
+    ) -> None:
+        self._group, self._optimizer = weakref.ref(group), optimizer
+        self._modules = list(modules)
+        self._rates = {id(module): rate for module, rate in zip(modules, rates, strict=True)}
+        self._differing: dict[str, list[Any]] = {}
+        self._is_writing = self._has_warned = self._has_warned_of_momentum = False
+        for module in modules:
+            hyperparameters.add_follower(module, self)
+
+    def has_momentum(self) -> bool:
+        """Return whether tables have the momentum that a scheduler is about to set, or warn."""
+        if hasattr(self._optimizer, "momentum"):
+            return True
+        if not self._has_warned_of_momentum:
+            warnings.warn(
+                f"emblib: {type(self._optimizer).__name__} of tables has no momentum, so the "
+                "scheduler changes only their learning rate; cycle_momentum=False says so",
+                stacklevel=4,
+            )
+        self._has_warned_of_momentum = True
+        return False
+
+    def acts(self, name: str) -> bool:
+        """Return whether an entry of this name acts on the tables."""
+        return name == "lr" or name in hyperparameters.numbers_of(self._optimizer)
+
+    def write(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """Write entries to the modules; return them as the group has them."""
+        changes, changed = self.convert(entries)
+        if changes.fields:
+            self._is_writing = True
+            try:
+                for module in self._modules:
+                    self._write_module(module, changes.fields)
+            finally:
+                self._is_writing = False
+            self._optimizer = changed
+            self.show()
+        return changes.entries
+
+    def convert(self, entries: dict[str, Any]) -> tuple[hyperparameters.GroupChanges, Optimizer]:
+        """Return the changes that entries make, and the optimizer with them."""
+        if "params" in entries:
+            raise ValueError(
+                "the parameters of a group are those of its tables: make a new FusedOptimizer"
+            )
+        changes = hyperparameters.changes_of_group(self._optimizer, entries)
+        return changes, hyperparameters.replaced(self._optimizer, changes.fields)
+
+    def _write_module(self, module: Any, fields: dict[str, Any]) -> None:
+        others = {name: value for name, value in fields.items() if name != "lr"}
+        if any(getattr(module.optimizer, name) != value for name, value in others.items()):
+            # With the rate, which would be read from the device otherwise.
+            rate = fields.get("lr", self._rates[id(module)])
+            module.set_hyperparameters(**others, lr=rate)
+        elif "lr" in fields:
+            module.set_learning_rate(fields["lr"])
+
+    def follow(self, module: Any, lr: float | None) -> None:
+        """Take over what a module has; the group shows it where all modules agree."""
+        if lr is not None:
+            self._rates[id(module)] = lr
+        if not self._is_writing:
+            self.show()
+
+    def show(self) -> None:
+        """Show in the group what all modules have in common; note where they differ."""
+        group = self._group()
+        if group is None or not self._modules:
+            return
+        numbers = [
+            {"lr": self._rates[id(module)], **hyperparameters.numbers_of(module.optimizer)}
+            for module in self._modules
+        ]
+        values = {name: {of_module[name] for of_module in numbers} for name in numbers[0]}
+        self._differing = {name: sorted(own) for name, own in values.items() if len(own) > 1}
+        group.follow({k: v for k, v in numbers[0].items() if k not in self._differing})
+        if not self._differing.keys() - {"lr"}:
+            self._optimizer = self._modules[0].optimizer
+
+    def warn_of_disagreement(self) -> None:
+        """Warn, once per disagreement, if modules differ in a number of the group."""
+        if self._differing and not self._has_warned:
+            warnings.warn(
+                f"emblib: tables of one parameter group have different hyperparameters, "
+                f"{self._differing}, by set_learning_rate or set_hyperparameters of their modules; "
+                "the group shows what it had before. Write the entry of the group, or make a "
+                "FusedOptimizer per module",
+                stacklevel=caller_level(),
+            )
+        self._has_warned = bool(self._differing)

@@ -1,0 +1,108 @@
+"""State dicts of `torch.optim` as those of `FusedOptimizer`: moments and steps go on in tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib import optim
+from emblib.collections.fused_states import HYPER
+from emblib.columns import Hyper
+from emblib.optim import Optimizer
+
+State = dict[str, dict[str, Any]]
+
+
+class Template(NamedTuple):
+    """The optimizer of a group, and its `hyperparams` now."""
+
+    optimizer: Optimizer
+    numbers: Tensor
+
+
+def is_of_torch(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Return whether no parameter has the hyperparameters that `FusedOptimizer` saves with it."""
+    return bool(own) and not any(HYPER in values for values in state_dict["state"].values())
+
+
+def from_torch_states(
+    state_dict: Mapping[str, Any], own: State, templates: Sequence[Template]
+) -> dict[str, Any]:
+    """Return a state dict of `torch.optim` as one of `FusedOptimizer`.
+
+    `torch.optim.SGD` fits SGD, `Adagrad` fits Adagrad, and `Adam`, `AdamW` and `SparseAdam` fit
+    Adam. A parameter without a state, which was never stepped, has zeros.
+
+    Args:
+        state_dict: of `torch.optim`, by name (`by_name`).
+        own: the states of the tables by name.
+        templates: by group.
+
+    Raises:
+        KeyError: the states of another optimizer.
+        ValueError: states of other shapes, or that tables have no place for; tables of one group
+            with different steps, which Adam would correct differently.
+    """
+    states: State = {}
+    for group, template in zip(state_dict["param_groups"], templates, strict=True):
+        given = {name: state_dict["state"].get(name, {}) for name in group["params"]}
+        _check_class(group, template.optimizer)
+        steps = {int(values["step"]) for values in given.values() if "step" in values}
+        if hasattr(template.optimizer, "betas"):
+            steps |= {0 for values in given.values() if "step" not in values}
+            if len(steps) > 1:
+                raise ValueError(
+                    f"the parameters have made different numbers of steps, {sorted(steps)}, and "
+                    "the tables of a group count together: load tables with different steps into "
+                    "optimizers of their own (another eps makes another group), or set all to one"
+                )
+        numbers = template.numbers
+        if steps:
+            numbers[Hyper.STEP] = max(steps)
+        for name, values in given.items():
+            wanted = {key: view for key, view in own[name].items() if key != HYPER}
+            states[name] = {**_states(name, values, wanted), HYPER: numbers}
+    return {"state": states, "param_groups": state_dict["param_groups"]}
+
+
+def _check_class(group: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise KeyError for a group of a class of `torch.optim` that the optimizer is not."""
+    fitting: type[Optimizer] | None = None
+    if "nesterov" in group:
+        fitting = optim.SGD
+    elif "lr_decay" in group:
+        fitting = optim.Adagrad
+    elif "betas" in group and ("amsgrad" in group or "weight_decay" not in group):
+        fitting = optim.Adam
+    if type(optimizer) is not fitting:
+        entries = sorted(group.keys() - {"params"})
+        raise KeyError(
+            f"a state dict of torch.optim with the group entries {entries} does not fit "
+            f"{type(optimizer).__name__} of tables: SGD fits SGD, Adagrad fits Adagrad, and Adam, "
+            "AdamW and SparseAdam fit Adam; others have states of another meaning"
+        )
+
+
+def _states(name: str, given: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the states of a parameter, checked against those of its table."""
+    found = {k: v for k, v in given.items() if k != "step" and v is not None}
+    unknown = sorted(found.keys() - wanted.keys())
+    if unknown:
+        raise ValueError(
+            f"a FusedOptimizer has no place for the states {unknown} of {name} (it has "
+            f"{sorted(wanted)}). Optimizer states of bare modules, hash tables and stored rows are "
+            "in the state dicts of their modules: copy them there, in bare modules to "
+            "table_optimizer_states(), and continue with set_step"
+        )
+    if found and found.keys() != wanted.keys():
+        raise KeyError(f"the state of {name} lacks {sorted(wanted.keys() - found.keys())}")
+    for key, value in found.items():
+        if value.shape != wanted[key].shape:
+            raise ValueError(
+                f"{key} of {name} must have the shape {tuple(wanted[key].shape)}, got "
+                f"{tuple(value.shape)}: it is of another table"
+            )
+    return found or {key: torch.zeros(tuple(view.shape)) for key, view in wanted.items()}

@@ -1,0 +1,224 @@
+"""Hyperparameters of tables under the names of `torch.optim`, and who follows their changes."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from emblib.columns import Hyper
+from emblib.optim import (
+    FUSED,
+    L2,
+    SGD,
+    Counter,
+    Decoupled,
+    External,
+    Optimizer,
+    check_learning_rate,
+)
+
+
+class HasHyperparams(Protocol):
+    """A module of tables with a fused optimizer and its numbers, as in `FusedTables`."""
+
+    optimizer: Optimizer
+
+    @property
+    def hyperparams(self) -> Tensor:
+        """Return the numbers of the optimizer, float64 on the device."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Return the learning rate (reads the device)."""
+
+    def initial_hyperparams(self) -> Tensor:
+        """Return the numbers of `optimizer` before the first step, on the CPU."""
+
+
+class Follower(Protocol):
+    """An object that shows the hyperparameters of modules, such as a group of an optimizer."""
+
+    def follow(self, module: HasHyperparams, lr: float | None) -> None:
+        """Take over the numbers of `module.optimizer`, and the learning rate if it changed."""
+
+
+_followers: WeakKeyDictionary[HasHyperparams, WeakSet[Any]] = WeakKeyDictionary()
+
+
+def add_follower(module: HasHyperparams, follower: Follower) -> None:
+    """Notify `follower`, as long as it lives, of every change of a module's hyperparameters."""
+    _followers.setdefault(module, WeakSet()).add(follower)
+
+
+def notify_followers(module: HasHyperparams, lr: float | None = None) -> None:
+    """Notify the followers of a module that its optimizer or its learning rate has changed."""
+    for follower in list(_followers.get(module, ())):
+        follower.follow(module, lr)
+
+
+def replaced(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer with some fields changed.
+
+    Raises:
+        TypeError: no such field.
+        ValueError: a value out of range, or one that makes it another kind of optimizer.
+    """
+    changed = replace(optimizer, **changes)
+    if (changed.name, changed.states) != (optimizer.name, optimizer.states):
+        raise ValueError(
+            f"{dict(changes)} make another kind of optimizer, {changed.name} with the states "
+            f"{[state.name for state in changed.states]}; make a new module and load the "
+            "weights into it"
+        )
+    if changed.leaves_gradient != optimizer.leaves_gradient:
+        raise ValueError(
+            "deferred is decided when a module is made, since it decides which parameters have "
+            "gradients: make a new module and load the weights into it"
+        )
+    return changed
+
+
+def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
+    """Change fields of the optimizer of a module; step and learning rate go on.
+
+    Raises:
+        TypeError: no such field.
+        ValueError: a value out of range, or one that makes it another kind of optimizer.
+    """
+    if "lr" not in changes:
+        changes = {**changes, "lr": module.learning_rate}
+    changed = replaced(module.optimizer, changes)
+    module.optimizer = changed
+    values = module.initial_hyperparams()
+    if isinstance(getattr(changed, "counter", None), Counter):
+        values = values[:-1]  # the largest row count is measured, not set
+    # The step is not written: another thread may be counting it.
+    for numbers in (slice(Hyper.STEP), slice(Hyper.STEP + 1, len(values))):
+        module.hyperparams[numbers].copy_(values[numbers])
+    notify_followers(module, changed.lr)
+
+
+def adopt(module: HasHyperparams, values: Tensor) -> None:
+    """Make the optimizer of a module, and all followers, show saved `hyperparams`.
+
+    Raises:
+        ValueError: numbers that the optimizer cannot have; nothing is changed.
+    """
+    if values.is_meta or isinstance(values, FakeTensor) or isinstance(module.optimizer, External):
+        return
+    numbers = values.tolist()
+    check_learning_rate(numbers[Hyper.LEARNING_RATE])
+    module.optimizer = module.optimizer.with_hyperparams(numbers)
+    notify_followers(module, numbers[Hyper.LEARNING_RATE])
+
+
+# Entries of groups of torch.optim that choose an implementation, not a result, or act only when
+# the optimizer of torch is made.
+_IDLE = frozenset({"foreach", "fused", "capturable", "initial_accumulator_value"})
+# Entries that tables have no computation for, with the values that ask for none.
+_NEUTRAL: dict[str, Any] = {
+    "amsgrad": False,
+    "centered": False,
+    "dampening": 0.0,
+    "differentiable": False,
+    "lr_decay": 0.0,
+    "nesterov": False,
+    **dict.fromkeys(("alpha", "etas", "lambd", "momentum_decay", "rho", "step_sizes", "t0")),
+}
+_OPTIONS = frozenset({"decoupled_weight_decay", "weight_decay"})
+_FIELDS = frozenset(field.name for cls in FUSED.values() for field in fields(cls))
+
+
+class GroupChanges(NamedTuple):
+    """Changes of a parameter group: fields of the optimizer, and entries as the group has them."""
+
+    fields: dict[str, Any]
+    entries: dict[str, Any]
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the numbers of an optimizer by the names of `torch.optim`, without the rate."""
+    numbers = {}
+    for field in fields(optimizer):
+        value = getattr(optimizer, field.name)
+        is_number = isinstance(value, float | int) and not isinstance(value, bool)
+        if field.name not in ("lr", "max_gradient") and (is_number or field.name == "betas"):
+            numbers[field.name] = value
+    if type(optimizer) is SGD:
+        numbers["momentum"] = 0.0  # which torch's schedulers look for
+    numbers["maximize"] = optimizer.maximize
+    if optimizer.decays:
+        decay = optimizer.weight_decay
+        numbers["weight_decay"] = 0.0 if decay is None else float(decay.rate)
+    return numbers
+
+
+def changes_of_group(optimizer: Optimizer, given: Mapping[str, Any]) -> GroupChanges:
+    """Convert entries of a parameter group; those without a meaning to tables are kept as given.
+
+    Raises:
+        ValueError: an entry that would have an effect in `torch.optim`, but none on these tables.
+    """
+    changes = GroupChanges({}, {})
+    own = {field.name for field in fields(optimizer)}
+    values = {name: _plain(value) for name, value in given.items() if _has_meaning(name)}
+    for name, value in values.items():
+        if name in own and name not in _OPTIONS:
+            changes.fields[name] = float(value) if name == "lr" else value
+        elif name not in _OPTIONS and not _is_neutral(name, value):
+            raise ValueError(
+                f"{name}={value!r} has no effect on tables with {type(optimizer).__name__}: "
+                f"leave it out (a group takes {sorted(('lr', *numbers_of(optimizer)))}), or use "
+                "optimizer=None for these tables and an optimizer of torch.optim"
+            )
+    if values.keys() & _OPTIONS:
+        changes.fields["weight_decay"] = _decay(optimizer, values)
+    for name, value in given.items():
+        changes.entries[name] = changes.fields.get(name, values.get(name, value))
+    if "weight_decay" in given:
+        decay = changes.fields["weight_decay"]
+        changes.entries["weight_decay"] = 0.0 if decay is None else float(decay.rate)
+    return changes
+
+
+def _has_meaning(name: str) -> bool:
+    """Return whether optimizers of torch or of emblib read an entry of this name."""
+    return name in _FIELDS or name in _NEUTRAL or name in _OPTIONS
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether an entry asks for nothing."""
+    return value is None or value == _NEUTRAL.get(name, 0.0)
+
+
+def _decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
+    """Return the weight decay that a group asks for: a rate of the kind that the optimizer has.
+
+    An optimizer without one gets the kind that its namesake of `torch.optim` has.
+    """
+    before = optimizer.weight_decay
+    decay = values.get("weight_decay", 0.0 if before is None else before.rate)
+    if decay is not None and not isinstance(decay, float | int):
+        return decay  # an object, which the optimizer checks
+    rate = decay or 0.0
+    kind = type(before) if before is not None else next(iter(optimizer.decays), None)
+    if values.get("decoupled_weight_decay") is not None and kind in (L2, Decoupled):
+        kind = Decoupled if values["decoupled_weight_decay"] else L2
+    if not rate and (before is None or kind not in optimizer.decays):
+        return None
+    if kind is None:
+        raise ValueError(
+            f"weight_decay={rate!r} has no effect on tables with {type(optimizer).__name__}: "
+            "leave it out, or choose an optimizer that has one"
+        )
+    return kind(rate)
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers of torch and numpy as those of Python, and sequences of them as tuples."""
+    if hasattr(value, "item"):
+        return value.item()
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
