@@ -76,8 +76,9 @@ tables have a million rows each; FBTT and DynamicEmb (43465aea) ran their own be
 
 Rows of a `HashTable` of 64 Mi slots, D 64, load 0.75, in million keys per second, against
 HierarchicalKV: `find` **896** (3,113), `find_or_insert` **468** (1,624), `insert_or_assign` **425**
-(1,633), `insert_and_evict` at load 1 **240** (595); slots alone 4,640 (6,161). Below a batch of about 8,192 the host is slower than the GPU: a
-step of one table takes it some 680 us (FBGEMM 670), the replay of a CUDA graph 38 us.
+(1,633), `insert_and_evict` at load 1 **240** (595); slots alone **4,640** (6,161). Below a batch of
+about 8,192 the host is slower than the GPU: a step of one table takes it some 680 us (FBGEMM 670),
+the replay of a CUDA graph 38 us.
 
 On the H200 one shape was measured against FBGEMM, by the harness: one table of 10M rows, D 128,
 B 65,536, L 20, SGD. emblib's step takes **1.29** times as long there, **1.19** on the H100. Not
