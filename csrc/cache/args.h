@@ -19,7 +19,7 @@ inline constexpr int64_t kNoRow = -1;  // the tag of an empty way, and its usage
 inline constexpr int64_t kNoMove =
     -2;  // in `evicted`: the row does not move; kNoRow there means an empty way
 
-// Columns of `counters`; emblib/tables/cache.py describes each.
+// Columns of `counters`; emblib/tables/row_cache.py describes each.
 enum CacheCounter : int {
   kCalls,
   kLookups,

@@ -10,6 +10,8 @@ from emblib import CachedTTEmbeddingBags, RowEviction, TTCache, TTSpec, optim
 from tests.interrupts import each_line
 
 ROWS, LOOKUPS = 60, 30
+# Of the lines of a choice every n-th is interrupted.
+STEPS = {RowEviction.PROJECT: 71, RowEviction.SPILL: 71, RowEviction.DROP: 41}
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -31,7 +33,6 @@ def make(eviction: RowEviction) -> CachedTTEmbeddingBags:
     for step in range(3):
         train(bags, step)
         bags.populate()
-    bags.empty_cache(0) if eviction is RowEviction.DROP else None
     for step in range(4, 9):
         train(bags, step)
     return bags
@@ -57,7 +58,7 @@ def test_rows_are_chosen_or_not(eviction: RowEviction) -> None:
     states = [(m.to_dense(0), m.cached_ids(0), m.changes.clone()) for m in (before, after)]
     assert not same(*states)
     ends = [later(m) for m in (before, after)]
-    for attempt in each_line(step=2):
+    for attempt in each_line(step=STEPS[eviction]):
         bags = copy.deepcopy(first)
         with attempt:
             bags.populate()
@@ -76,15 +77,10 @@ def test_an_interrupted_step_trains_each_row_or_not(eviction: RowEviction) -> No
     train(after, 30)
     stored = first.cached_ids(0)
     assert torch.isin(batch(30)[0], stored).any()
-    for attempt in each_line(step=5):
+    for attempt in each_line(step=31):
         bags = copy.deepcopy(first)
         with attempt:
             train(bags, 30)
-        parts = []
-        for part in ("stored", "cores"):
-            found = []
-            for module in (bags, first, after):
-                dense = module.to_dense(0) if part == "stored" else module.trains.to_dense(0)
-                found.append(dense[stored] if part == "stored" else dense)
-            parts.append(torch.equal(found[0], found[1]) or torch.equal(found[0], found[2]))
-        assert all(parts), attempt.where
+        rows, cores = bags.to_dense(0)[stored], bags.trains.to_dense(0)
+        assert any(torch.equal(rows, m.to_dense(0)[stored]) for m in (first, after)), attempt.where
+        assert any(torch.equal(cores, m.trains.to_dense(0)) for m in (first, after)), attempt.where
