@@ -157,7 +157,7 @@ _INTRODUCTION = """\
 `suggested_tt_shapes` and `tt_matrix_to_full` of FBTT-Embedding (facebookresearch/FBTT-Embedding)
 on top of `emblib.TableBatchedTTEmbeddingBags` and `emblib.CachedTTEmbeddingBags`: change the import
 and keep the code. FBTT needs CUDA and was not run for this comparison: statements about it
-(*there*) come from its source.
+(*there*) come from its source. Its own six tests pass on a CPU with the import replaced.
 
 Two of its bugs are not followed. Its fused updates leave out rows of a core that has more rows than
 columns: at the shape of its README, a third of the first core and half of the last never learn.
