@@ -24,6 +24,7 @@ EXTRAS ?= harness,launchers,test,lint
 EMBLIB_CUDA ?= AUTO
 ARGS ?=
 FILES ?=
+SETS ?=
 WORKERS ?= 3
 FUZZ_SECONDS ?= 3600
 export PYTHON VENV TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA JOBS
@@ -32,7 +33,7 @@ STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
 SOURCES := $(shell find csrc -type f) pyproject.toml
 
-.PHONY: help run test quick lint format gpu-test pretend-test gpu-day gate micro nightly smoke native clean distclean force
+.PHONY: help run test quick lint format gpu-test pretend-test gpu-day gate micro nightly dependency-test smoke native clean distclean force
 
 help: ## list the targets and variables
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -77,6 +78,9 @@ nightly: native ## every experiment, pages of all reports, pretend GPU, an hour 
 	  $(BIN)/python -m tests.pretend.session wide || status=$$?; \
 	  EMBLIB_FUZZ_SECONDS=$(FUZZ_SECONDS) EMBLIB_FUZZ_SEED=$$(date +%F) \
 	  $(BIN)/python -m pytest -q tests/fuzz || status=$$?; exit $$status
+
+dependency-test: ## the harness on the lowest and newest dependencies (SETS="lowest pandas-3.0", of constraints/)
+	@scripts/dependency_test.sh $(SETS)
 
 smoke: native ## does everything work here? smoke runs, a bundle of them, its verification
 	@VENV="$(VENV)" scripts/smoke_test.sh $(ARGS)

@@ -9,6 +9,7 @@ import argparse
 import gc
 import importlib
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -134,11 +135,14 @@ def _hydra(arguments: Sequence[str]) -> int:
     configure.register()
     values = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"}
     values |= {"-cd", "--config-dir", "-i", "--info"}
-    words = [
+    typed = [
         a
         for before, a in zip(["", *arguments], arguments, strict=False)
-        if not a.startswith("-") and before not in values and not a.startswith("hydra.")
+        if not a.startswith("-") and before not in values
     ]
+    of_hydra = [a for a in typed if re.match(r"[+~]*hydra[./]", a)]
+    configure.check_hydra(of_hydra)
+    words = [a for a in typed if a not in of_hydra]
     configure.check_keys(words)
     chosen = [w.partition("=")[2] for w in words if w.lstrip("+").startswith("experiment=")]
     status: int | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.config.schema import UsageError, folder_name
 from experiments.report import text
 from experiments.report.document import Page, Section
 from experiments.report.tables import Table, Value
@@ -50,7 +51,11 @@ def _report(directory: Path) -> dict[str, Any]:
 
 
 def target(experiment: str, directory: Path) -> str:
-    """Return where a report's page is in the gallery."""
+    """Return where a report's page is in the gallery; raise ValueError for no name of a folder."""
+    try:
+        folder_name(experiment)  # of a run.json that may be from anywhere
+    except UsageError as error:
+        raise ValueError(f"{directory}: {error}") from error
     name, device = directory.name, directory.resolve().parent.name
     # References are named by their experiment, in a folder per device.
     return f"{experiment}/{device if name == experiment else name}/index.html"
@@ -60,12 +65,12 @@ def write(found: pd.DataFrame, out: Path) -> None:
     """Write the pages and their list, in place of an older gallery; raise ValueError elsewhere."""
     if any(path.resolve().is_relative_to(out.resolve()) for path in found["directory"]):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
+    links = [target(row.experiment, row.directory) for row in found.itertuples()]
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not _is_gallery(out)):
             raise ValueError(f"{out} is not empty and no gallery: choose another folder")
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    links = [target(row.experiment, row.directory) for row in found.itertuples()]
     for link, directory in zip(links, found["directory"], strict=True):
         (out / link).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(directory / "index.html", out / link)

@@ -31,7 +31,7 @@ from omegaconf import DictConfig
 
 from experiments import kinds
 from experiments.config import configure
-from experiments.config.schema import Config, DeviceKind, UsageError
+from experiments.config.schema import MULTIRUN, Config, DeviceKind, UsageError
 from experiments.paths import CONF, ROOT
 from experiments.results.store import RunStore
 from experiments.run.process import asked_to_end_with_parent
@@ -163,7 +163,7 @@ def run(arguments: Sequence[str]) -> int:
     """Start the jobs and wait for all; return the worst of their exit statuses."""
     plan = read(arguments)
     configs = [configure.load(words) for words in plan.jobs]
-    folder = RunStore.create(ROOT / configs[0].report.folder, "multirun").path
+    folder = RunStore.create(ROOT / configs[0].report.folder, MULTIRUN).path
     (folder / JOBS).mkdir()
     with Watcher(folder, plan) as watcher:
         status = _launch(plan, folder)
@@ -196,8 +196,7 @@ def read(arguments: Sequence[str]) -> Plan:
         raise UsageError(
             "which experiments? e.g. python run.py -m +experiment=tt_vs_tbe,tbe_vs_torch"
         )
-    if fixed := [word.partition("=")[0] for word in of_hydra if word.startswith("hydra.sweep.")]:
-        raise UsageError(f"{fixed[0]} is fixed; report.folder moves the results")
+    configure.check_hydra(of_hydra)
     jobs = tuple(_jobs(words))
     for job in jobs:
         configure.check_keys(job)

@@ -45,7 +45,8 @@ def experiments() -> Section:
     section = Section(
         "Experiments",
         ("name and question", "kind", "cells", "at most"),
-        note="python run.py +experiment=NAME; dry_run=true shows the cells and what they need",
+        note="python run.py +experiment=NAME; dry_run=true shows the cells and what they need; "
+        "training has no limit and is not counted",
     )
     device = "cuda" if launch.list_gpus() else "cpu"  # auto would load torch to find out
     for name in configure.groups()["experiment"]:
@@ -60,11 +61,14 @@ def experiments() -> Section:
 
 
 def extent(config: Config) -> tuple[str, str]:
-    """Return the cells and time limit; unknown for an experiment that runs its own procedure."""
+    """Return the cells and their time limit; unknown where the work has none."""
     if kinds.find(config.kind).leads:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)
-    total = sum(jobs.replicates(cell, config) * jobs.seconds_of(cell, config) for cell in cells)
+    limited = [cell for cell in cells if kinds.find(cell.kind).limited]
+    if not limited:
+        return str(len(cells)), UNKNOWN
+    total = sum(jobs.replicates(cell, config) * jobs.seconds_of(cell, config) for cell in limited)
     return str(len(cells)), _duration(min(total, config.timing.total_seconds or math.inf))
 
 
@@ -141,7 +145,7 @@ def references(folder: Path = REFERENCE) -> Section:
     section = Section(
         "Committed results",
         ("device", "experiment", "torch", "emblib", "measured"),
-        note="in reports/reference; python run.py reference keep RUN adds one",
+        note="in reports/reference; to add one: python run.py reference keep RUN",
     )
     for run in runs_in(folder, "*/*"):
         found: dict[str, Any] = read_json(run, "environment.json")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from experiments import front_page
 from experiments.config import configure
-from experiments.config.schema import UsageError
+from experiments.config.schema import UsageError, folder_name
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
 from experiments.report.data import Run
@@ -79,7 +79,7 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     if run.smoke or run.info.get("status") != "finished":
         raise ValueError("only a finished run at full size can be a reference")
     device = re.sub(r"[^a-z0-9]+", "-", str(run.environment["device"]).lower()).strip("-")
-    target = folder / device / str(run.config.name)
+    target = folder / device / folder_name(run.config.name)  # an older one there is removed
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)

@@ -120,16 +120,20 @@ COMPILATIONS = (
     "test_the_page_on_performance_is_of_these_kernels[sm_80]",
     "test_the_page_on_tensor_cores_is_of_these_kernels",
 )
-# Files and tests that take minutes and would take CI over its limit; `make nightly` sets
-# EMBLIB_NIGHTLY.
-NIGHTLY = (
+# Files of which the tests marked slow are in `make nightly` only. The others stay: one page of
+# every kind of experiment, one launch, one restart, one bundle with its verification.
+NIGHTLY_WHERE_SLOW = (
     "experiments/test_launch.py",
     "experiments/bundle/test_verify.py",
     "experiments/report/test_pages.py",
+    "sharding/test_restarts.py",
+)
+# Files and tests that take minutes and would take CI over its limit; `make nightly` sets
+# EMBLIB_NIGHTLY.
+NIGHTLY = (
     "pretend/test_mistakes.py",
     "pretend/test_races.py",
     "sanitize/test_hash.py",
-    "sharding/test_restarts.py",
     *(f"simt/test_compile.py::{test}" for test in COMPILATIONS),
     "simt/test_variants.py",
     "tables/test_disk_training.py",
@@ -143,7 +147,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "EMBLIB_NIGHTLY" not in os.environ:
         for item in items:
             path = item.path.relative_to(here).as_posix()
-            if path in NIGHTLY or f"{path}::{item.name}" in NIGHTLY:
+            slow = item.get_closest_marker("slow") is not None
+            if (
+                path in NIGHTLY
+                or f"{path}::{item.name}" in NIGHTLY
+                or (slow and path in NIGHTLY_WHERE_SLOW)
+            ):
                 item.add_marker(pytest.mark.skip(reason="minutes long: in make nightly"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     if hasattr(config, "workerinput"):

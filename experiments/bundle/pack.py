@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import RULE, TIME_TOLERANCE, Measure, claims_of
+from experiments.config.schema import UsageError, folder_name
 from experiments.paths import CONF, ROOT
 from experiments.report import text, write_report
 from experiments.report.data import Run
@@ -101,7 +102,10 @@ def _place(directory: Path, taken: Sequence[str]) -> str:
     missing += [] if has_records(directory) else [POINTS]
     if missing:
         raise BundleError(f"{directory} is not a run: it has no {', '.join(missing)}")
-    experiment = str(OmegaConf.load(directory / "config.yaml").name)
+    try:
+        experiment = folder_name(OmegaConf.load(directory / "config.yaml").name)
+    except UsageError as error:
+        raise BundleError(f"{directory}: {error}") from error
     own, parent = directory.resolve().name, directory.resolve().parent.name
     base = f"runs/{experiment}/{own if own != experiment else parent}"
     name, number = base, 1

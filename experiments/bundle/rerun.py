@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import Claim, Finding, Outcome, claims_of, compare
 from experiments.config import configure
-from experiments.config.schema import Config, Rerun, UsageError
+from experiments.config.schema import Config, Rerun, UsageError, folder_name
 from experiments.paths import CONF, ROOT
 from experiments.report.data import Run
 from experiments.results.store import read_config
@@ -36,8 +35,10 @@ def configuration(path: Path, folder: Path, preset: str = "") -> Config:
     configure.register()
     packed = read_config(path)
     assert isinstance(packed, DictConfig)
-    if not re.fullmatch(r"\w[\w.-]*", str(packed.name)):  # becomes the name of a folder
-        raise BundleError(f"the name of a run cannot be {str(packed.name)!r}")
+    try:
+        folder_name(packed.name)
+    except UsageError as error:
+        raise BundleError(f"its configuration: {error}") from error
     packed.report.folder = str(folder)
     packed.rerun = Rerun.all.value
     if preset:

@@ -10,6 +10,7 @@ from typing import Any
 from experiments.compare import confounders, figures, published
 from experiments.compare.machines import CEILINGS, Comparison, Machine, known_ceiling
 from experiments.compare.published import Figure, Finding, Source, Verdict
+from experiments.config.schema import folder_name
 from experiments.config.sweep import SWEEP
 from experiments.kinds import anchor_report
 from experiments.machine import ceilings
@@ -46,7 +47,8 @@ HOW_TO_READ = (
 def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
     """Write the comparison, print its notices and answer, and return the path of the page."""
     found = Comparison.read(runs)
-    store = RunStore((folder or FOLDER / found.machines[0].run.config.name).resolve())
+    own = folder or FOLDER / folder_name(found.machines[0].run.config.name)
+    store = RunStore(own.resolve())
     store.write("compare.csv", found.points.to_csv(index=False))
     report = page(found, command)
     written = document.write(store.path, report)

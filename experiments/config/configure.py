@@ -27,6 +27,7 @@ from experiments.config.schema import (
     Tables,
     UsageError,
     WorkloadConfig,
+    folder_name,
 )
 from experiments.contenders import registry
 from experiments.kinds.base import check_keyed
@@ -147,6 +148,14 @@ def check_keys(overrides: Sequence[str]) -> None:
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
 
 
+def check_hydra(words: Iterable[str]) -> None:
+    """Raise UsageError for one of Hydra's own settings that would write elsewhere."""
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if key.startswith(("hydra.run", "hydra.sweep", "hydra.output_subdir")):
+            raise UsageError(f"{key} is fixed; report.folder moves the results")
+
+
 def known_keys(cases: Iterable[str]) -> set[str]:
     """Return the dotted names of all keys; `cases` are the experiment's case names."""
     keys = _paths(Config, "")
@@ -222,6 +231,9 @@ def _one_line(error: Exception) -> str:
 
 def check_values(config: Config) -> None:
     """Check the rules between values that types cannot express."""
+    folder_name(config.name)
+    if not config.report.folder:
+        raise UsageError("report.folder must name a folder, e.g. report.folder=reports/runs")
     kind = _kind(config)
     try:
         contenders = registry.names()

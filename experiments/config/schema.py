@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -21,6 +22,21 @@ OPERATIONS = {  # what is timed of a table of keys, as HierarchicalKV calls it
 
 class UsageError(Exception):
     """The command line cannot be run; the message is one line and says what to type instead."""
+
+
+MULTIRUN = "multirun"  # the folder of launches, beside those of runs
+_FOLDER = re.compile(r"\w[\w.-]{0,99}")
+
+
+def folder_name(name: object) -> str:
+    """Return the name of a run as that of its folder; raise UsageError where it is a path."""
+    if not _FOLDER.fullmatch(str(name)) or name == MULTIRUN:
+        raise UsageError(
+            f"name={str(name)!r} cannot name the folder of a run: use up to 100 letters, digits, "
+            f"'_', '-' and '.', the first a letter, digit or '_', and not {MULTIRUN}; "
+            "report.folder moves the results"
+        )
+    return str(name)
 
 
 class Tables(Enum):

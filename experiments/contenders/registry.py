@@ -13,11 +13,12 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -60,6 +61,7 @@ class Entry:
     cuda_only: bool = False
     requires: tuple[str, ...] = ()
     install: str = ""
+    of_torch: str = ""  # the release of torch that the versions in `requires` belong to, if to one
 
     def missing(self) -> str:
         """Return what is not installed and what to type; empty where it can run."""
@@ -79,8 +81,9 @@ class Entry:
         known = {
             name: version for text in self.requires for name, version in REQUIREMENT.findall(text)
         }
+        torch = f" with torch {self.of_torch}" * bool(self.of_torch)
         return [
-            f"{name} is {version}, known to work is {known[name]}"
+            f"{name} is {version}, known to work{torch} is {known[name]}"
             for name, version in self.versions().items()
             if version.partition("+")[0] != known[name]
         ]
@@ -104,7 +107,9 @@ class Entry:
 def entries() -> dict[str, Entry]:
     """Return every contender by name, in the order of the tables."""
     extra = os.environ.get("EMBLIB_CONTENDERS", "").split(os.pathsep)
-    return _entries((HERE, *(Path(folder) for folder in extra if folder)))
+    torch = installed("torch")
+    folders = (HERE, *(Path(folder) for folder in extra if folder))
+    return _entries(folders, torch[1] if torch else "")
 
 
 def names() -> tuple[str, ...]:
@@ -153,6 +158,11 @@ def keyed(name: str) -> bool:
     return name in entries() and entries()[name].keyed
 
 
+def dense(name: str) -> bool:
+    """Return whether the contender holds the tables uncompressed; an unknown one does not."""
+    return name in entries() and entries()[name].dense
+
+
 def fits(name: str, ranks: int) -> bool:
     """Return whether the contender is measured in a world of so many ranks."""
     return ranks == 1 or name not in entries() or not entries()[name].alone
@@ -169,7 +179,7 @@ def cached() -> tuple[str, ...]:
 
 
 @functools.cache
-def _entries(folders: tuple[Path, ...]) -> dict[str, Entry]:
+def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for folder in folders:
         path = folder / TABLE
@@ -179,13 +189,47 @@ def _entries(folders: tuple[Path, ...]) -> dict[str, Entry]:
             raise RegistryError(f"EMBLIB_CONTENDERS: there is no {path}") from error
         except yaml.YAMLError as error:
             raise RegistryError(f"{path}: {' '.join(str(error).split())}") from error
-        for name, facts in table.items():
+        words = table.get("_by_torch", {})
+        for name, shared in table.items():
             if name.startswith("_"):
                 continue
+            facts = _of_release(shared, words, torch)
             if name in found:
                 raise RegistryError(f"{path}: the name '{name}' is taken; choose another")
             found[name] = _entry(folder, name, facts)
     return found
+
+
+def _of_release(
+    facts: Mapping[str, Any], words: Mapping[str, Mapping[str, str]], torch: str
+) -> dict[str, Any]:
+    """Return the facts with each word in braces replaced by its text for a version of torch."""
+    found = dict(facts)
+    for word, texts in words.items():
+        braced, release = f"{{{word}}}", _nearest(list(texts), torch)
+        needed = [str(text) for text in found.get("requires", ())]
+        if any(braced in text for text in needed):
+            found["of_torch"] = release
+            found["requires"] = [text.replace(braced, texts[release]) for text in needed]
+            if "install" in found:
+                found["install"] = found["install"].replace(braced, texts[release])
+    return found
+
+
+def _nearest(releases: Sequence[str], version: str) -> str:
+    """Return the newest release that is not newer than the version, else the oldest one.
+
+    Without a version it is the newest: what `pip install` would give.
+    """
+    ordered = sorted(releases, key=_numbers)
+    wanted = _numbers(version) or (math.inf,)
+    return next((r for r in reversed(ordered) if _numbers(r) <= wanted), ordered[0])
+
+
+def _numbers(version: str) -> tuple[float, ...]:
+    """Return (2, 13) of 2.13.0+cpu; empty where the text is no version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (float(found[1]), float(found[2])) if found else ()
 
 
 def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:

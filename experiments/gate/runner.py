@@ -99,8 +99,8 @@ def _notices(start: Start) -> list[str]:
     if start.floor is None:
         margin = 100 * start.config.gate.min_effect
         found.append(
-            f"There is no noise floor of this machine, so margins are {margin:g} % everywhere; "
-            "python run.py +experiment=selftest_aa measures one."
+            f"There is no noise floor of this machine, so margins are {margin:g} % everywhere. "
+            "To measure one: python run.py +experiment=selftest_aa."
         )
     if start.config.gate.inject > 1:
         found.append(

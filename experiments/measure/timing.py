@@ -10,7 +10,7 @@ from functools import partial
 
 from experiments import kinds
 from experiments.config.schema import PHASES, TimingConfig
-from experiments.config.sweep import CALIBRATED, COMPUTED, LOOKUPS, Arm, Cell
+from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task, build
 from experiments.machine.telemetry import telemetry_for
@@ -28,10 +28,10 @@ VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every 
 
 
 def dense_arms(cell: Cell) -> int:
-    """Count the contenders of the cell that hold its tables uncompressed."""
-    computed = COMPUTED | LOOKUPS | CALIBRATED
-    programs = [a.contender for a in cell.arms if a.contender not in computed]
-    return sum(registry.find(name).dense for name in programs)
+    """Count the contenders of the cell that hold its tables uncompressed; computed arms do not."""
+    if not kinds.find(cell.kind).makes_tables:
+        return 0
+    return sum(registry.dense(arm.contender) for arm in cell.arms)
 
 
 def fit_memory(cell: Cell, session: Session) -> Cell:

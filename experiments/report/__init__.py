@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.config.schema import UsageError
 from experiments.paths import ROOT
 from experiments.report.data import Run
 from experiments.results.store import POINTS, RunStore, has_records
@@ -76,5 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
             )
             status = 2
             continue
-        print(f"{write_report(path).answer}\nreport: {path / 'index.html'}\n")
+        try:
+            answer = write_report(path).answer
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 2
+        else:
+            print(f"{answer}\nreport: {path / 'index.html'}\n")
     return status

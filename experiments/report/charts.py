@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from experiments.report import text
 from experiments.report.style import GRID, INK, WIDTH, Drawing, Panel
@@ -47,25 +47,27 @@ class Scale:
 
     def finish(self, axis: Any) -> None:
         """Set limits, ticks and label after everything is plotted."""
-        limit = getattr(axis.axes, f"set_{axis.axis_name}lim")
-        low, high = axis.get_view_interval()
-        if self.reach:
-            limit(min(low, self.reach[0]), max(high, self.reach[1]))
-        if self.headroom != 1:
-            limit(low, self.headroom * high)
-        bounds = (self.low, self.high)
-        if bounds != (None, None):
-            limit(*bounds)
+        getattr(axis.axes, f"set_{axis.axis_name}lim")(*self._limits(*axis.get_view_interval()))
         if self.ticks:
             names = self.names or [text.number(t) for t in self.ticks]
             axis.set_ticks(self.ticks, names, fontsize=8 if self.names else None)
             axis.set_minor_formatter(NullFormatter())
-            axis.minorticks_off()
+            axis.set_minor_locator(NullLocator())
         elif self.log:
             plain_ticks(axis)
         if (shown := self.shown) is not None:
             axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
         axis.set_label_text(self.label)
+
+    def _limits(self, low: float, high: float) -> tuple[float, float]:
+        """Return the ends of the axis, of which `low` and `high` are those of what is plotted."""
+        reach = [end for end in self.reach or () if math.isfinite(end)]
+        low, high = min([low, *reach]), self.headroom * max([high, *reach])
+        low, high = low if self.low is None else self.low, high if self.high is None else self.high
+        if low != high:
+            return low, high
+        # One value is everything: equal ends have no scale, and matplotlib warns of them.
+        return (low / self.log, low * self.log) if self.log and low > 0 else (low - 0.5, low + 0.5)
 
 
 def percent_scale(label: str) -> Scale:
@@ -82,7 +84,7 @@ def plain_ticks(axis: Axis) -> None:
     subs = next((subs for limit, subs in levels if span < limit), (1.0,))
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1000 else f"{v:g}"))
-    axis.minorticks_off()
+    axis.set_minor_locator(NullLocator())
 
 
 @dataclass(frozen=True)

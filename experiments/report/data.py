@@ -14,9 +14,9 @@ from typing import Any
 import pandas as pd
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config.schema import AXES, Mode
+from experiments.config.schema import AXES, Mode, UsageError
 from experiments.config.sweep import SWEEP, Arm, variants_of
-from experiments.kinds import Kind, find
+from experiments.kinds import KINDS, Kind, find
 from experiments.kinds.base import TIME, CaseReport
 from experiments.report import text
 from experiments.results.metrics import mode_of, replicate_of
@@ -48,7 +48,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """Read the files that store.RunStore wrote."""
+        """Read the files that store.RunStore wrote; raise UsageError for a kind not known here."""
         config = read_config(path / "config.yaml")
         # In the order of the experiment, not in that of their measuring.
         records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
@@ -59,6 +59,11 @@ class Run:
             for name in {"question", "title", "label"} & labelled.keys():
                 labelled[name] = text.one_line(str(labelled[name]))
         kinds = [TIME, *(r.get("kind", TIME) for r in records), _kind(config)]
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise UsageError(
+                f"{path}: this harness has no kind of experiment '{unknown[0]}'. There is: "
+                f"{', '.join(KINDS)}. Report it with the harness that measured it"
+            )
         frames: dict[str, pd.DataFrame] = {}
         for kind in dict.fromkeys(kinds):
             frames |= find(kind).frames(records, config.report)

@@ -217,6 +217,7 @@ def roofline_figures(run: Run) -> list[Figure]:
             [
                 Panel(p.capitalize(), _roofline(rows[rows["phase"] == p], roofs, theory))
                 for p in ("forward", "step")
+                if (rows["phase"] == p).any()
             ],
         )
     ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.report import text
 from experiments.report.charts import Square, squares
 from experiments.report.data import Run
 from experiments.report.style import STATUS, Figure, Panel
@@ -39,20 +40,25 @@ def outcomes(run: Run) -> pd.DataFrame:
 
 def _together(processes: pd.DataFrame) -> dict[str, Any]:
     """Return the outcome of all processes: wrong in one is wrong."""
-    bad = processes[processes["status"] != "ok"]
-    statuses, reasons = list(bad["status"].unique()), bad["reason"].astype(str)
+    # Not string arithmetic on columns: dtypes of texts, of empty columns above all, differ between
+    # releases of pandas and with pyarrow.
+    every = zip(processes["status"], processes["reason"], strict=True)
+    bad = [
+        (status, "" if text.missing(why) else str(why)) for status, why in every if status != "ok"
+    ]
+    statuses, reasons = [status for status, _ in bad], [why for _, why in bad]
     if "wrong" in statuses:
         status = "wrong"
     elif len(bad) < len(processes):
-        status = "partly" if len(bad) else "ok"
-        reasons = bad["status"] + ": " + reasons
+        status = "partly" if bad else "ok"
+        reasons = [f"{status}: {why}" for status, why in bad]
     else:
         status = statuses[0]
     counts = {"good": len(processes) - len(bad), "total": len(processes)}
     return {
         **processes.iloc[0],
         "status": status,
-        "reason": "; ".join(reasons.unique()),
+        "reason": "; ".join(dict.fromkeys(reasons)),
         **counts,
     }
 

@@ -43,10 +43,10 @@ def useful_bytes(record: Record, phase: str, *, distinct: bool = False) -> float
     return forward + output + 2 * unique * (row + row_state_bytes(record))
 
 
-def row_state_bytes(record: Record) -> int:
-    """Return the bytes of optimizer state per plain row."""
+def row_state_bytes(record: Record) -> float:
+    """Return the bytes of optimizer state per plain row; NaN for an optimizer not known here."""
     per_row = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * record["params"]["D"]}
-    return per_row[record["optimizer"]]
+    return per_row.get(record["optimizer"], math.nan)
 
 
 def seconds(record: Record, phase: str) -> list[float]:

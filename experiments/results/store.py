@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from experiments.config.schema import Config, UsageError
+from experiments.config.schema import MULTIRUN, Config, UsageError, folder_name
 from experiments.paths import ROOT
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class RunStore:
     @classmethod
     def create(cls, folder: Path, experiment: str) -> RunStore:
         """Create a fresh directory <folder>/<experiment>/<time>-<pid>."""
+        if experiment != MULTIRUN:
+            folder_name(experiment)
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         for attempt in itertools.count():
             path = folder / experiment / f"{stamp}-{os.getpid()}{f'-{attempt}' * (attempt > 0)}"

@@ -41,26 +41,33 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
     session = Session(config, device, "dry-run")
     heads = ("contenders", "tables as fp32", "processes", "at most")
     table = Table(Column("cell", no_wrap=True), *heads, box=None)
-    total = 0.0
+    total, unlimited = 0.0, 0
     for cell in cells:
+        kind = kinds.find(cell.kind)
         fitted = fit_memory(cell, session.over_ranks_of(cell))
-        shapes = table_shapes(fitted.workload, scale=fitted.rows_scale)
+        size = text.NONE
+        if kind.makes_tables:
+            scaled = f" ({100 * fitted.rows_scale:.3g} % of the rows)" * (fitted.rows_scale < 1)
+            shapes = table_shapes(fitted.workload, scale=fitted.rows_scale)
+            size = text.size(dense_bytes(shapes)) + scaled
         seconds = estimate(fitted, config) * replicates(cell, config)
-        total += seconds
-        scaled = f" ({100 * fitted.rows_scale:.3g} % of the rows)" * (fitted.rows_scale < 1)
+        total += seconds if kind.limited else 0.0
+        unlimited += not kind.limited
         table.add_row(
             where(fitted),
             ", ".join(arm.key for arm in cell.arms),
-            text.size(dense_bytes(shapes)) + scaled,
+            size,
             str(replicates(cell, config)),
-            text.seconds(seconds),
+            text.seconds(seconds) if kind.limited else text.NONE,
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     limit = config.timing.total_seconds
     bound = f", cut to about {limit:g} s by timing.total_seconds" if 0 < limit < total else ""
+    times = [f"about {text.seconds(total)} at most{bound}"] if total else []
+    times += [f"no limit for {text.count(unlimited, 'cell')} that train"] if unlimited else []
     console.print(
-        f"\n{text.count(len(cells), 'cell')}; about {text.seconds(total)} at most{bound}; "
+        f"\n{text.count(len(cells), 'cell')}; {'; '.join(times)}; "
         f"{text.size(memory.available_bytes(device))} of memory free. Nothing was measured."
     )
     return 0
@@ -68,8 +75,9 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
 
 def estimate(cell: Cell, config: Config) -> float:
     """Estimate the seconds of one process, including its tables, from above."""
-    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    built = dense_arms(cell) * dense_bytes(shapes)
+    built = 0
+    if dense := dense_arms(cell):
+        built = dense * dense_bytes(table_shapes(cell.workload, scale=cell.rows_scale))
     return seconds_of(cell, config) + built / BUILD_BYTES_PER_SECOND
 
 

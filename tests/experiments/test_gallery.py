@@ -44,6 +44,18 @@ def test_every_report_is_listed_with_its_answer(
     assert "http" not in page  # it loads nothing
 
 
+def test_the_name_of_an_experiment_is_no_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    run(runs, "a", "1")
+    info = {"experiment": "../../elsewhere", "status": "finished"}
+    (runs / "a" / "1" / "run.json").write_text(json.dumps(info))
+    assert main([str(runs), "--out", str(out)]) == 2
+    assert "cannot name the folder of a run" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_it_is_made_anew_and_leaves_other_folders_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from experiments import cli, launch
@@ -48,6 +49,9 @@ PROBES = {
     (A, "workload.B=8,0"): "workload.B must be >= 1, got 0",
     (A, "workload.B=interval(1,2)"): "list the values",
     (A, "hydra/launcher=jobliv"): "There is: basic, joblib, submitit_local, submitit_slurm",
+    (A, "++hydra.sweep.dir=elsewhere"): "hydra.sweep.dir is fixed",
+    (A, "hydra.output_subdir=../elsewhere"): "hydra.output_subdir is fixed",
+    (A, "name=../.."): "cannot name the folder of a run",
     (A, "hydra.sweep.dir=elsewhere"): "hydra.sweep.dir is fixed; report.folder moves the results",
 }
 
@@ -213,6 +217,30 @@ def test_a_job_is_alone_on_what_it_measures(
 def launch_runs(folder: Path, *words: str, **popen: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "run.py", "-m", *words, *SMOKE, f"report.folder={folder}"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **popen)
+
+
+def test_a_launch_runs_its_jobs_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each job is a `python run.py` of its own, here without the process around it."""
+
+    def run_job(words: Sequence[str], environment: object, log: object) -> int:
+        state = GlobalHydra.instance()
+        with monkeypatch.context() as here:
+            here.setattr(state, "hydra", None)  # as in a new process
+            return cli.main(words)
+
+    monkeypatch.setattr(launch, "_run", run_job)
+    words = [A, *SMOKE, "seed=1,2", "contenders=[tbe]", f"report.folder={tmp_path}"]
+    assert cli.main(["-m", *words]) == 0
+    assert capsys.readouterr().out.count("status 0") == 2
+    (multi,) = (tmp_path / "multirun").iterdir()
+    for number in range(2):
+        assert launch.read_end(multi, number)["words"][-1] == f"report.folder={tmp_path}"
+        assert f"seed={number + 1}" in launch.read_end(multi, number)["words"]
+    pages = list((tmp_path / "tbe_vs_torch").glob("*/index.html"))
+    assert len(pages) == 2
+    assert all("How to read this" in page.read_text() for page in pages)
 
 
 def installed(launcher: str) -> bool:

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from experiments import cli, reference
+from experiments.config.schema import UsageError
 from experiments.paths import REFERENCE
+from experiments.report import Run
+from tests.experiments.made_up import Recipe, make_run
 
 
 def test_a_machine_is_added_by_one_command(
@@ -36,3 +39,18 @@ def test_a_machine_is_added_by_one_command(
     assert cli.main(["reference", "add", "tt_vs_tbe", "timin=quick"]) == 2
     assert "Did you mean" in capsys.readouterr().err
     assert set(reference.experiments_to_run([])) >= {"tt_vs_tbe", "cache_hit_rate"}
+
+
+@pytest.mark.parametrize("name", ["../kept", "..", "/tmp/kept"])
+def test_a_run_whose_name_is_a_path_is_not_kept(name: str, tmp_path: Path) -> None:
+    """What is at the place of a reference is removed first."""
+    small = ("+experiment=tbe_vs_torch", "sweep.T=[]", "sweep.E=[]")
+    run = make_run(tmp_path / "run", Recipe(words=small, replicates=1))
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("name: tbe_vs_torch", f"name: {name}"))
+    assert str(Run.read(run).config.name) == name
+    kept = tmp_path / "references" / "kept"
+    kept.mkdir(parents=True)
+    with pytest.raises(UsageError, match="cannot name the folder of a run"):
+        reference.keep(run, tmp_path / "references")
+    assert kept.exists()

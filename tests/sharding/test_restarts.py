@@ -77,6 +77,32 @@ def _assert_same_end(directory: Path, ranks: int) -> None:
         assert same, name
 
 
+class _Interrupted(Exception):
+    pass
+
+
+def _interrupt(*_: object) -> None:
+    raise _Interrupted
+
+
+def _interrupted_and_resumed(ranks: RankGroup, directory: Path) -> None:
+    """Train until a backward pass is interrupted on every rank, and go on from the checkpoint."""
+    everyone = [f"0:6:{rank}:training" for rank in range(ranks.size)]
+    killed, resumed.die = resumed.die, _interrupt
+    try:
+        with pytest.raises(_Interrupted):
+            resumed.train(ranks, directory, resumed.Deaths(everyone, ranks.rank))
+    finally:
+        resumed.die = killed
+    assert not (directory / "final.pt").exists()
+    resumed.train(ranks, directory, resumed.Deaths([], ranks.rank))
+
+
+def test_interrupted_and_resumed_without_a_new_process(tmp_path: Path) -> None:
+    worlds.run(2, _interrupted_and_resumed, tmp_path / "job")
+    _assert_same_end(tmp_path, 2)
+
+
 @pytest.mark.slow
 def test_killed_twice_on_one_node(tmp_path: Path) -> None:
     """In the middle of a backward pass, then in the middle of a checkpoint."""

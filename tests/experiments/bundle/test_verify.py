@@ -387,7 +387,7 @@ def test_the_packed_configuration_is_what_is_measured(run: Path, tmp_path: Path)
     old = OmegaConf.load(run / "config.yaml")
     old.name = "../elsewhere"
     OmegaConf.save(old, tmp_path / "config.yaml")
-    with pytest.raises(BundleError, match="the name of a run cannot be"):
+    with pytest.raises(BundleError, match="cannot name the folder of a run"):
         rerun.configuration(tmp_path / "config.yaml", tmp_path)
     old.name = "tt_vs_tbe"
     old.timing.forgotten = 1

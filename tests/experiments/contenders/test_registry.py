@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from experiments.config import configure
 from experiments.config.schema import Config, Optimizer, UsageError
@@ -168,6 +170,48 @@ def test_another_version_is_measured_and_said(folder: Path) -> None:
     assert record["flags"] == [f"pytest is {PYTEST}, known to work is 0.1"]
 
 
+@pytest.mark.parametrize(
+    ("torch", "fbgemm", "of"),
+    [
+        ("2.10.0", "1.5.0", "2.10"),
+        ("2.11.0+cu130", "1.6.0", "2.11"),
+        ("2.12.1", "1.7.0", "2.12"),
+        ("2.13.0+cpu", "1.8.0", "2.13"),
+        ("2.14.0a0", "1.9.0", "2.14"),
+        ("2.99.0", "1.9.0", "2.14"),
+        ("", "1.9.0", "2.14"),  # what pip would install
+        ("2.9.1", "1.5.0", "2.10"),
+    ],
+)
+def test_each_torch_has_its_own_fbgemm(
+    torch: str, fbgemm: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"torch": torch, "fbgemm-gpu": fbgemm, "torchrec": "1.8.0"}
+
+    def version(name: str) -> str:
+        if not here.get(name):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return here[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    entry = registry.find("fbgemm")
+    assert entry.requires == (f"fbgemm-gpu-cpu=={fbgemm} | fbgemm-gpu=={fbgemm}",)
+    assert entry.unknown_versions() == registry.find("torchrec").unknown_versions() == []
+    assert f"fbgemm-gpu-cpu=={fbgemm} " in registry.find("torchrec").install
+    here["fbgemm-gpu"] = "1.4.2"
+    (said,) = entry.unknown_versions()
+    assert said == f"fbgemm-gpu is 1.4.2, known to work with torch {of} is {fbgemm}"
+
+
+def test_the_page_has_the_same_table() -> None:
+    page = (ROOT / "docs" / "peers.md").read_text()
+    rows = [
+        re.findall(r"[\d.]+", row) for row in re.findall(r"^\| (?:torch|FBGEMM) \|(.*)", page, re.M)
+    ]
+    table = yaml.safe_load((registry.HERE / registry.TABLE).read_text())["_by_torch"]["fbgemm"]
+    assert dict(zip(*rows, strict=True)) == table
+
+
 def test_a_point_is_another_with_another_version_or_another_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,9 +233,11 @@ def test_the_extras_have_the_versions_that_are_known_to_work() -> None:
         "optional-dependencies"
     ]
     pinned = {*extras["peers"], *extras["peers-cuda"]}
+    # The extras are for the torch that the Makefile installs.
+    torch = re.search(r"^TORCH_VERSION := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     needed = {
         f"{name}=={version}"
-        for entry in registry.entries().values()
+        for entry in registry._entries((registry.HERE,), torch[1]).values()
         for requirement in entry.requires
         for name, version in REQUIREMENT.findall(requirement)
     }

@@ -264,3 +264,42 @@ def test_drawings_have_names_of_their_own_and_words_that_are_text(plain: Run) ->
         assert set(used) <= set(re.findall(r'\bid="([^"]+)"', drawing))
     assert "TT rank 16</text>" in drawings[0]
     assert style.INK not in drawings[0]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [0.0, 5.0])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        charts.Scale("", low=0),
+        charts.Scale("", low=5, high=5),
+        charts.Scale("", log=2, low=64, high=64),
+        charts.Scale("", log=10, reach=(3.0, 3.0)),
+        charts.Scale("", log=10, reach=(math.nan, math.nan)),
+        charts.Scale("", low=0, headroom=1.3),
+    ],
+    ids=str,
+)
+def test_an_axis_of_one_value_has_two_ends(scale: charts.Scale, value: float) -> None:
+    value = value or 1.0 if scale.log else value
+    _, axes = plt.subplots()
+    axes.set_autoscale_on(False)
+    axes.set_xlim(1, 2)
+    lines = [charts.Curve([value], [1.0], marker="o")]
+    charts.curves(lines, scale, charts.Scale(""))(axes)
+    low, high = axes.get_xlim()
+    assert low < high
+    plt.close()
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_axis_reaches_and_has_headroom_at_once() -> None:
+    _, axes = plt.subplots()
+    charts.curves(
+        [charts.Curve([1.0, 2.0], [1.0, 2.0])],
+        charts.Scale("", reach=(0.0, 10.0), headroom=1.5),
+        charts.Scale("", low=2.0),
+    )(axes)
+    assert axes.get_xlim() == (0.0, 15.0)
+    assert axes.get_ylim()[0] == 2.0
+    plt.close()

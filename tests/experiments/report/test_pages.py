@@ -7,9 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -38,9 +39,31 @@ KINDS = {name: named[1] if named else "time" for name, named in _NAMED.items()}
 REPORTED = [name for name, kind in KINDS.items() if not kinds.find(kind).rebuilds]
 NOT_HERE = ("missing", "unsupported")  # an optional package that is not installed is no failure
 TIMED = [name for name, kind in KINDS.items() if kind == "time"]
+# Of every kind one page is in `make test`, the others in `make nightly`: the smoke run of the one
+# that is named here, because other tests look at it as well, else of the first.
+CHOSEN = {
+    "time": "tt_vs_tbe",
+    "anchor": "anchor_tt_rec",
+    "cache": "cache_hit_rate",
+    "sharding": "sharding_scaling",
+}
+ONE_PER_KIND = {kind: name for name, kind in reversed(KINDS.items())} | CHOSEN
+REFERENCES = runs_in(reference.REFERENCE, "*/*")
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def one_per_kind(names: Sequence[str]) -> list[Any]:
+    """Mark all experiments but one of each kind as slow."""
+    chosen = ONE_PER_KIND.values()
+    marks = {name: () if name in chosen else (pytest.mark.slow,) for name in names}
+    return [pytest.param(name, marks=marks[name]) for name in names]
+
+
+def test_every_kind_has_a_page_in_the_suite() -> None:
+    assert ONE_PER_KIND.keys() == kinds.KINDS.keys()
+    assert all(KINDS[name] == kind for kind, name in ONE_PER_KIND.items())
+
+
+@pytest.mark.parametrize("name", one_per_kind(EXPERIMENTS))
 def test_an_experiment_states_its_question_and_fits_the_schema(name: str) -> None:
     lines = (configure.CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
@@ -52,7 +75,7 @@ def test_an_experiment_states_its_question_and_fits_the_schema(name: str) -> Non
     assert configure.load([f"+experiment={name}", "device=cuda"]).name == name
 
 
-@pytest.mark.parametrize("name", REPORTED)
+@pytest.mark.parametrize("name", one_per_kind(REPORTED))
 def test_it_runs_and_every_contender_is_right(name: str, smoke_runs: Mapping[str, Path]) -> None:
     run = Run.read(smoke_runs[name])
     assert run.records
@@ -61,7 +84,7 @@ def test_it_runs_and_every_contender_is_right(name: str, smoke_runs: Mapping[str
     assert written >= {".yaml", ".json", ".jsonl", ".csv", ".md", ".html", ".png", ".svg"}
 
 
-@pytest.mark.parametrize("name", TIMED)
+@pytest.mark.parametrize("name", one_per_kind(TIMED))
 def test_the_first_sentence_is_made_of_measured_numbers(
     name: str, smoke_runs: Mapping[str, Path]
 ) -> None:
@@ -101,7 +124,7 @@ class Loads(HTMLParser):
                 self.urls.append(value)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", one_per_kind(EXPERIMENTS))
 def test_the_page_is_self_contained(name: str, smoke_runs: Mapping[str, Path]) -> None:
     page = (smoke_runs[name] / "index.html").read_text()
     parser = Loads()
@@ -115,7 +138,7 @@ def test_the_page_is_self_contained(name: str, smoke_runs: Mapping[str, Path]) -
     assert "width=device-width" in page
 
 
-@pytest.mark.parametrize("name", REPORTED)
+@pytest.mark.parametrize("name", one_per_kind(REPORTED))
 def test_the_page_names_its_provenance_and_how_to_repeat_it(
     name: str, smoke_runs: Mapping[str, Path]
 ) -> None:
@@ -377,7 +400,10 @@ def test_every_mode_has_its_own_tables_and_the_answer_names_it(tmp_path: Path) -
     assert page.count("<details>") == 3
 
 
-@pytest.mark.parametrize("reference_run", runs_in(reference.REFERENCE, "*/*"))
+@pytest.mark.parametrize(
+    "reference_run",
+    [*REFERENCES[:1], *(pytest.param(r, marks=pytest.mark.slow) for r in REFERENCES[1:])],
+)
 def test_committed_references_of_any_schema_go_on_rendering(
     reference_run: Path, tmp_path: Path
 ) -> None:
