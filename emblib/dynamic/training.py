@@ -1,4 +1,8 @@
-"""Insertion of the keys of training batches into the tables of a module, with hooks and checks."""
+"""Insertion of the keys of training batches into the tables of a module, with hooks and checks.
+
+An insertion is made completely or not at all, wherever an exception interrupts it: `BatchInsertion`
+states in which order the index, the rows and the backing store change.
+"""
 
 import itertools
 import warnings
