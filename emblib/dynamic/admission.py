@@ -36,6 +36,7 @@ from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
 from emblib.dynamic.keys import mix
 from emblib.dynamic.saving import dumps
 from emblib.ops import hash
+from emblib.ops.effects import Effects
 from emblib.specs import CountMinSketch, DynamicSpec, Eviction, ExactCounter, FrequencyAdmission
 
 _LOW_31 = 0x7FFFFFFF
@@ -122,17 +123,16 @@ class _Counter(nn.Module):
         starts = torch.cat([ends.new_zeros(1), ends])
         return _Picked(hash.Keys(moved[0], starts, self.numbers), moved[1], places)
 
-    def add(self, missing: Missing) -> Tensor:
+    def add(self, missing: Missing, effects: Effects) -> Tensor:
         """Count the misses; the count of each so far, 0 for those of other tables."""
         picked = self.pick(missing)
-        slots = self.index.insert(picked.batch, picked.counts).slots
+        slots = self.index.insert(picked.batch, picked.counts, effects=effects).slots
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
         positions = torch.arange(slots.numel(), device=slots.device)
         segments = torch.searchsorted(picked.batch.starts[1:], positions, right=True)
         rows = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
-        counts = torch.where(
-            slots < 0, picked.counts, self.index.entries[:, HashEntryColumn.SCORE][rows]
-        )
+        scores = self.index.entries[:, HashEntryColumn.SCORE][rows]
+        counts = effects.once(torch.ops.aten.where.self, slots < 0, picked.counts, scores)
         return torch.cat([counts, counts.new_zeros(1)])[picked.places]
 
     def forget(self, missing: Missing, mask: Tensor) -> None:
@@ -227,9 +227,9 @@ class _Sketches(nn.Module):
         self.register_buffer("batches", torch.zeros(1, dtype=torch.int64, device=device))
         self.register_buffer("layout", layout.to(device), persistent=False)
 
-    def add(self, missing: Missing) -> Tensor:
+    def add(self, missing: Missing, effects: Effects) -> Tensor:
         """Count the misses; the count of each, at most the threshold, 0 for other tables."""
-        self._fade()
+        self._fade(effects)
         begin, width, depth, threshold, hash_key = self.layout[missing.tables].unbind(1)
         mixed = mix(missing.keys ^ hash_key)
         low, high = mixed & _LOW_31, mixed >> 33 & _LOW_31 | 1
@@ -239,20 +239,23 @@ class _Sketches(nn.Module):
         places = torch.where(rows < depth, begin + rows * width + column, unused)
         seen = torch.where(rows < depth, self.counters[places].long(), threshold).amin(0)
         # No sum above the threshold, which may wrap where counts are near the largest number.
-        counts = seen + torch.minimum(missing.counts, threshold - seen)
+        more = torch.minimum(missing.counts, threshold - seen)
+        counts: Tensor = effects.once(torch.ops.aten.add.Tensor, seen, more)
         raised = counts.to(self.counters.dtype).expand(self.depth, -1)
         self.counters.scatter_reduce_(0, places.flatten(), raised.flatten(), "amax")
         self.counters[unused:].zero_()
         return counts
 
-    def _fade(self) -> None:
+    def _fade(self, effects: Effects) -> None:
         """Halve the part of the counters whose turn it is."""
+        batches = effects.once(torch.ops.aten.clone.default, self.batches)
         for begin, size, part in self._periods:
-            turn = self.batches * part % (part * math.ceil(size / part))
+            turn = batches * part % (part * math.ceil(size / part))
             places = turn + torch.arange(part, device=turn.device)
             places = torch.where(places < size, begin + places, self.counters.numel() - 1)
-            self.counters[places] = self.counters[places] // 2
-        self.batches += 1
+            halved = effects.once(torch.ops.aten.clone.default, self.counters[places] // 2)
+            self.counters[places] = halved
+        effects.once(torch.ops.aten.add_.Scalar, self.batches, 1)
 
     @property
     def hash_keys(self) -> Tensor:
@@ -316,7 +319,11 @@ class Admission(nn.Module):
         self.register_buffer("thresholds", tensor, persistent=False)
 
     def admit(
-        self, keys: hash.Keys, misses: hash.Misses, in_store: Tensor | None = None
+        self,
+        keys: hash.Keys,
+        misses: hash.Misses,
+        in_store: Tensor | None = None,
+        effects: Effects | None = None,
     ) -> Tensor | None:
         """Count the misses of a batch and return which to admit, bool `[L]` by miss; None for all.
 
@@ -325,6 +332,7 @@ class Admission(nn.Module):
             misses: its keys that are not in the index.
             in_store: bool `[L]` by miss, the keys with a row in a backing store: these are admitted
                 without being counted.
+            effects: native calls that were made before an interruption; None for a first call.
         """
         if self.counter is None and self.sketches is None:
             return in_store
@@ -333,19 +341,21 @@ class Admission(nn.Module):
         if in_store is not None:
             tables = torch.where(in_store[:count], len(self.specs), missing.tables)
             missing = missing._replace(tables=tables)
-        admitted = nn.functional.pad(self.decide(missing), (0, keys.ids.numel() - count))
+        decided = self.decide(missing, effects)
+        admitted = nn.functional.pad(decided, (0, keys.ids.numel() - count))
         return admitted if in_store is None else admitted | in_store
 
-    def decide(self, missing: Missing) -> Tensor:
+    def decide(self, missing: Missing, effects: Effects | None = None) -> Tensor:
         """Count missing keys and return which to admit, bool by key.
 
         The result of entries without a table is undefined.
         """
         counts = torch.zeros_like(missing.counts)
+        effects = Effects() if effects is None else effects
         if self.sketches is not None:
-            counts = counts + self.sketches.add(missing)
+            counts = counts + self.sketches.add(missing, effects)
         if self.counter is not None:
-            counts = counts + self.counter.add(missing)
+            counts = counts + self.counter.add(missing, effects)
         admitted = counts >= self.thresholds[missing.tables]
         if self.counter is not None:
             self.counter.forget(missing, admitted)

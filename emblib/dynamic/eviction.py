@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import InsertedBatch
 from emblib.ops import hash
+from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction
 from emblib.tables.locks import atomic
@@ -62,9 +63,10 @@ class EvictionScores(nn.Module):
             )
         return self.values.clone()
 
-    def advance(self) -> None:
-        """Count one training batch."""
-        self.values += self.steps
+    def advance(self, effects: Effects | None = None) -> None:
+        """Count one training batch, once per `effects`."""
+        effects = Effects() if effects is None else effects
+        effects.once(torch.ops.aten.add_.Tensor, self.values, self.steps)
 
     def set(self, scores: int | Mapping[int, int]) -> None:
         """Set the scores of CUSTOM tables: one for all of them, or by table.
@@ -160,8 +162,7 @@ def assign_key_scores(
     entries[slots[is_fast], HashEntryColumn.SCORE] = largest.to(device)[is_fast]
     found = is_fast.cpu()
     if module.backing is not None:
-        with torch.no_grad():
-            in_store = module.backing.assign_scores(table, distinct[~found], largest[~found])
+        in_store = module.backing.assign_scores(table, distinct[~found], largest[~found])
         found[~found] = in_store
     return found[groups]
 
@@ -209,6 +210,9 @@ class EvictionLog:
     inserted again: a reader checks which of them are in the table. Recording keys of a CUDA table
     waits for the device.
 
+    A call that removes keys and returns which is announced by `expect`, and `record` follows. If an
+    exception comes in between, keys may be missing, and the log is complete from the next tick on.
+
     Args:
         num_tables: the number of tables.
         tick: the tick from which on the log is complete.
@@ -219,27 +223,33 @@ class EvictionLog:
         if max_keys < 1:
             raise ValueError(f"an eviction log must keep at least one key, got {max_keys}")
         self._max_keys = max_keys
-        self._logs: list[deque[tuple[int, Tensor]]] = [deque() for _ in range(num_tables)]
-        self._num_keys = [0] * num_tables
+        # By table ticks, keys, and the number of keys up to there since the log began.
+        self._logs: list[deque[tuple[int, Tensor, int]]] = [deque() for _ in range(num_tables)]
         self._complete_from = [tick] * num_tables
+        self._expected: dict[int, int] = {}  # by table the tick of keys that are not recorded yet
 
     def restart(self, tick: int) -> None:
         """Clear the log; it is complete from this tick on."""
-        for table, log in enumerate(self._logs):
+        self._complete_from = [tick] * len(self._logs)
+        for log in self._logs:
             log.clear()
-            self._num_keys[table], self._complete_from[table] = 0, tick
+        self._expected = {}
+
+    def expect(self, table: int, tick: int) -> None:
+        """Note that a call is about to remove keys at a tick, which `record` gets after it."""
+        self._complete_from[table] = self.complete_from(table)
+        self._expected[table] = tick
 
     def record(self, table: int, keys: Tensor, tick: int) -> None:
         """Record keys that left a table at a tick, which is not before the last one recorded."""
-        if not keys.numel():
-            return
         log = self._logs[table]
-        log.append((tick, keys.detach().cpu().clone()))
-        self._num_keys[table] += keys.numel()
-        while self._num_keys[table] > self._max_keys:
-            oldest, dropped = log.popleft()
-            self._num_keys[table] -= dropped.numel()
-            self._complete_from[table] = oldest + 1
+        if keys.numel():
+            before = log[-1][2] if log else 0
+            log.append((tick, keys.detach().cpu().clone(), before + keys.numel()))
+        self._expected.pop(table, None)
+        while log and log[-1][2] - log[0][2] + log[0][1].numel() > self._max_keys:
+            self._complete_from[table] = max(self._complete_from[table], log[0][0] + 1)
+            log.popleft()
 
     def record_all(self, keys: Tensor, ends: Sequence[int], tick: int) -> None:
         """Record keys of all tables, concatenated: those of table t end at `ends[t]`."""
@@ -259,7 +269,8 @@ class EvictionLog:
 
     def complete_from(self, table: int) -> int:
         """Return the first tick from which on all evictions of a table are in the log."""
-        return self._complete_from[table]
+        expected = self._expected.get(table)
+        return max(self._complete_from[table], -1 if expected is None else expected + 1)
 
     def since(self, table: int, tick: int) -> Tensor:
         """Return the distinct keys that left at `tick` or later, int64 on the CPU.
@@ -267,10 +278,10 @@ class EvictionLog:
         Raises:
             ValueError: the log is not complete from `tick` on.
         """
-        if tick < self._complete_from[table]:
+        if tick < self.complete_from(table):
             raise ValueError(
-                f"evictions are known from tick {self._complete_from[table]} on, asked for is "
+                f"evictions are known from tick {self.complete_from(table)} on, asked for is "
                 f"{tick}; save a whole dump, and save changes more often or keep a longer log"
             )
-        keys = [keys for at, keys in self._logs[table] if at >= tick]
+        keys = [keys for at, keys, _ in self._logs[table] if at >= tick]
         return torch.cat(keys).unique() if keys else torch.empty(0, dtype=torch.int64)

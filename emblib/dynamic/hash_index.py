@@ -12,6 +12,7 @@ from emblib import ops
 from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic.saving import dumps
 from emblib.ops import codes, hash
+from emblib.ops.effects import Effects
 from emblib.ops.hash import (
     COUNTERS,
     EVICTING,
@@ -236,10 +237,12 @@ class HashIndex(nn.Module):
         batch_scores: Tensor | None = None,
         admit: Callable[[Keys, Misses], Tensor | None] | None = None,
         rows: RowBuffers | None = None,
+        effects: Effects | None = None,
     ) -> InsertedBatch:
         """Touch the keys of a batch that are in their table, and insert the others.
 
-        The rows of evicted keys are not changed; a new key has the row that was in its slot.
+        The rows of evicted keys are not changed; a new key has the row that was in its slot. After
+        an interruption, the same call with the same `effects`, restarted, completes the insertion.
 
         Args:
             keys: the batch.
@@ -249,19 +252,23 @@ class HashIndex(nn.Module):
             admit: called with the batch and its misses, returns which of these to admit: bool `[L]`
                 by miss, or None for all.
             rows: values that move with their entries when a table grows.
+            effects: native calls that were made before an interruption; None for a first call.
         """
-        self._settle_last()
-        self.version += 1
+        effects = Effects() if effects is None else effects
+        if not effects.is_next_made:
+            self._settle_last()
+            self.version += 1
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
-        slots = hash.hash_touch_(index, *keys, counts, batch_scores, order)
+        slots = effects.once(hash.hash_touch_, index, *keys, counts, batch_scores, order)
         if not slots.is_cuda and (not slots.numel() or int(slots.min()) >= 0):
             return InsertedBatch(slots)
         misses = Misses(*hash.hash_misses(*keys, slots, counts, len(self.specs)))
         admitted = None if admit is None else admit(keys, misses)
         if self.grows:
-            self._grow(keys, slots, misses, admitted, rows)
+            self._grow(keys, slots, misses, admitted, rows, effects)
         result = InsertResult(
-            *hash.hash_insert_(
+            *effects.once(
+                hash.hash_insert_,
                 index,
                 keys.ids,
                 misses.first,
@@ -309,19 +316,24 @@ class HashIndex(nn.Module):
 
     def _settle_last(self) -> None:
         """Drop the last insertion; store its version by slot if an earlier watcher is alive."""
-        last, self._last = self._last, None
-        oldest = next(iter(self._watchers.values()), self.version)  # the first one registered
-        if last is None or oldest >= last.version or not last.keys.ids.numel():
+        last = self._last
+        if last is None:
             return
+        oldest = next(iter(self._watchers.values()), self.version)  # the first one registered
+        if oldest < last.version and last.keys.ids.numel():
+            self._store_versions(last)
+        self._last = None  # not before: an interruption leaves it to the next call
+
+    def _store_versions(self, last: LastInsertion) -> None:
         keys, groups = last.keys, last.misses.groups
         status = last.result.status[groups.clamp(min=0).long()]
         new = (status == NEW) | (status == EVICTING)
         # Rows promoted from a backing store have status HIT: their keys never left.
         known = (groups >= 0) & (new | (status == HIT))
         at = self._positions(keys, torch.where(known, self.find(keys), -1))
-        self._versions_by_slot().scatter_(0, at, torch.where(new, last.version, 0))
-        assert self._inserted_at is not None
-        self._inserted_at[-1:].zero_()
+        versions = self._versions_by_slot()
+        versions.scatter_(0, at, torch.where(new, last.version, 0))
+        versions[-1:].zero_()
 
     def _positions(self, keys: Keys, slots: Tensor) -> Tensor:
         """Return the index of each slot in `_inserted_at`, that of the spare entry for -1."""
@@ -333,12 +345,13 @@ class HashIndex(nn.Module):
     def _versions_by_slot(self) -> Tensor:
         if self._inserted_at is None:
             device = self.tags.device
-            self._inserted_at = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
-            size = self._inserted_at.itemsize
+            versions = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
+            size = versions.itemsize
             layout = [[[first * size, size]] for first in self._first_slots[:-1]]
-            self._inserted_at_layout = torch.tensor(layout, device=device)
             for t, first in enumerate(self._first_slots[:-1]):
-                memory.use(self._inserted_at, first, 0, self.capacity(t))
+                memory.use(versions, first, 0, self.capacity(t))
+            self._inserted_at_layout = torch.tensor(layout, device=device)
+            self._inserted_at = versions
         return self._inserted_at
 
     def _grow(
@@ -348,15 +361,16 @@ class HashIndex(nn.Module):
         misses: Misses,
         admitted: Tensor | None,
         rows: RowBuffers | None,
+        effects: Effects,
     ) -> None:
-        if not slots.is_cuda:
+        if not slots.is_cuda and not effects.is_next_made:
             offsets = misses.offsets.tolist()
             for t in range(len(self.specs)):
                 more = offsets[t + 1] - offsets[t]
                 if more and admitted is not None:
                     more = int(admitted[offsets[t] : offsets[t + 1]].sum())
                 self._prepare_growth(t, self.size(t) + more, rows)
-        self._split(keys, slots, misses.offsets, admitted, rows)
+        self._split(keys, slots, misses.offsets, admitted, rows, effects)
 
     def _split(
         self,
@@ -365,6 +379,7 @@ class HashIndex(nn.Module):
         offsets: Tensor,
         admitted: Tensor | None,
         rows: RowBuffers | None,
+        effects: Effects,
     ) -> None:
         buffers: list[Tensor] = [] if rows is None else rows.buffers
         if rows is None:
@@ -374,7 +389,8 @@ class HashIndex(nn.Module):
         if self._inserted_at is not None and self._inserted_at_layout is not None:
             buffers = [*buffers, self._inserted_at]
             layout = torch.cat([layout, self._inserted_at_layout], 1)
-        hash.hash_grow_(self.tensors(), buffers, layout, *keys, slots, offsets, admitted)
+        index = self.tensors()
+        effects.once(hash.hash_grow_, index, buffers, layout, *keys, slots, offsets, admitted)
 
     def _prepare_growth(self, table: int, keys: int, rows: RowBuffers | None) -> None:
         """Take the rows into use that a table needs to grow for a number of keys."""
@@ -396,15 +412,23 @@ class HashIndex(nn.Module):
         offsets[table + 1 :] = more
         # A batch of as many misses; the values of its keys do not matter.
         ids = torch.zeros(more, dtype=torch.int64, device=device)
-        self._split(Keys.of(ids, table), torch.full_like(ids, -1), offsets, None, rows)
+        slots = torch.full_like(ids, -1)
+        self._split(Keys.of(ids, table), slots, offsets, None, rows, Effects())
 
-    def erase(self, keys: Keys) -> Tensor:
+    def erase(self, keys: Keys, effects: Effects | None = None) -> Tensor:
         """Remove keys; return the freed slots by position, int64 `[L]`, -1 for none."""
         self.version += 1
-        return hash.hash_erase_(self.tensors(), *keys)
+        effects = Effects() if effects is None else effects
+        freed: Tensor = effects.once(hash.hash_erase_, self.tensors(), *keys)
+        return freed
 
     def expire(
-        self, table: int, before: int, first_bucket: int = 0, num_buckets: int | None = None
+        self,
+        table: int,
+        before: int,
+        first_bucket: int = 0,
+        num_buckets: int | None = None,
+        effects: Effects | None = None,
     ) -> Tensor:
         """Remove keys of some buckets (None: all from the first) that were last used before a tick.
 
@@ -414,7 +438,10 @@ class HashIndex(nn.Module):
         self.version += 1
         if num_buckets is None:
             num_buckets = self.specs[table].max_buckets - first_bucket
-        removed = hash.hash_expire_(self.tensors(), table, first_bucket, num_buckets, before)
+        effects = Effects() if effects is None else effects
+        removed = effects.once(
+            hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
+        )
         first = self._first_slots[table] + first_bucket * SLOTS
         return self.entries[first : first + removed.numel(), HashEntryColumn.KEY][removed]
 

@@ -16,10 +16,12 @@ from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex, InsertedBatch, RowBuffers
 from emblib.dynamic.keys import as_keys, hash_keys_of, of_insertion
 from emblib.ops import hash
+from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, initial_rows_, rule_of
 from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
 from emblib.tables import memory
-from emblib.tables.locks import ModuleLock, atomic
+from emblib.tables.changes import CompletingLock
+from emblib.tables.locks import atomic
 
 
 class TableRows(NamedTuple):
@@ -101,7 +103,7 @@ class HashTable(nn.Module):
                 f"spec must be a DynamicSpec, e.g. DynamicSpec(1_000_000, 64), got {spec!r}"
             )
         check_float_dtype("dtype", dtype)
-        self._lock = ModuleLock()
+        self._lock = CompletingLock()
         self.spec, self.dtype = spec, dtype
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
         # Given scores rank like counts followed by stamps; that order takes a score by key.
@@ -220,12 +222,16 @@ class HashTable(nn.Module):
         *,
         with_evicted: bool = False,
     ) -> Insertion:
-        batch = self._batch(keys)
-        values = self._checked(batch, values)
-        inserted = self._insert(batch, scores)
-        evicted = self._evicted(inserted) if with_evicted else None
-        self._write(inserted.slots, values)
-        return Insertion(inserted.slots, of_insertion(inserted), evicted)
+        batch, effects = self._batch(keys), Effects()
+        values, counts = self._checked(batch, values), self._counts(batch, scores)
+
+        def make() -> Insertion:
+            inserted = self._insert(batch, counts, effects)
+            evicted = self._evicted(inserted) if with_evicted else None
+            self._write(inserted.slots, values)
+            return Insertion(inserted.slots, of_insertion(inserted), evicted)
+
+        return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
 
     @torch.no_grad()
     @atomic
@@ -245,17 +251,22 @@ class HashTable(nn.Module):
         self, keys: Tensor, values: Tensor | None = None, scores: Tensor | int | None = None
     ) -> Insertion:
         """Find or insert keys as `find_or_insert` does, without copying values."""
-        batch = self._batch(keys)
+        batch, effects = self._batch(keys), Effects()
+        counts = self._counts(batch, scores)
         values = None if values is None else self._checked(batch, values)
-        inserted = self._insert(batch, scores)
-        misses, placed = inserted.misses, inserted.result
-        if misses is not None and placed is not None:
-            if values is None:
-                self._start_rows(batch, misses, placed.slots)
-            else:
-                new = placed.slots >= 0
-                self.values[placed.slots[new]] = values[misses.first[new]]
-        return Insertion(inserted.slots, of_insertion(inserted))
+
+        def make() -> Insertion:
+            inserted = self._insert(batch, counts, effects)
+            misses, placed = inserted.misses, inserted.result
+            if misses is not None and placed is not None:
+                if values is None:
+                    self._start_rows(batch, misses, placed.slots)
+                else:
+                    new = placed.slots >= 0
+                    self.values[placed.slots[new]] = values[misses.first[new]]
+            return Insertion(inserted.slots, of_insertion(inserted))
+
+        return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
 
     def _start_rows(self, batch: Keys, misses: Misses, slots: Tensor) -> None:
         spec, device = self.spec, self.values.device
@@ -264,11 +275,11 @@ class HashTable(nn.Module):
         flat = [self.values.view(-1)]
         initial_rows_(flat, layout, rule, batch.ids, misses.first, misses.offsets, slots, self.seed)
 
-    def _insert(self, batch: Keys, scores: Tensor | int | None) -> InsertedBatch:
-        """Touch or insert keys; scores, if given, decide which keys stay."""
-        counts = self._counts(batch, scores)
+    def _insert(self, batch: Keys, counts: Tensor | None, effects: Effects) -> InsertedBatch:
+        """Touch or insert keys; counts or scores, if given, decide which keys stay."""
+        effects.restart()
         if not self._assigns_scores or counts is None:
-            return self.index.insert(batch, counts, rows=self._rows())
+            return self.index.insert(batch, counts, rows=self._rows(), effects=effects)
         given = counts
 
         def rank(keys: Keys, misses: Misses) -> None:
@@ -276,7 +287,9 @@ class HashTable(nn.Module):
             known = latest >= 0
             misses.counts[known] = given[latest[known]]
 
-        inserted = self.index.insert(batch, torch.zeros_like(given), admit=rank, rows=self._rows())
+        inserted = self.index.insert(
+            batch, torch.zeros_like(given), admit=rank, rows=self._rows(), effects=effects
+        )
         self._give(inserted.slots, given)
         return inserted
 
@@ -383,13 +396,20 @@ class HashTable(nn.Module):
             count = int(misses.offsets[-1])
             misses.counts[:count] = scores[misses.first[:count]]
 
-        counts = torch.zeros_like(scores)
-        inserted = self.index.insert(batch, counts, admit=rank, rows=self._rows())
-        self._write(inserted.slots, values)
-        last = is_last(inserted.slots)
-        scored = scores[last] if self._scored else None
-        self.index.set_entries(0, inserted.slots[last], stamps[last], scored)
-        return Insertion(inserted.slots, of_insertion(inserted))
+        counts, effects = torch.zeros_like(scores), Effects()
+
+        def make() -> Insertion:
+            effects.restart()
+            inserted = self.index.insert(
+                batch, counts, admit=rank, rows=self._rows(), effects=effects
+            )
+            self._write(inserted.slots, values)
+            last = is_last(inserted.slots)
+            scored = scores[last] if self._scored else None
+            self.index.set_entries(0, inserted.slots[last], stamps[last], scored)
+            return Insertion(inserted.slots, of_insertion(inserted))
+
+        return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
 
     @atomic
     def size(self) -> int:
@@ -404,7 +424,7 @@ class HashTable(nn.Module):
     @atomic
     def clear(self) -> None:
         """Remove all keys, and reset the table to its initial capacity."""
-        self.index.clear()
+        self._lock.complete(self.index.clear, lambda: True)
 
     @atomic
     def reserve(self, keys: int) -> None:
@@ -436,12 +456,16 @@ class HashTable(nn.Module):
         missing += (absent := [name for name in names if name not in state_dict])
         if not absent:
             *parts, tick = (state_dict[name].to(self.values.device) for name in names)
-            self.clear()
             hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}")
-            self.index.empty(0, None if hash_keys is None else int(hash_keys))
-            self.reserve(parts[0].numel())
-            self.load(TableRows(*parts))
-            self.index.set_tick(int(tick))
+
+            def make() -> None:
+                self.clear()
+                self.index.empty(0, None if hash_keys is None else int(hash_keys))
+                self.reserve(parts[0].numel())
+                self.load(TableRows(*parts))
+                self.index.set_tick(int(tick))
+
+            self._lock.complete(make, lambda: True)
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

@@ -9,7 +9,7 @@ tables. Saving and loading are functions of `emblib.dynamic.saving`.
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from emblib.ops import autograd
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
 from emblib.specs import (
-    SLOTS,
     BoundsCheck,
     DynamicSpec,
     Pooling,
@@ -47,8 +46,11 @@ from emblib.specs import (
 )
 from emblib.tables import base
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset
+from emblib.tables.changes import CompletingLock
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
+
+_R = TypeVar("_R")
 
 
 class DynamicEmbeddingBags(FusedTables):
@@ -97,6 +99,7 @@ class DynamicEmbeddingBags(FusedTables):
         output.sum().backward()
     """
 
+    _lock: CompletingLock
     tables: ModuleTables
     feature_table: Tensor
     dropped_updates: Tensor
@@ -126,6 +129,7 @@ class DynamicEmbeddingBags(FusedTables):
             check_backing(backing)
             tables = backing.with_insert_policy(tables)
         super().__init__(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
+        self._lock = CompletingLock()
         self.tables = ModuleTables(self.tables, self)
         self.include_last_offset = include_last_offset
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
@@ -164,7 +168,6 @@ class DynamicEmbeddingBags(FusedTables):
         self.reset_parameters()
         if backing is not None:
             self.backing = BackingTier(self, backing)
-            self.hooks.append(self.backing)
 
     def _register_rows(self, device: torch.device) -> None:
         weights, *states = self.rows.allocate(device)
@@ -258,11 +261,8 @@ class DynamicEmbeddingBags(FusedTables):
                 "forward inserts the keys of all; freeze all of them, or look up in evaluation mode"
             )
         training.check_replicas(self.index.tags, self.weights)
-        with torch.no_grad():
-            inserted = training.insert_batch(self, keys, counts)
-            reads = self.row_initializer.reads_of_inserted(keys, inserted)
-            update = self._make_update(keys, inserted.slots, reads)
-            update.weighted = sample_weights is not None and sample_weights.requires_grad
+        reads, update = self._insert_keys(keys, counts)
+        update.weighted = sample_weights is not None and sample_weights.requires_grad
         batch = reads.put_into(batch)
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
@@ -275,13 +275,22 @@ class DynamicEmbeddingBags(FusedTables):
             self.grad_anchor, self._tiers(), self.optimizer, batch, sample_weights
         )
 
+    @torch.no_grad()  # a `with` would leave gradients disabled if its end is interrupted
+    def _insert_keys(self, keys: Keys, counts: Tensor | None) -> tuple[BatchReads, TrainingUpdate]:
+        inserted = training.insert_batch(self, keys, counts)
+        reads = self.row_initializer.reads_of_inserted(keys, inserted)
+        return reads, self._make_update(keys, inserted.slots, reads)
+
+    @torch.no_grad()
+    def _find_keys(self, keys: Keys) -> BatchReads:
+        slots = self.index.find(keys) if self.backing is None else self.backing.search(keys)
+        return self.row_initializer.reads_of_found(keys, slots)
+
     def _look_up_untrained(
         self, keys: Keys, batch: autograd.Lookup, sample_weights: Tensor | None
     ) -> Tensor:
         """Look up without insertion or update; sample weights get their gradient."""
-        with torch.no_grad():
-            slots = self.index.find(keys) if self.backing is None else self.backing.search(keys)
-            reads = self.row_initializer.reads_of_found(keys, slots)
+        reads = self._find_keys(keys)
         batch = reads.put_into(batch)
         memory = self._tiers()
         if sample_weights is None or not torch.is_grad_enabled():
@@ -387,6 +396,12 @@ class DynamicEmbeddingBags(FusedTables):
         number = self.table_number(table)
         return None if self.scores is None else self.scores.get()[number]
 
+    def complete(
+        self, make: Callable[[], _R], is_optional: Callable[[], bool] = lambda: True
+    ) -> _R:
+        """Make a change of the tables, see `CompletingLock.complete`."""
+        return self._lock.complete(make, is_optional)
+
     # Keys and rows
 
     def table_number(self, table: int | str) -> int:
@@ -420,8 +435,7 @@ class DynamicEmbeddingBags(FusedTables):
         table = self.table_number(table)
         if self.backing is None:
             return self.index.size(table)
-        with torch.no_grad():
-            self.backing.write_back()
+        self.backing.write_back()
         return self.index.size(table) + self.backing.store.size(table)
 
     @atomic
@@ -445,14 +459,8 @@ class DynamicEmbeddingBags(FusedTables):
     @atomic
     def erase(self, table: int, ids: Tensor) -> Tensor:
         """Remove keys with their rows; return by position whether one was there (once per key)."""
-        table, ids = self.table_number(table), as_keys(ids)
-        keys = self._keys_of(table, ids)
-        erased = self.index.erase(keys) >= 0
-        if self.backing is not None:
-            with torch.no_grad():
-                erased |= self.backing.erase(table, ids).to(erased.device)
-        self.record_evictions(table, keys.ids[erased])
-        return erased
+        table = self.table_number(table)
+        return training.erase_keys(self, table, self._keys_of(table, ids))
 
     @atomic
     def stats(self) -> dict[str, dict[str, int]]:
@@ -479,12 +487,16 @@ class DynamicEmbeddingBags(FusedTables):
     def _capacities(self) -> list[int]:
         return [self.index.capacity(t) for t in range(len(self.tables))]
 
+    @torch.no_grad()
     @atomic
     def reset_parameters(self) -> None:
         """Remove all keys and reset optimizer, counters and admission as at construction."""
-        with torch.no_grad():
+
+        def reset() -> None:
             self._reset_common()
             self.clear()
+
+        self.complete(reset)
 
     @atomic
     def clear(self) -> None:
@@ -497,20 +509,13 @@ class DynamicEmbeddingBags(FusedTables):
             tick = self.index.tick
             for t in range(len(self.tables)):
                 self.record_evictions(t, checkpoint.table_entries(self, t).keys)
-        self.index.clear()
-        self.index.set_tick(tick)
-        if self.admission is not None:
-            self.admission.clear()
-        if self.scores is not None:
-            self.scores.clear()
-        for t, spec in enumerate(self.tables):
-            self._use_rows(t, 0, spec.buckets * SLOTS)
-        if self.backing is not None:
-            self.backing.clear()
+        self.complete(lambda: training.clear_tables(self, tick))
 
     # The backing store
 
     @graph_break
+    @torch.no_grad()
+    @atomic
     def prefetch(
         self,
         indices: Tensor,
@@ -522,9 +527,7 @@ class DynamicEmbeddingBags(FusedTables):
 
         This changes no result and moves no row between the tiers.
         """
-        if self.backing is None:
-            return
-        with torch.no_grad(), self._lock:
+        if self.backing is not None:
             keys, _ = self._make_batch(as_keys(indices), offsets, batch_sizes, is_prefetch=True)
             self.backing.prefetch(keys)
 
@@ -532,8 +535,7 @@ class DynamicEmbeddingBags(FusedTables):
     def flush(self) -> None:
         """Commit both tiers to the backing store, if there is one, and wait until that is done."""
         if self.backing is not None:
-            with torch.no_grad():
-                self.backing.flush()
+            self.backing.flush()
 
     @atomic
     def close(self) -> None:
@@ -546,8 +548,7 @@ class DynamicEmbeddingBags(FusedTables):
         """Return counts of both tiers by table since `reset_stats`; {} without a backing store."""
         if self.backing is None:
             return {}
-        with torch.no_grad():
-            self.backing.write_back()
+        self.backing.write_back()
         return self.backing.stats()
 
     # Saving and loading
@@ -640,8 +641,7 @@ class DynamicEmbeddingBags(FusedTables):
     @atomic
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self.backing is not None:
-            with torch.no_grad():
-                self.backing.drop_overflow_rows()
+            self.backing.drop_overflow_rows()
         training.check_keeps_keys(fn)
         here = self.hyperparams.device
         there = fn(torch.empty(0, device=here)).device

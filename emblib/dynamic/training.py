@@ -1,4 +1,8 @@
-"""Insertion of the keys of training batches into the tables of a module, with hooks and checks."""
+"""Insertion of the keys of training batches into the tables of a module, with hooks and checks.
+
+An insertion is made completely or not at all, wherever an exception interrupts it: `BatchInsertion`
+states in which order the index, the rows and the backing store change.
+"""
 
 import itertools
 import warnings
@@ -12,17 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout
+from emblib.dynamic.tiers.store import FoundRows
 from emblib.ops import hash
 from emblib.ops.autograd import updates_in_backward
+from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import External, Optimizer
-from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
+from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.base import check_bounds
 from emblib.tables.parameters import caller_level, loses_values
 
 if TYPE_CHECKING:
     from emblib.dynamic.module import DynamicEmbeddingBags
+    from emblib.dynamic.tiers.backing_tier import BatchPlacement
 
 
 def trains(module: "DynamicEmbeddingBags") -> bool:
@@ -42,68 +49,178 @@ def insert_batch(
         keys: the batch.
         counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
     """
-    index, scores = module.index, module.scores
+    insertion = BatchInsertion(module, keys, counts)
+    inserted = module.complete(insertion.run, insertion.is_optional)
+    _report_failures(module, inserted)
+    return inserted
 
-    def admit(keys: Keys, misses: Misses) -> Tensor | None:
-        return _admit(module, keys, misses)
 
-    inserted = index.insert(
-        keys,
-        counts,
-        batch_scores=None if scores is None else scores.of_next_batch(),
-        admit=None if module.admission is None and not module.hooks else admit,
-        rows=module.slot_rows() if index.grows else None,
-    )
-    if scores is not None:
-        scores.advance()
-    if inserted.misses is not None:
+class BatchInsertion:
+    """The insertion of a training batch, which `run` completes after an interruption.
+
+    Native calls that change the index or counters are made once (`Effects`). Everything else writes
+    values that follow from their results, so it may be written again:
+
+    1. The index: hits are touched, misses are admitted, the table grows, misses are inserted. From
+       then on new keys can be found, with the rows of evicted keys in their slots.
+    2. With a backing store, the rows of evicted keys are copied out of their slots
+       (`BackingTier.place`). No row of a slot changes before all copies are kept here.
+    3. New rows get their first values, or their values from the store. The tier notes which rows
+       move between the store and the slots; the module then is as after the batch, whenever the
+       store is called.
+    4. The store is called, and old keys expire.
+
+    Args:
+        module: whose tables they are inserted into.
+        keys: the batch.
+        counts: as in `insert_batch`.
+    """
+
+    def __init__(self, module: "DynamicEmbeddingBags", keys: Keys, counts: Tensor | None) -> None:
+        self._module, self._keys, self._counts = module, keys, counts
+        # Raises before anything is changed.
+        self._scores = None if module.scores is None else module.scores.of_next_batch()
+        self._effects, self._admission_effects = Effects(), Effects()
+        self._expiry_effects = Effects()
+        self._inserted: InsertedBatch | None = None
+        self._placement: BatchPlacement | None = None
+        self._found: list[FoundRows] = []
+        self._has_begun = self._is_written = False
+
+    def is_optional(self) -> bool:
+        """Return whether no key has a slot with the row of another one."""
+        return self._is_written or not self._effects.has_made(hash.hash_insert_)
+
+    def run(self) -> InsertedBatch:
+        """Insert the batch, or do what is left of it."""
+        if self._has_begun:  # from now on the caller may write to its tensor
+            self._keys = self._keys._replace(ids=self._keys.ids.clone())
+        self._has_begun = True
+        module, keys = self._module, self._keys
+        if self._inserted is None:
+            self._inserted = self._insert()
+        inserted = self._inserted
+        if not self._is_written:
+            if inserted.misses is not None:
+                self._write_rows(inserted)
+            module.last_batch = LastBatch.of(inserted, keys)
+            self._is_written = True
+        if module.backing is not None and inserted.misses is not None:
+            module.backing.move_rows()
+        if module.expiry:
+            self._expire()
+        return inserted
+
+    def _insert(self) -> InsertedBatch:
+        module = self._module
+        self._effects.restart()
+        inserted = module.index.insert(
+            self._keys,
+            self._counts,
+            batch_scores=self._scores,
+            admit=self._admit if self._takes_part() else None,
+            rows=module.slot_rows() if module.index.grows else None,
+            effects=self._effects,
+        )
+        if module.scores is not None:
+            module.scores.advance(self._effects)
+        return inserted
+
+    def _takes_part(self) -> bool:
+        module = self._module
+        return module.admission is not None or module.backing is not None or bool(module.hooks)
+
+    def _admit(self, keys: Keys, misses: Misses) -> Tensor | None:
+        """Return which of the missing keys to admit, bool `[L]` by miss; None for all."""
+        module = self._module
+        in_store = admitted = None
+        if module.backing is not None:
+            self._found, in_store = module.backing.find_in_store(keys, misses)
+        if module.admission is not None:
+            self._admission_effects.restart()
+            admitted = module.admission.admit(keys, misses, in_store, self._admission_effects)
+        if module.backing is not None:
+            module.backing.add_stored_uses(misses, self._found)
+        for hook in module.hooks:
+            also = hook.admit(keys, misses)
+            if also is not None:
+                admitted = also if admitted is None else admitted & also
+        return admitted
+
+    def _write_rows(self, inserted: InsertedBatch) -> None:
+        module, keys = self._module, self._keys
         # With a backing store evicted rows are demoted, and the tier records what leaves the store.
-        if module.eviction_log is not None and module.backing is None:
-            module.eviction_log.record_batch(inserted, index.tick)
+        if module.backing is not None:
+            if self._placement is None:
+                self._placement = module.backing.place(keys, inserted, self._found, self._scores)
+            module.backing.take(inserted, self._placement)
+        elif module.eviction_log is not None:
+            module.eviction_log.record_batch(inserted, module.index.tick)
         for hook in module.hooks:
             hook.on_evict(keys, inserted)
         module.row_initializer.write_(module.row_buffers(), keys, inserted)
         for hook in module.hooks:
             hook.on_insert(keys, inserted)
-    if module.expiry:
-        _expire(module)
-    module.last_batch = LastBatch.of(inserted, keys)
-    if inserted.misses is not None:
-        _report_failures(module, inserted)
-    return inserted
+        if module.backing is not None and self._placement is not None:
+            module.backing.write_found(self._placement)
 
-
-def _admit(module: "DynamicEmbeddingBags", keys: Keys, misses: Misses) -> Tensor | None:
-    """Return which of the missing keys to admit, bool `[L]` by miss; None for all."""
-    in_store = None if module.backing is None else module.backing.find_in_store(keys, misses)
-    admitted = None
-    if module.admission is not None:
-        admitted = module.admission.admit(keys, misses, in_store)
-    for hook in module.hooks:
-        also = hook.admit(keys, misses)
-        if also is not None:
-            admitted = also if admitted is None else admitted & also
-    return admitted
-
-
-def _expire(module: "DynamicEmbeddingBags") -> None:
-    for sweep in module.expiry.sweeps(module.index.tick):
-        keys = module.index.expire(sweep.table, sweep.before, sweep.first_bucket, sweep.num_buckets)
-        module.record_evictions(sweep.table, keys)
-    if module.backing is None:
-        return
-    for sweep in module.expiry.sweeps(module.index.tick):
-        if sweep.first_bucket == 0:
-            keys = module.backing.expire(sweep.table, sweep.before)
+    def _expire(self) -> None:
+        module = self._module
+        self._expiry_effects.restart()
+        for sweep in module.expiry.sweeps(module.index.tick):
+            keys = module.index.expire(
+                sweep.table,
+                sweep.before,
+                sweep.first_bucket,
+                sweep.num_buckets,
+                self._expiry_effects,
+            )
             module.record_evictions(sweep.table, keys)
+        if module.backing is None:
+            return
+        for sweep in module.expiry.sweeps(module.index.tick):
+            if sweep.first_bucket == 0:
+                module.backing.expire(sweep.table, sweep.before)
+
+
+def erase_keys(module: "DynamicEmbeddingBags", table: int, keys: Keys) -> Tensor:
+    """Remove keys from both tiers; return by position whether one was there (once per key)."""
+    effects = Effects()
+
+    def make() -> Tensor:
+        effects.restart()
+        erased: Tensor = module.index.erase(keys, effects) >= 0
+        module.record_evictions(table, keys.ids[erased])
+        if module.backing is not None:
+            erased |= module.backing.erase(table, keys.ids).to(erased.device)
+        return erased
+
+    return module.complete(make)
+
+
+def clear_tables(module: "DynamicEmbeddingBags", tick: int) -> None:
+    """Remove all keys from both tiers; the count of training steps goes on from `tick`."""
+    module.index.clear()
+    module.index.set_tick(tick)
+    if module.admission is not None:
+        module.admission.clear()
+    if module.scores is not None:
+        module.scores.clear()
+    rows = module.slot_rows()
+    assert rows.on_grow is not None
+    for t, spec in enumerate(module.tables):
+        rows.on_grow(t, 0, spec.buckets * SLOTS)
+    if module.backing is not None:
+        module.backing.clear()
 
 
 def _report_failures(module: "DynamicEmbeddingBags", inserted: InsertedBatch) -> None:
     """Warn or raise for keys that found no slot, as their tables ask (waits for CUDA)."""
     specs = module.tables
-    if all(spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs):
+    if inserted.misses is None or all(
+        spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs
+    ):
         return
-    assert inserted.misses is not None
     assert inserted.result is not None
     refused = inserted.result.status == hash.REFUSED
     if not bool(refused.any()):
@@ -127,7 +244,8 @@ class TrainingHook(Protocol):
     """Take part in the training steps of a module, in addition to its index and its rows.
 
     A step calls `admit` before keys are inserted, `on_evict` once they are, with the rows of
-    evicted keys unchanged, and `on_insert` once all new rows have their first values.
+    evicted keys unchanged, and `on_insert` once all new rows have their first values. A step that
+    is completed after an interruption may call a method again.
     """
 
     def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
@@ -232,10 +350,10 @@ class PendingGradients:
             grad[rows] = 0
             return
         stale = torch.isin(grad._indices()[0], rows)
-        module.dropped_updates += stale.sum()
         module.weights.grad = torch.sparse_coo_tensor(
             grad._indices()[:, ~stale], grad._values()[~stale], grad.shape, check_invariants=False
         )
+        module.dropped_updates += stale.sum()
 
 
 def _rows_of_new_keys(rows: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:

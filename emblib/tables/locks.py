@@ -71,7 +71,8 @@ class ModuleLock:
 
 
 class _Locked(Protocol):
-    _lock: ModuleLock
+    @property
+    def _lock(self) -> ModuleLock: ...
 
 
 _Self = TypeVar("_Self", bound=_Locked)
@@ -82,8 +83,8 @@ def atomic(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._lock:
-            return method(self, *args, **kwargs)
+        # On one line: an exception at the `with` of two lines, where it ends, would keep the lock.
+        with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
 
     return call
 

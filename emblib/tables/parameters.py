@@ -478,4 +478,10 @@ def caller_level() -> int:
     return level
 
 
-_INTERNAL_MODULES = ("emblib.", "torch.autograd.", "torch.nn.modules.", "torch._dynamo.")
+_INTERNAL_MODULES = (
+    "emblib.",
+    "torch.autograd.",
+    "torch.nn.modules.",
+    "torch.utils._contextlib",  # of decorators such as torch.no_grad
+    "torch._dynamo.",
+)

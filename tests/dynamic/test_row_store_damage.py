@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from emblib.dynamic.tiers import disk
+from emblib.dynamic.tiers import slots
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
 from emblib.dynamic.tiers.store import StoredTable
@@ -37,7 +37,7 @@ class History:
     """A store that is written to, with what each flush left."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(disk, "_MIN_CAPACITY", 4)
+        patch.setattr(slots, "_MIN_CAPACITY", 4)
         directory.mkdir()
         self.recorder = Recorder(directory, expected=Expected(0))
         self.recorder.on_sync = self._on_sync

@@ -53,6 +53,7 @@ def target_of(
         rows=module.slot_rows(),
         initial_state=module.tables[table].initial_state,
         hash_key=hash_key,
+        complete=module.complete,
     )
 
 
@@ -67,8 +68,7 @@ def table_entries(
     table = module.table_number(table)
     if module.backing is None:
         return loading.export(target_of(module, table), since)
-    with torch.no_grad():
-        module.backing.write_back()
+    module.backing.write_back()
     fast = loading.export(target_of(module, table), since)
     return module.backing.join_entries(table, fast, since)
 
@@ -101,14 +101,20 @@ def set_table_entries(
     """
     table = module.table_number(table)
     target = target_of(module, table, hash_key)
-    if module.backing is None:
-        return loading.replace(target, entries, report)
-    loading.check(target, entries)
-    with torch.no_grad():
+    if module.backing is not None:
+        loading.check(target, entries)
+
+    def write() -> Loaded:
+        nonlocal report
+        now, report = report, None  # if it raises, the rest is loaded without it
+        if module.backing is None:
+            return loading.replace(target, entries, now)
         module.backing.drop_overflow_rows()
         module.backing.store.clear(table)
         module.index.empty(table, hash_key)
-    return module.backing.load_entries(table, entries, report)
+        return module.backing.load_entries(table, entries, now)
+
+    return module.complete(write)
 
 
 @atomic
@@ -277,21 +283,28 @@ def replace_tables(
     report: Report | None = None,
 ) -> dict[str, Loaded]:
     """Replace tables, clock and hyperparameters; warn of entries that found no slot."""
-    loaded = {
-        module.table_names[t]: set_table_entries(
-            module, t, entries, report, hash_key=hash_keys.get(t)
-        )
-        for t, entries in found.items()
-    }
-    newest = [entries.newest_stamp() for entries in found.values()]
-    if len(found) == len(module.tables):
-        module.index.set_tick(max([clock, *newest]))
-        module.index.reset_stats()
-    else:
-        module.index.set_tick(max([clock, module.index.tick, *newest]))
-    if hyperparameters is not None:
-        module.hyperparams.copy_(hyperparameters)
-    restart_eviction_log(module)
+
+    def write() -> dict[str, Loaded]:
+        nonlocal report
+        now, report = report, None  # if it raises, the rest is loaded without it
+        loaded = {
+            module.table_names[t]: set_table_entries(
+                module, t, entries, now, hash_key=hash_keys.get(t)
+            )
+            for t, entries in found.items()
+        }
+        newest = [entries.newest_stamp() for entries in found.values()]
+        if len(found) == len(module.tables):
+            module.index.set_tick(max([clock, *newest]))
+            module.index.reset_stats()
+        else:
+            module.index.set_tick(max([clock, module.index.tick, *newest]))
+        if hyperparameters is not None:
+            module.hyperparams.copy_(hyperparameters)
+        restart_eviction_log(module)
+        return loaded
+
+    loaded = module.complete(write)
     left_out = {name: done.left_out for name, done in loaded.items() if done.left_out}
     if left_out:
         warnings.warn(

@@ -179,6 +179,11 @@ _AT_ONCE = 1 << 22  # keys that are placed by one call
 _MAX_TICK = 1 << 62
 
 
+def run(function: Callable[[], None]) -> None:
+    """Run a function."""
+    function()
+
+
 class TableTarget(NamedTuple):
     """One table of an index, with its row buffers.
 
@@ -190,6 +195,7 @@ class TableTarget(NamedTuple):
         rows: the same as the index moves them when the table grows; None where it does not.
         initial_state: what states are where entries come without them.
         hash_key: what the hash of a table that is replaced depends on then; None: what it does now.
+        complete: runs a function, and once more if it is interrupted.
     """
 
     index: HashIndex
@@ -199,6 +205,7 @@ class TableTarget(NamedTuple):
     rows: RowBuffers | None = None
     initial_state: float = 0.0
     hash_key: int | None = None
+    complete: Callable[[Callable[[], None]], None] = run
 
 
 class Loaded(NamedTuple):
@@ -369,20 +376,28 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     after = make_room(keys, before, index.buckets(table), hash_key)
     moved = ((before >= 0) & (after >= 0) & (after != before)).nonzero().view(-1)
     source, goal = before[moved].to(device), after[moved].to(device)
-    entries, tags = index.table_entries(table), index.table_tags(table)
-    with torch.no_grad():
-        for view in (*index.views_by_slot(table), *target.views.values()):
-            view[goal] = view[source]  # the right side is a copy, so slots may change places
     placed = (after >= 0).nonzero().view(-1)
-    tags.zero_()
-    tags[after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
     new = placed[placed >= num_slots]
     at = after[new].to(device)
-    entries[at, HashEntryColumn.KEY] = keys[new].to(device)
-    entries[at, HashEntryColumn.STAMP] = index.tick
-    index.tables[table, HashTableColumn.SIZE] = placed.numel()
-    index.version += 1
-    index.note_inserted(table, at)
+    # Everything that is written is known before the first write, so it can be written again.
+    views = [*index.views_by_slot(table), *(view.detach() for view in target.views.values())]
+    rows = [view[source] for view in views]
+    tags = torch.zeros_like(index.table_tags(table))
+    tags[after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
+    tick = index.tick
+
+    def write() -> None:
+        index.version += 1
+        for view, values in zip(views, rows, strict=True):
+            view[goal] = values
+        index.table_tags(table).copy_(tags)
+        entries = index.table_entries(table)
+        entries[at, HashEntryColumn.KEY] = keys[new].to(device)
+        entries[at, HashEntryColumn.STAMP] = tick
+        index.tables[table, HashTableColumn.SIZE] = placed.numel()
+        index.note_inserted(table, at)
+
+    target.complete(write)
     return int((after[:num_slots] < 0).sum())
 
 

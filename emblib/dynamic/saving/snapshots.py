@@ -50,14 +50,18 @@ def restore(module: "DynamicEmbeddingBags", snapshot: Mapping[str, Any]) -> None
     """
     _refuse_backing(module)
     _check(module, snapshot)
-    with torch.no_grad():
-        module.index.restore(snapshot["index"])
-        module.rows.restore(module.row_buffers(), snapshot["rows"])
-        module.hyperparams.copy_(snapshot["hyper"])
-        if module.admission is not None:
-            module.admission.restore(snapshot["admission"])
-        if module.scores is not None:
-            module.scores.load_state_dict(snapshot["scores"])
+    module.complete(lambda: _write(module, snapshot))
+
+
+@torch.no_grad()
+def _write(module: "DynamicEmbeddingBags", snapshot: Mapping[str, Any]) -> None:
+    module.index.restore(snapshot["index"])
+    module.rows.restore(module.row_buffers(), snapshot["rows"])
+    module.hyperparams.copy_(snapshot["hyper"])
+    if module.admission is not None:
+        module.admission.restore(snapshot["admission"])
+    if module.scores is not None:
+        module.scores.load_state_dict(snapshot["scores"])
     restart_eviction_log(module)
 
 

@@ -216,17 +216,24 @@ def apply_changes(
             last, or the changes do not fit them.
     """
     hash_keys = check_changes(module, changes)
-    tables = {module.table_number(name): found for name, found in changes.tables.items()}
     counters = module.index.counters.clone()
-    loaded = {}
-    for t, found in tables.items():
-        if not module.size(t):
-            module.index.empty(t, hash_keys.get(t))
-        loaded[module.table_names[t]] = _apply_to_table(module, t, found, report)
-    module.index.counters.copy_(counters)
-    module.index.set_tick(max(module.index.tick, changes.until))
-    module.hyperparams.copy_(changes.hyperparameters)
-    restart_eviction_log(module)
+
+    def apply() -> dict[str, Loaded]:
+        nonlocal report
+        now, report = report, None  # if it raises, the rest is applied without it
+        loaded = {}
+        for name, found in changes.tables.items():
+            t = module.table_number(name)
+            if not module.size(t):
+                module.index.empty(t, hash_keys.get(t))
+            loaded[module.table_names[t]] = _apply_to_table(module, t, found, now)
+        module.index.counters.copy_(counters)
+        module.index.set_tick(max(module.index.tick, changes.until))
+        module.hyperparams.copy_(changes.hyperparameters)
+        restart_eviction_log(module)
+        return loaded
+
+    loaded = module.complete(apply)
     lost = {n: done.left_out + done.displaced for n, done in loaded.items()}
     if any(lost.values()):
         warnings.warn(
@@ -373,10 +380,16 @@ def set_table(
     if dump.changes is not None:
         (loaded,) = apply_changes(module, dump.changes, report).values()
         return loaded
-    loaded = set_table_entries(module, table, dump.entries, report, hash_key=dump.hash_key)
-    set_child_state(module, dump.others, dump.directory)
-    module.index.set_tick(max(dump.clock, module.index.tick))
-    if float(dump.hyperparameters[Hyper.STEP]) > float(module.hyperparams[Hyper.STEP]):
-        module.hyperparams.copy_(dump.hyperparameters)
-    restart_eviction_log(module)
-    return loaded
+
+    def write() -> Loaded:
+        nonlocal report
+        now, report = report, None  # if it raises, the rest is loaded without it
+        loaded = set_table_entries(module, table, dump.entries, now, hash_key=dump.hash_key)
+        set_child_state(module, dump.others, dump.directory)
+        module.index.set_tick(max(dump.clock, module.index.tick))
+        if float(dump.hyperparameters[Hyper.STEP]) > float(module.hyperparams[Hyper.STEP]):
+            module.hyperparams.copy_(dump.hyperparameters)
+        restart_eviction_log(module)
+        return loaded
+
+    return module.complete(write)

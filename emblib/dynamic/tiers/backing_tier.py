@@ -14,9 +14,9 @@ row as well.
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,42 @@ _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]
 
 
+class Moves(NamedTuple):
+    """Rows on their way between the tiers, by table.
+
+    Attributes:
+        promoted: keys that have a slot and are still in the store.
+        demoted: rows that have no slot and are not yet in the store.
+    """
+
+    promoted: dict[int, Tensor]
+    demoted: dict[int, StoredRows]
+
+
+class BatchPlacement(NamedTuple):
+    """Where the rows of a batch are to be; slots from `DynamicSpec.rows` on are overflow rows.
+
+    Attributes:
+        slots: int64 `[L]` by miss, as `InsertResult.slots`.
+        status: uint8 `[L]` by miss, as `InsertResult.status`; `HIT` for rows from the store.
+        positions: int64 `[L]`, the slot of each position of the batch.
+        rows: by table, the rows that are in the store.
+        slots_of_found: by table, the slots of these rows; -1 where the key has none.
+        overflow: by table, the keys that are served in overflow rows, without values.
+        moves: rows that move between the tiers.
+        counts: by table, the counters of `TierStats` after the batch.
+    """
+
+    slots: Tensor
+    status: Tensor
+    positions: Tensor
+    rows: Sequence[FoundRows]
+    slots_of_found: list[Tensor]
+    overflow: list[StoredRows]
+    moves: Moves
+    counts: list[dict[str, int]]
+
+
 class BackingTier:
     """Move rows between the tables of a module and a store, as a hook of its training steps.
 
@@ -65,10 +101,7 @@ class BackingTier:
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
         self._overflow_is_dirty = False
         self._widths = [table.row_bytes for table in tables]
-        self._found: list[FoundRows] = []  # of the batch that is being inserted
-        self._demoted: list[StoredRows] = []
-        self._promoted: dict[int, Tensor] = {}  # keys that the store still has
-        self._batch_scores: Tensor | None = None  # of the batch, where scores are assigned
+        self._moves = Moves({}, {})
         self.reset_stats()
         if self.store.note:
             self._resume(json.loads(self.store.note))
@@ -114,8 +147,8 @@ class BackingTier:
 
     # Before the keys of a batch are inserted
 
-    def find_in_store(self, keys: Keys, misses: Misses) -> Tensor:
-        """Read the rows of misses from the store; return which it has, bool `[L]` by miss."""
+    def find_in_store(self, keys: Keys, misses: Misses) -> tuple[list[FoundRows], Tensor]:
+        """Read the rows of misses from the store, by table; return also bool `[L]` by miss."""
         self.write_back()
         self.generation += 1
         offsets = misses.offsets.tolist()
@@ -123,19 +156,12 @@ class BackingTier:
         missing = keys.ids[misses.first].cpu()
         for t in range(len(self._widths)):
             self._check_overflow(t, offsets[t + 1] - offsets[t])
-        self._found = []
-        scores = self.module.scores
-        self._batch_scores = None if scores is None else scores.of_next_batch()
-        for t, counts in enumerate(self._counts):
-            wanted = missing[offsets[t] : offsets[t + 1]]
-            prefetched = self.store.num_prefetched_reads
-            found = self._read(t, wanted, erase_expired=True)
-            self._found.append(found)
+        rows = []
+        for t in range(len(self._widths)):
+            found = self._read(t, missing[offsets[t] : offsets[t + 1]], erase_expired=True)
+            rows.append(found)
             in_store[offsets[t] + found.positions] = True
-            counts["backing_hits"] += found.positions.numel()
-            counts["prefetched"] += self.store.num_prefetched_reads - prefetched
-            counts["new"] += wanted.numel() - found.positions.numel()
-        return in_store.to(keys.ids.device)
+        return rows, in_store.to(keys.ids.device)
 
     def _check_overflow(self, table: int, count: int) -> None:
         limit = self.module.rows.overflow_rows
@@ -157,102 +183,140 @@ class BackingTier:
             self.store.erase(table, found.rows.keys[~alive])
         return FoundRows(found.positions[alive], found.rows.at(alive))
 
-    def admit(self, keys: Keys, misses: Misses) -> None:
-        """Admit all keys, and add the use counts of rows in the store to those of their misses."""
+    def add_stored_uses(self, misses: Misses, rows: Sequence[FoundRows]) -> None:
+        """Add the use counts of rows in the store to those of their misses."""
         if self.module.index.order not in _COUNTING_ORDERS:
             return
         offsets, counts = misses.offsets.tolist(), misses.counts
-        for t, found in enumerate(self._found):
+        for t, found in enumerate(rows):
             at = (offsets[t] + found.positions).to(counts.device)
             stored = found.rows.scores.to(counts.device)
             counts[at] = stored + torch.minimum(counts[at], hash.MAX_USES - stored)
 
     # Once they are inserted
 
-    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Copy evicted rows, and assign overflow rows to keys that found no slot."""
+    def place(
+        self,
+        keys: Keys,
+        inserted: InsertedBatch,
+        rows: Sequence[FoundRows],
+        batch_scores: Tensor | None,
+    ) -> "BatchPlacement":
+        """Copy evicted rows, and choose overflow rows for keys that found no slot; change nothing.
+
+        Args:
+            keys: the batch.
+            inserted: the result of its insertion.
+            rows: what `find_in_store` returned.
+            batch_scores: int64 `[T]`, of this batch, where scores are assigned.
+        """
         misses, result = inserted.misses, inserted.result
         assert misses is not None
         assert result is not None
-        offsets, status = misses.offsets.tolist(), result.status
-        tick = self.module.index.tick
-        self._demoted, self._overflow = [], []
-        for t in range(len(self._widths)):
+        offsets, tick = misses.offsets.tolist(), self.module.index.tick
+        slots, status = result.slots.clone(), result.status.clone()
+        moves, overflow, all_counts, slots_of_found = Moves({}, {}), [], [], []
+        for t, found in enumerate(rows):
             of_table = slice(offsets[t], offsets[t + 1])
             evicted = status[of_table] == hash.EVICTING
             words = result.evicted[of_table][evicted].cpu().T
-            values = self._gather(t, result.slots[of_table][evicted])
-            self._demoted.append(StoredRows.from_words(words, values))
+            values = self._gather(t, slots[of_table][evicted])
+            moves.demoted[t] = StoredRows.from_words(words, values)
             refused = offsets[t] + (status[of_table] == hash.REFUSED).nonzero().view(-1)
-            result.slots[refused] = self._overflow_slots(t, refused.numel()).to(result.slots.device)
+            slots[refused] = self._overflow_slots(t, refused.numel()).to(slots.device)
             refused_keys = keys.ids[misses.first[refused]].cpu()
-            scores = self._scores(t, misses.counts[refused].cpu())
+            scores = self._scores(t, misses.counts[refused].cpu(), batch_scores)
             no_values = torch.empty(refused_keys.numel(), 0, dtype=torch.uint8)
             stamps = torch.full_like(refused_keys, tick)
-            self._overflow.append(StoredRows(refused_keys, stamps, scores, no_values))
-            counts = self._counts[t]
-            counts["demoted"] += self._demoted[-1].keys.numel()
+            overflow.append(StoredRows(refused_keys, stamps, scores, no_values))
+            slots_of_found.append(slots[of_table].cpu()[found.positions])
+            promoted = (slots_of_found[t] >= 0) & (slots_of_found[t] < self.module.tables[t].rows)
+            moves.promoted[t] = found.rows.keys[promoted]
+            counts = dict(self._counts[t])
+            counts["backing_hits"] += found.positions.numel()
+            counts["prefetched"] += self.store.count_prefetched(t, found.rows.keys)
+            counts["new"] += offsets[t + 1] - offsets[t] - found.positions.numel()
+            counts["promoted"] += int(promoted.sum())
+            counts["demoted"] += moves.demoted[t].keys.numel()
             counts["served_in_place"] += refused_keys.numel()
+            all_counts.append(counts)
         status[status == hash.REFUSED] = hash.NEW
-        slots = hash.hash_fill_slots(inserted.slots, result.slots, misses.groups)
-        inserted.slots.copy_(slots)
-        self._overflow_is_dirty = any(rows.keys.numel() for rows in self._overflow)
+        for t, found in enumerate(rows):
+            status[(offsets[t] + found.positions).to(status.device)] = hash.HIT
+        positions = hash.hash_fill_slots(inserted.slots, slots, misses.groups)
+        return BatchPlacement(
+            slots, status, positions, rows, slots_of_found, overflow, moves, all_counts
+        )
 
-    def _scores(self, table: int, counts: Tensor) -> Tensor:
+    def take(self, inserted: InsertedBatch, placement: "BatchPlacement") -> None:
+        """Take the overflow rows of a batch into use; the same every time."""
+        assert inserted.result is not None
+        self._counts, self._overflow = placement.counts, placement.overflow
+        inserted.result.slots.copy_(placement.slots)
+        inserted.result.status.copy_(placement.status)
+        inserted.slots.copy_(placement.positions)
+
+    def write_found(self, placement: "BatchPlacement") -> None:
+        """Write rows from the store over first values, and note which rows move."""
+        for t, found in enumerate(placement.rows):
+            slots = placement.slots_of_found[t]
+            has_row = slots >= 0
+            self._scatter(t, slots[has_row], found.rows.values[has_row])
+        self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
+        self._moves = placement.moves
+
+    def _scores(self, table: int, counts: Tensor, batch_scores: Tensor | None) -> Tensor:
         """Return the scores that keys with these use counts would have in slots."""
         order = self.module.index.order
         if order == "assigned":
-            assert self._batch_scores is not None
-            return self._batch_scores[table].cpu().expand_as(counts).clone()
+            assert batch_scores is not None
+            return batch_scores[table].cpu().expand_as(counts).clone()
         return counts if order in _COUNTING_ORDERS else torch.zeros_like(counts)
 
-    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Write rows from the store over first values, and put evicted rows into the store."""
-        misses, result = inserted.misses, inserted.result
-        assert misses is not None
-        assert result is not None
-        offsets = misses.offsets.tolist()
-        for t, found in enumerate(self._found):
-            slots = result.slots[offsets[t] : offsets[t + 1]].cpu()[found.positions]
-            result.status[(offsets[t] + found.positions).to(result.status.device)] = hash.HIT
-            has_row = slots >= 0
-            self._scatter(t, slots[has_row], found.rows.values[has_row])
-            promoted = has_row & (slots < self.module.tables[t].rows)
-            self._promoted[t] = found.rows.keys[promoted]
-            self._counts[t]["promoted"] += int(promoted.sum())
-        self._found = []
+    def move_rows(self) -> None:
+        """Remove promoted rows from the store, and put demoted rows into it.
+
+        Both are noted until the store has done it. After an error promoted rows are tried again;
+        demoted rows that the store cannot take stay in memory until `flush`.
+        """
+        promoted, demoted = self._moves
         try:
-            self._promote()
+            for t in list(promoted):
+                self.store.lift(t, promoted[t])
+                del promoted[t]
         finally:
-            self._demote()
+            failed: Exception | None = None
+            for t in list(demoted):
+                try:
+                    self._put_again(t, demoted[t])
+                except Exception as error:
+                    self.store.keep(t, demoted[t])
+                    failed = error
+                del demoted[t]
+            if failed is not None:
+                raise failed
 
-    def _promote(self) -> None:
-        """Remove promoted rows from the store; after an error they are tried again."""
-        for t in list(self._promoted):
-            self.store.lift(t, self._promoted[t])
-            del self._promoted[t]
+    def _put_again(self, table: int, rows: StoredRows) -> None:
+        """Put rows; once more after an error that did not come from the disk.
 
-    def _demote(self) -> None:
-        """Put demoted rows into the store; those it cannot take stay in memory until `flush`."""
-        demoted, self._demoted = self._demoted, []
-        failed: Exception | None = None
-        for t, rows in enumerate(demoted):
-            try:
-                self._put(t, rows)
-            except Exception as error:
-                self.store.keep(t, rows)
-                failed = error
-        if failed is not None:
-            raise failed
+        Such an error may have come within a `put`, which completes what it finds half done.
+        """
+        try:
+            self._put(table, rows)
+        except OSError:
+            raise
+        except Exception:
+            self._put(table, rows)
 
     def _put(self, table: int, rows: StoredRows, *, from_overflow: bool = False) -> None:
         if not rows.keys.numel():
             return
+        self._expect_evictions(table)
         dropped = self.store.put(table, rows).keys
         if not from_overflow:  # a row that is served in place is written back later
             dropped = dropped[~torch.isin(dropped, self._overflow[table].keys)]
-        self._counts[table]["dropped"] += dropped.numel()
         self.module.record_evictions(table, dropped)
+        self._counts[table]["dropped"] += dropped.numel()
 
     # Overflow rows
 
@@ -277,9 +341,10 @@ class BackingTier:
             self._overflow[t] = found.rows
         return slots
 
+    @torch.no_grad()
     def write_back(self) -> None:
         """Write overflow rows that were updated back to the store."""
-        self._promote()
+        self.move_rows()
         if not self._overflow_is_dirty:
             return
         for t, rows in enumerate(self._overflow):
@@ -292,6 +357,7 @@ class BackingTier:
         """Note that backward is about to update overflow rows."""
         self._overflow_is_dirty = True
 
+    @torch.no_grad()
     def drop_overflow_rows(self) -> None:
         """Write overflow rows back and forget them, before rows in the store change."""
         self.write_back()
@@ -366,6 +432,7 @@ class BackingTier:
             joined,
         )
 
+    @torch.no_grad()
     def load_entries(self, table: int, entries: Entries, report: Report | None) -> Loaded:
         """Put entries whose keys are not in the fast tier into the store, the best of them last.
 
@@ -375,12 +442,11 @@ class BackingTier:
         index.set_tick(max(index.tick, entries.newest_stamp()))
         dropped = done = 0
         order = best_first(entries, index.order).cpu()
-        with torch.no_grad():
-            for part in reversed(order.split(BATCH)):
-                dropped += self._load(table, entries.take(part))
-                done += part.numel()
-                if report is not None:
-                    report(DumpProgress(self.module.table_names[table], done, len(entries)))
+        for part in reversed(order.split(BATCH)):
+            dropped += self._load(table, entries.take(part))
+            done += part.numel()
+            if report is not None:
+                report(DumpProgress(self.module.table_names[table], done, len(entries)))
         return Loaded(len(entries) - dropped, dropped, 0)
 
     def _load(self, table: int, entries: Entries) -> int:
@@ -417,6 +483,7 @@ class BackingTier:
             if keys.numel():
                 yield StoredRows(keys.cpu(), stamps.cpu(), some.cpu(), self._gather(table, slots))
 
+    @torch.no_grad()
     def flush(self) -> None:
         """Commit both tiers."""
         self.write_back()
@@ -432,6 +499,7 @@ class BackingTier:
         for t in range(len(self._widths)):
             self.store.prefetch(t, keys.ids[missing & (tables == t)].cpu().unique())
 
+    @torch.no_grad()
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """Remove keys from the store; return by position whether one was there (once per key)."""
         self.drop_overflow_rows()
@@ -440,9 +508,17 @@ class BackingTier:
         firsts = torch.full_like(distinct, keys.numel())
         firsts.scatter_reduce_(0, groups, torch.arange(keys.numel()), "amin")
         erased = torch.zeros(keys.numel(), dtype=torch.bool)
+        self._expect_evictions(table)
         erased[firsts] = self.store.erase(table, distinct)
+        self.module.record_evictions(table, keys[erased])
         return erased
 
+    def _expect_evictions(self, table: int) -> None:
+        log = self.module.eviction_log
+        if log is not None:
+            log.expect(table, self.module.index.tick)
+
+    @torch.no_grad()
     def assign_scores(self, table: int, keys: Tensor, scores: Tensor) -> Tensor:
         """Set the scores of distinct keys in the store; return which are there, bool `[n]`."""
         self.drop_overflow_rows()
@@ -452,18 +528,20 @@ class BackingTier:
         there[found.positions] = True
         return there
 
-    def expire(self, table: int, before: int) -> Tensor:
-        """Remove rows in the store that were last used before a tick; return their keys."""
+    def expire(self, table: int, before: int) -> None:
+        """Remove rows in the store that were last used before a tick."""
         self.write_back()
+        self._expect_evictions(table)
         expired = self.store.expire(table, before)
+        self.module.record_evictions(table, expired)
         if torch.isin(self._overflow[table].keys, expired).any():
             self.drop_overflow_rows()
-        return expired
 
+    @torch.no_grad()
     def clear(self) -> None:
         """Remove all rows from the store."""
         self._overflow_is_dirty = False
-        self._promoted = {}
+        self._moves = Moves({}, {})
         self.drop_overflow_rows()
         for t in range(len(self._widths)):
             self.store.clear(t)

@@ -18,7 +18,6 @@ journaled as in `DiskStore`.
 import json
 import mmap
 import os
-import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import HashIndex, RowBuffers
+from emblib.dynamic.tiers.slots import SlotAllocator
 from emblib.dynamic.tiers.store import (
     BATCH,
     FoundRows,
@@ -37,9 +36,8 @@ from emblib.dynamic.tiers.store import (
     StoreShard,
     check_row,
 )
-from emblib.ops.hash import Keys
-from emblib.specs import DynamicSpec, Eviction, Verify
-from emblib.tables import durable_files, memory
+from emblib.specs import Verify
+from emblib.tables import durable_files
 from emblib.tables.durable_files import (
     LOCK,
     SyncGuard,
@@ -66,100 +64,6 @@ from emblib.tables.page_sums import (
     num_pages,
     pages_of,
 )
-
-# An index reserves address space for its full capacity, and limits on the address space or data of
-# a process count all of it. So an index starts small, and is replaced by larger ones as it fills.
-_MIN_CAPACITY = 1 << 16
-_GROWTH = 16
-_MAX_LOAD = 0.75  # of an index: below it few keys find both of their buckets full
-
-
-class SlotAllocator:
-    """A map from keys to slots of a file; the slots freed last are reused first."""
-
-    def __init__(self) -> None:
-        self._make(_MIN_CAPACITY)
-        self._free: list[int] = []
-        self.high = 0  # end of the slots that were ever assigned
-
-    def _make(self, capacity: int) -> None:
-        """Create an empty map of a capacity."""
-        spec = DynamicSpec(
-            capacity, 1, initial_capacity=min(1024, capacity), eviction=Eviction.NONE
-        )
-        # No slot depends on the hash, so a random hash key does.
-        self._index = HashIndex([spec], "cpu", [secrets.randbits(64) - (1 << 63)])
-        self._by_slot = memory.reserve(spec.rows, torch.int64, torch.device("cpu"))
-        self._overflow_keys: dict[int, int] = {}  # keys both of whose buckets are full
-
-    def _reserve(self, keys: int) -> None:
-        """Move to a larger index if `keys` more would exceed the maximum load."""
-        wanted = (self.size + keys) / _MAX_LOAD
-        capacity = self._by_slot.numel()
-        if wanted <= capacity:
-            return
-        while capacity < wanted:
-            capacity *= _GROWTH
-        there = self._index.export(0)
-        overflow = torch.tensor([*self._overflow_keys.items()], dtype=torch.int64).view(-1, 2)
-        all_keys = torch.cat([there.keys, overflow[:, 0]])
-        places = torch.cat([self._by_slot[there.slots], overflow[:, 1]])
-        self._make(capacity)
-        self._set(all_keys, places)
-
-    def _use(self, table: int, before: int, rows: int) -> None:
-        memory.use(self._by_slot, 0, before, rows)
-
-    @property
-    def size(self) -> int:
-        """The number of keys with a slot."""
-        return self._index.size(0) + len(self._overflow_keys)
-
-    def find(self, keys: Tensor) -> Tensor:
-        """Return the slot of each key, -1 for none."""
-        slots = self._index.find(Keys.of(keys))
-        places = torch.where(slots < 0, -1, self._by_slot[slots.clamp(min=0)])
-        if self._overflow_keys:
-            for at in (slots < 0).nonzero().view(-1).tolist():
-                places[at] = self._overflow_keys.get(int(keys[at]), -1)
-        return places
-
-    def add(self, keys: Tensor) -> Tensor:
-        """Assign slots to distinct keys that have none, and return them."""
-        count = keys.numel()
-        self._reserve(count)
-        reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        fresh = torch.arange(self.high, self.high + count - len(reused))
-        self.high += fresh.numel()
-        places = torch.cat([torch.tensor(reused, dtype=torch.int64), fresh])
-        self._set(keys, places)
-        return places
-
-    def _set(self, keys: Tensor, places: Tensor) -> None:
-        rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._use)
-        slots = self._index.insert(Keys.of(keys), rows=rows).slots
-        there = slots >= 0
-        self._by_slot[slots[there]] = places[there]
-        overflow = zip(keys[~there].tolist(), places[~there].tolist(), strict=True)
-        self._overflow_keys.update(overflow)
-
-    def remove(self, keys: Tensor) -> None:
-        """Free the slots of distinct keys, all of which have one."""
-        self._free += self.find(keys).tolist()
-        slots = self._index.erase(Keys.of(keys))
-        for key in keys[slots < 0].tolist():
-            del self._overflow_keys[key]
-
-    def restore(self, keys: Tensor, places: Tensor, high: int) -> None:
-        """Replace the map by these keys and slots; the other slots below `high` are free."""
-        self._make(_MIN_CAPACITY)
-        self._reserve(keys.numel())
-        self._set(keys, places)
-        free = torch.ones(high, dtype=torch.bool)
-        free[places] = False
-        self._free = free.nonzero().squeeze(1).flip(0).tolist()
-        self.high = high
-
 
 HEAD = 4  # int64 per head: used, key, stamp, score
 _MIN_SLOTS = 1024  # of a file
@@ -229,6 +133,7 @@ class RowFile:
         ]
         self.count = 0
         self.committed = 0
+        self.is_changing = False  # the slots of some keys are being assigned or freed
         self.journaled, self.in_fast_tier = zeros(0), zeros(0)  # uint8 by slot
 
     def begin(self, committed: int) -> None:
@@ -248,6 +153,23 @@ class RowFile:
         at = (heads[:, 0] != 0).nonzero().squeeze(1)
         self.allocator = SlotAllocator()
         self.allocator.restore(heads[at, 1], at, self.committed)
+
+    def recover(self) -> None:
+        """Read the slot of each key from the heads again, if a change of them was interrupted.
+
+        A head is written after the values of its row, so a row is as before the change or as after
+        it; one that was replaced may have its new values with its old head until it is put again.
+        """
+        if not self.is_changing:
+            return
+        heads = self._words()[: self.count]
+        used = heads[:, 0] != 0
+        at = used.nonzero().squeeze(1)
+        self.in_fast_tier[: self.count] *= used
+        allocator = SlotAllocator()
+        allocator.restore(heads[at, 1], at, max(self.committed, *(at[-1:] + 1).tolist(), 0))
+        self.allocator = allocator
+        self.is_changing = False
 
     def _resize(self, count: int, *, begin: bool = False) -> None:
         for file, sum_file in zip(self._files, self._sum_files, strict=True):
@@ -321,8 +243,8 @@ class RowFile:
         """Write rows and heads to slots that are journaled already."""
         used = torch.ones_like(slots)
         heads = torch.stack([used, rows.keys, rows.stamps, rows.scores], dim=1)
-        self._words().index_copy_(0, slots, heads)
         self.values.rows.index_copy_(0, slots, rows.values)
+        self._words().index_copy_(0, slots, heads)
 
     def rows(self, slots: Tensor) -> StoredRows:
         """Return the rows at slots, after verifying their pages at first use."""
@@ -416,6 +338,8 @@ class DiskRows:
         self._syncs = SyncGuard(self.directory)
         self.note = ""
         self._tables: list[StoredTable] = []
+        self._is_committing = False  # whether `rows.json` may have been replaced
+        self._is_committed = False  # whether it was, and not everything after it is done
         close_in_forks(self)
 
     def for_shard(self, shard: StoreShard) -> "DiskRows":
@@ -434,6 +358,7 @@ class DiskRows:
         """
         self.close()
         self._syncs = SyncGuard(self.directory)
+        self._is_committing = self._is_committed = False
         self._tables = list(tables)
         make_directory(self.directory, _WHAT)
         if not (self.directory / _STORE).exists():
@@ -534,7 +459,10 @@ class DiskRows:
                 f"the store in {self.directory} is used by the process that opened it and until "
                 "it is closed; open() it first"
             )
-        return self._row_files[table]
+        self._finish_commit()
+        row_file = self._row_files[table]
+        row_file.recover()
+        return row_file
 
     def _protect(self, table: int, slots: Tensor) -> None:
         """Journal the last commit's content of slots, once between two commits."""
@@ -572,9 +500,11 @@ class DiskRows:
         """See `RowStore`; no row is dropped."""
         row_file = self._row_file(table)
         rows = check_row(self._tables[table], rows)
+        row_file.is_changing = True
         slots, new = row_file.assign(rows.keys)
         self._write(table, slots, new, rows)
         row_file.in_fast_tier[slots] = 0
+        row_file.is_changing = False
         return StoredRows.none(row_file.row_bytes)
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
@@ -588,9 +518,12 @@ class DiskRows:
         return is_stored
 
     def _free(self, table: int, slots: Tensor) -> None:
-        self._row_files[table].change_heads(slots)
+        row_file = self._row_files[table]
+        row_file.change_heads(slots)
         self._protect(table, slots)
-        self._row_files[table].free(slots)
+        row_file.is_changing = True
+        row_file.free(slots)
+        row_file.is_changing = False
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
@@ -620,6 +553,7 @@ class DiskRows:
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`; writes only rows of the fast tier that changed."""
+        self._finish_commit()
         for t, parts in enumerate(fast_rows):
             row_file = self._row_file(t)
             was_in_fast_tier = row_file.in_fast_tier.clone()
@@ -633,10 +567,12 @@ class DiskRows:
     def _write_fast_rows(self, table: int, rows: StoredRows, was_in_fast_tier: Tensor) -> Tensor:
         """Write rows of the fast tier and mark them; return `was_in_fast_tier` without them."""
         row_file = self._row_files[table]
+        row_file.is_changing = True
         slots, new = row_file.assign(rows.keys)
+        row_file.in_fast_tier[slots] = 1  # before the heads say that the rows are here
         differing = row_file.differing(slots, rows)
         self._write(table, slots[differing], new, rows.at(differing))
-        row_file.in_fast_tier[slots] = 1
+        row_file.is_changing = False
         if was_in_fast_tier.numel() < row_file.count:
             was_in_fast_tier = torch.cat(
                 [
@@ -659,13 +595,30 @@ class DiskRows:
             for row_file in self._row_files:
                 row_file.flush()
             self._roots = [row_file.roots() for row_file in self._row_files]
+            self._is_committing = True
             self._write_store(self._epoch + 1, [s.top for s in self._row_files], note)
-            flush_directory(self.directory)
-        self._epoch += 1
-        self.note = note
-        for row_file in self._row_files:
-            row_file.after_commit()
-        self._journal.clear()
+            self._finish_commit()
+
+    def _finish_commit(self) -> None:
+        """Do what follows a commit, if `rows.json` was replaced; an interrupted flush may not have.
+
+        Until then the journal leads back to a commit that is no longer the last one.
+        """
+        if not self._is_committing or self._syncs.has_failed:
+            return
+        path = self.directory / _STORE
+        with reading(path):
+            saved = unseal(json.loads(path.read_text()))
+            epoch, note = int(saved["commit"]), str(saved["note"])
+        if epoch > self._epoch or self._is_committed:
+            self._is_committed = True
+            with self._syncs.watch():
+                flush_directory(self.directory)
+            self._epoch, self.note = epoch, note
+            for row_file in self._row_files:
+                row_file.after_commit()
+            self._journal.clear()
+        self._is_committing = self._is_committed = False
 
     def _journal_sums(self, table: int, kind: int, pages: Tensor) -> None:
         """Journal checksums of the last commit before they are replaced, once between commits."""

@@ -11,16 +11,17 @@ next begins empty.
 """
 
 import concurrent.futures
+import functools
 import itertools
 import re
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -91,7 +92,9 @@ class FoundRows(NamedTuple):
 class RowStore(Protocol):
     """Store rows of several tables by key; tensors are on the CPU, all int64 keys are legal.
 
-    Calls come from one thread at a time. A call that raises has changed nothing.
+    Calls come from one thread at a time. A call that raises its own error has changed nothing.
+    An exception that comes into a call from outside (Ctrl-C, a lack of memory) may end it anywhere:
+    `lift`, `put`, `erase`, `expire` and `clear` are then made again with the same arguments.
 
     Attributes:
         note: the text passed to the last `flush`; empty in a new store.
@@ -321,6 +324,20 @@ class TierStats:
 
 
 MAX_PREFETCHED = 1 << 20  # rows per table
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _alone(
+    method: Callable[Concatenate["PrefetchedRows", _P], _R],
+) -> Callable[Concatenate["PrefetchedRows", _P], _R]:
+    """Have a method hold the lock of the store while it runs; see `emblib.tables.locks.atomic`."""
+
+    @functools.wraps(method)
+    def call(self: "PrefetchedRows", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
+
+    return call
 
 
 class PrefetchedRows:
@@ -342,7 +359,6 @@ class PrefetchedRows:
         self._lock = threading.RLock()
         self._thread: ThreadPoolExecutor | None = None
         self._futures: list[Future[None]] = []
-        self.num_prefetched_reads = 0
         call_in_forks(self)
 
     def after_fork(self) -> None:
@@ -379,96 +395,112 @@ class PrefetchedRows:
         concurrent.futures.wait(futures)
         _raise_first(futures)
 
+    @_alone
     def keep(self, table: int, rows: StoredRows) -> None:
         """Keep rows in memory that the store behind could not take."""
-        with self._lock:
-            if rows.keys.numel():
-                self._forget(table, rows.keys)
-                self._kept_rows[table].append(rows)
+        if rows.keys.numel():
+            self._forget(table, rows.keys)
+            self._kept_rows[table].append(rows)
 
+    @_alone
+    def count_prefetched(self, table: int, keys: Tensor) -> int:
+        """Return how many of some keys have a row in memory."""
+        parts = (*self._kept_rows[table], *self._prefetched[table])
+        return int(torch.isin(keys, torch.cat([p.keys for p in parts])).sum()) if parts else 0
+
+    @_alone
     def read_ahead(self, table: int, keys: Tensor) -> None:
         """Read rows that are not in memory yet from the store."""
-        with self._lock:
-            prefetched = self._prefetched[table]
-            known = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
-            rows = self.behind.read(table, keys[~torch.isin(keys, known)]).rows
-            count = known.numel() + rows.keys.numel()
-            if rows.keys.numel():
-                prefetched.append(rows)
-            while count > MAX_PREFETCHED and len(prefetched) > 1:
-                count -= prefetched.pop(0).keys.numel()
+        prefetched = self._prefetched[table]
+        known = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
+        rows = self.behind.read(table, keys[~torch.isin(keys, known)]).rows
+        count = known.numel() + rows.keys.numel()
+        if rows.keys.numel():
+            prefetched.append(rows)
+        while count > MAX_PREFETCHED and len(prefetched) > 1:
+            count -= prefetched.pop(0).keys.numel()
 
     def _forget(self, table: int, keys: Tensor) -> None:
-        for parts in (self._kept_rows[table], self._prefetched[table]) if keys.numel() else ():
-            remaining = []
-            for rows in parts:
-                stays = ~torch.isin(rows.keys, keys)
-                if stays.any():
-                    remaining.append(rows if stays.all() else rows.at(stays))
-            parts[:] = remaining
+        self._forget_prefetched(table, keys)
+        if keys.numel() and self._kept_rows[table]:
+            self._kept_rows[table][:] = _without(self._kept_rows[table], keys)
+
+    def _forget_prefetched(self, table: int, keys: Tensor) -> None:
+        if keys.numel() and self._prefetched[table]:
+            self._prefetched[table][:] = _without(self._prefetched[table], keys)
 
     def open(self, tables: Sequence[StoredTable]) -> None:
         """Do nothing, since the store behind is open already."""
 
+    @_alone
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
-        with self._lock:
-            asked = torch.arange(keys.numel())
-            founds = []
-            for rows in (*self._kept_rows[table], *self._prefetched[table]):
-                found = matched(keys[asked], rows)
-                founds.append(FoundRows(asked[found.positions], found.rows))
-                left = torch.ones_like(asked, dtype=torch.bool)
-                left[found.positions] = False
-                asked = asked[left]
-            self.num_prefetched_reads += keys.numel() - asked.numel()
-            found = self.behind.read(table, keys[asked])
+        asked = torch.arange(keys.numel())
+        founds = []
+        for rows in (*self._kept_rows[table], *self._prefetched[table]):
+            found = matched(keys[asked], rows)
             founds.append(FoundRows(asked[found.positions], found.rows))
-            rows = StoredRows.concatenate((found.rows for found in founds), self._widths[table])
-            return FoundRows(torch.cat([found.positions for found in founds]), rows)
+            left = torch.ones_like(asked, dtype=torch.bool)
+            left[found.positions] = False
+            asked = asked[left]
+        found = self.behind.read(table, keys[asked])
+        founds.append(FoundRows(asked[found.positions], found.rows))
+        rows = StoredRows.concatenate((found.rows for found in founds), self._widths[table])
+        return FoundRows(torch.cat([found.positions for found in founds]), rows)
 
+    @_alone
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
-        with self._lock:
-            self._forget(table, keys)
-            self.behind.lift(table, keys)
+        self._forget(table, keys)
+        self.behind.lift(table, keys)
 
+    @_alone
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
-        with self._lock:
-            left = self.behind.put(table, rows)
-            self._forget(table, torch.cat([rows.keys, left.keys]))
-            return left
+        # Copies of rows that are about to be replaced must not outlive an interruption.
+        self._forget_prefetched(table, rows.keys)
+        left = self.behind.put(table, rows)
+        self._forget(table, torch.cat([rows.keys, left.keys]))
+        return left
 
+    @_alone
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
-        with self._lock:
-            here = torch.zeros(keys.numel(), dtype=torch.bool)
-            here[self.read(table, keys).positions] = True
-            self._forget(table, keys)
-            self.behind.erase(table, keys)
-            return here
+        here = torch.zeros(keys.numel(), dtype=torch.bool)
+        here[self.read(table, keys).positions] = True
+        self._forget(table, keys)
+        self.behind.erase(table, keys)
+        return here
 
+    @_alone
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        with self._lock:
-            old = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
-            gone = torch.cat([*old, self.behind.expire(table, before)])
-            self._forget(table, gone)
-            return gone
+        old = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
+        gone = torch.cat([*old, self.behind.expire(table, before)])
+        self._forget(table, gone)
+        return gone
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
         self.wait()
         for rows in self._kept_rows[table]:
             yield from rows.split(batch)
-        yield from self.behind.iterate(table, batch)
+        kept = self._kept_keys(table)
+        for rows in self.behind.iterate(table, batch):
+            # A put that raised may have put some of the rows that were kept then.
+            yield rows.at(~torch.isin(rows.keys, kept)) if kept.numel() else rows
 
+    def _kept_keys(self, table: int) -> Tensor:
+        none = torch.empty(0, dtype=torch.int64)
+        return torch.cat([none, *(rows.keys for rows in self._kept_rows[table])])
+
+    @_alone
     def size(self, table: int) -> int:
         """See `RowStore`."""
-        with self._lock:
-            kept = sum(rows.keys.numel() for rows in self._kept_rows[table])
-            return kept + self.behind.size(table)
+        size, kept = self.behind.size(table), self._kept_keys(table)
+        if not kept.numel():
+            return size
+        return size + kept.numel() - self.behind.read(table, kept).positions.numel()
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""
@@ -479,10 +511,13 @@ class PrefetchedRows:
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`."""
         self.wait()
-        with self._lock:
-            both = [itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)]
-            self.behind.flush(both, note)
-            self.note = note
+        self._flush(fast_rows, note)
+
+    @_alone
+    def _flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
+        both = [itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)]
+        self.behind.flush(both, note)
+        self.note = note
 
     def close(self) -> None:
         """See `RowStore`."""
@@ -490,6 +525,16 @@ class PrefetchedRows:
             self._thread.shutdown()
             self._thread = None
         self.behind.close()
+
+
+def _without(parts: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
+    """Return rows without those of some keys."""
+    remaining = []
+    for rows in parts:
+        stays = ~torch.isin(rows.keys, keys)
+        if stays.any():
+            remaining.append(rows if stays.all() else rows.at(stays))
+    return remaining
 
 
 def _raise_first(futures: Sequence[Future[None]]) -> None:

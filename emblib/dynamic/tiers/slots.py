@@ -1,0 +1,107 @@
+"""SlotAllocator: which slot of the files of a `DiskRows` each key has."""
+
+import secrets
+
+import torch
+from torch import Tensor
+
+from emblib.dynamic.hash_index import HashIndex, RowBuffers
+from emblib.ops.hash import Keys
+from emblib.specs import DynamicSpec, Eviction
+from emblib.tables import memory
+
+# An index reserves address space for its full capacity, and limits on the address space or data of
+# a process count all of it. So an index starts small, and is replaced by larger ones as it fills.
+_MIN_CAPACITY = 1 << 16
+_GROWTH = 16
+_MAX_LOAD = 0.75  # of an index: below it few keys find both of their buckets full
+
+
+class SlotAllocator:
+    """A map from keys to slots of a file; the slots freed last are reused first.
+
+    A call that is interrupted leaves it useless: it is then made again from the heads of the rows.
+    """
+
+    def __init__(self) -> None:
+        self._make(_MIN_CAPACITY)
+        self._free: list[int] = []
+        self.high = 0  # end of the slots that were ever assigned
+
+    def _make(self, capacity: int) -> None:
+        """Create an empty map of a capacity."""
+        spec = DynamicSpec(
+            capacity, 1, initial_capacity=min(1024, capacity), eviction=Eviction.NONE
+        )
+        # No slot depends on the hash, so a random hash key does.
+        self._index = HashIndex([spec], "cpu", [secrets.randbits(64) - (1 << 63)])
+        self._by_slot = memory.reserve(spec.rows, torch.int64, torch.device("cpu"))
+        self._overflow_keys: dict[int, int] = {}  # keys both of whose buckets are full
+
+    def _reserve(self, keys: int) -> None:
+        """Move to a larger index if `keys` more would exceed the maximum load."""
+        wanted = (self.size + keys) / _MAX_LOAD
+        capacity = self._by_slot.numel()
+        if wanted <= capacity:
+            return
+        while capacity < wanted:
+            capacity *= _GROWTH
+        there = self._index.export(0)
+        overflow = torch.tensor([*self._overflow_keys.items()], dtype=torch.int64).view(-1, 2)
+        all_keys = torch.cat([there.keys, overflow[:, 0]])
+        places = torch.cat([self._by_slot[there.slots], overflow[:, 1]])
+        self._make(capacity)
+        self._set(all_keys, places)
+
+    def _use(self, table: int, before: int, rows: int) -> None:
+        memory.use(self._by_slot, 0, before, rows)
+
+    @property
+    def size(self) -> int:
+        """The number of keys with a slot."""
+        return self._index.size(0) + len(self._overflow_keys)
+
+    def find(self, keys: Tensor) -> Tensor:
+        """Return the slot of each key, -1 for none."""
+        slots = self._index.find(Keys.of(keys))
+        places = torch.where(slots < 0, -1, self._by_slot[slots.clamp(min=0)])
+        if self._overflow_keys:
+            for at in (slots < 0).nonzero().view(-1).tolist():
+                places[at] = self._overflow_keys.get(int(keys[at]), -1)
+        return places
+
+    def add(self, keys: Tensor) -> Tensor:
+        """Assign slots to distinct keys that have none, and return them."""
+        count = keys.numel()
+        self._reserve(count)
+        reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        fresh = torch.arange(self.high, self.high + count - len(reused))
+        self.high += fresh.numel()
+        places = torch.cat([torch.tensor(reused, dtype=torch.int64), fresh])
+        self._set(keys, places)
+        return places
+
+    def _set(self, keys: Tensor, places: Tensor) -> None:
+        rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._use)
+        slots = self._index.insert(Keys.of(keys), rows=rows).slots
+        there = slots >= 0
+        self._by_slot[slots[there]] = places[there]
+        overflow = zip(keys[~there].tolist(), places[~there].tolist(), strict=True)
+        self._overflow_keys.update(overflow)
+
+    def remove(self, keys: Tensor) -> None:
+        """Free the slots of distinct keys, all of which have one."""
+        self._free += self.find(keys).tolist()
+        slots = self._index.erase(Keys.of(keys))
+        for key in keys[slots < 0].tolist():
+            del self._overflow_keys[key]
+
+    def restore(self, keys: Tensor, places: Tensor, high: int) -> None:
+        """Replace the map by these keys and slots; the other slots below `high` are free."""
+        self._make(_MIN_CAPACITY)
+        self._reserve(keys.numel())
+        self._set(keys, places)
+        free = torch.ones(high, dtype=torch.bool)
+        free[places] = False
+        self._free = free.nonzero().squeeze(1).flip(0).tolist()
+        self.high = high

@@ -1,0 +1,109 @@
+"""Interrupts at any line of emblib, as Ctrl-C, MemoryError or CUDA out of memory may come.
+
+`interrupt_at_line` raises at the n-th line that emblib executes, so that a test can try them all;
+`interrupting` delivers real signals at random times.
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import emblib
+
+ROOT = str(Path(emblib.__file__).parent)
+
+
+class Injection:
+    """The interrupt of one block: `where` is the file and line at which it was raised, or None."""
+
+    def __init__(self, line: int, exception: type[BaseException]) -> None:
+        self.where: str | None = None
+        self._left, self._exception = line, exception
+
+    def trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Be the trace function of a thread."""
+        if event == "call":
+            return self.trace if frame.f_code.co_filename.startswith(ROOT) else None
+        if event == "line":
+            self._left -= 1
+            if self._left == 0:
+                sys.settrace(None)
+                self.where = f"{frame.f_code.co_filename[len(ROOT) + 1 :]}:{frame.f_lineno}"
+                raise self._exception
+        return self.trace
+
+
+@contextmanager
+def interrupt_at_line(
+    line: int, exception: type[BaseException] = KeyboardInterrupt
+) -> Iterator[Injection]:
+    """Raise, and catch, an exception at the n-th line (from 1) that emblib executes inside."""
+    injection, before = Injection(line, exception), sys.gettrace()
+    sys.settrace(injection.trace)
+    try:
+        with suppress(exception):
+            yield injection
+    finally:
+        sys.settrace(before)
+
+
+def each_line(
+    exception: type[BaseException] = KeyboardInterrupt, *, first: int = 1, step: int = 1
+) -> Iterator["_Attempt"]:
+    """Yield attempts to interrupt a block, each at a later line, until one is not reached.
+
+    Example:
+        for attempt in each_line():
+            module = make()
+            with attempt:
+                module.flush()
+            check(module)
+    """
+    line = first
+    while True:
+        attempt = _Attempt(line, exception)
+        yield attempt
+        if attempt.where is None:
+            return
+        line += step
+
+
+class _Attempt:
+    """A context manager that interrupts its block at a line."""
+
+    def __init__(self, line: int, exception: type[BaseException]) -> None:
+        self._block = interrupt_at_line(line, exception)
+        self.where: str | None = None
+
+    def __enter__(self) -> None:
+        self._injection = self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        suppressed = self._block.__exit__(*error)
+        self.where = self._injection.where
+        return suppressed
+
+
+def interrupting(seconds: float, work: Callable[[], None]) -> bool:
+    """Do some work, interrupted by a real SIGINT after `seconds`; return whether it was.
+
+    Only in the main thread. A signal that comes after the work is lost.
+    """
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return False
