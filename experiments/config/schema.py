@@ -24,7 +24,7 @@ class UsageError(Exception):
     """The command line cannot be run; the message is one line and says what to type instead."""
 
 
-MULTIRUN = "multirun"  # the folder of launches, beside those of runs
+MULTIRUN = "multirun"  # the folder of launches, next to those of runs
 _FOLDER = re.compile(r"\w[\w.-]{0,99}")
 
 

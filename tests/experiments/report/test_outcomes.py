@@ -74,7 +74,7 @@ def test_a_value_of_a_newer_harness_has_a_report(key: str, tmp_path: Path) -> No
     (path / "points.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     write_report(path)
     assert "How to read this" in (path / "index.html").read_text()
-    if key == "optimizer":  # whose state has bytes that nobody knows here
+    if key == "optimizer":  # the bytes of its state are not known here
         (figure,) = figures.roofline_figures(Run.read(path))
         assert [panel.title for panel in figure.panels] == ["Forward"]
 
