@@ -1,7 +1,7 @@
 """Interrupts at any line of emblib, as Ctrl-C, MemoryError or CUDA out of memory may come.
 
 `interrupt_at_line` raises at the n-th line that emblib executes, so that a test can try them all;
-`interrupting` delivers real signals at times that nobody chooses.
+`interrupting` delivers a real signal after a time.
 """
 
 import signal
