@@ -123,6 +123,7 @@ COMPILATIONS = (
 # Files and tests that take minutes and would take CI over its limit; `make nightly` sets
 # EMBLIB_NIGHTLY.
 NIGHTLY = (
+    "collections/test_compiled_forms.py",
     "experiments/test_launch.py",
     "experiments/bundle/test_verify.py",
     "experiments/report/test_pages.py",
