@@ -14,6 +14,6 @@ def test_inductor_trains(name: str) -> None:
 
 @pytest.mark.cuda
 def test_a_collection_with_other_columns_is_traced_on_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU or the pretend GPU")
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        pytest.skip("torch compiles for CUDA in its builds with CUDA only")
     check_training(FORMS["bags, float16"], "aot_eager", "cuda")
