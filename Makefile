@@ -69,7 +69,8 @@ micro: native ## time single operations with pytest-benchmark
 
 nightly: native ## every experiment, pages of all reports, pretend GPU, an hour of fuzzing (ARGS="timing=quick")
 	@status=0; VENV="$(VENV)" scripts/nightly.sh $(ARGS) || status=$$?; \
-	  EMBLIB_NIGHTLY=1 $(BIN)/python -m pytest -q tests/simt/test_variants.py tests/simt/test_compile.py \
+	  EMBLIB_NIGHTLY=1 $(BIN)/python -m pytest -q tests/collections/test_compiled_forms.py \
+	  tests/simt/test_variants.py tests/simt/test_compile.py \
 	  tests/experiments/test_launch.py tests/experiments/bundle/test_verify.py \
 	  tests/experiments/report/test_pages.py tests/pretend \
 	  tests/sanitize tests/sharding/test_restarts.py tests/tables/test_disk_training.py \

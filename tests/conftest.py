@@ -131,6 +131,7 @@ NIGHTLY_WHERE_SLOW = (
 # Files and tests that take minutes and would take CI over its limit; `make nightly` sets
 # EMBLIB_NIGHTLY.
 NIGHTLY = (
+    "collections/test_compiled_forms.py",
     "pretend/test_mistakes.py",
     "pretend/test_races.py",
     "sanitize/test_hash.py",

@@ -659,7 +659,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
 
 def join_blocks(blocks: Iterable[Tensor], rows: int, dim: int, device: torch.device) -> Tensor:
-    """Return blocks of rows as one float32 matrix `[rows, dim]`, with one block beside it."""
+    """Return blocks of rows as one float32 matrix `[rows, dim]`, and no more than one block."""
     dense, first = torch.empty(rows, dim, device=device), 0
     for block in blocks:
         dense[first : first + len(block)] = block

@@ -69,14 +69,14 @@ KINDS_HERE: dict[str, Kind] = {
     "sketched admission": _counted(CountMinSketch(64)),
     "scores by step": Kind(lambda o: _dynamic(o, eviction=Eviction.STEP)),
     "tiers": Kind(lambda o: _dynamic(o, store=BackingStore(HostRows(64)))),
-    "beside cached rows": _storage(Dense(Placement.MANAGED_CACHING, _CACHE)),
-    "beside hashed rows": _storage(Hashed(7)),
-    "beside a hash table": _storage(Hash()),
-    "beside a train": _storage(TensorTrain((2,), (6, 8), (2, 2))),
-    "beside a cached train": _storage(TensorTrain((2,), (6, 8), (2, 2), cache=TTCache(8))),
-    "beside quantised rows": _storage(Quantized()),
-    "sharded beside a hash table": _storage(Hash(), is_sharded=True),
-    "sharded beside a train": _storage(TensorTrain((2,), (6, 8), (2, 2)), is_sharded=True),
+    "with cached rows": _storage(Dense(Placement.MANAGED_CACHING, _CACHE)),
+    "with hashed rows": _storage(Hashed(7)),
+    "with a hash table": _storage(Hash()),
+    "with a train": _storage(TensorTrain((2,), (6, 8), (2, 2))),
+    "with a cached train": _storage(TensorTrain((2,), (6, 8), (2, 2), cache=TTCache(8))),
+    "with quantised rows": _storage(Quantized()),
+    "sharded, with a hash table": _storage(Hash(), is_sharded=True),
+    "sharded, with a train": _storage(TensorTrain((2,), (6, 8), (2, 2)), is_sharded=True),
 }
 COUNTS = re.compile(r"(counters|changes|since|tick|clock|stamps|scores|counts|batches|hyper)$")
 ROW_IDS = re.compile(r"(key_of_row|cache\.keys)$")
