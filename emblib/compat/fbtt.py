@@ -296,7 +296,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         if not isinstance(self.bags, StackedCachedTTBags):
             return None
         rows = self.bags.rows
-        if rows.weights.requires_grad and self.num_tables == 1:
+        if rows.optimizer.leaves_gradient is not None and self.num_tables == 1:
             return rows.weights
         return rows.table_weights()[0]
 

@@ -292,9 +292,11 @@ class Prefetcher:
     def _passes(self, batch: autograd.Lookup) -> list[tbe.Groups]:
         """Return the groups of each pass in which the rows of a batch are fetched."""
         length, passes = batch.indices.numel(), self.options.passes
-        if passes is None or length < passes.min_lookups:
+        size = length
+        if passes is not None and length >= passes.min_lookups:
+            size = -(-length // passes.passes)
+        if size >= length:
             return [autograd.groups_of(batch)]
-        size = -(-length // passes.passes)
         parts = (_part(batch, start, start + size) for start in range(0, length, size))
         # A pass needs the rows of its part; the rest is freed, part by part.
         nothing = batch.indices.new_empty(0, dtype=torch.int32)

@@ -170,7 +170,7 @@ def test_cache_plan(latency: Latency, policy: str, held: str) -> None:
     sets = 2 * rows // cache.WAYS if held == "all" else rows // 10 // cache.WAYS
     tags = torch.full((sets, cache.WAYS), cache.EMPTY, dtype=torch.int64, device=device)
     code = CACHE_POLICY[policy]
-    counts = torch.zeros(rows, dtype=torch.int32, device=device) if policy == "lfu" else None
+    counts = torch.zeros(rows if policy == "lfu" else 0, dtype=torch.int32, device=device)
     features = torch.tensor([[0, 0, rows, 4, 0, 1, 0, 4]], device=device)
     state = [tags, torch.full_like(tags, -1), counts]
     counters = torch.zeros((2, len(cache.COUNTERS)), dtype=torch.int64, device=device)

@@ -352,7 +352,7 @@ def test_tables_outside_the_device(name: str, placement: str, tmp_path: Path) ->
             lambda: TableBatchedEmbeddingBags(
                 [TableSpec(9, 4, "t", Placement.MANAGED)], optim.SGD(0.1, deferred=True)
             ),
-            "or, with deferred=True, an EmbeddingBagCollection",
+            "or, with deferred=True, use an EmbeddingBagCollection",
         ),
     ],
 )

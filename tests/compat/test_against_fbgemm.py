@@ -230,7 +230,7 @@ def test_fbgemm_may_come_first() -> None:
     fbgemm()
     text = (
         "import fbgemm_gpu, emblib, torch\n"
-        "bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(5, 4)])\n"
+        "bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(5, 4)], emblib.optim.SGD(0.1))\n"
         "bags(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).sum().backward()\n"
         "assert bags.step == 1 and torch.ops.fbgemm.bounds_check_indices is not None\n"
     )

@@ -12,6 +12,8 @@ from torch import Tensor
 from emblib import DynamicEmbeddingBags, DynamicSpec, optim
 from emblib.dynamic.saving import snapshots
 
+SGD = optim.SGD(0.01)
+
 
 def _each(ids: list[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """A bag an id."""
@@ -20,7 +22,7 @@ def _each(ids: list[int] | Tensor, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _one(
-    spec: DynamicSpec, device: torch.device, optimizer: optim.Optimizer | None = None
+    spec: DynamicSpec, device: torch.device, optimizer: optim.Optimizer = SGD
 ) -> DynamicEmbeddingBags:
     return DynamicEmbeddingBags([spec], optimizer, seed=0, device=device)
 
