@@ -156,7 +156,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self._index_is_current = True  # whether `index` and `row_of_slot` are as `key_of_row` says
         self._stores_rows = (0, False)  # a choice, and whether any rows were stored then
         self._step_offset: Tensor | None = None  # of rows that lookups skip: see `_skip_rows`
-        self.register_load_state_dict_post_hook(_rebuild_index)
+        self.register_load_state_dict_post_hook(_restart_if_loaded)
 
     def _make_trains(
         self, optimizer: Optimizer | None, init: str, options: dict[str, Any]
@@ -645,6 +645,7 @@ class CachedTTEmbeddingBags(nn.Module):
         if not found:
             state_dict.update(stored.resized(state_dict, prefix))
         if not state_dicts.refuses(self, state_dict, prefix, arguments[-1], found):
+            self._index_is_current = False
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -728,5 +729,6 @@ def _least_used(present: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Te
     return rows[by_key[counts[by_key].argsort(stable=True)]]
 
 
-def _rebuild_index(module: Any, incompatible: Any) -> None:
-    module._restart()
+def _restart_if_loaded(module: Any, incompatible: Any) -> None:
+    if not module._index_is_current:  # else the state dict was refused
+        module._restart()

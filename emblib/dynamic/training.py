@@ -26,7 +26,7 @@ from emblib.optim import External, Optimizer, description
 from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.base import check_bounds
-from emblib.tables.parameters import caller_level, loses_values
+from emblib.tables.parameters import caller_level, is_updated_in_backward, loses_values
 from emblib.tables.recomputation import RunningForward
 
 if TYPE_CHECKING:
@@ -527,7 +527,8 @@ def check_replicas(tags: Tensor, weights: Tensor) -> None:
             "DistributedDataParallel overwrites the keys of dynamic tables with those of rank 0, "
             "while rows stay those of each rank; pass broadcast_buffers=False"
         )
-    if weights.requires_grad and any(p is weights for p in ddp._module_parameters):
+    has_gradient = weights.requires_grad and not is_updated_in_backward(weights)
+    if has_gradient and any(p is weights for p in ddp._module_parameters):
         raise RuntimeError(
             "DistributedDataParallel adds up gradients by row, and a row of dynamic tables is "
             "another key on each rank; use a fused optimizer, or name the weights in "

@@ -65,7 +65,9 @@ def feature_label(module: Any, feature: int) -> str:
 
 def _where(module: Any) -> str:
     """Return a phrase that names the features of a module, of which a GPU counts violations."""
-    labels = [feature_label(module, f) for f in range(len(module.features))]
+    labels = getattr(module, "feature_labels", None)
+    if labels is None:
+        labels = [feature_label(module, f) for f in range(len(module.feature_tables))]
     more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     return f" (in one of: {'; '.join(labels[:3])}{more})"
 

@@ -74,7 +74,7 @@ CACHED = {"placement": emblib.Placement.MANAGED_CACHING, "cache": emblib.CacheCo
 SUBJECTS: dict[str, Callable[[], Lookup]] = {
     "plain": lambda: bags(dense(optimizer=optim.SGD(0.1))),
     "mean": lambda: bags(dense(pooling=emblib.Pooling.MEAN)),
-    "cached": lambda: bags(dense(**CACHED)),
+    "cached": lambda: bags(dense(optimizer=optim.SGD(0.1), **CACHED)),
     "external": lambda: bags(dense(optimizer=optim.External())),
     "frozen": lambda: bags(frozen(dense(optimizer=optim.SGD(0.1)))),
     "quantised": lambda: bags(emblib.QuantizedEmbeddingBags.from_float(dense())),
