@@ -68,6 +68,12 @@ class DeferredParameter(nn.Parameter):
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
 
+_SEE_NO_GRADIENT = {DistributedDataParallel.__module__}  # it would wait for the gradient
+if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+    # Compiled graphs of these versions cannot update a leaf that requires a gradient.
+    _SEE_NO_GRADIENT.add("torch._subclasses.meta_utils")
+
+
 class TableParameter(nn.Parameter):
     """A parameter that backward updates: setting `requires_grad` freezes its table or trains it.
 
@@ -105,11 +111,10 @@ class TableParameter(nn.Parameter):
     def requires_grad(self) -> bool:
         """Return whether the parameter requires a gradient, and so whether it is trained.
 
-        For `DistributedDataParallel`, which would wait for the gradient, one of a bare module does
-        not.
+        For callers in `_SEE_NO_GRADIENT` one of a bare module does not.
         """
         caller = sys._getframe(1).f_globals.get("__name__")
-        if caller == DistributedDataParallel.__module__ and _is_of_bare_module(self):
+        if caller in _SEE_NO_GRADIENT and _is_of_bare_module(self):
             return False
         return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
