@@ -69,7 +69,7 @@ class DeferredParameter(nn.Parameter):
 
 
 _SEE_NO_GRADIENT = {DistributedDataParallel.__module__}  # it would wait for the gradient
-if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
     # Compiled graphs of these versions cannot update a leaf that requires a gradient.
     _SEE_NO_GRADIENT.add("torch._subclasses.meta_utils")
 
