@@ -25,17 +25,20 @@ def in_one_call(*calls: partial[Any]) -> None:
 
 
 def count_step(step: Tensor, counted: Tensor | int, *updates: partial[Any]) -> None:
-    """Add `counted` to a step, a scalar, and make the updates that read it; all or nothing.
+    """Count a step, a scalar, and make the updates that read it; all or nothing.
 
     Args:
-        step: changed in place.
-        counted: what is added.
+        step: changed in place. The updates read one more than it is, also where they change no row.
+        counted: what is added in the end: 1, or a tensor with 0 for a step that is not made.
         updates: calls of `native` ops, which check their arguments before they write.
     """
+    calls = [partial(step.add_, 1), *updates]
+    if isinstance(counted, Tensor):
+        calls.append(partial(step.add_, counted - 1))
     made: list[Any] = []
     try:
-        made.extend(map(call, (partial(step.add_, counted), *updates)))
+        made.extend(map(call, calls))
     except BaseException:
         if len(made) == 1:  # the first update raised; interrupts come before or after all
-            step.sub_(counted)
+            step.sub_(1)
         raise

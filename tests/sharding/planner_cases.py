@@ -158,6 +158,7 @@ def allocated(module: Any) -> int:
     tensors = [*module.parameters(), *module.buffers()]
     memory = getattr(module, "_memory", None)
     if memory is not None:
-        tensors += [t for tier in (1, 2) for t in memory._tier(tier) if t.numel()]
+        cpu = torch.device("cpu")
+        tensors += [t for tier in (1, 2) for t in memory._tier(tier, cpu) if t.numel()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
