@@ -48,7 +48,7 @@ def test_another_kind_of_optimizer_is_refused() -> None:
         module.set_hyperparameters(betas=(0.9, 0.9))
     with pytest.raises(ValueError, match="eps must be"):
         module.set_hyperparameters(eps=-1.0)
-    with pytest.raises(RuntimeError, match="set those of your optimizer"):
+    with pytest.raises(RuntimeError, match="for your own optimizer: set its numbers"):
         make(optim.External()).set_hyperparameters(lr=1.0)
 
 

@@ -202,7 +202,7 @@ def _change_numbers(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingB
 
 
 def _load(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
-    state = {key: value * 0.5 for key, value in module.state_dict().items()}
+    state = {k: v if k == "hyper" else v * 0.5 for k, v in module.state_dict().items()}
     module.load_state_dict(state)
     return module
 
