@@ -44,4 +44,16 @@ if ! "$python" -m pip --disable-pip-version-check install -v --no-deps --no-buil
   echo "error: the native build failed; its whole output is in $log" >&2
   exit 1
 fi
+# Where the linker finds no shared libstdc++, it takes the static one, and then the first error that the
+# library raises crashes the process.
+if ! "$python" -c 'import torch, emblib
+try:
+    torch.ops.emblib.cache_locate(*[torch.empty(0)] * 4)
+except RuntimeError:
+    raise SystemExit(0)
+raise SystemExit(1)' >> "$log" 2>&1; then
+  echo "error: the library that was built crashes or does not refuse wrong input (see the end of $log); if it" >&2
+  echo "  contains a static libstdc++ (ldd build/*/libemblib_cpu.so names none), install the shared one" >&2
+  exit 1
+fi
 touch "$state/native"
