@@ -56,6 +56,18 @@ def _cache_plan(draw: random.Random) -> Call:
     return Call("cache_plan_", (*state, clock, twin.tables, rows, segments, count, policy), check)
 
 
+def _cache_evictions(draw: random.Random) -> Call:
+    arguments = _cache_plan(draw).arguments
+    state = tuple(tensor.clone() for tensor in arguments[:4])
+    _, evicted = _ops.cache_plan_(*(tensor.clone() for tensor in state), *arguments[4:])
+
+    def check(used: Arguments, got: Any) -> None:
+        assert torch.equal(got, evicted)
+        assert all(map(torch.equal, used[:4], state))
+
+    return Call("cache_evictions", arguments, check)
+
+
 def _located(model: CacheModel, rows: list[int]) -> list[int]:
     found = [model.locate(row) if row >= cache_cases.UNCACHED else None for row in rows]
     return [-1 if slot is None else slot for slot in found]
@@ -325,6 +337,7 @@ def _hash_initial_rows(draw: random.Random) -> Call:
 
 STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "cache_plan_": _cache_plan,
+    "cache_evictions": _cache_evictions,
     "cache_locate": _cache_locate,
     "cache_lookup_slots": _cache_lookup_slots,
     "cache_move_": _cache_move,
