@@ -103,7 +103,10 @@ def checkout(name: str, home: Path = HOME) -> Revision:
         else:
             archive = io.BytesIO(git("archive", sha, *PARTS))
             with tarfile.open(fileobj=archive) as sources:
-                sources.extractall(folder, filter="data")
+                if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and newer
+                    sources.extractall(folder, filter="data")
+                else:
+                    sources.extractall(folder)
         (folder / ".complete").touch()
     return Revision(name, sha, folder)
 
