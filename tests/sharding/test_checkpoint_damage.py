@@ -38,7 +38,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Choice:
-    """A value of a class of its own; enums are pickled in other ways by Python before 3.11.4."""
+    """A value of a class of its own; enums are pickled in other ways by Python 3.11.2."""
 
     number: int
 
