@@ -102,6 +102,7 @@ DISTRIBUTED_ALLOWED_IN = (
 # Besides the `check.h` and `entries.h` of every feature.
 TORCH_HEADERS = {
     "csrc/core/entry.h",
+    "csrc/core/output_memory.h",
     "csrc/core/feature_bags.h",
     "csrc/core/launch.h",
     "csrc/core/parallel.h",

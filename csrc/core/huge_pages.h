@@ -12,9 +12,11 @@
 
 namespace emb {
 
+inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+
 inline void advise_huge_pages(void* data, int64_t nbytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  constexpr auto kHugePage = static_cast<uintptr_t>(kHugePageBytes);
   const auto begin = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t last = (begin + static_cast<uintptr_t>(nbytes)) / kHugePage * kHugePage;

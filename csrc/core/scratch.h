@@ -1,12 +1,14 @@
 // Scratch memory of the CPU ops. A thread keeps freed blocks for its next call: glibc returns
 // blocks of a megabyte to the system, which clears every page again when it is first written. A
 // fifth of the samples of a training step of seven tensor trains were there (reports/LOG.md).
+// `output_memory.h` keeps the memory of outputs in the same way.
 #pragma once
 
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 namespace emb {
@@ -18,18 +20,18 @@ inline constexpr int64_t kKeptScratchBytes = 0;  // so that accesses to freed bl
 inline constexpr int64_t kKeptScratchBytes = int64_t{16} << 20;
 #endif
 
-// The freed blocks of a thread, oldest first.
-class ScratchBlocks {
+// Freed blocks of memory, oldest first, of at most `limit` bytes in all. Not synchronised.
+class KeptBlocks {
  public:
-  ScratchBlocks() = default;
-  ScratchBlocks(const ScratchBlocks&) = delete;
-  ScratchBlocks& operator=(const ScratchBlocks&) = delete;
-  ~ScratchBlocks() {
+  explicit KeptBlocks(int64_t limit) : limit_(limit) {}
+  KeptBlocks(const KeptBlocks&) = delete;
+  KeptBlocks& operator=(const KeptBlocks&) = delete;
+  ~KeptBlocks() {
     for (const Block& block : blocks_) std::free(block.data);
   }
 
-  static ScratchBlocks& of_this_thread() {
-    thread_local ScratchBlocks blocks;
+  static KeptBlocks& of_this_thread() {
+    thread_local KeptBlocks blocks(kKeptScratchBytes);
     return blocks;
   }
 
@@ -50,8 +52,8 @@ class ScratchBlocks {
   }
 
   void give(void* data, int64_t bytes) {
-    if (bytes > kKeptScratchBytes) return std::free(data);
-    while (bytes_ + bytes > kKeptScratchBytes) {
+    if (bytes > limit_) return std::free(data);
+    while (bytes_ + bytes > limit_) {
       std::free(blocks_.front().data);
       remove(0);
     }
@@ -71,25 +73,32 @@ class ScratchBlocks {
   }
 
   std::vector<Block> blocks_;
+  const int64_t limit_;
   int64_t bytes_ = 0;
 };
 
 struct ReturnScratch {
   int64_t bytes = 0;
-  void operator()(void* data) const { ScratchBlocks::of_this_thread().give(data, bytes); }
+  void operator()(void* data) const { KeptBlocks::of_this_thread().give(data, bytes); }
 };
 
-using Floats = std::unique_ptr<float[], ReturnScratch>;
+template <class T>
+using Scratch = std::unique_ptr<T[], ReturnScratch>;
+using Floats = Scratch<float>;
 
-// Return uninitialized memory for n floats, aligned to cache lines.
-inline Floats new_floats(int64_t n) {
+// Return uninitialized memory for n trivial values, aligned to cache lines.
+template <class T>
+Scratch<T> new_scratch(int64_t n) {
+  static_assert(std::is_trivially_destructible_v<T>);
   constexpr int64_t kLine = 64;
-  int64_t bytes = n * int64_t{sizeof(float)};
+  int64_t bytes = n * int64_t{sizeof(T)};
   bytes = bytes < kLine ? kLine : (bytes + kLine - 1) / kLine * kLine;
-  void* data = ScratchBlocks::of_this_thread().take(&bytes);
+  void* data = KeptBlocks::of_this_thread().take(&bytes);
   if (data == nullptr) data = std::aligned_alloc(kLine, static_cast<size_t>(bytes));
   if (data == nullptr) throw std::bad_alloc();
-  return Floats(static_cast<float*>(data), ReturnScratch{bytes});
+  return Scratch<T>(static_cast<T*>(data), ReturnScratch{bytes});
 }
+
+inline Floats new_floats(int64_t n) { return new_scratch<float>(n); }
 
 }  // namespace emb

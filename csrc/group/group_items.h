@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/output_memory.h"
 #include "core/parallel.h"
 
 namespace emb {
@@ -181,7 +182,7 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
                  const GroupOutput& out, const Emit& emit) {
   using Word = decltype(Item::key);
   constexpr int kStreams = 4;
-  const std::unique_ptr<Item[]> items(new Item[n]), sorted(new Item[n]);
+  const Scratch<Item> items = new_scratch<Item>(n), sorted = new_scratch<Item>(n);
   const int bits = std::bit_width(limit);
   const int target_bits = static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - 7;
   const int bucket_bits = std::clamp(target_bits, 0, std::min(bits, 11));
@@ -248,18 +249,20 @@ void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const
   constexpr uint64_t kNoLimit = ~uint64_t{0};
   const int64_t count = static_cast<int64_t>(runs.size());
   const auto first = [&](int64_t run) { return run < count ? runs[run].first : n; };
-  const std::unique_ptr<Item32[]> items(new Item32[n]);
-  const auto sort = [&](int64_t run, std::vector<Item32>& scratch) {
+  const Scratch<Item32> items = new_scratch<Item32>(n);
+  int64_t longest = 0;
+  for (int64_t run = 0; run < count; ++run)
+    longest = std::max(longest, first(run + 1) - first(run));
+  const auto sort = [&](int64_t run, Item32* scratch) {
     fill(run, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<uint32_t>(key), static_cast<uint32_t>(position)};
     });
     Item32* begin = items.get() + runs[run].first;
     const int64_t length = first(run + 1) - runs[run].first;
-    if (length > static_cast<int64_t>(scratch.size())) scratch.resize(length);
-    if (length <= 24) return sort_bucket(begin, scratch.data(), length, 0);
+    if (length <= 24) return sort_bucket(begin, scratch, length, 0);
     const int bits = std::bit_width(runs[run].keys - 1);
     const int width = length < 256 ? 6 : length < 2048 ? 8 : 11;
-    radix_sort<2, 11>(begin, scratch.data(), length, bits, width);
+    radix_sort<2, 11>(begin, scratch, length, bits, width);
   };
   const auto write = [&](int64_t run, int64_t group) {
     return write_groups(items.get(), first(run), first(run + 1), group, kNoLimit, out, emit,
@@ -267,17 +270,17 @@ void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const
   };
   std::vector<int64_t> groups(count + 1, 0);
   if (num_threads() == 1) {
-    std::vector<Item32> scratch;
+    const Scratch<Item32> scratch = new_scratch<Item32>(longest);
     for (int64_t run = 0; run < count; ++run) {
-      sort(run, scratch);
+      sort(run, scratch.get());
       groups[run + 1] = write(run, groups[run] - 1) + 1;  // while its items are in the cache
     }
   } else {
     const auto cost = [&](int64_t run) { return first(run) + run; };
     parallel_balanced(count, 4096, cost, [&](int64_t begin, int64_t end) {
-      std::vector<Item32> scratch;
+      const Scratch<Item32> scratch = new_scratch<Item32>(longest);
       for (int64_t run = begin; run < end; ++run) {
-        sort(run, scratch);
+        sort(run, scratch.get());
         groups[run + 1] =
             count_groups(items.get() + first(run), first(run + 1) - first(run), kNoLimit);
       }
@@ -299,9 +302,9 @@ struct GroupTensors {
   Tensor unique, segments, permutation, count;
 
   GroupTensors(const Tensor& like, int64_t n, ScalarType unique_type)
-      : unique(allocate(like, {n}, unique_type)),
-        segments(allocate(like, {n + 1}, ScalarType::Int)),
-        permutation(allocate(like, {n}, ScalarType::Int)),
+      : unique(allocate_output(like, {n}, unique_type)),
+        segments(allocate_output(like, {n + 1}, ScalarType::Int)),
+        permutation(allocate_output(like, {n}, ScalarType::Int)),
         count(allocate(like, {1}, ScalarType::Int)) {}
 
   GroupOutput output() const {

@@ -48,16 +48,15 @@ inline Pooling check_quant_lookup(const char* op, const Tensor& packed, const Te
   return pooling;
 }
 
-// Allocate [L, columns] without pooling, [columns] in a variable batch, otherwise [B, columns].
-inline Tensor new_quant_output(const Tensor& features, const Tensor& indices, const Tensor& offsets,
-                               bool variable, Pooling pooling, int64_t columns, ScalarType dtype) {
-  if (pooling == Pooling::kNone) {
-    return allocate(indices, {indices.numel(), columns}, dtype);
-  }
-  if (variable) return allocate(indices, {columns}, dtype);
+// Return [L, columns] without pooling, [columns] in a variable batch, otherwise [B, columns].
+inline std::vector<int64_t> quant_output_sizes(const Tensor& features, const Tensor& indices,
+                                               const Tensor& offsets, bool variable,
+                                               Pooling pooling, int64_t columns) {
+  if (pooling == Pooling::kNone) return {indices.numel(), columns};
+  if (variable) return {columns};
   const int64_t num_features = features.size(0);
   const int64_t batch = num_features > 0 ? (offsets.numel() - 1) / num_features : 0;
-  return allocate(indices, {batch, columns}, dtype);
+  return {batch, columns};
 }
 
 }  // namespace emb

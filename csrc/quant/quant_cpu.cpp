@@ -6,6 +6,7 @@
 
 #include "core/feature_bags.h"
 #include "core/isa.h"
+#include "core/output_memory.h"
 #include "core/parallel.h"
 #include "quant/args.h"
 #include "quant/check.h"
@@ -81,8 +82,9 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
       check_tables(features, packed, static_cast<int>(bits), variable ? Pooling::kSum : pooling,
                    variable ? kUnlimited : columns);
   const Bags bags{index_array(offsets), feature_bags.num_bags(), indices.numel()};
-  Tensor out =
-      new_quant_output(features, indices, offsets, variable, pooling, columns, output_dtype);
+  Tensor out = allocate_output(
+      indices, quant_output_sizes(features, indices, offsets, variable, pooling, columns),
+      output_dtype);
   const bool complete =
       bags.count > 0 && (none ? bags.begin(0) == 0 : !variable && covered == columns);
   if (!complete) torch::stable::zero_(out);

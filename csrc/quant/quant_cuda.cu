@@ -37,7 +37,8 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
   STD_TORCH_CHECK(bag_layout || pooling == Pooling::kNone || columns >= num_features, op, ": ",
                   num_features, " features need as many columns at least, got ", columns);
   Tensor out =
-      new_quant_output(features, indices, offsets, variable, pooling, columns, output_dtype);
+      allocate(indices, quant_output_sizes(features, indices, offsets, variable, pooling, columns),
+               output_dtype);
   const QuantArgs args{static_cast<const uint8_t*>(packed.const_data_ptr()),
                        out.mutable_data_ptr(),
                        output_type,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/isa.h"
+#include "core/output_memory.h"
 #include "core/parallel.h"
 #include "route/args.h"
 #include "route/check.h"
@@ -107,7 +108,7 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   const Dtype from = float_dtype(op, "source", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
   check_targets(op, in, out_numel, in.flat.numel() + in.local.size());
-  Tensor out = allocate(in.flat, {out_numel}, dtype);
+  Tensor out = allocate_output(in.flat, {out_numel}, dtype);
   const CombineArgs args{in.flat.const_data_ptr(),
                          out.mutable_data_ptr(),
                          in.local,
@@ -126,7 +127,7 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
   const Dtype to = float_dtype(op, "dtype", dtype);
   const int64_t others = in.set_local_of(op, local, local_begin, source_numel, dtype);
   check_targets(op, in, in.flat.numel(), source_numel);
-  Tensor out = allocate(in.flat, {others}, dtype);
+  Tensor out = allocate_output(in.flat, {others}, dtype);
   int64_t named = 0;
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& x = in.targets[t];

@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "core/feature_bags.h"
+#include "core/output_memory.h"
 #include "core/parallel.h"
 #include "tbe/check.h"
 
@@ -57,7 +58,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const Tensor offset_tensor = as_contiguous(offsets);
   const IndexArray ids = index_array(index_tensor);
 
-  Tensor repaired = allocate(offsets, {num_bags + 1}, ScalarType::Int);
+  Tensor repaired = allocate_output(offsets, {num_bags + 1}, ScalarType::Int);
   int32_t* fixed = repaired.mutable_data_ptr<int32_t>();
   Tensor violations = allocate_zeros(offsets, {2}, ScalarType::Long);
   int64_t* counts = violations.mutable_data_ptr<int64_t>();

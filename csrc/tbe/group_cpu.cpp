@@ -3,11 +3,13 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <span>
 #include <tuple>
 #include <vector>
 
 #include "core/check.h"
 #include "core/feature_bags.h"
+#include "core/output_memory.h"
 #include "group/group_items.h"
 #include "tbe/check.h"
 #include "tbe/entries.h"
@@ -23,7 +25,7 @@ struct TableRuns {
 
 // Return a run per table; none if rows are in another order, or runs would keep threads waiting.
 TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
-                  const std::vector<int32_t>& offsets) {
+                  std::span<const int32_t> offsets) {
   TableRuns found;
   if (feature_bags.num_bags() <= 0) return found;
   int64_t largest = 0;
@@ -50,7 +52,7 @@ TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
 // Return whether all lookups belong to bags and are of existing rows, none skipped.
 template <class I>
 bool all_found(const Feature* features, const FeatureBags& feature_bags, const I* indices,
-               const std::vector<int32_t>& offsets) {
+               std::span<const int32_t> offsets) {
   int64_t signs = -static_cast<int64_t>(offsets[0]);
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
     const int64_t last_row = features[f].rows - 1, end = offsets[feature_bags.first[f + 1]];
@@ -64,12 +66,12 @@ bool all_found(const Feature* features, const FeatureBags& feature_bags, const I
 // Group by table if all lookups have rows; return whether it is done.
 template <class I>
 bool group_by_table(const Feature* features, const FeatureBags& feature_bags, const I* indices,
-                    const std::vector<int32_t>& offsets, const GroupOutput& out,
+                    std::span<const int32_t> offsets, const GroupOutput& out,
                     int32_t* sorted_bags) {
   const TableRuns tables = runs_of(features, feature_bags, offsets);
   if (tables.runs.empty() || !all_found(features, feature_bags, indices, offsets)) return false;
   const int64_t n = offsets.back();
-  const std::unique_ptr<int32_t[]> bag_of(new int32_t[n]);
+  const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
   const auto fill = [&](int64_t run, const auto& put) {
     for (int64_t bag = tables.first_bag[run]; bag < tables.first_bag[run + 1]; ++bag) {
       for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
@@ -85,11 +87,11 @@ bool group_by_table(const Feature* features, const FeatureBags& feature_bags, co
 
 template <class Item>
 void group_lookups(const Feature* features, const FeatureBags& feature_bags, IndexArray indices,
-                   const std::vector<int32_t>& offsets, int64_t total_rows, const GroupOutput& out,
+                   std::span<const int32_t> offsets, int64_t total_rows, const GroupOutput& out,
                    int32_t* sorted_bags) {
   const int64_t num_bags = static_cast<int64_t>(offsets.size()) - 1;
   const int64_t n = num_bags > 0 ? offsets[num_bags] : 0;
-  const std::unique_ptr<int32_t[]> bag_of(new int32_t[n]);
+  const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
   const int64_t parts = group_parts(n);
   std::vector<int64_t> bags(parts + 1), firsts(parts + 1);
   const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };
@@ -132,11 +134,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
   const Feature* feature = feature_array(features);
   const Tensor index_tensor = as_contiguous(indices);
   const Tensor offset_tensor = as_contiguous(offsets);
-  std::vector<int32_t> fixed(offsets.numel());
+  const Scratch<int32_t> repaired = new_scratch<int32_t>(offsets.numel());
+  const std::span<const int32_t> fixed(repaired.get(), offsets.numel());
   repair_offsets(index_array(offset_tensor), feature_bags.num_bags(), indices.numel(),
-                 BoundsMode::kIgnore, false, fixed.data());
+                 BoundsMode::kIgnore, false, repaired.get());
   GroupTensors result(indices, indices.numel(), ScalarType::Long);
-  Tensor sorted_bags = allocate(indices, {indices.numel()}, ScalarType::Int);
+  Tensor sorted_bags = allocate_output(indices, {indices.numel()}, ScalarType::Int);
   const GroupOutput output = result.output();
   int32_t* bags = sorted_bags.mutable_data_ptr<int32_t>();
   const IndexArray ids = index_array(index_tensor);

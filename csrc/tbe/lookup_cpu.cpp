@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/huge_pages.h"
 #include "core/isa.h"
+#include "core/output_memory.h"
 #include "tbe/args.h"
 #include "tbe/check.h"
 #include "tbe/entries.h"
@@ -30,10 +30,6 @@ LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
 // Outputs of this size and more are written past the caches, which would not hold them until they
 // are read: a store in place costs a read of the line, and evicts rows.
 constexpr int64_t kStreamBytes = int64_t{2} << 20;
-
-// From this size on every output is new memory of the system (glibc's largest mmap threshold): page
-// faults of 4 KiB would cost more than the lookup.
-constexpr int64_t kFaultBytes = int64_t{32} << 20;
 
 int64_t bytes_of(const Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(tensor.element_size());
@@ -92,10 +88,8 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const int64_t lines = none                ? in.indices.numel()
                         : num_features == 0 ? 0
                                             : in.bags.count / num_features;
-  Tensor out = variable && !none ? allocate(in.indices, {columns}, dtype)
-                                 : allocate(in.indices, {lines, columns}, dtype);
-  const int64_t nbytes = bytes_of(out);
-  if (nbytes >= kFaultBytes) advise_huge_pages(out.mutable_data_ptr(), nbytes);
+  Tensor out = variable && !none ? allocate_output(in.indices, {columns}, dtype)
+                                 : allocate_output(in.indices, {lines, columns}, dtype);
   // The rows of a variable batch may overlap and leave gaps, whatever their total size.
   const bool complete =
       in.bags.count > 0 && (none       ? in.bags.begin(0) == 0

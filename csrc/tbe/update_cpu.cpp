@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/feature_bags.h"
 #include "core/isa.h"
+#include "core/output_memory.h"
 #include "core/parallel.h"
 #include "optim/check.h"
 #include "tbe/args.h"
@@ -38,7 +39,7 @@ constexpr int64_t kCacheBytes = int64_t{2} << 20;
 struct Gradient {
   Tensor grad, features, segments, lookups, bags, offsets;
   std::optional<Tensor> sample_weights;
-  std::vector<float> bag_scale;
+  Floats bag_scale;
   const BagLayout* layout;  // null in a fixed batch
   int64_t num_groups, num_lookups, num_bags, batch, columns;
   Dtype type;
@@ -104,7 +105,7 @@ struct Gradient {
     if (layout != nullptr) FeatureBags(op, features, offsets, bag_layout, pooling, columns);
     if (pooling == Pooling::kMean) {
       const Bags ranges{index_array(offsets), num_bags, num_lookups};
-      bag_scale.resize(ranges.count);
+      bag_scale = new_floats(ranges.count);
       for (int64_t bag = 0; bag < ranges.count; ++bag) {
         const int64_t length = ranges.end(bag) - ranges.begin(bag);
         bag_scale[bag] = length > 0 ? 1.0f / static_cast<float>(length) : 0.0f;
@@ -142,7 +143,7 @@ struct Gradient {
             segments.const_data_ptr<int32_t>(),
             lookups.const_data_ptr<int32_t>(),
             bags.const_data_ptr<int32_t>(),
-            bag_scale.empty() ? nullptr : bag_scale.data(),
+            bag_scale.get(),
             sample_weights ? sample_weights->const_data_ptr<float>() : nullptr,
             pooling == Pooling::kNone,
             grad.numel() * static_cast<int64_t>(grad.element_size()) > kCacheBytes};
@@ -197,7 +198,7 @@ int64_t dim_of(const GradArgs& args, int64_t j) {
 // The chunk sums of all segments longer than kChunk, so that one hot row occupies all threads.
 struct ChunkSums {
   std::vector<int64_t> groups, first_chunk = {0};
-  std::unique_ptr<float[]> partials;
+  Floats partials;
   int64_t stride = 0;
 
   ChunkSums(const GradArgs& args, int64_t num_groups, int64_t dim, SumFn sum) : stride(dim) {
@@ -208,7 +209,7 @@ struct ChunkSums {
       first_chunk.push_back(first_chunk.back() + (length + kChunk - 1) / kChunk);
     }
     if (groups.empty()) return;
-    partials.reset(new float[first_chunk.back() * stride]);
+    partials = new_floats(first_chunk.back() * stride);
     parallel_tasks(first_chunk.back(), [&](int64_t chunk) {
       const int64_t i =
           std::upper_bound(first_chunk.begin(), first_chunk.end(), chunk) - first_chunk.begin() - 1;
@@ -287,7 +288,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
                      std::optional<Tensor> sample_weights, int64_t pooling, int64_t dim) {
-  Tensor out = allocate(grad, {lookups.numel(), dim}, ScalarType::Float);
+  Tensor out = allocate_output(grad, {lookups.numel(), dim}, ScalarType::Float);
   sum_row_grads("tbe_row_grads", grad, features, {rows, segments, lookups, bags, count}, offsets,
                 bag_layout, sample_weights, pooling, dim, out.mutable_data_ptr<float>());
   return out;

@@ -8,8 +8,10 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Lookups of a group whose gradients are prefetched; the hardware prefetches longer groups.
+// Lookups of a group whose gradients are prefetched before the group is summed.
 constexpr int64_t kGradsAhead = 4;
+// Lines of gradients that are prefetched ahead while a group is summed.
+constexpr int64_t kGradLinesAhead = 32;
 
 // Return the feature of a bag.
 EMB_HD int64_t feature_of(const GradArgs& args, int64_t bag) {
@@ -34,8 +36,14 @@ EMB_HD float grad_scale(const GradArgs& args, int64_t j) {
 template <int kVectors, class G>
 EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t column,
                       float* sum) {
+  constexpr int64_t kBytes = kVectors * kLanes * static_cast<int64_t>(sizeof(G));
+  constexpr int64_t kAhead = kGradLinesAhead / ((kBytes + 63) / 64);
   Vec sums[kVectors] = {};
   for (int64_t j = begin; j < end; ++j) {
+    if (args.fetch_ahead && j + kAhead < end) {
+      const int64_t next = grad_offset(args, j + kAhead) + column;
+      prefetch_row<false>(static_cast<const G*>(args.grad) + next, kBytes);
+    }
     const G* row = static_cast<const G*>(args.grad) + grad_offset(args, j) + column;
     const Vec scale = broadcast(grad_scale(args, j));
     for (int v = 0; v < kVectors; ++v) sums[v] += scale * load(row + v * kLanes);
@@ -51,6 +59,9 @@ void sum_lookups(const GradArgs& args, int64_t begin, int64_t end, int64_t dim, 
   }
   for (; dim - column >= 4 * kLanes; column += 4 * kLanes) {
     sum_block<4, G>(args, begin, end, column, sum);
+  }
+  for (; dim - column >= 2 * kLanes; column += 2 * kLanes) {
+    sum_block<2, G>(args, begin, end, column, sum);
   }
   for (; dim - column >= kLanes; column += kLanes) sum_block<1, G>(args, begin, end, column, sum);
   if (column == dim) return;
@@ -231,7 +242,7 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest
 // Tables without a cache: all rows of a table have one dim and one memory tier, and usually one
 // feature reads it, so that little is left to compute per row.
 
-// Lines of rows, states and gradients that are prefetched ahead.
+// Lines of rows and states that are prefetched ahead.
 constexpr int64_t kLinesAhead = 32;
 
 // Rows of one table during their update; kDim is its dim, 0 for any.
@@ -243,10 +254,12 @@ struct TableUpdate {
   Opt opt;
   WeightDecay decay;
   Rounding rounding;
-  int64_t distance, end;
+  int64_t distance, end;  // groups
+  int64_t grads_ahead, last_lookup;
   // The gradient of bag b is at `grad + b * stride` if one feature reads the table.
   const char* grad;
   int64_t stride, first_bag;
+  bool plain;     // whether a gradient is a float row of the output's gradient, times 1
   bool in_place;  // whether the gradient of a single lookup is used where it is
 
   TableUpdate(const UpdateArgs& all, const TableSpan& span, bool float_grads, int64_t last)
@@ -258,11 +271,12 @@ struct TableUpdate {
         rounding(all.hyper),
         end(last) {
     const GradArgs& grads = args.grads;
-    const int64_t rows = 1 + Opt::kSteppedStates + (grads.fetch_ahead ? 1 : 0);
-    const int64_t lines = rows * ((dim() * 4 + 63) / 64);
-    distance = kLinesAhead / lines < 4 ? 4 : kLinesAhead / lines;
-    in_place = float_grads && decay.l2 == 0.0f && grads.bag_scale == nullptr &&
-               grads.sample_weights == nullptr;
+    const int64_t lines = (dim() * 4 + 63) / 64, rows = 1 + Opt::kSteppedStates;
+    distance = kLinesAhead / (rows * lines) < 4 ? 4 : kLinesAhead / (rows * lines);
+    grads_ahead = kGradLinesAhead / lines < 2 ? 2 : kGradLinesAhead / lines;
+    last_lookup = grads.segments[last] - 1;
+    plain = float_grads && grads.bag_scale == nullptr && grads.sample_weights == nullptr;
+    in_place = plain && decay.l2 == 0.0f;
     grad = nullptr;
     if (table.feature >= 0 && !grads.per_lookup && grads.bag_layout == nullptr) {
       first_bag = table.feature * grads.batch;
@@ -304,12 +318,25 @@ struct TableUpdate {
     for (int s = 0; s < Opt::kRowStates; ++s) {
       prefetch_row<true>(tier.row_states[s] + table.state + row, 4);
     }
-    if (args.grads.fetch_ahead) {
-      const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
-      for (int32_t j = begin; j < stop && j < begin + kGradsAhead; ++j) {
-        prefetch_row<false>(grad_of(j), dim() * args.grads.element_size);
-      }
+  }
+
+  // Prefetch the gradient that is read some lookups later, which may be of a later group.
+  EMB_HD void fetch_grad(int64_t j) const {
+    if (args.grads.fetch_ahead && j <= last_lookup) {
+      prefetch_row<false>(grad_of(j), dim() * args.grads.element_size);
     }
+  }
+
+  // Sum the gradients of a group, as `sum_lookups` does, where nothing scales them.
+  EMB_HD void sum_plain(int64_t begin, int64_t stop, float* sum) const {
+    constexpr int kVectors = kDim / kLanes > 0 ? kDim / kLanes : 1;
+    Vec sums[kVectors] = {};
+    for (int64_t j = begin; j < stop; ++j) {
+      fetch_grad(j + grads_ahead);
+      const auto* row = reinterpret_cast<const float*>(grad_of(j));
+      for (int v = 0; v < kVectors; ++v) sums[v] += load(row + v * kLanes);
+    }
+    for (int v = 0; v < kVectors; ++v) store(sum + v * kLanes, sums[v]);
   }
 
   // Return the views of a row; `scratch` has room for its gradient and what is stored in 16 bits.
@@ -318,9 +345,17 @@ struct TableUpdate {
     const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
     RowViews views{};
     if (in_place && stop - begin == 1) {
+      fetch_grad(begin + grads_ahead);
       views.g = reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
     } else {
-      segment_sum(args, sum_fn, group, dim(), scratch);
+      if (kDim > 0 && plain && stop - begin <= kChunk) {
+        sum_plain(begin, stop, scratch);
+      } else {
+        for (int64_t j = begin; j < stop && j < begin + grads_ahead; ++j) {
+          fetch_grad(j + grads_ahead);
+        }
+        segment_sum(args, sum_fn, group, dim(), scratch);
+      }
       views.g = scratch;
     }
     const auto row_as_floats = [&](void* data, Dtype type) {
@@ -358,6 +393,7 @@ struct TableUpdate {
 
   void run(SumFn sum_fn, float* scratch, int64_t begin) const {
     for (int64_t group = begin; group < begin + distance; ++group) fetch(group);
+    for (int64_t j = 0; j < grads_ahead; ++j) fetch_grad(args.grads.segments[begin] + j);
     for (int64_t group = begin; group < end; ++group) {
       fetch(group + distance);
       const int64_t row = row_of(group);

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/output_memory.h"
 #include "core/scratch.h"
 #include "group/entries.h"
 #include "tbe/entries.h"
@@ -78,7 +79,8 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, Tensor> tt_lookup(
   const std::vector<Tensor> plan =
       tt_plan(unique, count, tables, shapes.first_lefts.back(), shapes.first_rights.back());
   const ScratchRows rows(cores[0], keys.numel(), shapes.dim);
-  const Tensor prefixes = allocate(cores[0], {num_saved, shapes.value_size}, ScalarType::Float);
+  const Tensor prefixes =
+      allocate_output(cores[0], {num_saved, shapes.value_size}, ScalarType::Float);
   tt_make_rows(shapes, tt_plan_of(op, plan, shapes.size()), prefixes, rows.memory.get());
   const Tensor inverse = group_inverse(segments, lookups, count);
   const Tensor table = torch::stable::view(rows.tensor, {keys.numel() * shapes.dim});

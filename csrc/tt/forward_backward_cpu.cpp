@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/isa.h"
+#include "core/output_memory.h"
 #include "core/parallel.h"
 #include "core/scratch.h"
 #include "optim/args.h"
@@ -278,8 +279,9 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
   check_plan_contents(op, plan, tables);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
-  Tensor rows = allocate(cores[0], {plan.capacity, tables.dim}, ScalarType::Float);
-  const Tensor prefixes = allocate(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
+  Tensor rows = allocate_output(cores[0], {plan.capacity, tables.dim}, ScalarType::Float);
+  const Tensor prefixes =
+      allocate_output(cores[0], {num_saved, tables.value_size}, ScalarType::Float);
   tt_make_rows(tables, plan, prefixes, rows.mutable_data_ptr<float>());
   return {rows, prefixes};
 }

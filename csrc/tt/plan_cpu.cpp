@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/feature_bags.h"
+#include "core/output_memory.h"
 #include "core/parallel.h"
 #include "group/group_items.h"
 #include "tt/check.h"
@@ -28,7 +29,7 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   const Tensor input = as_contiguous(indices), input_offsets = as_contiguous(offsets);
   const FeatureBags feature_bags(op, feature_tables, input_offsets, bag_layout, Pooling::kNone, 0);
   const int64_t n = indices.numel();
-  Tensor keys = allocate(indices, {n}, ScalarType::Long);
+  Tensor keys = allocate_output(indices, {n}, ScalarType::Long);
   const IndexArray ids = index_array(input);
   int64_t* out = keys.mutable_data_ptr<int64_t>();
   const Bags bags{index_array(input_offsets), feature_bags.num_bags(), n};
@@ -61,7 +62,7 @@ struct PlanTensors {
   PlanTensors(const Tensor& like, int64_t tables) {
     const int64_t n = like.numel();
     for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, 3 * (tables + 1)}) {
-      tensors.push_back(allocate(like, {size}, ScalarType::Int));
+      tensors.push_back(allocate_output(like, {size}, ScalarType::Int));
     }
     for (int i = 0; i < kTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
   }
