@@ -90,7 +90,7 @@ def measure(shape: Shape, rows: int, steps: int) -> Kernels:
     times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
     launches: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
-    for event in _kernels_of(step, steps):
+    for event in device_events(step, steps):
         name = short_name(event.name)
         launches[name] += 1
         microseconds[name] += event.device_time_total
@@ -101,7 +101,7 @@ def measure(shape: Shape, rows: int, steps: int) -> Kernels:
     )
 
 
-def _kernels_of(step: Callable[[int], None], steps: int) -> list[Any]:
+def device_events(step: Callable[[int], None], steps: int) -> list[Any]:
     """Return the profiler's events on the GPU; none from a torch that cannot profile GPUs."""
     activity = torch.profiler.ProfilerActivity.CUDA
     if activity not in torch.profiler.supported_activities():

@@ -5,8 +5,8 @@ threads. Each is the best of several calls, since disturbances only lower a ceil
 counts bytes read plus bytes written.
 
 Rows are gathered in four ways, of which the best counts: by torch and by emblib's lookup, each with
-a row of output per row (`index_select`, bags of 1) and with a row of output per 32 (`embedding_bag`,
-bags of 32). What a way reads and writes is counted as the metrics count a lookup: rows, ids,
+a row of output per row (`index_select`, bags of 1) and with one per 32 (`embedding_bag`, bags of
+32). What a way reads and writes is counted as the metrics count a lookup: rows, ids,
 offsets and output. So a lookup that comes from memory stays below the ceiling: its kernel is among
 those that set it, its bytes are counted alike, its row size is measured or below the next one that
 is, and on a GPU both are timed by events behind a spin, without their launches. Above it are
@@ -128,7 +128,6 @@ def gathers(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[
     )
     pooled = read + per_row // BAG + ID_BYTES * (count // BAG)
     yield "embedding_bag", pooled, lambda: F.embedding_bag(bags, table, mode="sum")
-    del out
     module = _one_table(rows, table.size(1), device)
     for length, nbytes in ((1, read + per_row + ID_BYTES * (count + 1)), (BAG, pooled)):
         offsets = torch.arange(0, count + 1, length, device=device)
