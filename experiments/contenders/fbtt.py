@@ -1,4 +1,4 @@
-"""FBTT-Embedding's tensor trains, one TTEmbeddingBag per compressed table, as a user has built them.
+"""FBTT-Embedding's tensor trains, one TTEmbeddingBag per compressed table, as a user built them.
 
 `tt_embeddings_ops` is imported; the environment variable EMBLIB_FBTT names its folder, which also
 has the extension `tt_embeddings` (docs/peers.md). Tables, ranks and factors are those of emblib's

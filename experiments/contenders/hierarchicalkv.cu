@@ -1,8 +1,9 @@
-// A C interface of HierarchicalKV's table of 64-bit keys and float rows, which hierarchicalkv.py calls.
-// The library itself is not part of this repository; docs/peers.md says how to build both.
+// A C interface of HierarchicalKV's table of 64-bit keys and float rows, which hierarchicalkv.py
+// calls. The library itself is not part of this repository; docs/peers.md says how to build both.
 //   nvcc -O3 -std=c++17 -arch=native -shared -Xcompiler -fPIC -I HierarchicalKV/include
 //        -o libhierarchicalkv.so experiments/contenders/hierarchicalkv.cu
-// All pointers are of the device, every call goes to the given stream, and keys of a call are distinct.
+// All pointers are of the device, every call goes to the given stream, and keys of a call are
+// distinct.
 
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +14,8 @@
 
 namespace {
 
-using Table = nv::merlin::HashTable<std::uint64_t, float, std::uint64_t, nv::merlin::EvictStrategy::kLru>;
+using Table =
+    nv::merlin::HashTable<std::uint64_t, float, std::uint64_t, nv::merlin::EvictStrategy::kLru>;
 
 thread_local std::string message;
 
@@ -33,9 +35,7 @@ int guarded(Work work) {
 
 extern "C" {
 
-const char* hkv_error() {
-  return message.c_str();
-}
+const char* hkv_error() { return message.c_str(); }
 
 // A table of `slots` slots, a power of two, all in device memory; null after an error.
 void* hkv_create(std::size_t slots, std::size_t dim, int device) {
@@ -58,9 +58,7 @@ void* hkv_create(std::size_t slots, std::size_t dim, int device) {
   return table;
 }
 
-void hkv_destroy(void* table) {
-  delete static_cast<Table*>(table);
-}
+void hkv_destroy(void* table) { delete static_cast<Table*>(table); }
 
 int hkv_size(void* table, std::size_t* size, cudaStream_t stream) {
   return guarded([&] { *size = static_cast<Table*>(table)->size(stream); });
@@ -68,12 +66,14 @@ int hkv_size(void* table, std::size_t* size, cudaStream_t stream) {
 
 int hkv_insert_or_assign(void* table, std::size_t n, const std::uint64_t* keys, const float* values,
                          cudaStream_t stream) {
-  return guarded([&] { static_cast<Table*>(table)->insert_or_assign(n, keys, values, nullptr, stream); });
+  return guarded(
+      [&] { static_cast<Table*>(table)->insert_or_assign(n, keys, values, nullptr, stream); });
 }
 
 int hkv_find(void* table, std::size_t n, const std::uint64_t* keys, float* values, bool* found,
              cudaStream_t stream) {
-  return guarded([&] { static_cast<Table*>(table)->find(n, keys, values, found, nullptr, stream); });
+  return guarded(
+      [&] { static_cast<Table*>(table)->find(n, keys, values, found, nullptr, stream); });
 }
 
 // Addresses of rows instead of their values.
@@ -85,7 +85,8 @@ int hkv_find_rows(void* table, std::size_t n, const std::uint64_t* keys, float**
 // `values` holds initial rows of absent keys, and afterwards the rows of all.
 int hkv_find_or_insert(void* table, std::size_t n, const std::uint64_t* keys, float* values,
                        cudaStream_t stream) {
-  return guarded([&] { static_cast<Table*>(table)->find_or_insert(n, keys, values, nullptr, stream); });
+  return guarded(
+      [&] { static_cast<Table*>(table)->find_or_insert(n, keys, values, nullptr, stream); });
 }
 
 int hkv_find_or_insert_rows(void* table, std::size_t n, const std::uint64_t* keys, float** rows,
@@ -94,13 +95,13 @@ int hkv_find_or_insert_rows(void* table, std::size_t n, const std::uint64_t* key
       [&] { static_cast<Table*>(table)->find_or_insert(n, keys, rows, found, nullptr, stream); });
 }
 
-// `evicted` has room for n keys, `evicted_values` for their rows; `count` is of the host.
+// `evicted`, `evicted_values` and `evicted_scores` have room for n entries; `count` is of the host.
 int hkv_insert_and_evict(void* table, std::size_t n, const std::uint64_t* keys, const float* values,
-                         std::uint64_t* evicted, float* evicted_values, std::size_t* count,
-                         cudaStream_t stream) {
+                         std::uint64_t* evicted, float* evicted_values,
+                         std::uint64_t* evicted_scores, std::size_t* count, cudaStream_t stream) {
   return guarded([&] {
-    *count = static_cast<Table*>(table)->insert_and_evict(n, keys, values, nullptr, evicted,
-                                                         evicted_values, nullptr, stream);
+    *count = static_cast<Table*>(table)->insert_and_evict(
+        n, keys, values, nullptr, evicted, evicted_values, evicted_scores, stream);
   });
 }
 

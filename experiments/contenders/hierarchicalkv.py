@@ -34,7 +34,12 @@ def library() -> Any:
     found.hkv_find_or_insert.argtypes = [*rows, POINTER]
     for name in ("find", "find_rows", "find_or_insert_rows"):
         getattr(found, f"hkv_{name}").argtypes = [*rows, POINTER, POINTER]
-    found.hkv_insert_and_evict.argtypes = [*rows, POINTER, POINTER, ctypes.POINTER(SIZE), POINTER]
+    found.hkv_insert_and_evict.argtypes = [
+        *rows,
+        *[POINTER] * 3,
+        ctypes.POINTER(SIZE),
+        POINTER,
+    ]
     found.hkv_erase.argtypes = [POINTER, SIZE, POINTER, POINTER]
     return found
 
@@ -114,10 +119,11 @@ class HierarchicalKV(KeyTable):
     def insert_and_evict(self, prepared: Prepared) -> Tensor:
         """Insert; return the keys of the evicted rows."""
         keys, values = prepared
-        evicted, rows = torch.empty_like(keys), torch.empty_like(values)
+        evicted, rows, scores = (torch.empty_like(t) for t in (keys, values, keys))
         count = SIZE()
-        places = (keys.data_ptr(), values.data_ptr(), evicted.data_ptr(), rows.data_ptr())
-        self._call("insert_and_evict", len(keys), *places, ctypes.byref(count))
+        tensors = (keys, values, evicted, rows, scores)
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        self._call("insert_and_evict", len(keys), *addresses, ctypes.byref(count))
         return evicted[: count.value]
 
     def erase(self, keys: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.bench.gpu import (
     __main__,
     caches,
-    hash,  # noqa: A004 the name of the part
+    hash,
     host,
     matrix,
     peers,
