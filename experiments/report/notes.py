@@ -117,6 +117,8 @@ def notices(run: Run) -> list[str]:
                 "digit."
             )
     found += _unfinished(run)
+    if note := run.environment.get("note"):  # what was added to the environment by hand
+        found.append(f"Note: {note}")
     found += host_bound(run)
     disturbed = [(explain(f), n) for f, n in flag_counts(run).items() if f not in MINOR]
     if disturbed:
