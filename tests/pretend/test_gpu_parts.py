@@ -21,7 +21,9 @@ def _no_fbgemm() -> None:
     raise NotOffered("not measured here")
 
 
-@pytest.mark.parametrize("part", ["updates", "host", "trains", "hash", "caches", "quantised"])
+@pytest.mark.parametrize(
+    "part", ["updates", "host", "trains", "hash", "caches", "quantised", "matrix"]
+)
 def test_every_point_of_a_part_has_a_result(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -30,7 +32,7 @@ def test_every_point_of_a_part_has_a_result(
     module = importlib.import_module(f"tests.bench.gpu.{part}")
     monkeypatch.setattr(peers, "fbgemm", _no_fbgemm)
     for name in ("SHAPES", "POINTS"):
-        if part in ("host", "trains", "updates") and hasattr(module, name):
+        if part in ("host", "trains", "updates", "matrix") and hasattr(module, name):
             monkeypatch.setattr(module, name, getattr(module, name)[:1])
     if part == "caches":
         monkeypatch.setattr(module, "fbgemm", _no_fbgemm)
