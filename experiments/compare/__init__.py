@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write a comparison, or the page of published figures; return the exit status."""
     from experiments.bundle.archive import BundleError
-    from experiments.compare import bundles, machines, pages
+    from experiments.compare import machines, pages
 
     if arguments.overview:
         text = pages.overview(arguments.runs).markdown()
@@ -57,14 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
     words = " ".join(os.path.relpath(path) for path in arguments.runs)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            compared = bundles.comparisons(arguments.runs, Path(scratch))
-            for name, paths in compared:
+            compared = machines.comparisons(arguments.runs, Path(scratch))
+            for experiment, paths in compared:
                 out = arguments.out
                 if out is not None and len(compared) > 1:
-                    out = out / folder_name(name)
+                    out = out / folder_name(experiment)
                 page = pages.write(paths, out, f"python run.py compare {words}")
-                shown = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
-                print(f"\nreport: {shown}")
+                if page.is_relative_to(ROOT):
+                    page = page.relative_to(ROOT)
+                print(f"\nreport: {page}")
     except BundleError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

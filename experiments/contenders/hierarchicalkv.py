@@ -29,7 +29,7 @@ def library() -> Any:
     found.hkv_destroy.argtypes = [POINTER]
     found.hkv_error.restype = ctypes.c_char_p
     found.hkv_size.argtypes = [POINTER, ctypes.POINTER(SIZE), POINTER]
-    rows = [POINTER, SIZE, POINTER, POINTER]
+    rows: list[Any] = [POINTER, SIZE, POINTER, POINTER]
     found.hkv_insert_or_assign.argtypes = [*rows, POINTER]
     found.hkv_find_or_insert.argtypes = [*rows, POINTER]
     for name in ("find", "find_rows", "find_or_insert_rows"):

@@ -155,7 +155,7 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
     )
     module = module if drawn else module.to_empty(device=device)
     with torch.no_grad():
-        module.table_weights()[0].fill_(1.0)  # pages that nobody wrote read too fast
+        module.table_weights()[0].fill_(1.0)  # pages that were never written read too fast
     return module
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.patches import Rectangle
@@ -52,9 +51,9 @@ class Scale:
 
     def finish(self, axis: Any) -> None:
         """Set limits, ticks and label after everything is plotted."""
-        data = axis.get_data_interval()
+        data = [float(end) for end in axis.get_data_interval()]
         # Of almost equal values matplotlib would make equal ends, which have no scale.
-        single = bool(np.isclose(*data, rtol=NEARLY_EQUAL, atol=0.0))
+        single = math.isclose(data[0], data[1], rel_tol=NEARLY_EQUAL)
         getattr(axis.axes, f"set_autoscale{axis.axis_name}_on")(not single)
         ends = data if single else axis.get_view_interval()
         getattr(axis.axes, f"set_{axis.axis_name}lim")(*self._limits(*map(float, ends)))

@@ -55,7 +55,9 @@ def section_table(run: Run, section: str) -> Table:
         columns["verdict"] = lambda r: (
             "baseline" if r["arm"] == run.baseline.key else text.verdict(r["verdict"]) or text.NONE
         )
-        if rows.loc[rows["status"] == "ok", "processes"].nunique() > 1:  # else the head of the page says it
+        if (
+            rows.loc[rows["status"] == "ok", "processes"].nunique() > 1
+        ):  # else the head of the page says it
             columns["processes"] = lambda r: count(r["processes"])
         columns["smallest effect shown"] = lambda r: (
             text.NONE

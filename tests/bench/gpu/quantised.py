@@ -31,7 +31,7 @@ def point(bench: Bench, shape: Shape, bits: int, name: str) -> None:
     specs = [emblib.TableSpec(shape.rows, shape.dim)] * shape.tables
     table = emblib.QuantizedEmbeddingBags(specs, bits=bits, device=bench.device)
     with torch.no_grad():
-        table.packed.fill_(1)  # pages that nobody wrote read too fast
+        table.packed.fill_(1)  # pages that were never written read too fast
     batches = shape.batches(bench.device)
     bags = shape.tables * shape.batch
     nbytes = shape.lookups * (row_bytes(shape.dim, bits) + 8) + bags * (shape.dim * 4 + 8)

@@ -10,8 +10,7 @@ import pytest
 from experiments import compare
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
-from experiments.compare import bundles
-from experiments.compare.machines import NotComparable
+from experiments.compare.machines import NotComparable, comparisons
 from tests.experiments import FIRST_SCHEMA, command_line
 
 main = command_line(compare)
@@ -31,26 +30,24 @@ def packed(path: Path, *experiments: str) -> Path:
 
 
 def test_directories_are_one_comparison(tmp_path: Path) -> None:
-    assert bundles.comparisons([FIRST_SCHEMA, tmp_path], tmp_path) == [
-        ("", [FIRST_SCHEMA, tmp_path])
-    ]
+    assert comparisons([FIRST_SCHEMA, tmp_path], tmp_path) == [("", [FIRST_SCHEMA, tmp_path])]
 
 
 def test_every_experiment_that_all_have_is_compared(tmp_path: Path) -> None:
     first = packed(tmp_path / "a.zip", "tt_vs_tbe", "peers", "micro")
     second = packed(tmp_path / "b.zip", "peers", "tt_vs_tbe")
-    found = bundles.comparisons([first, second], tmp_path / "out")
+    found = comparisons([first, second], tmp_path / "out")
     assert sorted(name for name, _ in found) == ["peers", "tt_vs_tbe"]
     for name, paths in found:
         assert [path.parent.name for path in paths] == [name, name]
-    ((name, (_, directory)),) = bundles.comparisons([first, FIRST_SCHEMA], tmp_path / "mixed")
+    ((name, (_, directory)),) = comparisons([first, FIRST_SCHEMA], tmp_path / "mixed")
     assert (name, directory) == ("tt_vs_tbe", FIRST_SCHEMA)
 
 
 def test_bundles_without_a_common_experiment_are_named(tmp_path: Path) -> None:
     paths = [packed(tmp_path / "a.zip", "peers"), packed(tmp_path / "b.zip", "micro")]
     with pytest.raises(NotComparable, match=r"a\.zip: peers; b\.zip: micro"):
-        bundles.comparisons(paths, tmp_path / "out")
+        comparisons(paths, tmp_path / "out")
     assert main([*map(str, paths)]) == 6
 
 
@@ -58,7 +55,7 @@ def test_a_damaged_or_missing_bundle_is_wrong_usage(tmp_path: Path) -> None:
     bad = tmp_path / "bad.zip"
     bad.write_bytes(b"no archive")
     with pytest.raises(BundleError, match="damaged"):
-        bundles.comparisons([bad, FIRST_SCHEMA], tmp_path / "out")
+        comparisons([bad, FIRST_SCHEMA], tmp_path / "out")
     assert main([str(bad), str(FIRST_SCHEMA)]) == 2
     assert main([str(tmp_path / "none.zip"), str(FIRST_SCHEMA)]) == 2
 
