@@ -41,8 +41,6 @@ class Trains:
     """One TTEmbeddingBag per table, with the part of emblib's interface that TTTables uses."""
 
     def __init__(self, tables: Sequence[emblib.TTSpec], task: Task) -> None:
-        if task.device.type != "cuda":
-            raise Unsupported("FBTT needs a GPU")
         kinds = {Optimizer.sgd: "SGD", Optimizer.adagrad: "EXACT_ADAGRAD"}
         if task.optimizer not in kinds:
             raise Unsupported("FBTT has SGD and Adagrad; every other name is Adagrad there")
@@ -87,6 +85,8 @@ class FbttTables(TTTables):
     """FBTT for the largest tables, emblib's plain tables for the rest."""
 
     def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
+        if self.task.device.type != "cuda":
+            raise Unsupported("FBTT needs a GPU")
         return Trains(tt_specs(self.task, shapes), self.task)
 
     def prepare(self, batch: Batch) -> Any:

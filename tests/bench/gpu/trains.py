@@ -19,9 +19,10 @@ from torch import Tensor
 
 import emblib
 from tests.bench.gpu.bench import Bench, Shape
-from tests.bench.gpu.peers import LR, Emblib, NotOffered
+from tests.bench.gpu.peers import LR, NotOffered
 from tests.bench.gpu.watch import Call, kernels, ratio
 
+MOST_PLAIN_BYTES = 30e9  # of plain tables to compare with
 KAGGLE = (10_131_227, 8_351_593, 7_046_547, 5_461_306, 2_202_608, 286_181, 142_572)
 
 
@@ -102,11 +103,13 @@ def point(bench: Bench, trains: Trains) -> None:
         calls |= fbtt_calls(bench, trains, module.tables, batches, grad)
     except NotOffered as error:
         bench.row(point=name, contender="FBTT", status=str(error))
-    if sum(trains.rows) * trains.dim * 4 < 24e9:
-        small = replace(shape, rows=min(trains.rows))
-        plain = Emblib(small, "sgd", "fp32", bench.device)
-        ids = [(i % min(trains.rows), o) for i, o in batches]
-        calls["TBE"] = lambda n: plain.step(*ids[n % len(ids)], grad)
+    if sum(trains.rows) * trains.dim * 4 < MOST_PLAIN_BYTES:
+        plain = emblib.TableBatchedEmbeddingBags(
+            [emblib.TableSpec(rows, trains.dim) for rows in trains.rows],
+            emblib.optim.SGD(LR),
+            device=bench.device,
+        )
+        calls["TBE"] = lambda n: plain(*batches[n % len(batches)]).backward(grad)
     found = bench.race(calls)
     launched = kernels(calls["emblib"])
     for who, times in found.items():
