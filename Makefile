@@ -58,7 +58,7 @@ gpu-test: native ## the tests that use a GPU; fails if torch sees none
 pretend-test: native ## tests of a GPU on the pretend GPU, no GPU needed (ARGS=matrix, wide or "FILES -x")
 	@$(BIN)/python -m tests.pretend.session $(or $(ARGS),short)
 
-gpu-day: native ## the first hour with a GPU: tests, sanitizers, kernels, experiments, bundle (ARGS="timing=quick")
+gpu-day: native ## all that a GPU can say in ten minutes: tests, kernels against their aims, peers (ARGS=--list)
 	@VENV="$(VENV)" EMBLIB_PYTHON="$(BIN)/python" scripts/gpu_day.sh $(ARGS)
 
 gate: native ## is the working tree slower than BASE=origin/main? (exit status: scripts/gate.sh)

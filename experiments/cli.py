@@ -24,6 +24,7 @@ COMMANDS = {
     "doctor": ("experiments.doctor", "check whether this machine is fit for measurements"),
     "report": ("experiments.report", "rebuild reports from raw records, or report benchmarks"),
     "compare": ("experiments.compare", "compare runs of several machines, or published figures"),
+    "kernel_times": ("experiments.kernel_times", "compare times of CUDA kernels with a model"),
     "gallery": ("experiments.gallery", "collect the reports of many runs as pages"),
     "reference": ("experiments.reference", "store runs as references; update the README's tables"),
     "bundle": ("experiments.bundle.command", "pack runs into an archive and verify archives"),
@@ -37,7 +38,7 @@ Measure embedding tables and write a report.
   python run.py COMMAND ...                        one of the commands below; each has --help
 
 commands
-{chr(10).join(f"  {name:<11}{words}" for name, (_, words) in COMMANDS.items())}
+{chr(10).join(f"  {name:<14}{words}" for name, (_, words) in COMMANDS.items())}
 
 examples
   python run.py +experiment=tt_vs_tbe

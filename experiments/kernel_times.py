@@ -1,4 +1,4 @@
-"""Compare times of CUDA kernels with a model: `python -m experiments.kernel_times --out FILE.md`.
+"""Compare times of CUDA kernels with a model: `python run.py kernel_times --out FILE.md`.
 
 The model counts bytes, and divides them by the rate of a gather that others published; a page says
 how far measured kernels are from it. `docs/cuda_performance.md` has the model alone.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import emblib
+from experiments.config.schema import UsageError
 
 GATHER = 2.77  # TB/s of a gather on an H100, published: pytorch/FBGEMM PR 3993
 _FLOAT, _ID, _OFFSET = 4, 8, 8
@@ -90,7 +91,7 @@ def measure(shape: Shape, rows: int, steps: int) -> Kernels:
     times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
     launches: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
-    for event in _kernels_of(step, steps):
+    for event in device_events(step, steps):
         name = short_name(event.name)
         launches[name] += 1
         microseconds[name] += event.device_time_total
@@ -101,7 +102,7 @@ def measure(shape: Shape, rows: int, steps: int) -> Kernels:
     )
 
 
-def _kernels_of(step: Callable[[int], None], steps: int) -> list[Any]:
+def device_events(step: Callable[[int], object], steps: int) -> list[Any]:
     """Return the profiler's events on the GPU; none from a torch that cannot profile GPUs."""
     activity = torch.profiler.ProfilerActivity.CUDA
     if activity not in torch.profiler.supported_activities():
@@ -159,22 +160,21 @@ def section(shape: Shape, found: Kernels) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Write the page; needs a GPU."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.kernel_times", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line of `kernel_times`."""
     parser.add_argument("--out", type=Path, required=True, help="the page, Markdown")
     parser.add_argument("--rows", type=int, default=2_000_000, help="of each table")
     parser.add_argument("--steps", type=int, default=20)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page; raise UsageError without a GPU."""
     if not torch.cuda.is_available():
-        parser.error("torch sees no GPU")
+        raise UsageError("kernel_times needs a GPU, and torch sees none")
     name = torch.cuda.get_device_name()
     head = f"# Kernels on {name}\n\nModel: bytes at {GATHER} TB/s, see docs/cuda_performance.md."
     sections = [section(s, measure(s, arguments.rows, arguments.steps)) for s in SHAPES]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text("\n\n".join([head, *sections]) + "\n")
     print(arguments.out.read_text())
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
+from experiments.config.schema import folder_name
 from experiments.paths import ROOT
 
 
@@ -14,12 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `compare`."""
     parser.description = (
         "Compare one experiment on several machines. Runs are directories of reports/runs or "
-        "reports/reference; the first is what the others are compared with. Exit status: 0 done, "
-        "2 wrong usage, 6 nothing comparable; with --overview check, 1 where the page is out of "
-        "date."
+        "reports/reference, or bundles (.zip); the first is what the others are compared with. "
+        "Bundles of several experiments give a page per experiment that all have. Exit status: 0 "
+        "done, 2 wrong usage, 6 nothing comparable; with --overview check, 1 where the page is out "
+        "of date."
     )
     parser.add_argument("runs", metavar="RUN", nargs="*", type=Path)
-    parser.add_argument("--out", type=Path, help="folder of the page; reports/compare/EXPERIMENT")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the page, by default reports/compare/EXPERIMENT; of several pages the "
+        "folder of theirs",
+    )
     parser.add_argument(
         "--overview",
         nargs="?",
@@ -32,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write a comparison, or the page of published figures; return the exit status."""
+    from experiments.bundle.archive import BundleError
     from experiments.compare import machines, pages
 
     if arguments.overview:
@@ -47,10 +56,23 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     words = " ".join(os.path.relpath(path) for path in arguments.runs)
     try:
-        page = pages.write(arguments.runs, arguments.out, f"python run.py compare {words}")
+        with tempfile.TemporaryDirectory() as scratch:
+            compared = machines.comparisons(arguments.runs, Path(scratch))
+            for experiment, paths in compared:
+                out = arguments.out
+                if out is not None and len(compared) > 1:
+                    out = out / folder_name(experiment)
+                page = pages.write(paths, out, f"python run.py compare {words}")
+                if page.is_relative_to(ROOT):
+                    page = page.relative_to(ROOT)
+                print(f"\nreport: {page}")
+    except BundleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except machines.NotComparable as error:
         print(f"error: {error}", file=sys.stderr)
-        usage = len(arguments.runs) < 2 or any(not path.is_dir() for path in arguments.runs)
+        usage = len(arguments.runs) < 2 or any(
+            not path.is_dir() and path.suffix != ".zip" for path in arguments.runs
+        )
         return 2 if usage else 6
-    print(f"\nreport: {page.relative_to(ROOT) if page.is_relative_to(ROOT) else page}")
     return 0

@@ -37,8 +37,8 @@ HOW_TO_READ = (
     "stay in a cache between batches can lift it above 100 %; a contender that computes rows "
     "instead of reading them stays low, however well it runs.",
     "Measured bandwidth is of the same run on the same threads: bytes read plus bytes written by "
-    "a copy, and by gathers of random rows of 64 to 512 bytes, of which the row size nearest to "
-    "the work's is taken. Theoretical bandwidth is what conf/hardware has, with its source.",
+    "a copy, and by gathers of random rows of 64 to 1,024 bytes, of which the next size at or "
+    "above the work's is taken. Theoretical bandwidth is what conf/hardware has, with its source.",
     "Published numbers were measured by others on other machines. They are shown with ours and "
     "never divided by them, unless both are of one device.",
 )

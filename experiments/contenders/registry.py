@@ -61,15 +61,26 @@ class Entry:
     cuda_only: bool = False
     requires: tuple[str, ...] = ()
     install: str = ""
+    variable: str = ""  # the environment variable with the path of what a user has built
+    module: str = ""  # a module that serves as well, where it can be imported
     of_torch: str = ""  # the release of torch that the versions in `requires` belong to, if to one
 
     def missing(self) -> str:
         """Return what is not installed and what to type; empty where it can run."""
+        if self.variable and not self.built():
+            return f"not built here: {self.install}"
         if all(installed(requirement) for requirement in self.requires):
             return ""
         wanted = [requirement.replace(" | ", " (or ") for requirement in self.requires]
         wanted = [w + ")" * ("(or " in w) for w in wanted]
         return f"not installed: {self.install or 'pip install ' + ' '.join(wanted)}"
+
+    def built(self) -> Path | None:
+        """Return the path of what a user has built, or of the module that serves as well."""
+        if path := os.environ.get(self.variable, ""):
+            return Path(path)
+        spec = importlib.util.find_spec(self.module) if self.module else None
+        return Path(spec.origin) if spec is not None and spec.origin else None
 
     def versions(self) -> dict[str, str]:
         """Return the installed version of each package it needs."""
@@ -95,6 +106,8 @@ class Entry:
         try:
             found: type[Any] = getattr(_module(self.file), self.cls)
         except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+            if self.variable:
+                raise Missing(f"{self.built()} does not load here ({error})") from error
             if not self.requires:
                 raise
             here = ", ".join(f"{package} {version}" for package, version in self.versions().items())
@@ -147,6 +160,10 @@ def unknown_versions(name: str) -> list[str]:
 def identity(name: str) -> dict[str, str]:
     """Return what decides, besides this repository's files, which program the contender is."""
     found = packages(name)
+    built = entries()[name].built() if name in entries() and entries()[name].variable else None
+    if built is not None:
+        size, when = (built.stat().st_size, built.stat().st_mtime_ns) if built.exists() else (0, 0)
+        found["built"] = f"{built} {size} {when}"
     if name in entries() and entries()[name].file.parent != HERE:
         text = entries()[name].file.read_bytes()
         found["file"] = hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -33,13 +33,16 @@ class TTTables(Contender):
         largest_first = sorted(tables, key=lambda i: -task.shapes[i].rows)
         self.compressed = sorted(largest_first[: task.tt_tables])
         self.plain = [i for i in tables if i not in self.compressed]
-        self.trains = emblib.TableBatchedTTEmbeddingBags(
-            tt_specs(task, [task.shapes[i] for i in self.compressed]),
-            OPTIMIZERS[task.optimizer](task.lr),
-            device=task.device,
-        )
+        self.trains = self._build_trains([task.shapes[i] for i in self.compressed])
         rest = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
         self.rest = BatchedTables(rest) if self.plain else None
+
+    def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
+        """Build the trains of the compressed tables."""
+        task = self.task
+        return emblib.TableBatchedTTEmbeddingBags(
+            tt_specs(task, shapes), OPTIMIZERS[task.optimizer](task.lr), device=task.device
+        )
 
     def _part(self, batch: Batch, chosen: Sequence[int]) -> Batch:
         """Return the part of a batch for some tables, feature-major."""

@@ -2,8 +2,15 @@
 
 These are the ceilings that contenders are compared with, measured in the same run on the same
 threads. Each is the best of several calls, since disturbances only lower a ceiling. Bandwidth
-counts bytes read plus bytes written. Rows are gathered in two ways, of which the better counts:
-copied to an output of their size, and summed by 32 into a small output.
+counts bytes read plus bytes written.
+
+Rows are gathered in four ways, of which the best counts: by torch and by emblib's lookup, each with
+a row of output per row (`index_select`, bags of 1) and with one per 32 (`embedding_bag`, bags of
+32). What a way reads and writes is counted as the metrics count a lookup: rows, ids,
+offsets and output. So a lookup that comes from memory stays below the ceiling: its kernel is among
+those that set it, its bytes are counted alike, its row size is measured or below the next one that
+is, and on a GPU both are timed by events behind a spin, without their launches. Above it are
+lookups whose rows or outputs stay in a cache.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ from __future__ import annotations
 import mmap
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import emblib
 from experiments.machine.cpu import last_level_cache_bytes
 from experiments.timing.memory import available_bytes
 
-ROW_BYTES = (64, 128, 256, 512)
+ROW_BYTES = (64, 128, 256, 512, 1024)
+ID_BYTES = 8  # int64, offsets too
 BAG = 32
+SPIN_CYCLES = 200_000  # about 100 us of a GPU: longer than the host takes to launch a call
 BEYOND_CACHE = 8  # times the last-level cache: hits are then rare enough to be ignored
 MIN_RUNS = 3  # of each
 SQUARE = 1024  # rows and columns of the matrices that are multiplied
@@ -42,14 +52,14 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     """
     size = table_bytes(device) if seconds else SMALL_TABLE
     flat = torch.ones(size // 4, device=device)
+    copied = copy_bandwidth(flat, 0.2 * seconds)
+    gathers = {str(row): gather_bandwidth(flat, row, 0.2 * seconds) for row in ROW_BYTES}
     found: dict[str, Any] = {
-        "copy_gb_s": round(copy_bandwidth(flat, 0.2 * seconds) / 1e9, 3),
-        "gather_gb_s": {
-            str(row): round(gather_bandwidth(flat, row, 0.2 * seconds) / 1e9, 3)
-            for row in ROW_BYTES
-        },
+        "copy_gb_s": round(copied / 1e9, 3),
+        "gather_gb_s": {row: round(rate / 1e9, 3) for row, (rate, _) in gathers.items()},
+        "gather_by": {row: way for row, (_, way) in gathers.items()},
         "sgemm_gflop_s": round(sgemm_rate(device, 0.1 * seconds) / 1e9, 3),
-        "counted": "bytes read + bytes written",
+        "counted": "bytes read + bytes written; of gathers rows, ids, offsets and output",
         "table_bytes": size,
         "threads": torch.get_num_threads(),
     }
@@ -65,41 +75,106 @@ def table_bytes(device: torch.device) -> int:
     """Return a size far above the caches, as memory permits."""
     if device.type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
-        wanted = max(1 << 30, BEYOND_CACHE * cache)
+        wanted = max(2 << 30, BEYOND_CACHE * cache)
     else:
         wanted = BEYOND_CACHE * last_level_cache_bytes()
     return max(SMALL_TABLE, min(wanted, int(SHARE * available_bytes(device)) >> 20 << 20))
 
 
-def copy_bandwidth(source: torch.Tensor, seconds: float = 0.3) -> float:
+def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
     """Return bytes read plus bytes written per second by a copy of `source`."""
     target = torch.zeros_like(source)
-    return 2 * source.nbytes / best(lambda: target.copy_(source), source.device, seconds)
+    return 2 * source.nbytes / shortest(lambda: target.copy_(source), source.device, seconds)
 
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
     """Return multiplications plus additions per second of a product of float32 matrices."""
     left, right = torch.ones(2, SQUARE, SQUARE, device=device)
     out = torch.empty_like(left)
-    return 2 * SQUARE**3 / best(lambda: torch.mm(left, right, out=out), device, seconds)
+    return 2 * SQUARE**3 / shortest(lambda: torch.mm(left, right, out=out), device, seconds)
 
 
-def gather_bandwidth(flat: torch.Tensor, row_bytes: int, seconds: float = 0.3) -> float:
-    """Return bytes read plus bytes written per second by the better gather of rows of `flat`.
+def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
+    """Return bytes per second of the best gather of rows of the size of `flat`, and its name."""
+    found = {
+        way: nbytes / shortest(work, flat.device, seconds / 4)
+        for way, nbytes, work in gathers(flat, row_bytes)
+    }
+    way = max(found, key=lambda name: found[name])
+    return found[way], way
 
-    It gathers an eighth as many random rows as there are, so that few are read twice. Ids are not
-    counted.
+
+def gathers(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Yield the name, the bytes and the call of each way to gather random rows.
+
+    A GPU gathers half of the rows, each once; a CPU an eighth, at random, of which few come twice.
     """
     table = flat.view(-1, row_bytes // flat.element_size())
-    rows = table.size(0)
-    count = rows // 8 // BAG * BAG
-    generator = torch.Generator(device=flat.device).manual_seed(row_bytes)
-    ids = torch.randint(rows, (count,), device=flat.device, generator=generator)
+    rows, device = table.size(0), flat.device
+    generator = torch.Generator(device=device).manual_seed(row_bytes)
+    if device.type == "cuda":
+        count = rows // 2 // BAG * BAG
+        ids = torch.randperm(rows, device=device, generator=generator)[:count]
+    else:
+        count = rows // 8 // BAG * BAG
+        ids = torch.randint(rows, (count,), device=device, generator=generator)
     bags = ids.view(-1, BAG)
-    out = torch.empty(count, table.size(1), device=flat.device)
-    moved = best(lambda: torch.index_select(table, 0, ids, out=out), flat.device, seconds / 2)
-    summed = best(lambda: F.embedding_bag(bags, table, mode="sum"), flat.device, seconds / 2)
-    return max(2 * count * row_bytes / moved, (1 + 1 / BAG) * count * row_bytes / summed)
+    out = torch.empty(count, table.size(1), device=device)
+    read, per_row = count * (row_bytes + ID_BYTES), count * row_bytes
+    yield (
+        "index_select",
+        read + per_row,
+        lambda: torch.index_select(table, 0, ids, out=out),
+    )
+    pooled = read + per_row // BAG + ID_BYTES * (count // BAG)
+    yield "embedding_bag", pooled, lambda: F.embedding_bag(bags, table, mode="sum")
+    module = _one_table(rows, table.size(1), device)
+    for length, nbytes in ((1, read + per_row + ID_BYTES * (count + 1)), (BAG, pooled)):
+        offsets = torch.arange(0, count + 1, length, device=device)
+
+        def look_up(offsets: Tensor = offsets) -> object:
+            with torch.no_grad():
+                return module(ids, offsets)
+
+        yield f"emblib, bags of {length}", nbytes, look_up
+
+
+def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatchedEmbeddingBags:
+    """Return a table without a check of ids, all ones; its initial values are not drawn on a CPU.
+
+    Drawing takes a CPU seconds. The way around it, from the meta device, loads half of torch, so
+    small tables draw.
+    """
+    tables = [emblib.TableSpec(rows, dim)]
+    drawn = device.type == "cuda" or 4 * rows * dim <= SMALL_TABLE
+    module = emblib.TableBatchedEmbeddingBags(
+        tables,
+        emblib.optim.SGD(1.0),
+        bounds_check=emblib.BoundsCheck.NONE,
+        device=device if drawn else "meta",
+    )
+    module = module if drawn else module.to_empty(device=device)
+    with torch.no_grad():
+        module.table_weights()[0].fill_(1.0)  # pages that were never written read too fast
+    return module
+
+
+def shortest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Return the shortest time of a call on the device: on a GPU by events, without its launch."""
+    if device.type != "cuda":
+        return best(work, device, seconds)
+    times: list[float] = []
+    work()  # first calls load kernels
+    deadline = time.perf_counter() + seconds
+    while len(times) < MIN_RUNS or time.perf_counter() < deadline:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return min(times)
 
 
 def best(
@@ -115,13 +190,13 @@ def best(
             torch.cuda.synchronize()
         return now()
 
-    shortest, deadline, runs = float("inf"), now() + seconds, 0
+    least, deadline, runs = float("inf"), now() + seconds, 0
     while runs < MIN_RUNS or now() < deadline:
         start = synchronised()
         work()
-        shortest = min(shortest, synchronised() - start)
+        least = min(least, synchronised() - start)
         runs += 1
-    return shortest
+    return least
 
 
 def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, float]]:
@@ -134,15 +209,15 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
         lines = Lines(nbytes, huge=huge)
         count = max(1, min(1 << 20, lines.count // 8))
         generator = torch.Generator().manual_seed(count)
-        shortest, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
+        least, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
         while calls < 4 or time.perf_counter() < deadline:
             positions = lines.positions(torch.randint(2**62, (count,), generator=generator))
             read = lines.take if calls % 2 and torch.get_num_threads() == 1 else lines.read
             start = time.perf_counter()
             read(positions)
-            shortest, calls = min(shortest, time.perf_counter() - start), calls + 1
+            least, calls = min(least, time.perf_counter() - start), calls + 1
         found[str(page_bytes(huge=huge))] = {
-            "million_lines_s": round(count / shortest / 1e6, 3),
+            "million_lines_s": round(count / least / 1e6, 3),
             "huge_share": round(lines.huge_share, 3),
         }
     return found

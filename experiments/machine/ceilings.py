@@ -34,6 +34,7 @@ class Roofs:
     copy_gb_s: float = math.nan
     gather_gb_s: tuple[tuple[int, float], ...] = ()
     sgemm_gflop_s: float = math.nan
+    gather_by: tuple[str, ...] = ()  # the ways that gathered best; empty: torch's alone were tried
 
     @classmethod
     def of(cls, environment: Mapping[str, Any]) -> Roofs:
@@ -45,14 +46,28 @@ class Roofs:
             float(copied) if copied else math.nan,
             tuple(sorted(gathered.items())),
             float(found.get("sgemm_gflop_s") or math.nan),
+            tuple(dict.fromkeys((found.get("gather_by") or {}).values())),
         )
 
     def gather(self, row_bytes: float) -> float:
-        """Return the bandwidth for the measured row size that is nearest by ratio."""
-        if not self.gather_gb_s:
-            return math.nan
-        _, found = min(self.gather_gb_s, key=lambda pair: abs(math.log(pair[0] / row_bytes)))
-        return found
+        """Return the bandwidth for rows of this size: of the next measured size, or the largest.
+
+        Larger rows gather faster, so the next size bounds what is between two.
+        """
+        larger = [rate for size, rate in self.gather_gb_s if size >= row_bytes]
+        rates = larger or [rate for _, rate in self.gather_gb_s[-1:]]
+        return rates[0] if rates else math.nan
+
+    @property
+    def gather_method(self) -> str:
+        """Describe in half a sentence how the gather was measured."""
+        if not self.gather_by:
+            return (
+                "torch's index_select or embedding_bag, whichever was better; emblib's lookup was "
+                "not tried, and ids were not counted, so a lookup from memory can exceed it"
+            )
+        ways = ", ".join(self.gather_by)
+        return f"the best of torch's and emblib's ways to read random rows (here: {ways})"
 
 
 @dataclass(frozen=True)

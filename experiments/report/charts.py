@@ -6,6 +6,7 @@ for the web page.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ DASHED: LineStyle = (0, (5, 2))
 DOTTED: LineStyle = (0, (1, 2))
 SHORT: LineStyle = (0, (2, 1.5))
 Floats = Iterable[float]
+NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
+NEARLY_EQUAL = 1e-4  # relative distance of values that count as one
+LETTER_POINTS = 5.4  # mean width of one
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,12 @@ class Scale:
 
     def finish(self, axis: Any) -> None:
         """Set limits, ticks and label after everything is plotted."""
-        getattr(axis.axes, f"set_{axis.axis_name}lim")(*self._limits(*axis.get_view_interval()))
+        data = [float(end) for end in axis.get_data_interval()]
+        # Of almost equal values matplotlib would make equal ends, which have no scale.
+        single = math.isclose(data[0], data[1], rel_tol=NEARLY_EQUAL)
+        getattr(axis.axes, f"set_autoscale{axis.axis_name}_on")(not single)
+        ends = data if single else axis.get_view_interval()
+        getattr(axis.axes, f"set_{axis.axis_name}lim")(*self._limits(*map(float, ends)))
         if self.ticks:
             names = self.names or [text.number(t) for t in self.ticks]
             axis.set_ticks(self.ticks, names, fontsize=8 if self.names else None)
@@ -64,9 +73,8 @@ class Scale:
         reach = [end for end in self.reach or () if math.isfinite(end)]
         low, high = min([low, *reach]), self.headroom * max([high, *reach])
         low, high = low if self.low is None else self.low, high if self.high is None else self.high
-        if low != high:
+        if not math.isclose(low, high, rel_tol=NEARLY_EQUAL):
             return low, high
-        # One value is everything: equal ends have no scale, and matplotlib warns of them.
         return (low / self.log, low * self.log) if self.log and low > 0 else (low - 0.5, low + 0.5)
 
 
@@ -154,20 +162,24 @@ def curves(
             axes.margins(x=0.3, y=0.25)
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
+        _words(axes, marks)
         if names == "points":
             # Towards the middle, where names of both sides meet.
             middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
             points = [
-                (y, _end_of(line, x, middle), name, line.colour, 9 if x < middle else -9)
+                Name(name, (x, y), _end_of(line, x, middle), line.colour, 9 if x < middle else -9)
                 for line in lines
                 for x, y, name in zip(line.x, line.y, line.names, strict=True)
             ]
-            _write_apart(axes, points, 0.06)
+            _write_names(axes, points)
         elif names == "ends":
             named = [line for line in lines if line.label]
             right = max((max(line.x) for line in named), default=0.0)
-            ends = [(list(line.y)[-1], right, line.label, line.colour, 12) for line in named]
-            _write_apart(axes, ends, 0.075)
+            ends = [
+                Name(line.label, (list(line.x)[-1], list(line.y)[-1]), right, line.colour, 12)
+                for line in named
+            ]
+            _write_names(axes, ends)
         elif names and axes.get_legend_handles_labels()[1]:
             where: dict[str, Any] = {"loc": names}
             if names == "outside":
@@ -218,21 +230,37 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
     for mark in marks:
         draw = axes.axvline if mark.upright else axes.axhline
         draw(mark.at, color=mark.colour, ls=mark.line, lw=mark.width, label=mark.label or None)
+
+
+def _words(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Write the words of the marks, once the limits of the axes are known."""
+    below = _crowded(axes, [mark.at for mark in marks if mark.words and not mark.upright])
+    for mark in marks:
         if mark.words:
             at, coordinates = (
                 ((mark.at, 0), ("data", "axes fraction"))
                 if mark.upright
                 else ((0.01, mark.at), ("axes fraction", "data"))
             )
+            under = not mark.upright and mark.at in below
             axes.annotate(
                 mark.words,
                 at,
-                (3, 4),
+                (3, -3 if under else 4),
                 xycoords=coordinates,
                 textcoords="offset points",
+                va="top" if under else "baseline",
                 fontsize=8,
                 color=mark.colour,
             )
+
+
+def _crowded(axes: Axes, heights: Sequence[float]) -> set[float]:
+    """Return the level marks whose words go below the line, for the next line is close above."""
+    pixels = [float(axes.transData.transform((1, v))[1]) for v in sorted(heights)]
+    gap = NAME_POINTS * axes.figure.dpi / 72
+    pairs = zip(sorted(heights), itertools.pairwise(pixels), strict=False)
+    return {height for height, (lower, upper) in pairs if upper - lower < gap}
 
 
 def _end_of(line: Curve, x: float, middle: float) -> float:
@@ -242,25 +270,86 @@ def _end_of(line: Curve, x: float, middle: float) -> float:
     return min(v for v in line.x if v >= middle)
 
 
-def _write_apart(
-    axes: Axes, entries: Sequence[tuple[float, float, str, str, float]], gap: float
-) -> None:
-    """Write (y, x, words, colour, shift) next to points, no two nearer than a share of the axis."""
+@dataclass(frozen=True)
+class Name:
+    """A name next to a point: `shift` typographic points right of `x`, left of it if negative."""
+
+    words: str
+    point: tuple[float, float]
+    x: float
+    colour: str
+    shift: float
+
+
+def _write_names(axes: Axes, names: Sequence[Name]) -> None:
+    """Write names at the height of their points, moved as little as keeps them apart.
+
+    A name that had to move is joined with its point by a thin line. Names of the two sides are kept
+    apart only where they would meet. Heights are logarithmic.
+    """
     low, high = (math.log(v) for v in axes.get_ylim())
-    height = -math.inf
-    for y, x, words, colour, shift in sorted(entries):
-        height = max(math.log(y), height + gap * (high - low))
-        axes.annotate(
-            words,
-            (x, math.exp(height)),
-            (shift, 0),
-            textcoords="offset points",
-            color=colour,
-            ha="left" if shift > 0 else "right",
-            va="center",
-            fontsize=9,
-            annotation_clip=False,
-        )
+    scale = 72 / axes.figure.dpi
+    gap = NAME_POINTS / (axes.bbox.height * scale) * (high - low)
+    right = [name for name in names if name.shift > 0]
+    left = [name for name in names if name.shift <= 0]
+    groups = [[*right, *left]] if _meet(axes, right, left) else [right, left]
+    for group in groups:
+        ordered = sorted(group, key=lambda name: name.point[1])
+        wanted = [math.log(name.point[1]) for name in ordered]
+        for name, own, height in zip(ordered, wanted, apart(wanted, gap, low, high), strict=True):
+            moved = abs(height - own) > gap / 3
+            axes.annotate(
+                name.words,
+                name.point if moved else (name.x, math.exp(height)),
+                _offset(axes, name, math.exp(height)) if moved else (name.shift, 0),
+                textcoords="offset points",
+                color=name.colour,
+                ha="left" if name.shift > 0 else "right",
+                va="center",
+                fontsize=9,
+                annotation_clip=False,
+                arrowprops={"arrowstyle": "-", "color": name.colour, "lw": 0.6} if moved else None,
+            )
+
+
+def _offset(axes: Axes, name: Name, height: float) -> tuple[float, float]:
+    """Return where a moved name is, in typographic points from its point."""
+    ends = axes.transData.transform([name.point, (name.x, height)])
+    across, up = (ends[1] - ends[0]) * 72 / axes.figure.dpi
+    return across + name.shift, up
+
+
+def _meet(axes: Axes, right: Sequence[Name], left: Sequence[Name]) -> bool:
+    """Return whether a name that goes right reaches one that goes left."""
+
+    def end(name: Name) -> float:
+        x = float(axes.transData.transform((name.x, 1.0))[0]) * 72 / axes.figure.dpi
+        return x + name.shift + math.copysign(LETTER_POINTS * len(name.words), name.shift)
+
+    return bool(right and left) and max(map(end, right)) > min(map(end, left))
+
+
+def apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Return ascending heights at least `gap` apart, as near to the wanted ones as possible.
+
+    Neighbours that would overlap become a block about the mean of what its members want; blocks
+    merge until none overlap. They stay between `low` and `high` where there is room.
+    """
+    blocks: list[list[float]] = []  # [sum of first heights that its members want, members]
+    for height in sorted(wanted):
+        blocks.append([height, 1.0])
+        while len(blocks) > 1:
+            (total, count), (added, more) = blocks[-2:]
+            if added / more - total / count >= count * gap:
+                break
+            # The block's first height is the mean of each member's own less its distance.
+            blocks[-2:] = [[total + added - more * count * gap, count + more]]
+    heights: list[float] = []
+    for total, count in blocks:
+        first = min(total / count, high - (count - 1) * gap)
+        first = max(first, low, heights[-1] + gap if heights else low)
+        heights += [first + number * gap for number in range(int(count))]
+    return heights
 
 
 @dataclass(frozen=True)
@@ -301,6 +390,7 @@ def rows(
             (_bar if line.bar else _dot)(axes, line, y)
         _marks(axes, marks)
         x.finish(axes.xaxis)
+        _words(axes, marks)
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)

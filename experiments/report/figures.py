@@ -238,14 +238,18 @@ def _roofline(rows: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing
         lines.append(Curve(list(gather), list(gather.values()), label="gather", line=DASHED))
     marks = []
     if math.isfinite(roofs.copy_gb_s):
-        marks.append(Mark(roofs.copy_gb_s, width=1.4, words=f"copy {roofs.copy_gb_s:.3g} GB/s"))
+        marks.append(Mark(roofs.copy_gb_s, width=1.4, words=f"copy {_rate(roofs.copy_gb_s)} GB/s"))
     if theory:
-        marks.append(Mark(theory, line=":", words=f"theoretical {theory:,.4g} GB/s"))
+        marks.append(Mark(theory, line=":", words=f"theoretical {_rate(theory)} GB/s"))
     top = max((v for v in (roofs.copy_gb_s, theory, *gather.values()) if v and v > 0), default=1.0)
     bottom = float(rows[["distinct_gb_s", "useful_gb_s"]].min().min()) / 6  # room for the legend
     across = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=ends[0], high=ends[1])
     up = Scale("GB/s", log=10, reach=(bottom, 1.6 * top))
     return curves(lines, across, up, names="lower right", columns=2, marks=marks)
+
+
+def _rate(gb_s: float) -> str:
+    return f"{gb_s:,.0f}" if gb_s >= 100 else f"{gb_s:.3g}"
 
 
 FEW = 60  # samples of a contender, up to which the dots are large

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from experiments.config.schema import PHASES, Mode
+from experiments.machine.ceilings import Roofs
 from experiments.machine.flags import MINOR, explain
 from experiments.report import text
 from experiments.report.data import Run
-from experiments.results.metrics import MARGIN, PROCESSES_FOR_A_VERDICT
+from experiments.results.metrics import GPU_BUSY, MARGIN, PROCESSES_FOR_A_VERDICT
 
 NOISY = 0.3  # typical distance of the quartiles, relative to the median, that deserves a warning
 
@@ -35,6 +36,12 @@ HOW_TO_READ = (
     "plain PyTorch; one that differs is listed as wrong instead.",
     "'parameters' counts weights; 'compression' divides the same tables as plain float32 by "
     "them; 'scratch' is the high-water mark of one step above what was allocated before it.",
+)
+HOST = (
+    "'host' is the median time that a step's call takes on the host, while a spinning kernel keeps "
+    f"the GPU busy. 'bound by' says host where the GPU works for less than {100 * GPU_BUSY:.0f} % "
+    "of that time (in mode wall: where the call takes more than that share of the time to "
+    "completion)."
 )
 SYNTHETIC = (
     "Row ids are synthetic: uniform, or P(rank) ~ (rank + q)^-s sampled exactly, with ids "
@@ -84,6 +91,9 @@ def how_to_read(run: Run) -> list[str]:
     found += [SYNTHETIC] if ids & {"uniform", "zipf"} else []
     found += [PRODUCTION] if "production" in ids else []
     found += [REPLAYED] if "trace" in ids else []
+    roofs = Roofs.of(run.environment)
+    found += [f"'of gather' divides by {roofs.gather_method}."] if roofs.gather_gb_s else []
+    found += [HOST] if any(r.get("wall_samples") for r in run.records) else []
     packages = sorted({pair for r in run.records for pair in r.get("packages", {}).items()})
     if packages:
         named = ", ".join(f"{package} {version}" for package, version in packages)
@@ -107,6 +117,9 @@ def notices(run: Run) -> list[str]:
                 "digit."
             )
     found += _unfinished(run)
+    if note := run.environment.get("note"):  # what was added to the environment by hand
+        found.append(f"Note: {note}")
+    found += host_bound(run)
     disturbed = [(explain(f), n) for f, n in flag_counts(run).items() if f not in MINOR]
     if disturbed:
         total = len(run.table) // len(PHASES)
@@ -120,6 +133,27 @@ def notices(run: Run) -> list[str]:
             "tables and were folded into them (ids modulo rows), so that rows collide."
         )
     return found
+
+
+def host_bound(run: Run) -> list[str]:
+    """Describe the steps for which the host is slower than the GPU; empty on a CPU."""
+    if not len(run.table) or "host_bound" not in run.table:
+        return []
+    steps = run.table[(run.table["phase"] == "step") & run.table["host_s"].notna()]
+    bound = steps[steps["host_bound"]]
+    if not len(steps):
+        return []
+    if not len(bound):
+        return [f"Host-bound: none of {text.count(len(steps), 'measured step')}."]
+    worst = bound.loc[(bound["host_s"] / bound["median_s"]).idxmax()]
+    return [
+        f"Host-bound: {len(bound)} of {text.count(len(steps), 'measured step')}. The host takes "
+        "longer to launch them than the GPU to do them, so that steps in a row take the column "
+        "'host', not 'step', unless they are captured as CUDA graphs; ratios of such steps compare "
+        f"kernels, not training loops. The widest gap: {worst['label']}, {worst['cell']}, mode "
+        f"{worst['mode']}: {text.seconds(worst['host_s'])} of host for "
+        f"{text.seconds(worst['median_s'])}."
+    ]
 
 
 def _scaled(run: Run) -> list[str]:

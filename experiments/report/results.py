@@ -43,6 +43,11 @@ def section_table(run: Run, section: str) -> Table:
         columns["rows served"] = lambda r: percent(r["row_hit_rate"])
     columns["forward"] = lambda r: seconds(r["forward_s"])
     columns["step"] = lambda r: seconds(r["median_s"])
+    if rows["host_s"].notna().any():
+        columns["host"] = lambda r: seconds(r["host_s"])
+        columns["bound by"] = lambda r: (
+            text.NONE if text.missing(r["host_s"]) else "host" if r["host_bound"] else "GPU"
+        )
     columns[f"step ÷ {run.baseline.label} [95\u00a0%]"] = lambda r: ratio(
         r, is_baseline=r["arm"] == run.baseline.key
     )
@@ -50,7 +55,10 @@ def section_table(run: Run, section: str) -> Table:
         columns["verdict"] = lambda r: (
             "baseline" if r["arm"] == run.baseline.key else text.verdict(r["verdict"]) or text.NONE
         )
-        columns["processes"] = lambda r: count(r["processes"])
+        if (
+            rows.loc[rows["status"] == "ok", "processes"].nunique() > 1
+        ):  # else the head of the page says it
+            columns["processes"] = lambda r: count(r["processes"])
         columns["smallest effect shown"] = lambda r: (
             text.NONE
             if r["arm"] == run.baseline.key

@@ -108,6 +108,8 @@ Drawing = Callable[[Axes], None]
 WIDTH, HEIGHT = 4.6, 3.5  # inches of a panel
 LINE = 0.17  # height in inches of a line below a sheet's title
 LETTERS = 15  # per inch of such a line
+TITLE_LINE = 0.26  # height in inches of a line of a sheet's title
+TITLE_LETTERS = 8.5  # per inch of a title
 
 
 @dataclass(frozen=True)
@@ -209,11 +211,12 @@ def sheet(figure: Figure, subtitle: str) -> Canvas:
     rows = -(-count // columns)
     width = max(6.5, (max(p.width for p in figure.panels) - 0.4) * columns)
     words = [line for text in (figure.sizes, subtitle) for line in wrap(text, int(LETTERS * width))]
+    title = wrap(figure.title, int(TITLE_LETTERS * width)) or [""]
     tall = max(p.height for p in figure.panels)
     canvas, grid = plt.subplots(
         rows,
         columns,
-        figsize=(width, tall * rows + 0.66 + LINE * len(words)),
+        figsize=(width, tall * rows + 0.4 + TITLE_LINE * len(title) + LINE * len(words)),
         layout="constrained",
         squeeze=False,
     )
@@ -224,7 +227,8 @@ def sheet(figure: Figure, subtitle: str) -> Canvas:
         axes.set_visible(False)
     # The empty lines of the title keep room for the subtitle, which the layout does not know.
     room = "\n" * max(2, math.ceil(0.75 * len(words)))
-    canvas.suptitle(f"{figure.title}{room}", fontsize=14, fontweight="bold", x=0.01, ha="left")
-    below = 1 - 0.38 / canvas.get_figheight()
+    lines = "\n".join(title)
+    canvas.suptitle(f"{lines}{room}", fontsize=14, fontweight="bold", x=0.01, ha="left")
+    below = 1 - (0.12 + TITLE_LINE * len(title)) / canvas.get_figheight()
     canvas.text(0.01, below, "\n".join(words), fontsize=9, va="top")
     return canvas

@@ -18,6 +18,7 @@ from experiments.timing.statistics import Effect, Pool, Summary
 INDEX_BYTES = 8  # int64 ids and offsets
 WEIGHT_BYTES = 4  # float32
 PROCESSES_FOR_A_VERDICT = 3
+GPU_BUSY = 0.8  # share of a step that the GPU works, below which the host sets the pace
 MARGIN = 0.05  # differences below this are the same for a report; the gate has margins of its own
 
 FORMULA = (
@@ -52,6 +53,23 @@ def row_state_bytes(record: Record) -> float:
 def seconds(record: Record, phase: str) -> list[float]:
     """Return all raw samples in seconds."""
     return [float(s) for _, s in record["samples"].get(phase, [])]
+
+
+def host_seconds(group: Sequence[Record], phase: str) -> float:
+    """Return the median seconds that the host spent in a call; NaN on a CPU, where it is all."""
+    walls = [float(s) for r in group for _, s in (r.get("wall_samples") or {}).get(phase, [])]
+    return statistics.summarise(walls).median if walls else math.nan
+
+
+def host_bound(mode: str, seconds: float, host: float) -> bool:
+    """Return whether the GPU would idle for a fifth of the time or more if calls followed eagerly.
+
+    `seconds` is the time on the GPU, and in mode wall the time from call to completion. Unknown
+    times give False.
+    """
+    if mode == Mode.wall.value:
+        return host > GPU_BUSY * seconds
+    return seconds < GPU_BUSY * host
 
 
 def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
@@ -134,6 +152,8 @@ def _row(
         "q75_s": time.q75,
         "lo_s": time.lo,
         "hi_s": time.hi,
+        "host_s": (host := host_seconds(taken, phase)),
+        "host_bound": host_bound(mode_of(record), time.median, host),
         "min_s": ends.least,
         "p90_s": ends.p90,
         "p99_s": ends.p99,

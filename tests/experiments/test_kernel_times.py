@@ -1,7 +1,11 @@
 """The page of kernel times, without a GPU; tests/pretend runs the measurement."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from experiments import cli
 from experiments.kernel_times import SHAPES, Kernels, Shape, model_us, section, short_name
 
 
@@ -43,3 +47,10 @@ def test_names_are_short() -> None:
     )
     assert short_name(name) == "update_kernel<float, Float32<SGD> >"
     assert short_name("Memset (Device)") == "Memset "
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_command_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "  kernel_times  compare times" in cli.HELP
+    assert cli.main(["kernel_times", "--out", str(tmp_path / "page.md")]) == 2
+    assert "kernel_times needs a GPU" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments.paths import ROOT
+from tests.bench.gpu.__main__ import PARTS
 
 NVIDIA_SMI = """\
 #!/usr/bin/env bash
@@ -365,6 +366,9 @@ GPU_DAY = """\
 echo "$*" >> "$CALLS"
 case "$*" in
   "-m pytest"*) echo "2 failed"; exit "${TESTS:-0}" ;;
+  "-m tests.bench.gpu caches"*) [ -z "${SLOW:-}" ] || sleep 30 ;;
+  "-m tests.bench.gpu summary"*) echo "# Aims" > "$PERF_FOLDER/aims.md" ;;
+  "-m tests.bench.gpu trains"*) exit "${TRAINS:-0}" ;;
   -) cat > /dev/null ;;
   *+experiment=*)
     folder=$(tr " " "\\n" <<< "$*" | sed -n "s/^report.folder='\\(.*\\)'/\\1/p")
@@ -389,29 +393,56 @@ def gpu_day(tmp_path: Path) -> Machine:
 
 
 def test_a_day_with_a_gpu_tests_before_it_times_and_bundles_the_runs(gpu_day: Machine) -> None:
-    done = gpu_day.run("gpu_day.sh", "timing=quick")
+    done = gpu_day.run("gpu_day.sh", "lr=0.1")
     assert done.returncode == 0, done.stderr
     calls, folder = gpu_day.lines("calls"), gpu_day.folder / "day"
     wanted = [
         "run.py doctor",
         "-m pytest -q -k cuda",
-        "sanitizer memcheck",
+        f"-m tests.bench.gpu updates --out {folder} --seconds 48",
+        f"-m tests.bench.gpu matrix --out {folder} --seconds 48",
+        f"run.py kernel_times --out {folder}/kernels.md",
+        f"run.py +experiment=tbe report.folder='{folder}/runs' device=cuda timing=quick "
+        "timing.total_seconds=22 lr=0.1",
         "sanitizer racecheck",
-        f"-m experiments.kernel_times --out {folder}/kernels.md",
-        f"run.py +experiment=tbe report.folder='{folder}/runs' device=cuda timing=quick",
+        "sanitizer memcheck",
         f"run.py bundle pack {folder}/runs/tbe --out {folder}/bundle.zip",
+        f"-m tests.bench.gpu summary --out {folder}",
     ]
-    order = [calls.index(call) for call in wanted]
+    order = [next(n for n, call in enumerate(calls) if call.startswith(w)) for w in wanted]
     assert order == sorted(order)
+    assert "# Aims" in done.stdout
+
+
+def test_a_part_that_fails_or_is_too_slow_does_not_stop_the_next(gpu_day: Machine) -> None:
+    parts = "trains caches quantised racecheck"
+    sanitizer = "#!/usr/bin/env bash\nsleep 30\n"
+    gpu_day.install("compute-sanitizer", sanitizer)
+    done = gpu_day.run("gpu_day.sh", PARTS=parts, TRAINS="1", SLOW="1", MINUTES="1")
     page = gpu_day.lines("summary")
-    assert any(line.startswith("| ncu | skipped: ncu, of the CUDA toolkit") for line in page)
+    assert done.returncode == 124
+    assert any(line.startswith("| trains | 1 |") for line in page)
+    assert any(line.startswith("| caches | 124 |") for line in page)
+    assert any(line.startswith("| quantised | 0 |") for line in page)
+    assert any(line.startswith("| racecheck | 0: nothing found until its limit") for line in page)
+    assert not any(line.startswith("| updates") for line in page)
+
+
+def test_the_parts_of_a_day_take_ten_minutes(gpu_day: Machine) -> None:
+    done = gpu_day.run("gpu_day.sh", "--list", EXPERIMENTS="tt_vs_tbe peers")
+    limits = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert sum(limits) <= 600
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert {"tests", *PARTS, "kernels", "racecheck", "memcheck"} <= set(names)
+    assert not (gpu_day.folder / "calls").exists()
 
 
 def test_wrong_kernels_are_not_timed(gpu_day: Machine) -> None:
     done = gpu_day.run("gpu_day.sh", TESTS="1")
     assert done.returncode == 1
     assert "tests ended with exit status 1:\n2 failed" in done.stderr
-    assert not any("kernel_times" in c or "+experiment" in c for c in gpu_day.lines("calls"))
+    timed = ("kernel_times", "+experiment", "bench.gpu updates")
+    assert not any(word in call for call in gpu_day.lines("calls") for word in timed)
     assert "| tests | 1 |" in "\n".join(gpu_day.lines("summary"))
     forced = gpu_day.run("gpu_day.sh", TESTS="1", FORCE="1")
     assert forced.returncode == 1

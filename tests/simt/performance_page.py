@@ -31,7 +31,7 @@ gradients of the bags, and reads and writes each distinct row with its state. He
 batch are distinct, rows are float32, ids int64, and the optimizer is row-wise Adagrad. The model is
 bytes at {GATHER} TB/s, the rate of a gather on an H100 (published: [pytorch/FBGEMM
 PR 3993](https://github.com/pytorch/FBGEMM/pull/3993)); launches, the sort of the ids and latencies
-come on top. `python -m experiments.kernel_times` measures on the GPU that is there.
+come on top. `python run.py kernel_times` measures on the GPU that is there.
 
 Lookups reach the model. Updates take two to three times the model: `update_kernel` waits for four
 loads that depend on each other.

@@ -98,8 +98,7 @@ def test_shares_are_of_the_roof_for_rows_of_that_size(gpu: Path) -> None:
 def test_the_nearest_row_size_is_nearest_by_ratio() -> None:
     roofs = Roofs.of({"bandwidth": BANDWIDTH})
     assert roofs.gather(64) == 800.0
-    assert roofs.gather(127) == 800.0
-    assert roofs.gather(129) == 2000.0
+    assert roofs.gather(65) == roofs.gather(256) == 2000.0  # the next size
     assert roofs.gather(4096) == 2400.0
     assert math.isnan(Roofs.of({"copy_gb_s": 10.0}).gather(64))
     assert Roofs.of({"copy_gb_s": 10.0}).copy_gb_s == 10.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import re
 from pathlib import Path
@@ -303,3 +305,60 @@ def test_an_axis_reaches_and_has_headroom_at_once() -> None:
     assert axes.get_xlim() == (0.0, 15.0)
     assert axes.get_ylim()[0] == 2.0
     plt.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ([1.0, 1.1, 1.2, 5.0], [0.6, 1.1, 1.6, 5.0]),  # about the mean of the three
+        ([9.9, 9.95], [9.5, 10.0]),  # below the upper end
+        ([0.0, 0.1, 0.6], [0.0, 0.5, 1.0]),  # above the lower end
+        ([2.0, 2.2, 2.75, 3.0], [1.7375, 2.2375, 2.7375, 3.2375]),  # two blocks become one
+    ],
+)
+def test_names_move_as_little_as_keeps_them_apart(
+    wanted: list[float], expected: list[float]
+) -> None:
+    assert charts.apart(wanted, 0.5, 0.0, 10.0) == pytest.approx(expected)
+
+
+def test_names_of_near_points_stay_next_to_them_and_apart() -> None:
+    trains = charts.Curve([9.0, 11.0, 18.0], [2.40, 2.50, 2.60], names=["a", "b", "c"])
+    other = charts.Curve([2000.0], [2.7], names=["EmbeddingBag"], offset=(0, 0))
+    trains = dataclasses.replace(trains, offset=(0, 0))
+    scale = charts.Scale("", log=10)
+    _, axes = plt.subplots()
+    charts.curves([trains, other], scale, scale, names="points")(axes)
+    axes.figure.canvas.draw()
+    boxes = {t.get_text(): t.get_window_extent() for t in axes.texts}
+    plt.close()
+    tall = max(box.height for box in boxes.values())
+    middles = {name: (box.y0 + box.y1) / 2 for name, box in boxes.items()}
+    assert middles["a"] < middles["b"] < middles["c"]
+    for line in (trains, other):
+        for name, y in zip(line.names, line.y, strict=True):
+            assert abs(axes.transData.transform((1, y))[1] - middles[name]) < 2 * tall
+    pairs = itertools.combinations(boxes.values(), 2)
+    assert not any(one.overlaps(another) for one, another in pairs)
+
+
+def test_words_of_two_near_lines_do_not_overlap() -> None:
+    marks = [charts.Mark(2961, words="copy 2,961 GB/s"), charts.Mark(3350, words="theoretical")]
+    scale = charts.Scale("", log=10, low=1.0, high=5000.0)
+    _, axes = plt.subplots()
+    charts.curves([charts.Curve([1, 2], [10, 20])], scale, scale, marks=marks)(axes)
+    axes.figure.canvas.draw()
+    below, above = (text.get_window_extent() for text in axes.texts)
+    plt.close()
+    assert not below.overlaps(above)
+
+
+def test_almost_equal_values_have_a_scale(recwarn: pytest.WarningsRecorder) -> None:
+    points = [charts.Curve([x], [1.0], names=[""]) for x in (5120.0, 5120.000001)]
+    scale = charts.Scale("", log=10)
+    _, axes = plt.subplots()
+    charts.curves(points, scale, scale, names="points")(axes)
+    low, high = axes.get_xlim()
+    plt.close()
+    assert low < 5120 < high
+    assert not recwarn.list

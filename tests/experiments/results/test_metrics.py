@@ -111,3 +111,25 @@ def test_an_interval_holds_the_median_it_is_printed_with() -> None:
     found = metrics.summarise_processes([*few, many])
     assert found.lo < 1.1
     assert found.hi == found.median == 2.0
+
+
+def test_a_step_that_the_host_launches_slower_than_the_gpu_works_is_host_bound() -> None:
+    walls = {"forward": [[0, 1e-6], [1, 2e-6]], "step": [[0, 9e-6], [1, 7e-6]]}
+    table = metrics.frame([record(mode="cold", wall_samples=walls)], "tbe").set_index("phase")
+    assert table.loc["step", "host_s"] == pytest.approx(8e-6)  # and 6e-6 on the GPU: 75 %
+    assert table["host_bound"].to_dict() == {"forward": False, "step": True}
+
+
+@pytest.mark.parametrize(
+    ("mode", "seconds", "host", "bound"),
+    [
+        ("hot", 1.0, 1.2, False),
+        ("hot", 1.0, 1.3, True),
+        ("wall", 1.0, 0.75, False),  # the GPU worked on after the call had returned
+        ("wall", 1.0, 0.85, True),
+        ("hot", 1.0, math.nan, False),
+        ("wall", 1.0, math.nan, False),
+    ],
+)
+def test_which_times_are_the_hosts(mode: str, seconds: float, host: float, bound: bool) -> None:
+    assert metrics.host_bound(mode, seconds, host) is bound

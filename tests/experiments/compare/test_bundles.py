@@ -1,0 +1,78 @@
+"""Comparisons of runs in bundles, and of a bundle with a directory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from experiments import compare
+from experiments.bundle import archive
+from experiments.bundle.archive import BundleError
+from experiments.compare.machines import NotComparable, comparisons
+from tests.experiments import FIRST_SCHEMA, command_line
+
+main = command_line(compare)
+
+
+def packed(path: Path, *experiments: str) -> Path:
+    """Make a bundle with a run of each experiment: the committed run under other names."""
+    contents = {}
+    for name in experiments:
+        for file in FIRST_SCHEMA.iterdir():
+            data = file.read_bytes() if file.is_file() else b""
+            if file.name == "config.yaml":
+                data = data.replace(b"name: tt_vs_tbe", f"name: {name}".encode())
+            contents[f"runs/{name}/20260101-1/{file.name}"] = data
+    archive.write(path, contents)
+    return path
+
+
+def test_directories_are_one_comparison(tmp_path: Path) -> None:
+    assert comparisons([FIRST_SCHEMA, tmp_path], tmp_path) == [("", [FIRST_SCHEMA, tmp_path])]
+
+
+def test_every_experiment_that_all_have_is_compared(tmp_path: Path) -> None:
+    first = packed(tmp_path / "a.zip", "tt_vs_tbe", "peers", "micro")
+    second = packed(tmp_path / "b.zip", "peers", "tt_vs_tbe")
+    found = comparisons([first, second], tmp_path / "out")
+    assert sorted(name for name, _ in found) == ["peers", "tt_vs_tbe"]
+    for name, paths in found:
+        assert [path.parent.name for path in paths] == [name, name]
+    ((name, (_, directory)),) = comparisons([first, FIRST_SCHEMA], tmp_path / "mixed")
+    assert (name, directory) == ("tt_vs_tbe", FIRST_SCHEMA)
+
+
+def test_bundles_without_a_common_experiment_are_named(tmp_path: Path) -> None:
+    paths = [packed(tmp_path / "a.zip", "peers"), packed(tmp_path / "b.zip", "micro")]
+    with pytest.raises(NotComparable, match=r"a\.zip: peers; b\.zip: micro"):
+        comparisons(paths, tmp_path / "out")
+    assert main([*map(str, paths)]) == 6
+
+
+def test_a_damaged_or_missing_bundle_is_wrong_usage(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.zip"
+    bad.write_bytes(b"no archive")
+    with pytest.raises(BundleError, match="damaged"):
+        comparisons([bad, FIRST_SCHEMA], tmp_path / "out")
+    assert main([str(bad), str(FIRST_SCHEMA)]) == 2
+    assert main([str(tmp_path / "none.zip"), str(FIRST_SCHEMA)]) == 2
+
+
+def test_a_page_per_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    def write(paths: list[Path], out: Path, command: str) -> Path:
+        written.append((out, all(path.is_dir() for path in paths)))
+        return out
+
+    monkeypatch.setattr("experiments.compare.pages.write", write)
+    two = packed(tmp_path / "a.zip", "tt_vs_tbe", "peers")
+    other = tmp_path / "b.zip"
+    shutil.copy(two, other)
+    assert main([str(two), str(other), "--out", str(tmp_path / "pages")]) == 0
+    assert sorted(written) == [
+        (tmp_path / "pages/peers", True),
+        (tmp_path / "pages/tt_vs_tbe", True),
+    ]
