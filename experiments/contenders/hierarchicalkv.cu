@@ -100,8 +100,8 @@ int hkv_insert_and_evict(void* table, std::size_t n, const std::uint64_t* keys, 
                          std::uint64_t* evicted, float* evicted_values,
                          std::uint64_t* evicted_scores, std::size_t* count, cudaStream_t stream) {
   return guarded([&] {
-    *count = static_cast<Table*>(table)->insert_and_evict(
-        n, keys, values, nullptr, evicted, evicted_values, evicted_scores, stream);
+    *count = static_cast<Table*>(table)->insert_and_evict(n, keys, values, nullptr, evicted,
+                                                          evicted_values, evicted_scores, stream);
   });
 }
 

@@ -200,6 +200,7 @@ def roofline_figures(run: Run) -> list[Figure]:
     if not len(rows) or not (math.isfinite(roofs.copy_gb_s) or roofs.gather_gb_s):
         return []
     known = "copy and random gather" if roofs.gather_gb_s else "copy"
+    method = f" Gather: {roofs.gather_method}." if roofs.gather_gb_s else ""
     device = ceilings.of_environment(run.environment)
     theory = device.bandwidth_gb_s if device else None
     named = f" Dotted: theoretical bandwidth of {device.name}." if device and theory else ""
@@ -207,7 +208,7 @@ def roofline_figures(run: Run) -> list[Figure]:
         Figure(
             "roofline",
             "Achieved bandwidth and the memory's limits",
-            f"Limits: {known} bandwidth of memory, measured in the same run.{named} "
+            f"Limits: {known} bandwidth of memory, measured in the same run.{method}{named} "
             "Hollow: every lookup counted, as most papers do; caches can lift it above the limit. "
             "Filled: each distinct row of a batch counted once, which is nearer to what memory "
             "must deliver. The bytes are those of plain rows for every contender (formula below), "
@@ -242,7 +243,8 @@ def _roofline(rows: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing
     if theory:
         marks.append(Mark(theory, line=":", words=f"theoretical {_rate(theory)} GB/s"))
     top = max((v for v in (roofs.copy_gb_s, theory, *gather.values()) if v and v > 0), default=1.0)
-    bottom = float(rows[["distinct_gb_s", "useful_gb_s"]].min().min()) / 6  # room for the legend
+    legend = math.ceil((len(groups) + bool(gather)) / 2)  # its lines, below every mark
+    bottom = float(rows[["distinct_gb_s", "useful_gb_s"]].min().min()) / 3**legend
     across = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=ends[0], high=ends[1])
     up = Scale("GB/s", log=10, reach=(bottom, 1.6 * top))
     return curves(lines, across, up, names="lower right", columns=2, marks=marks)

@@ -107,7 +107,7 @@ mpl.use("Agg")
 Drawing = Callable[[Axes], None]
 WIDTH, HEIGHT = 4.6, 3.5  # inches of a panel
 LINE = 0.17  # height in inches of a line below a sheet's title
-LETTERS = 15  # per inch of such a line
+LETTERS = 14  # per inch of such a line
 TITLE_LINE = 0.26  # height in inches of a line of a sheet's title
 TITLE_LETTERS = 8.5  # per inch of a title
 

@@ -40,6 +40,7 @@ PARSED = {
     "reference": "writes into the repository, or measures for hours: test_reference.py",
     "bundle": "packs and verifies runs: bundle/test_verify.py",
     "gallery": "copies reports: test_gallery.py",
+    "kernel_times": "needs a GPU: tests/pretend/test_kernel_times.py",
     "list": "test_listing.py",
     "report": "draws figures: report/test_pages.py",
 }
@@ -145,7 +146,10 @@ def test_a_module_exists_and_knows_its_flags(command: str) -> None:
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None
-    source = Path(spec.origin).read_text()
+    program = Path(spec.origin)
+    if program.name == "__init__.py":  # a package runs its __main__
+        program = program.with_name("__main__.py")
+    source = program.read_text()
     assert '__name__ == "__main__"' in source
     for flag in (word for word in words if word.startswith("--")):
         assert flag in source
