@@ -39,6 +39,15 @@ Where cache and tier have different dtypes, values are rounded: to nearest when 
 written back stochastically if the seed is not negative. `cache_flush_` writes back all rows in the
 cache, which stay there.
 
+On a GPU `hyper` of `cache_move_` may be empty if nothing is rounded stochastically. It is not read
+then, so that updates may count steps meanwhile. And `later` may keep a prefetched batch apart from
+the updates of earlier batches in flight, which write rows without a way in their tables. It is
+empty, `[clock, conflicts]`, or `[clock, conflicts, rows, slots, count]`. `conflicts` int64 `[sets]`
+is the last batch with a row without a way: `cache_move_` writes it. Rows that take a way in a set
+with conflicts of a batch in flight are not fetched but listed: int64 and int32 `[L]`, and their
+number int32 `[1]`, which is 0 before. Another `cache_move_` fetches them after the updates, with
+these tensors as rows, row_slots and count, and an empty `evicted`: no row is evicted.
+
 `cache_locate` probes without changing anything: between the plan of a batch and its use another
 plan may have fetched its rows or, if the cache does not know which batches are in flight, evicted
 them. `cache_lookup_slots` int32 `[L]` returns the slot of the row of every lookup, -1 for none.
@@ -118,6 +127,7 @@ def _(
     count: Tensor,
     row_slots: Tensor,
     evicted: Tensor,
+    later: list[Tensor],
 ) -> None:
     return None
 
