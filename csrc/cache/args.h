@@ -46,8 +46,10 @@ EMB_HD int64_t set_of(int64_t row, int64_t sets) {
       (mix64(static_cast<uint64_t>(row)) >> 32) * static_cast<uint64_t>(sets) >> 32);
 }
 
-// The usage of a way is one word; a lower word is replaced first. LRU: the number of the batch that
-// used it last. LFU: the lookups of its row so far, above the 32 low bits of that number. The count
+// The usage of a way is one word. LRU: the number of the batch that used it last; the lowest is
+// replaced first. LFU: the lookups of its row so far, above the 32 low bits of that number; fewest
+// lookups first, and among equal ones the row that was used last: if batches come again, as in a
+// next epoch, the others are needed sooner, and if not, it makes no difference. The count
 // of a row is in the word while the row is cached and in `counts` otherwise, so that neither a
 // probe nor the choice of a way reads other memory.
 EMB_HD int64_t usage_word(Policy policy, int64_t lookups, int64_t now) {
@@ -69,7 +71,9 @@ EMB_HD int64_t add_lookups(int64_t before, int64_t more) {
 inline constexpr int64_t kNotFree = INT64_MAX;
 
 EMB_HD int64_t way_order(Policy policy, int64_t word, int64_t oldest) {
-  return word < 0 || batch_of(policy, word) < oldest ? word : kNotFree;
+  if (word < 0) return word;
+  if (batch_of(policy, word) >= oldest) return kNotFree;
+  return policy == Policy::kLru ? word : word ^ 0xffffffff;
 }
 
 // Return whether a row with so many lookups may replace the row of a way; `order` is the result of
