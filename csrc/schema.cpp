@@ -64,7 +64,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " -> Tensor");
   m.def(
       "cache_move_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
-      " Tensor rows, Tensor count, Tensor row_slots, Tensor evicted) -> ()");
+      " Tensor rows, Tensor count, Tensor row_slots, Tensor evicted, Tensor(c!)[] later) -> ()");
   m.def(
       "cache_flush_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor tags) -> ()");

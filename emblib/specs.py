@@ -192,7 +192,10 @@ class Precision:
 
 
 class CachePolicy(Choice):
-    """Which row is evicted: the least recently used (LRU) or least frequently used (LFU)."""
+    """Which row is evicted: the least recently used (LRU) or least frequently used (LFU).
+
+    Among rows that were used equally often, LFU evicts the one that was used last.
+    """
 
     LRU = "lru"
     LFU = "lfu"

@@ -46,8 +46,10 @@ EMB_HD int64_t set_of(int64_t row, int64_t sets) {
       (mix64(static_cast<uint64_t>(row)) >> 32) * static_cast<uint64_t>(sets) >> 32);
 }
 
-// The usage of a way is one word; a lower word is replaced first. LRU: the number of the batch that
-// used it last. LFU: the lookups of its row so far, above the 32 low bits of that number. The count
+// The usage of a way is one word. LRU: the number of the batch that used it last; the lowest is
+// replaced first. LFU: the lookups of its row so far, above the 32 low bits of that number; fewest
+// lookups first, and among equal ones the row that was used last: if batches come again, as in a
+// next epoch, the others are needed sooner, and if not, it makes no difference. The count
 // of a row is in the word while the row is cached and in `counts` otherwise, so that neither a
 // probe nor the choice of a way reads other memory.
 EMB_HD int64_t usage_word(Policy policy, int64_t lookups, int64_t now) {
@@ -69,7 +71,9 @@ EMB_HD int64_t add_lookups(int64_t before, int64_t more) {
 inline constexpr int64_t kNotFree = INT64_MAX;
 
 EMB_HD int64_t way_order(Policy policy, int64_t word, int64_t oldest) {
-  return word < 0 || batch_of(policy, word) < oldest ? word : kNotFree;
+  if (word < 0) return word;
+  if (batch_of(policy, word) >= oldest) return kNotFree;
+  return policy == Policy::kLru ? word : word ^ 0xffffffff;
 }
 
 // Return whether a row with so many lookups may replace the row of a way; `order` is the result of
@@ -181,7 +185,8 @@ struct CacheMemory {
   TierTensor tensors[kMaxCacheTensors][kTiers];  // null if a tier is not used
   uint32_t by_row;                               // bit k: tensor k has one entry per row
   int64_t cache_elements, cache_rows;  // sizes of the cache tier: element-wise and row-wise
-  const double* hyper;                 // for stochastic rounding; at least kOptimizerArgs entries
+  // For stochastic rounding, at least kOptimizerArgs entries; on a GPU null if nothing is rounded.
+  const double* hyper;
 
   EMB_HD bool is_by_row(int tensor) const { return by_row >> tensor & 1u; }
 };
@@ -223,7 +228,26 @@ EMB_HD uint32_t write_back_stream(int tensor) {
 struct CacheMoves {
   const int64_t* rows;
   const int32_t* row_slots;
-  const int64_t* evicted;
+  const int64_t* evicted;  // on a GPU null if every row is fetched and none is evicted
+};
+
+// What a GPU leaves out of the moves of a batch that is prefetched while earlier batches are in
+// flight: their updates need not wait for it then. A row without a way is updated in its table, and
+// the set remembers the batch. A row of the batch that takes a way of such a set may be one that is
+// updated there: it is fetched by a later call, after the update. Its slot is in `slots`, and the
+// row that it evicts is written back at once.
+struct PostponedFetches {
+  const int64_t* clock = nullptr;  // as of `cache_plan_`
+  int64_t* conflicts = nullptr;    // [sets] the last batch with a row without a way; null: on a CPU
+  int64_t sets = 0;
+  int64_t* rows = nullptr;   // [U]
+  int32_t* slots = nullptr;  // [U]
+  int32_t* count = nullptr;  // null: nothing is postponed
+
+  EMB_HD bool may_be_updated(int64_t slot) const {
+    return count != nullptr && slot / kWays < sets && conflicts[slot / kWays] >= clock[1];
+  }
+  EMB_HD void note_conflict(int64_t row) const { conflicts[set_of(row, sets)] = clock[0]; }
 };
 
 // The CPU kernels of `cache_move_` and `cache_flush_`.

@@ -122,17 +122,42 @@ CacheMemory device_memory(const char* op, std::vector<Tensor>& weights, std::vec
   return memory;
 }
 
+PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& later, const Tensor& rows) {
+  PostponedFetches fetches{};
+  if (later.empty()) return fetches;
+  STD_TORCH_CHECK(later.size() == 2 || later.size() == 5, op,
+                  ": later must be empty, [clock, conflicts] or [clock, conflicts, rows, slots, "
+                  "count], got ",
+                  later.size(), " tensors");
+  check_cache_vector(op, "clock", later[0], ScalarType::Long, 2, rows);
+  check_cache_tensor(op, "conflicts", later[1], ScalarType::Long, rows);
+  fetches.clock = later[0].const_data_ptr<int64_t>();
+  fetches.sets = later[1].numel();
+  STD_TORCH_CHECK(fetches.sets > 0, op, ": conflicts needs an entry per set");
+  fetches.conflicts = later[1].mutable_data_ptr<int64_t>();
+  if (later.size() == 2) return fetches;
+  check_cache_vector(op, "later rows", later[2], ScalarType::Long, rows.numel(), rows);
+  check_cache_vector(op, "later slots", later[3], ScalarType::Int, rows.numel(), rows);
+  check_cache_vector(op, "later count", later[4], ScalarType::Int, 1, rows);
+  fetches.rows = later[2].mutable_data_ptr<int64_t>();
+  fetches.slots = later[3].mutable_data_ptr<int32_t>();
+  fetches.count = later[4].mutable_data_ptr<int32_t>();
+  return fetches;
+}
+
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
-                 const Tensor& row_slots, const Tensor& evicted) {
+                 const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
   const char* op = "cache_move_";
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
   check_cache_vector(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
-  check_cache_vector(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
+  const bool evicts = evicted.numel() > 0;  // if not, all rows are fetched
+  check_cache_vector(op, "evicted", evicted, ScalarType::Long, evicts ? rows.numel() : 0, tables);
   const CacheMoves moves{rows.const_data_ptr<int64_t>(), row_slots.const_data_ptr<int32_t>(),
-                         evicted.const_data_ptr<int64_t>()};
-  launch_move(CudaLauncher(tables), memory, moves, count.const_data_ptr<int32_t>(), rows.numel());
+                         evicts ? evicted.const_data_ptr<int64_t>() : nullptr};
+  launch_move(CudaLauncher(tables), memory, moves, postponed_fetches(op, later, rows),
+              count.const_data_ptr<int32_t>(), rows.numel());
 }
 
 void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,

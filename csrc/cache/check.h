@@ -106,7 +106,8 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                   ": states must be a list of ", kTiers, " times at most ", kMaxCacheTensors - 1,
                   " tensors, all of one tier after the other, got ", states.size());
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
-  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() >= kOptimizerArgs, op,
+  const bool exact = hyper.is_cuda() && hyper.numel() == 0;  // no value is rounded
+  STD_TORCH_CHECK(hyper.is_contiguous() && (exact || hyper.numel() >= kOptimizerArgs), op,
                   ": hyper must have at least ", static_cast<int>(kOptimizerArgs),
                   " entries (see emblib.optim), got ", hyper.numel());
   check_features(op, tables);
@@ -116,7 +117,7 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
   memory.num_tensors = 1 + num_states;
   memory.cache_elements = weights[kCacheTier].numel();
   memory.cache_rows = INT64_MAX;
-  memory.hyper = hyper.const_data_ptr<double>();
+  memory.hyper = exact ? nullptr : hyper.const_data_ptr<double>();
   for (int tier = 0; tier < kTiers; ++tier) {
     for (int k = 0; k <= num_states; ++k) {
       Tensor& tensor = k == 0 ? weights[tier] : states[tier * num_states + k - 1];

@@ -1,6 +1,15 @@
-// Moves rows and their optimizer states between the cache and the tiers of their tables on the GPU,
-// one warp per row. A lane owns the same columns of the row that leaves a slot and of the row that
-// enters it: it reads a column of the slot before it overwrites it, and no lane waits for another.
+// Moves rows and their optimizer states between the cache and the tiers of their tables on the GPU.
+//
+// A warp takes 32 rows of the batch. Lane i computes once where row i comes from, where the row
+// that it evicts goes to, and whether it moves at all. Then groups of lanes, as wide as a row, take
+// the rows that move, kMoveRows each at a time: all of these are read before one of them is
+// written, so some 2 KB per warp and direction are on the bus at once, and both directions are
+// busy. States with one entry per row are moved by the lane of the row. A lane owns the same
+// columns of the row that leaves a slot and of the row that enters it: it reads a column of the
+// slot before it overwrites it, and no lane waits for another.
+//
+// The grid is small: a bus of 55 GB/s with a latency of 2 us is full with some 100 KB in flight,
+// and a prefetch on a side stream must leave the multiprocessors to the training step.
 #pragma once
 
 #include "cache/args.h"
@@ -11,6 +20,8 @@ namespace emb::cuda {
 
 inline constexpr int kMoveThreads = 256;
 inline constexpr int kMoveColumns = 4;
+inline constexpr int kMoveRows = 4;     // of a group of lanes in flight
+inline constexpr int kMoveBlocks = 16;  // 128 warps with 256 KB in flight per direction
 
 // Round columns [column, column + valid) of a row that is written back.
 EMB_DEVICE void round_columns(Dtype type, const Rounding& rounding, int64_t row, int64_t column,
@@ -26,79 +37,267 @@ EMB_DEVICE void round_columns(Dtype type, const Rounding& rounding, int64_t row,
   }
 }
 
-// Move this lane's columns of one tensor: write back the contents of the slot to row `out`, then
-// fetch row `in`. Either may be missing (dim 0).
-EMB_DEVICE void move_tensor(const CacheMemory& memory, int tensor, const TierRow& out,
-                            const TierRow& in, int64_t slot, const Rounding& rounding) {
-  const bool by_row = memory.is_by_row(tensor);
-  const int64_t out_dim = by_row && out.dim > 0 ? 1 : out.dim;
-  const int64_t in_dim = by_row && in.dim > 0 ? 1 : in.dim;
-  const int64_t dim = out_dim > in_dim ? out_dim : in_dim;
+// The moves of one row: `out` leaves a slot and `in` enters it; either may be missing (dim 0).
+struct RowMove {
+  TierRow out{kNoRow, 0, 0, {0, 0, 0}}, in{kNoRow, 0, 0, {0, 0, 0}};
+  int64_t slot = 0;
+
+  EMB_DEVICE bool any() const { return out.dim > 0 || in.dim > 0; }
+  EMB_DEVICE int64_t stride() const { return out.dim > 0 ? out.stride : in.stride; }
+};
+
+// Move the only entry of this lane's row in a tensor with one entry per row.
+EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove& move,
+                           const Rounding& rounding) {
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
-  const TierTensor out_tensor = memory.tensors[tensor][out.location.tier];
-  const TierTensor in_tensor = memory.tensors[tensor][in.location.tier];
-  const int64_t stride = out.dim > 0 ? out.stride : in.stride;
-  const int64_t start = by_row ? slot : slot * stride;
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-  for (int64_t c = lane * kMoveColumns; c < dim; c += simt::kWarp * kMoveColumns) {
-    const int out_valid = static_cast<int>(out_dim - c), in_valid = static_cast<int>(in_dim - c);
-    float out_values[kMoveColumns], in_values[kMoveColumns];
-    if (out_valid > 0) read_columns(cache.data, cache.type, start + c, out_valid, out_values);
-    if (in_valid > 0) {
-      read_columns(in_tensor.data, in_tensor.type, entry(memory, tensor, in.location) + c, in_valid,
-                   in_values);
+  const TierTensor out = memory.tensors[tensor][move.out.location.tier];
+  const TierTensor in = memory.tensors[tensor][move.in.location.tier];
+  float out_value[kMoveColumns] = {}, in_value[kMoveColumns] = {};
+  if (move.in.dim > 0) read_columns(in.data, in.type, move.in.location.row, 1, in_value);
+  if (move.out.dim > 0) {
+    read_columns(cache.data, cache.type, move.slot, 1, out_value);
+    if (rounding.stochastic && out.type != cache.type) {
+      round_columns(out.type, rounding, move.out.row, 0, tensor, out_value);
     }
-    if (out_valid > 0) {
-      if (rounding.stochastic && out_tensor.type != cache.type) {
-        round_columns(out_tensor.type, rounding, out.row, c, tensor, out_values);
-      }
-      write_columns(out_tensor.data, out_tensor.type, entry(memory, tensor, out.location) + c,
-                    out_valid, out_values);
+    write_columns(out.data, out.type, move.out.location.row, 1, out_value);
+  }
+  if (move.in.dim > 0) write_columns(cache.data, cache.type, move.slot, 1, in_value);
+}
+
+// Return the lanes of a group that moves rows of so many accesses.
+EMB_DEVICE int lanes_of_move(int accesses) {
+  int lanes = 4;
+  while (lanes < static_cast<int>(simt::kWarp) && lanes < accesses) lanes *= 2;
+  return lanes;
+}
+
+// The part of a move that a group needs, from the lane of its row.
+struct SharedMove {
+  int64_t out_element, in_element, start;
+  int out_dim, in_dim, out_tier, in_tier;
+
+  SharedMove() = default;
+  EMB_DEVICE SharedMove(const RowMove& move, int source) {
+    constexpr unsigned kAll = simt::kFullMask;
+    const int from = source < 0 ? 0 : source;
+    const int tiers = move.out.location.tier | move.in.location.tier << 8;
+    const int both = __shfl_sync(kAll, tiers, from);
+    out_tier = both & 255;
+    in_tier = both >> 8;
+    out_element = __shfl_sync(kAll, move.out.location.element, from);
+    in_element = __shfl_sync(kAll, move.in.location.element, from);
+    start = __shfl_sync(kAll, move.slot * move.stride(), from);
+    out_dim = __shfl_sync(kAll, static_cast<int>(move.out.dim), from);
+    in_dim = __shfl_sync(kAll, static_cast<int>(move.in.dim), from);
+    if (source < 0) out_dim = in_dim = 0;
+  }
+};
+
+// Remove the next R rows of each group from the set of those that move, which is the same in all
+// lanes; -1: none.
+template <int R>
+EMB_DEVICE void take_rows(unsigned* left, const LaneGroup& lane, int (&source)[R]) {
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    source[r] = -1;
+    for (int g = 0; g < lane.groups_in_warp(); ++g) {
+      const int next = __ffs(static_cast<int>(*left)) - 1;
+      *left &= *left - 1;
+      if (g == lane.group) source[r] = next;
     }
-    if (in_valid > 0) write_columns(cache.data, cache.type, start + c, in_valid, in_values);
   }
 }
 
-EMB_DEVICE void move_row(const CacheMemory& memory, const TierRow& out, const TierRow& in,
-                         int64_t slot, const Rounding& rounding) {
-  for (int k = 0; k < memory.num_tensors; ++k) move_tensor(memory, k, out, in, slot, rounding);
+EMB_DEVICE simt::Pack16* pack_at(const TierTensor& tensor, int64_t element, int64_t pack) {
+  char* row = static_cast<char*>(tensor.data) + element * size_of(tensor.type);
+  return reinterpret_cast<simt::Pack16*>(row) + pack;
+}
+
+// Move rows of a tensor with an entry per element. All rows consist of aligned 16 bytes, and the
+// cache has the dtype of their tiers.
+EMB_DEVICE void copy_packs(const CacheMemory& memory, int tensor, const RowMove& mine,
+                           unsigned left, int packs) {
+  constexpr int R = kMoveRows;
+  const TierTensor cache = memory.tensors[tensor][kCacheTier];
+  const int size = static_cast<int>(size_of(cache.type));
+  const LaneGroup lane(lanes_of_move(packs));
+  while (left != 0) {
+    int source[R];
+    take_rows(&left, lane, source);
+    const simt::Pack16* in_row[R];
+    simt::Pack16 *out_row[R], *slot[R];
+    int in_packs[R], out_packs[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const SharedMove move(mine, source[r]);
+      in_row[r] = pack_at(memory.tensors[tensor][move.in_tier], move.in_element, lane.rank);
+      out_row[r] = pack_at(memory.tensors[tensor][move.out_tier], move.out_element, lane.rank);
+      slot[r] = pack_at(cache, move.start, lane.rank);
+      in_packs[r] = move.in_dim * size / 16 - lane.rank;
+      out_packs[r] = move.out_dim * size / 16 - lane.rank;
+    }
+    for (int p = 0; p < packs; p += lane.lanes) {
+      simt::Pack16 in[R], out[R];
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (p < in_packs[r]) in[r] = in_row[r][p];
+      }
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (p < out_packs[r]) out[r] = slot[r][p];
+      }
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (p < out_packs[r]) out_row[r][p] = out[r];
+      }
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (p < in_packs[r]) slot[r][p] = in[r];
+      }
+    }
+  }
+}
+
+// The same for any alignment and dtypes, a row of each group at a time.
+EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const RowMove& mine,
+                                unsigned left, int widest, const Rounding& rounding) {
+  constexpr int N = kMoveColumns;
+  const TierTensor cache = memory.tensors[tensor][kCacheTier];
+  const LaneGroup lane(lanes_of_move((widest + N - 1) / N));
+  while (left != 0) {
+    int source[1];
+    take_rows(&left, lane, source);
+    const SharedMove move(mine, source[0]);
+    const int64_t out_row =
+        __shfl_sync(simt::kFullMask, mine.out.row, source[0] < 0 ? 0 : source[0]);
+    const TierTensor out_tier = memory.tensors[tensor][move.out_tier];
+    const TierTensor in_tier = memory.tensors[tensor][move.in_tier];
+    for (int c = lane.rank * N; c < widest; c += lane.lanes * N) {
+      const int out_valid = move.out_dim - c, in_valid = move.in_dim - c;
+      float out[N], in[N];
+      if (in_valid > 0) {
+        read_columns(in_tier.data, in_tier.type, move.in_element + c, in_valid, in);
+      }
+      if (out_valid > 0) {
+        read_columns(cache.data, cache.type, move.start + c, out_valid, out);
+        if (rounding.stochastic && out_tier.type != cache.type) {
+          round_columns(out_tier.type, rounding, out_row, c, tensor, out);
+        }
+        write_columns(out_tier.data, out_tier.type, move.out_element + c, out_valid, out);
+      }
+      if (in_valid > 0) write_columns(cache.data, cache.type, move.start + c, in_valid, in);
+    }
+  }
+}
+
+// Return whether a row of this lane is aligned 16 bytes in a tensor of the dtype of its tier.
+EMB_DEVICE bool is_whole(const CacheMemory& memory, int tensor, const TierRow& row, int64_t start) {
+  if (row.dim == 0) return true;
+  const TierTensor cache = memory.tensors[tensor][kCacheTier];
+  const TierTensor tier = memory.tensors[tensor][row.location.tier];
+  return cache.type == tier.type && row.dim * size_of(cache.type) % 16 == 0 &&
+         is_aligned(pack_at(tier, row.location.element, 0), 16) &&
+         is_aligned(pack_at(cache, start, 0), 16);
+}
+
+// Move the rows of the lanes of a warp.
+EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& mine,
+                          const Rounding& rounding) {
+  const unsigned movers = __ballot_sync(simt::kFullMask, mine.any());
+  if (movers == 0) return;
+  const int64_t start = mine.slot * mine.stride();
+  const int dim = static_cast<int>(mine.in.dim > mine.out.dim ? mine.in.dim : mine.out.dim);
+  const int widest = __reduce_max_sync(simt::kFullMask, dim);
+  for (int k = 0; k < memory.num_tensors; ++k) {
+    if (memory.is_by_row(k)) {
+      if (mine.any()) move_entry(memory, k, mine, rounding);
+      continue;
+    }
+    const bool whole = is_whole(memory, k, mine.in, start) && is_whole(memory, k, mine.out, start);
+    if (__all_sync(simt::kFullMask, whole)) {
+      const int64_t size = size_of(memory.tensors[k][kCacheTier].type);
+      copy_packs(memory, k, mine, movers, static_cast<int>(widest * size / 16));
+    } else {
+      convert_columns(memory, k, mine, movers, widest, rounding);
+    }
+  }
+}
+
+// Leave the fetch of this lane's row to a later call if `is_late`. Called by the whole warp.
+EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_late) {
+  const unsigned late = __ballot_sync(simt::kFullMask, is_late);
+  if (late == 0) return;
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int leader = __ffs(static_cast<int>(late)) - 1;
+  int first = 0;
+  if (lane == leader) first = atomicAdd(later.count, __popc(late));
+  first = __shfl_sync(simt::kFullMask, first, leader);
+  if (!is_late) return;
+  const int at = first + __popc(late & ((1u << lane) - 1));
+  later.rows[at] = move->in.row;
+  later.slots[at] = static_cast<int32_t>(move->slot);
+  move->in.dim = 0;
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
-    move_kernel(CacheMemory memory, CacheMoves moves, const int32_t* num_rows) {
-  const Rounding rounding(memory.hyper);
+    move_kernel(CacheMemory memory, CacheMoves moves, PostponedFetches later,
+                const int32_t* num_rows) {
+  const Rounding rounding = memory.hyper != nullptr ? Rounding(memory.hyper) : Rounding();
   const int64_t count = *num_rows;
-  for (int64_t u = simt::global_warp(); u < count; u += simt::warps_in_grid()) {
-    const int64_t evicted = moves.evicted[u], slot = moves.row_slots[u];
-    if (evicted == kNoMove) continue;
-    const TierRow in = find_tier_row(memory, moves.rows[u]), out = find_tier_row(memory, evicted);
-    if (fits(memory, in, slot)) move_row(memory, out, in, slot, rounding);
+  for (int64_t first = simt::global_warp() * simt::kWarp; first < count;
+       first += simt::warps_in_grid() * simt::kWarp) {
+    const int64_t u = first + threadIdx.x % simt::kWarp;
+    RowMove mine;
+    bool is_late = false;
+    if (u < count) {
+      const int64_t evicted = moves.evicted != nullptr ? moves.evicted[u] : kNoRow;
+      const int64_t row = moves.rows[u];
+      mine.slot = moves.row_slots[u];
+      if (evicted != kNoMove) {
+        const TierRow in = find_tier_row(memory, row);
+        if (fits(memory, in, mine.slot)) {
+          mine.in = in;
+          mine.out = find_tier_row(memory, evicted);
+          is_late = later.may_be_updated(mine.slot);
+        }
+      } else if (mine.slot < 0 && later.conflicts != nullptr) {
+        if (find_tier_row(memory, row).dim > 0) later.note_conflict(row);
+      }
+    }
+    if (later.count != nullptr) postpone(later, &mine, is_late);
+    move_rows(memory, mine, rounding);
   }
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
     flush_kernel(CacheMemory memory, const int64_t* tags, int64_t num_slots) {
   const Rounding rounding(memory.hyper);
-  for (int64_t slot = simt::global_warp(); slot < num_slots; slot += simt::warps_in_grid()) {
-    const TierRow out = find_tier_row(memory, tags[slot]), none = find_tier_row(memory, kNoRow);
-    if (fits(memory, out, slot)) move_row(memory, out, none, slot, rounding);
+  for (int64_t first = simt::global_warp() * simt::kWarp; first < num_slots;
+       first += simt::warps_in_grid() * simt::kWarp) {
+    RowMove mine;
+    mine.slot = first + threadIdx.x % simt::kWarp;
+    if (mine.slot < num_slots) {
+      const TierRow out = find_tier_row(memory, tags[mine.slot]);
+      if (fits(memory, out, mine.slot)) mine.out = out;
+    }
+    move_rows(memory, mine, rounding);
   }
 }
 
 template <class Launcher>
 void launch_move(const Launcher& launcher, const CacheMemory& memory, const CacheMoves& moves,
-                 const int32_t* count, int64_t n) {
+                 const PostponedFetches& later, const int32_t* count, int64_t n) {
   if (n == 0) return;
-  launcher(move_kernel, blocks_for(n, kMoveThreads / simt::kWarp, launcher.blocks(32)),
-           kMoveThreads, memory, moves, count);
+  launcher(move_kernel, blocks_for(n, kMoveThreads, kMoveBlocks), kMoveThreads, memory, moves,
+           later, count);
 }
 
 template <class Launcher>
 void launch_flush(const Launcher& launcher, const CacheMemory& memory, const int64_t* tags,
                   int64_t num_slots) {
   if (num_slots == 0) return;
-  launcher(flush_kernel, blocks_for(num_slots, kMoveThreads / simt::kWarp, launcher.blocks(32)),
-           kMoveThreads, memory, tags, num_slots);
+  launcher(flush_kernel, blocks_for(num_slots, kMoveThreads, kMoveBlocks), kMoveThreads, memory,
+           tags, num_slots);
 }
 
 }  // namespace emb::cuda

@@ -48,8 +48,11 @@ CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vect
 
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
-                 const Tensor& row_slots, const Tensor& evicted) {
+                 const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
   const char* op = "cache_move_";
+  STD_TORCH_CHECK(later.empty(), op,
+                  ": on the CPU all rows move at once: later must be empty, got ", later.size(),
+                  " tensors");
   const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
   check_cache_vector(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);

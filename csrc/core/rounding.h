@@ -20,6 +20,7 @@ struct Rounding {
   uint32_t step;
   bool stochastic;
 
+  EMB_HD Rounding() : seed(0), step(0), stochastic(false) {}
   EMB_HD explicit Rounding(const double* hyper)
       : seed(hyper[kSeed] > 0.0 ? static_cast<uint64_t>(hyper[kSeed]) : 0),
         step(hyper[kStep] > 0.0 ? static_cast<uint32_t>(static_cast<uint64_t>(hyper[kStep])) : 0),

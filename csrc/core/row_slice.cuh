@@ -111,20 +111,13 @@ EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
   }
 }
 
-// As write_columns, for outputs, with `store_streaming`.
+// Write N columns of an output, aligned to 16 bytes or to all of them, with `store_streaming`.
 template <class T, int N>
-EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) {
+EMB_DEVICE void stream_vector(T* address, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
   using Pack = std::conditional_t < kBytes<16, simt::Pack8, simt::Pack16>;
   constexpr int kPacks = kBytes / static_cast<int>(sizeof(Pack));
   constexpr int kEach = N / kPacks, kWords = static_cast<int>(sizeof(Pack)) / 4;
-  if (valid < N || !is_aligned(address, alignof(Pack))) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      if (k < valid) address[k] = from_float<T>(values[k]);
-    }
-    return;
-  }
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     Pack pack;
@@ -139,6 +132,20 @@ EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) 
       }
     }
     simt::store_streaming(reinterpret_cast<Pack*>(address) + p, pack);
+  }
+}
+
+// The same for the first `valid` columns and any alignment.
+template <class T, int N>
+EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) {
+  constexpr int kBytes = N * static_cast<int>(sizeof(T));
+  if (valid >= N && is_aligned(address, kBytes < 16 ? 8 : 16)) {
+    stream_vector(address, values);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    if (k < valid) address[k] = from_float<T>(values[k]);
   }
 }
 
@@ -164,6 +171,17 @@ EMB_DEVICE void write_columns(void* data, Dtype type, int64_t element, int valid
     write_columns(static_cast<half16*>(data) + element, valid, values);
   } else {
     write_columns(static_cast<bfloat16*>(data) + element, valid, values);
+  }
+}
+
+template <int N>
+EMB_DEVICE void stream_vector(void* data, Dtype type, int64_t element, const float (&values)[N]) {
+  if (type == Dtype::kFloat) {
+    stream_vector(static_cast<float*>(data) + element, values);
+  } else if (type == Dtype::kHalf) {
+    stream_vector(static_cast<half16*>(data) + element, values);
+  } else {
+    stream_vector(static_cast<bfloat16*>(data) + element, values);
   }
 }
 

@@ -59,12 +59,19 @@ EMB_DEVICE Pack8 load(const Pack8* address) {
   return {{v.x, v.y}};
 }
 EMB_DEVICE uint32_t load(const uint32_t* address) { return __ldg(address); }
+EMB_DEVICE uint16_t load(const uint16_t* address) { return __ldg(address); }
 
 // Return `x & mask | bits` in one instruction; the compiler makes two of constants.
 EMB_DEVICE uint32_t mask_and_set(uint32_t x, uint32_t mask, uint32_t bits) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
   return result;
+}
+
+// Keep an address in registers: the compiler would add it up from kernel arguments at every use.
+template <class T>
+EMB_DEVICE void keep_in_registers(T*& address) {
+  asm("" : "+l"(address));
 }
 
 // Store what no kernel reads soon: it leaves the L2 cache before other lines, such as rows of hot
@@ -137,6 +144,9 @@ void store_streaming(Pack* address, const Pack& value) {
 inline uint32_t mask_and_set(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
 
 inline void prefetch(const void*) {}
+
+template <class T>
+void keep_in_registers(T*&) {}
 
 template <int kBytes>
 void copy_async(void* shared, const void* global, bool inside) {

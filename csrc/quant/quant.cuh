@@ -1,6 +1,8 @@
 // Quantised tables on the GPU: quantise rows, look up bags.
 #pragma once
 
+#include <type_traits>
+
 #include "core/dtype.h"
 #include "core/half.h"
 #include "core/layout.h"
@@ -73,14 +75,22 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
   }
 }
 
-// The lookup. A group of 4 to 32 lanes reads a row, 8 columns per lane, in words: a row is as long
-// as it must be, and begins at any word. Every lane reads index, header and weight of one lookup
-// and shares them by shuffles, scale and offset not before the loads of the numbers are on their
-// way. All of a row is side by side, so it is one access to memory. The groups of a warp run in
-// lockstep, so all collectives name the full warp. Sums are in the order of the lookups.
+// The lookup. A group of 4 to 32 lanes reads a row. A lane owns two quads of columns, 4 * lanes
+// columns apart: so each access of a group, to a row or to the output, is to neighbouring memory
+// (with 8 neighbouring columns per lane every access would touch half of each sector). A quad is a
+// word or half of one, as a row begins at any word. Every lane reads index, header and weight of
+// one lookup and shares them by shuffles, scale and offset not before the loads of the numbers are
+// on their way. The groups of a warp run in lockstep, so all collectives name the full warp. Sums
+// are in the order of the lookups.
 
-inline constexpr int kQuantThreads = 256;
-inline constexpr int kQuantColumns = 8;  // per lane
+inline constexpr int kQuantThreads = 128;
+// Blocks per multiprocessor, for 80 and 72 registers: loads in flight matter more than occupancy.
+inline constexpr int kQuantPoolBlocks = 6;
+inline constexpr int kQuantShortBlocks = 7;
+inline constexpr int kQuad = 4;          // columns
+inline constexpr int kQuantColumns = 8;  // per lane: two quads
+inline constexpr int kQuantRowsInFlight = 8;
+inline constexpr int kMinQuantLanes = kQuantRowsInFlight;  // so each row in flight has its lane
 
 struct QuantArgs {
   const uint8_t* packed;
@@ -133,21 +143,15 @@ struct QuantTask {
   }
 };
 
-// The row of a lookup: its address (null: none), its scale and offset, and its weight.
-template <int kBits>
-struct QuantRow {
-  const uint8_t* address = nullptr;
+// The scale and offset of the row of lookup `i` at `address` (null: none), and its weight.
+struct QuantHeader {
   uint32_t header = 0;
   float weight = 0.0f;
 
-  EMB_DEVICE QuantRow(const QuantArgs& args, const QuantTask& task, int64_t index, int i) {
-    if (i >= task.length) return;
-    const int64_t row = repair_index(index, task.feature->rows);
-    if (row < 0) return;
-    const int64_t stride = row_bytes(task.dim, kBits);
-    address = args.packed + task.feature->weight_offset + row * stride;
+  EMB_DEVICE QuantHeader(const QuantArgs& args, const uint8_t* address, int64_t i) {
+    if (address == nullptr) return;
     header = simt::load(reinterpret_cast<const uint32_t*>(address));
-    weight = args.sample_weights ? args.sample_weights[task.begin + i] : 1.0f;
+    weight = args.sample_weights ? args.sample_weights[i] : 1.0f;
   }
 
   EMB_DEVICE float scale() const {
@@ -163,35 +167,52 @@ EMB_DEVICE int64_t index_at(const QuantArgs& args, const QuantTask& task, int i)
   return i < task.length ? args.indices[task.begin + i] : -1;
 }
 
-EMB_DEVICE const uint8_t* shuffle(const uint8_t* address, int lane, int lanes) {
-  const auto number = reinterpret_cast<int64_t>(address);
-  return reinterpret_cast<const uint8_t*>(__shfl_sync(simt::kFullMask, number, lane, lanes));
+// Return the address of row i of a bag, null if there is none.
+template <int kBits>
+EMB_DEVICE const uint8_t* row_address(const QuantArgs& args, const QuantTask& task, int i) {
+  const int64_t row = repair_index(index_at(args, task, i), task.feature->rows);
+  if (i >= task.length || row < 0) return nullptr;
+  return args.packed + task.feature->weight_offset + row * row_bytes(task.dim, kBits);
 }
 
-// The columns of a lane in a row: 8 numbers, in one word or two.
+EMB_DEVICE const uint8_t* shuffle(const uint8_t* address, int lane) {
+  const auto number = reinterpret_cast<int64_t>(address);
+  return reinterpret_cast<const uint8_t*>(__shfl_sync(simt::kFullMask, number, lane));
+}
+
+// The columns of a lane in its group's stripe of `kQuantColumns * lanes` columns.
+struct QuadColumns {
+  int first, second;  // of either quad
+
+  EMB_DEVICE QuadColumns(const LaneGroup& lane, int base)
+      : first(base + lane.rank * kQuad), second(first + lane.lanes * kQuad) {}
+};
+
+// The numbers of a lane in a row.
 template <int kBits>
 struct PackedSlice {
-  static constexpr int kWords = kQuantColumns * kBits / 32;
+  using Word = std::conditional_t<kBits == 8, uint32_t, uint16_t>;  // a quad
 
-  uint32_t word[kWords] = {};
+  uint32_t quad[2] = {};
 
-  // Load the words with the first `valid` columns, `place` bytes into a row: it may end before the
-  // slice. There may be no row.
-  EMB_DEVICE void load(const uint8_t* row, uint32_t place, int valid) {
-    const auto words = reinterpret_cast<uintptr_t>(row) + place;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      if (row != nullptr && i * 32 / kBits < valid) {
-        word[i] = simt::load(reinterpret_cast<const uint32_t*>(words) + i);
-      }
-    }
+  // Load the quads of a row that begin before its end, after which are zeros up to a word.
+  EMB_DEVICE void load(const uint8_t* row, const QuadColumns& columns, int dim) {
+    if (columns.first < dim) quad[0] = load_quad(row + place(columns.first));
+    if (columns.second < dim) quad[1] = load_quad(row + place(columns.second));
+  }
+  EMB_DEVICE static uint32_t load_quad(const uint8_t* address) {
+    return simt::load(reinterpret_cast<const Word*>(address));
+  }
+  // Return the bytes from the beginning of a row to a column.
+  EMB_DEVICE static uint32_t place(int column) {
+    return kHeaderBytes + static_cast<uint32_t>(column) * kBits / 8;
   }
 
   // Return number k as a float. It is not converted: as low bits of the mantissa of a power of two
   // it adds to that, which then is subtracted.
   EMB_DEVICE float operator[](int k) const {
-    const int bit = k * kBits, place = bit % 16;
-    const uint32_t half = bit % 32 < 16 ? word[bit / 32] : word[bit / 32] >> 16;
+    const int bit = k % kQuad * kBits, place = bit % 16;
+    const uint32_t half = bit < 16 ? quad[k / kQuad] : quad[k / kQuad] >> 16;
     const uint32_t power = static_cast<uint32_t>(127 + 23 - place) << 23;
     const uint32_t mask = ((1u << kBits) - 1) << place;
     return bits_float(simt::mask_and_set(half, mask, power)) - bits_float(power);
@@ -205,28 +226,65 @@ EMB_DEVICE void add_slice(const PackedSlice<kBits>& slice, float scale, float sh
   for (int e = 0; e < kQuantColumns; ++e) sum[e] += scale * slice[e] + shift;
 }
 
-// Pooled lookup: a group takes a bag and has four of its rows in flight.
+// Write the columns of a lane to the output of a bag, which begins at `element`; kVector if all of
+// it is in aligned quads.
+template <bool kVector>
+EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadColumns& columns,
+                            int dim, const float (&sum)[kQuantColumns]) {
+#pragma unroll
+  for (int q = 0; q < 2; ++q) {
+    const int column = q == 0 ? columns.first : columns.second;
+    if (column >= dim) continue;
+    float values[kQuad];
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e) values[e] = sum[q * kQuad + e];
+    if constexpr (kVector) {
+      stream_vector(args.output, args.output_type, element + column, values);
+    } else {
+      stream_columns(args.output, args.output_type, element + column, dim - column, values);
+    }
+  }
+}
 
-// Sum the columns of a lane, which are `place` bytes from the beginning of each row.
-template <int kBits>
+// Pooled lookup: a group takes a bag and has eight of its rows in flight.
+
+// `Row` is the type of row numbers, which are shared: 64 bits cost another shuffle per row. Where
+// there is no row, row 0 is read and its numbers are multiplied by 0: no branch per row.
+template <int kBits, class Row>
 EMB_DEVICE void sum_packed(const QuantArgs& args, const QuantTask& task, const LaneGroup& lane,
-                           uint32_t place, int valid, int longest, float (&sum)[kQuantColumns]) {
+                           const QuadColumns& columns, int longest, float (&sum)[kQuantColumns]) {
+  constexpr int R = kQuantRowsInFlight;
+  const uint8_t* table = args.packed + task.feature->weight_offset;
+  const uint8_t* first = table + PackedSlice<kBits>::place(columns.first);
+  const uint8_t* second = table + PackedSlice<kBits>::place(columns.second);
+  simt::keep_in_registers(first);
+  simt::keep_in_registers(second);
+  const int64_t rows = task.feature->rows;
+  const int dim = rows > 0 ? task.dim : 0;
+  const bool has_first = columns.first < dim, has_second = columns.second < dim;
+  const auto stride = static_cast<uint32_t>(row_bytes(task.dim, kBits));
   int64_t index = index_at(args, task, lane.rank);
   for (int tile = 0; tile < longest; tile += lane.lanes) {
     const int i = tile + lane.rank;
-    const QuantRow<kBits> row(args, task, index, i);
+    const int64_t row = i < task.length ? repair_index(index, rows) : -1;
+    const QuantHeader header(args, row < 0 ? nullptr : table + row * stride, task.begin + i);
+    const Row row_of_lane = row < 0 ? 0 : static_cast<Row>(row);
     index = index_at(args, task, i + lane.lanes);
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    for (int k = 0; k < steps; k += kRowsInFlight) {
-      PackedSlice<kBits> slice[kRowsInFlight];
+    for (int k = 0; k < steps; k += R) {
+      PackedSlice<kBits> slice[R];
 #pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
-        const uint8_t* address = shuffle(row.address, k + u, lane.lanes);
-        slice[u].load(address, place, valid);
+      for (int u = 0; u < R; ++u) {
+        if (u == R / 2 && k + u >= steps) break;
+        const Row shared = __shfl_sync(simt::kFullMask, row_of_lane, k + u, lane.lanes);
+        const uint64_t place = static_cast<uint64_t>(shared) * stride;
+        if (has_first) slice[u].quad[0] = PackedSlice<kBits>::load_quad(first + place);
+        if (has_second) slice[u].quad[1] = PackedSlice<kBits>::load_quad(second + place);
       }
-      const float scale_of_lane = row.scale(), shift_of_lane = row.shift();
+      const float scale_of_lane = header.scale(), shift_of_lane = header.shift();
 #pragma unroll
-      for (int u = 0; u < kRowsInFlight; ++u) {
+      for (int u = 0; u < R; ++u) {
+        if (u == R / 2 && k + u >= steps) break;
         const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, k + u, lane.lanes);
         const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, k + u, lane.lanes);
         add_slice(slice[u], scale, shift, sum);
@@ -237,7 +295,8 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const QuantTask& task, const L
 
 // The grid's second dimension divides the columns of rows wider than a warp.
 template <int kBits>
-__global__ void __launch_bounds__(kQuantThreads, 4) quant_pool_kernel(QuantArgs args, int lanes) {
+__global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
+    quant_pool_kernel(QuantArgs args, int lanes) {
   constexpr int N = kQuantColumns;
   const LaneGroup lane(lanes);
   const auto groups = static_cast<uint32_t>(lane.groups_in_warp());
@@ -248,46 +307,89 @@ __global__ void __launch_bounds__(kQuantThreads, 4) quant_pool_kernel(QuantArgs 
     const QuantTask task(args, first + lane.group);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+    const bool large = __any_sync(simt::kFullMask, task.feature->rows >> 32 != 0);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
          base += static_cast<int>(gridDim.y) * lanes * N) {
-      const int column = base + lane.rank * N;
-      const uint32_t place = kHeaderBytes + column * kBits / 8;
+      const QuadColumns columns(lane, base);
       float sum[N] = {};
-      sum_packed<kBits>(args, task, lane, place, task.dim - column, longest, sum);
-      if (column >= task.dim) continue;
+      if (large) {
+        sum_packed<kBits, uint64_t>(args, task, lane, columns, longest, sum);
+      } else {
+        sum_packed<kBits, uint32_t>(args, task, lane, columns, longest, sum);
+      }
       const float factor = task.mean_factor(args);
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[e] *= factor;
-      const int64_t element = task.element(args, first + lane.group) + column;
-      stream_columns(args.output, args.output_type, element, task.dim - column, sum);
+      write_quads<false>(args, task.element(args, first + lane.group), columns, task.dim, sum);
     }
   }
 }
 
 // Lookup of short bags, and of single rows without pooling. The rows of one bag cannot saturate the
 // memory system, so a lane holds the metadata of a bag, and the headers of 32 rows are in flight at
-// once; then a group of lanes takes the numbers of two bags at a time, one row of each.
+// once; then a group of lanes takes the numbers of several bags at a time, one row of each: of
+// eight where no bag of the warp has a second row and there are no sums to keep.
 
 inline constexpr int kQuantBagsInFlight = 2;
+inline constexpr int kSingleRowsInFlight = 8;
 
-// Sum and write columns of some bags of a group. Lane `owner` of the warp holds the metadata and
-// the first row of the first of them, the next one `groups` lanes on.
+// Row i of a bag.
+template <int kBits>
+struct QuantRow {
+  const uint8_t* address;
+  QuantHeader header;
+
+  EMB_DEVICE QuantRow(const QuantArgs& args, const QuantTask& task, int i)
+      : address(row_address<kBits>(args, task, i)),
+        header(args, address, int64_t{task.begin} + i) {}
+};
+
+// Write columns of the only rows of bags. Lane `owner` of the warp holds the metadata and the row
+// of the group's first bag, the next one `groups` lanes on.
+template <int kBits>
+EMB_DEVICE void write_single_rows(const QuantArgs& args, const QuantTask& task,
+                                  const QuantRow<kBits>& row, int64_t element_of_lane,
+                                  const QuadColumns& columns, int owner, int groups) {
+  constexpr int N = kQuantColumns, S = kSingleRowsInFlight, kWarp = simt::kWarp;
+  PackedSlice<kBits> slice[S];
+  int dim[S];
+#pragma unroll
+  for (int s = 0; s < S; ++s) {
+    const int source = owner + s * groups;
+    const uint8_t* address = shuffle(row.address, source);
+    dim[s] = __shfl_sync(simt::kFullMask, task.dim, source);
+    slice[s].load(address, columns, address != nullptr ? dim[s] : 0);
+  }
+  const float scale_of_lane = row.header.scale(), shift_of_lane = row.header.shift();
+#pragma unroll
+  for (int s = 0; s < S; ++s) {
+    const int source = owner + s * groups;
+    const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, source);
+    const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, source);
+    const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, source);
+    float sum[N] = {};
+    add_slice(slice[s], scale, shift, sum);
+    write_quads<true>(args, element, columns, dim[s], sum);
+  }
+}
+
+// Sum and write columns of some bags of a group; owners as above.
 template <int kBits>
 EMB_DEVICE void pool_short_bags(const QuantArgs& args, const QuantTask& task, QuantRow<kBits>& row,
-                                uint32_t item, int column, int owner, int groups, bool is_owner) {
+                                int64_t element_of_lane, const QuadColumns& columns, int owner,
+                                int groups, bool is_owner) {
   constexpr int N = kQuantColumns, S = kQuantBagsInFlight, kWarp = simt::kWarp;
   const int longest = __reduce_max_sync(simt::kFullMask, is_owner ? task.length : 0);
-  const uint32_t place = kHeaderBytes + column * kBits / 8;
   float sum[S][N] = {};
   for (int step = 0; step < longest; ++step) {
     PackedSlice<kBits> slice[S];
 #pragma unroll
     for (int s = 0; s < S; ++s) {
-      const uint8_t* address = shuffle(row.address, owner + s * groups, kWarp);
+      const uint8_t* address = shuffle(row.address, owner + s * groups);
       const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
-      slice[s].load(address, place, dim - column);
+      slice[s].load(address, columns, address != nullptr ? dim : 0);
     }
-    const float scale_of_lane = row.scale(), shift_of_lane = row.shift();
+    const float scale_of_lane = row.header.scale(), shift_of_lane = row.header.shift();
 #pragma unroll
     for (int s = 0; s < S; ++s) {
       const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, owner + s * groups);
@@ -296,27 +398,25 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const QuantTask& task, Qu
     }
     if (longest > 1 && is_owner) {
       const int next = step + 1 < longest ? step + 1 : 0;  // the first again, for other columns
-      row = QuantRow<kBits>(args, task, index_at(args, task, next), next);
+      row = QuantRow<kBits>(args, task, next);
     }
   }
-  const int64_t element_of_lane = task.element(args, item);
   const float factor_of_lane = task.mean_factor(args);
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, owner + s * groups);
     const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
     const float factor = __shfl_sync(simt::kFullMask, factor_of_lane, owner + s * groups);
-    if (column >= dim) continue;
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[s][e] *= factor;
-    stream_columns(args.output, args.output_type, element + column, dim - column, sum[s]);
+    write_quads<false>(args, element, columns, dim, sum[s]);
   }
 }
 
 template <int kBits>
-__global__ void __launch_bounds__(kQuantThreads, 4)
+__global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
     quant_short_bags_kernel(QuantArgs args, int lanes) {
-  constexpr int N = kQuantColumns, S = kQuantBagsInFlight;
+  constexpr int N = kQuantColumns, S = kQuantBagsInFlight, kWarp = simt::kWarp;
   const LaneGroup lane(lanes);
   const int groups = lane.groups_in_warp();
   const auto mine = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -325,14 +425,24 @@ __global__ void __launch_bounds__(kQuantThreads, 4)
   for (auto first = static_cast<uint32_t>(simt::global_warp() * simt::kWarp); first < items;
        first += stride) {
     const QuantTask task(args, first + mine);
-    QuantRow<kBits> row(args, task, index_at(args, task, 0), 0);
+    QuantRow<kBits> row(args, task, 0);
+    const int64_t element = task.element(args, first + mine);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
+    const bool vector =
+        task.dim % kQuad == 0 && element % kQuad == 0 && is_aligned(args.output, 16);
+    const bool single = __all_sync(simt::kFullMask, task.length <= 1 && vector);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
          base += static_cast<int>(gridDim.y) * lanes * N) {
-      for (int k = 0; k < static_cast<int>(simt::kWarp); k += S * groups) {
+      const QuadColumns columns(lane, base);
+      if (single) {
+        for (int k = 0; k < kWarp; k += kSingleRowsInFlight * groups) {
+          write_single_rows<kBits>(args, task, row, element, columns, k + lane.group, groups);
+        }
+        continue;
+      }
+      for (int k = 0; k < kWarp; k += S * groups) {
         const bool is_owner = mine >= k && mine < k + S * groups;
-        pool_short_bags<kBits>(args, task, row, first + mine, base + lane.rank * N, k + lane.group,
-                               groups, is_owner);
+        pool_short_bags<kBits>(args, task, row, element, columns, k + lane.group, groups, is_owner);
       }
     }
   }
@@ -354,7 +464,8 @@ template <int kBits, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   constexpr int kWarp = static_cast<int>(simt::kWarp);
   const int64_t width = quant_mean_width(args);
-  const int lanes = lanes_for(width, kQuantColumns);
+  const int fewest = lanes_for(width, kQuantColumns);
+  const int lanes = fewest < kMinQuantLanes ? kMinQuantLanes : fewest;
   const unsigned stripes = blocks_for(width, lanes * kQuantColumns, 64);
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);

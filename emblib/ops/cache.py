@@ -8,8 +8,7 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
 
 - `tags` int64 `[sets, 32]`: the linear row of each slot, -1 if it is empty
 - `stamps` int64 `[sets, 32]`, -1 if the slot is empty. LRU: number of the batch that used it last.
-  LFU: the lookups of its row so far, above the 32 low bits of that number. The lowest is evicted
-  first
+  LFU: the lookups of its row so far, above the 32 low bits of that number
 - `counts` int32, LFU: `[cached rows]`, lookups so far of each row, up to 2^31 - 1; that of a row in
   the cache is in its stamp, and its entry here is out of date. LRU: not read, `[0]` will do
 - `counters` int64 `[T + 1, 8]`, see `COUNTERS`; one row per table, then the totals
@@ -27,9 +26,9 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
 
 `cache_plan_` plans a batch; its policy is a number of `emblib.ops.codes.CACHE_POLICY`. All
 distinct rows probe, and hits are stamped. The missing rows of a set take its ways: empty ones
-first, then LRU by age or LFU by lookups and then age. LRU assigns ways to the missing rows in
-ascending order, LFU in order of their lookups, most first. Rows used by a batch in flight are not
-replaced, and LFU never replaces a row by one with fewer lookups. A row that gets no way stays in
+first, then LRU by age or LFU by lookups, of equal ones the row used last. LRU assigns ways to the
+missing rows in ascending order, LFU in order of their lookups, most first. Rows used by a batch in
+flight are not replaced, and LFU never replaces a row by one with fewer lookups. A row that gets no way stays in
 the tier of its table and is read from there.
 
 `cache_evictions`, on the CPU, returns `evicted` of such a plan and changes nothing.
@@ -38,6 +37,15 @@ the tier of its table and is read from there.
 Where cache and tier have different dtypes, values are rounded: to nearest when fetched, and when
 written back stochastically if the seed is not negative. `cache_flush_` writes back all rows in the
 cache, which stay there.
+
+On a GPU `hyper` of `cache_move_` may be empty if nothing is rounded stochastically. It is not read
+then, so that updates may count steps meanwhile. And `later` may keep a prefetched batch apart from
+the updates of earlier batches in flight, which write rows without a way in their tables. It is
+empty, `[clock, conflicts]`, or `[clock, conflicts, rows, slots, count]`. `conflicts` int64 `[sets]`
+is the last batch with a row without a way: `cache_move_` writes it. Rows that take a way in a set
+with conflicts of a batch in flight are not fetched but listed: int64 and int32 `[L]`, and their
+number int32 `[1]`, which is 0 before. Another `cache_move_` fetches them after the updates, with
+these tensors as rows, row_slots and count, and an empty `evicted`: no row is evicted.
 
 `cache_locate` probes without changing anything: between the plan of a batch and its use another
 plan may have fetched its rows or, if the cache does not know which batches are in flight, evicted
@@ -118,6 +126,7 @@ def _(
     count: Tensor,
     row_slots: Tensor,
     evicted: Tensor,
+    later: list[Tensor],
 ) -> None:
     return None
 

@@ -111,10 +111,12 @@ class CacheModel:
             way.row, way.stamp = row, now
 
     def _order(self, way: Way) -> tuple[int, ...]:
-        """Rank ways for eviction: empty ones, then by use (LFU), then by age."""
+        """Rank ways for eviction: empty ones, then LRU by age, LFU by use, the newest first."""
         if way.row is None:
             return (0, 0, 0)
-        return (1, self.counts[way.row] if self.policy == "lfu" else 0, way.stamp)
+        if self.policy == "lfu":
+            return (1, self.counts[way.row], -way.stamp)
+        return (1, 0, way.stamp)
 
     def _table(self, row: int) -> int:
         for t, (first, rows) in enumerate(self.ranges):

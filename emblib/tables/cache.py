@@ -5,15 +5,19 @@ rows and the counters. A batch is planned and fetched by `prefetch` or `look_up`
 its update (`InFlight`, the hooks of its autograd graph), and is then released.
 
 The rows of a batch in flight are not evicted. Their slots are remembered, and looked up again if
-the cache has changed since: a row without a way may have got one for another batch, and must then
-be read and updated there.
+rows without a way may have got one since, for another batch: they must then be read and updated
+there.
 
 The lock of the module is held from the plan of a batch until its lookup has read the rows, and
 around its update: a plan is true of the cache only once the rows have moved, and a lookup reads
 slots that the next plan may assign to other rows.
 
-On a GPU a prefetch may run on another stream than the training step. It waits for the last released
-update, and users of its result wait for it.
+On a GPU a prefetch may run on another stream than the training step. It waits for the updates of
+released batches, whose rows it may evict, and its lookup waits for it. Updates of batches in flight
+do not (unless rows are rounded on their way): their rows stay where they are, in their slots, or in
+their tables if they got no way. A row of the latter kind that gets a way for the prefetched batch
+is fetched when that batch is looked up (`LaterFetches`), after the updates of earlier batches. Only
+then slots are looked up again.
 
 An interrupt may come between any two lines. So tags change and rows move in one native call
 (`RowCache.fetch`). What later calls rely on is noted before it: versions, tickets, streams.
@@ -22,17 +26,19 @@ An interrupt may come between any two lines. So tags change and rows move in one
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from emblib.ops import autograd, tbe
+from emblib.ops.one_call import in_one_call
 from emblib.specs import CacheConfig
 from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory
 from emblib.tables.recomputation import RunningForward, running_forward
-from emblib.tables.row_cache import RowCache
+from emblib.tables.row_cache import LaterFetches, RowCache
 
 
 class BatchId(NamedTuple):
@@ -85,6 +91,7 @@ class InFlight:
         self.owner = owner
         self.lock = owner.lock
         self.ticket: _Ticket | None = None
+        self.filled: torch.cuda.Event | None = None  # after its prefetch
         self.version = -1
         self._will_be_repeated = False  # after a lookup without gradients
         self._locations: autograd.RowLocations | None = None
@@ -104,12 +111,16 @@ class InFlight:
         """Locate the rows of the batch in the cache as it is now, and the slots of all lookups."""
         owner, locations = self.owner, self._locations
         assert locations is not None
-        owner.wait_for_prefetch()
-        if self.version != owner.version:
-            owner.begin_use()
-            locations = autograd.RowLocations(locations.groups, owner.cache.find(locations.groups))
-            owner.used()
-            self._locations, self.version = locations, owner.version
+        if self.filled is not None:
+            _wait_for(self.filled)
+        else:
+            owner.wait_for_prefetch()
+        is_current = self.ticket is not None and self.version == owner.version
+        if self.ticket is not None:  # its plan knew where these rows come
+            owner.fetch_later(self.ticket.number)
+        if not is_current:  # the rows of a batch that was released may have been evicted
+            locations = autograd.RowLocations(locations.groups, owner.find(locations.groups))
+        self.version = owner.version
         if locations.slots is None:
             assert locations.row_slots is not None
             slots = owner.cache.slots_of_lookups(locations.groups, locations.row_slots)
@@ -147,6 +158,14 @@ class InFlight:
             self.ticket = None
 
 
+class _Later(NamedTuple):
+    """Rows that are fetched before batch `number` is looked up."""
+
+    number: int
+    tiers: autograd.Tiers
+    fetches: LaterFetches
+
+
 class _LastWork:
     """The last work of a kind on a GPU, for other streams to wait for.
 
@@ -171,6 +190,11 @@ class _LastWork:
         self._event = _event(device)
         self._stream = None
 
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """Return the event after the work that ended last, if any."""
+        return self._event
+
     def wait(self) -> None:
         """Make the current stream wait."""
         if self._event is not None:
@@ -192,16 +216,22 @@ class Prefetcher:
         self.cache = cache
         self.options = options
         self.lock = lock
-        self.version = 0  # of the contents of the cache; rises before they change
+        # Whether rows are rounded when they are written back: a prefetch then reads the step that
+        # updates count, and they wait for each other.
+        self.rounds = cache.layout.weights is not memory.precision.weights
+        self.version = 0  # rises before rows of batches in flight may get other locations
         self._queue: deque[tuple[BatchId, tuple[int, int], InFlight]] = deque()
         self._tickets: dict[int, _Ticket] = {}  # of batches in flight
         self._dropped: deque[_Ticket] = deque()  # those that the next batch releases
+        self._later: deque[_Later] = deque()  # in the order of the tickets
         self._filled, self._used = _LastWork(), _LastWork()  # prefetches; finds and updates
+        self._fetched = _LastWork()  # what was left for later
 
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
-        none = {"_filled": _LastWork(), "_used": _LastWork(), "_tickets": {}}
-        return {**self.__dict__, **none, "_queue": deque(), "_dropped": deque()}
+        work = {name: _LastWork() for name in ("_filled", "_used", "_fetched")}
+        empty = {name: deque[object]() for name in ("_queue", "_dropped", "_later")}
+        return {**self.__dict__, **work, **empty, "_tickets": {}}
 
     def prefetch(self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId) -> None:
         """Fetch the rows of a batch; `batch_id` has the tensors that forward will get."""
@@ -277,6 +307,7 @@ class Prefetcher:
         self.wait_for_prefetch()
         self._release_dropped()
         self._used.wait()
+        self._fetched.wait()
         passes = self._passes(batch)
         groups = passes[0] if len(passes) == 1 else autograd.groups_of(batch)
         self._enter(flight)
@@ -288,6 +319,7 @@ class Prefetcher:
         flight.fill(groups, row_slots)
         if batch.indices.is_cuda:
             self._filled.end(batch.indices.device)
+            flight.filled = None if self.rounds else self._filled.event
 
     def _passes(self, batch: autograd.Lookup) -> list[tbe.Groups]:
         """Return the groups of each pass in which the rows of a batch are fetched."""
@@ -305,23 +337,58 @@ class Prefetcher:
     def _fetch(self, passes: list[tbe.Groups], tiers: autograd.Tiers) -> Tensor:
         """Fetch the rows of a batch; return the slots of those of the last pass."""
         disk, first = self.memory.disk, self.memory.layout.first_disk_row
+        later: list[LaterFetches] = []
+        if self.cache.weights.is_cuda and not self.rounds:
+            tiers = tiers._replace(hyperparams=tiers.hyperparams[:0])
+        if self.cache.weights.is_cuda and not self.rounds and len(self._tickets) > 1:
+            later = [self.cache.no_fetches(groups.rows.numel()) for groups in passes]
+            number = max(self._tickets)
+            self._later.extend(_Later(number, tiers, fetches) for fetches in later)
+        else:
+            self.version += 1
         # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
         for some in [passes] if disk is None else [[groups] for groups in passes]:
             if disk is not None:
                 disk.touch(self._disk_rows(some[0]))
                 evicted = self.cache.evictions(some[0])
                 disk.protect(evicted[evicted >= first] - first)
+                self.version += 1
+            row_slots = self.cache.fetch(tiers, some, later)[-1]
+        return row_slots
+
+    def fetch_later(self, number: int) -> None:
+        """Fetch, on the current stream, what prefetches up to a ticket have left for later.
+
+        All updates that were enqueued come first. The others look up their rows again.
+        """
+        if self.cache.weights.is_cuda:
+            self._fetched.wait()
+        while self._later and self._later[0].number <= number:
+            work, device = self._later[0], self.cache.weights.device
+            self._used.wait()
+            self._fetched.begin(device)
             self.version += 1
-            row_slots = self.cache.fetch(tiers, some)[-1]
+            for tensor in work.fetches:
+                tensor.record_stream(torch.cuda.current_stream(device))
+            # In one call: a row that was fetched twice would lose the updates between.
+            fetch = self.cache.fetch_later(work.tiers, work.fetches)
+            in_one_call(fetch, partial(self._later.popleft))
+            self._fetched.end(device)
+
+    def find(self, groups: tbe.Groups) -> Tensor:
+        """Return the current slots of rows, after all prefetches."""
+        self.settle()
+        self.begin_use()
+        row_slots = self.cache.find(groups)
+        self.used()
         return row_slots
 
     def locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         """Locate rows for an update: in the cache where they are in it, else in their tables."""
-        self.wait_for_prefetch()
-        self.begin_use()
         if self.memory.disk is not None:
             self.memory.disk.touch(self._disk_rows(groups))
-        locations = autograd.RowLocations(groups, self.cache.find(groups))
+        locations = autograd.RowLocations(groups, self.find(groups))
+        self.begin_use()
         self.protect_conflicts(locations)
         return locations
 
@@ -370,6 +437,7 @@ class Prefetcher:
     def _release_dropped(self) -> None:
         while self._dropped:
             ticket = self._dropped[0]
+            self.fetch_later(ticket.number)
             if ticket.stream is not None and not torch.cuda.is_current_stream_capturing():
                 self.begin_use()
                 _wait_for(ticket.stream.record_event())  # the looked-up rows may still be read
@@ -390,7 +458,7 @@ class Prefetcher:
     def flush(self, tiers: autograd.Tiers) -> None:
         """Write all cached rows back, and commit the disk tier; prefetched batches stay valid."""
         with self.lock:
-            self.wait_for_prefetch()
+            self.settle()
             self.begin_use()
             disk, first = self.memory.disk, self.memory.layout.first_disk_row
             if disk is not None:
@@ -401,11 +469,17 @@ class Prefetcher:
             if disk is not None:
                 disk.commit(tiers.hyperparams.tolist())
 
+    def settle(self) -> None:
+        """Make the current stream wait for all prefetches, and fetch what they left for later."""
+        self.wait_for_prefetch()
+        self.fetch_later(self.cache.last_ticket)
+
     def reset(self) -> None:
         """Empty the cache and forget prefetched batches; nothing is written back."""
         with self.lock:
             self._queue.clear()
-            self.wait_for_prefetch()
+            self._later.clear()
+            self.settle()
             self.begin_use()
             self.version += 1
             self.cache.reset()

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import chain, starmap, tee
+from itertools import chain, starmap, tee, zip_longest
 from operator import call
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +132,20 @@ class CacheLayout:
         return slot * cache_ops.WAYS
 
 
+class LaterFetches(NamedTuple):
+    """The rows of a prefetched batch that are fetched only when it is looked up, on a GPU.
+
+    Attributes:
+        rows: int64 `[L]`, linear rows.
+        slots: int32 `[L]`, the slot of each.
+        num_rows: int32 `[1]`.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    num_rows: Tensor
+
+
 class RowCache(nn.Module):
     """Rows of the cached tables of a module, with their optimizer state, in fast memory.
 
@@ -150,6 +164,7 @@ class RowCache(nn.Module):
     counts: Tensor
     counters: Tensor
     clock: Tensor
+    conflicts: Tensor
     table_features: Tensor
 
     def __init__(self, layout: CacheLayout, device: torch.device | str | None = None) -> None:
@@ -170,6 +185,7 @@ class RowCache(nn.Module):
                 (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
             ),
             "clock": torch.empty(2, dtype=torch.int64, device=device),
+            "conflicts": torch.empty(layout.sets, dtype=torch.int64, device=device),
             "table_features": torch.empty(
                 (len(layout.tables), len(FeatureColumn)), dtype=torch.int64, device=device
             ),
@@ -223,6 +239,11 @@ class RowCache(nn.Module):
         """Return the optimizer states of the cached rows, in the order of the optimizer."""
         return [getattr(self, f"state_{state.name}") for state in self.layout.states]
 
+    @property
+    def last_ticket(self) -> int:
+        """Return the number of the newest batch."""
+        return self._now
+
     def new_ticket(self) -> int:
         """Return the number of a new batch, for `enter` and `leave`."""
         self._now += 1
@@ -231,27 +252,46 @@ class RowCache(nn.Module):
     def enter(self, ticket: int) -> None:
         """Start a batch: the next plans are for it, and its rows are not evicted."""
         self._in_flight.add(ticket)
-        self.clock[0].add_(1)
+        now, oldest = self.clock[0], self.clock[1]
+        # A difference to the clock: it stays valid when a captured graph replays it, and brings the
+        # clock back to the tickets where an interrupt came between `new_ticket` and this.
+        lag = self._now - min(self._in_flight)
+        in_one_call(partial(now.add_, 1), partial(torch.sub, now, lag, out=oldest))
 
     def leave(self, ticket: int) -> None:
-        """End a batch: it no longer protects its rows from eviction."""
+        """End a batch: plans of batches that enter later may evict its rows."""
         self._in_flight.discard(ticket)
-        oldest = min(self._in_flight, default=self._now + 1)
-        # A difference to the clock: it stays valid when a captured graph replays it, and brings the
-        # clock back to the tickets where an interrupt came between the two.
-        torch.sub(self.clock[0], self._now - oldest, out=self.clock[1])
 
-    def fetch(self, tiers: Tiers, passes: Sequence[Groups]) -> list[Tensor]:
+    def no_fetches(self, length: int) -> LaterFetches:
+        """Return an empty list of rows to fetch later, for a batch of `length` lookups."""
+        like = self.clock
+        return LaterFetches(
+            rows=like.new_empty(length),
+            slots=like.new_empty(length, dtype=torch.int32),
+            num_rows=like.new_zeros(1, dtype=torch.int32),
+        )
+
+    def fetch(
+        self, tiers: Tiers, passes: Sequence[Groups], later: Sequence[LaterFetches] = ()
+    ) -> list[Tensor]:
         """Bring the rows of the batch that entered last into the cache, pass by pass.
 
         For each pass slots are assigned to its rows, evicted rows written back and missing ones
         fetched, all in one native call: whatever interrupts it, tags and rows belong together.
 
+        Args:
+            tiers: the memory of the tables.
+            passes: the rows of each pass.
+            later: on a GPU, per pass the list that gets those rows that the update of an earlier
+                batch in flight may write to in their tables; `fetch_later` fetches them. Without
+                such lists all rows are fetched.
+
         Returns:
             `row_slots` of each pass.
         """
         moves, plans = [], []
-        for groups in passes:
+        conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
+        for groups, fetches in zip_longest(passes, later):
             plan = partial(native(cache_ops.plan_), *self._plan_arguments(groups))
             planned, again = tee(map(call, (plan,)))
             move = partial(
@@ -262,11 +302,27 @@ class RowCache(nn.Module):
                 self.table_features,
                 groups.rows,
                 groups.count,
+                later=[*conflicts, *(fetches or ())],
             )
             moves.append(starmap(move, planned))
             plans.append(again)
         deque(chain.from_iterable(moves), maxlen=0)
         return [next(plan)[0] for plan in plans]
+
+    def fetch_later(self, tiers: Tiers, fetches: LaterFetches) -> partial[Any]:
+        """Return the call that fetches the rows which `fetch` left out."""
+        return partial(
+            native(cache_ops.move_),
+            tiers.weights,
+            tiers.states,
+            tiers.hyperparams,
+            self.table_features,
+            fetches.rows,
+            fetches.num_rows,
+            fetches.slots,
+            fetches.rows[:0],
+            [],
+        )
 
     def evictions(self, groups: Groups) -> Tensor:
         """Return the rows that `fetch` would write back for one pass; -1 and -2 are none."""
@@ -302,10 +358,10 @@ class RowCache(nn.Module):
 
     def reset(self) -> None:
         """Empty the cache, and forget batches in flight and usage counts."""
-        empty = [partial(words.fill_, cache_ops.EMPTY) for words in (self.tags, self.stamps)]
+        words = (self.tags, self.stamps, self.conflicts)
+        empty = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in words]
         in_one_call(*empty, partial(self.counts.zero_))
         self._in_flight.clear()
-        self.leave(0)
 
     def stats(self) -> CacheStats:
         """Return the counters (reads the device)."""
@@ -347,7 +403,6 @@ class RowCache(nn.Module):
         super().__setstate__(state)
         # Batches in flight belong to the original; nothing would release them here.
         self._in_flight = set()
-        self.leave(0)
 
 
 def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.device) -> int:

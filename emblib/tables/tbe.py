@@ -524,12 +524,15 @@ class TableBatchedEmbeddingBags(FusedTables):
                 "no table of this module is cached; placements MANAGED_CACHING and DISK are"
             )
         with self._lock:
+            assert self._prefetcher is not None
+            self._prefetcher.wait_for_prefetch()
             return self.row_cache.stats()
 
     @atomic
     def reset_cache_stats(self) -> None:
         """Reset the counters of the cache to zero."""
-        if self.row_cache is not None:
+        if self.row_cache is not None and self._prefetcher is not None:
+            self._prefetcher.wait_for_prefetch()
             self.row_cache.reset_stats()
 
     @atomic

@@ -118,7 +118,7 @@ def _cache_move(draw: random.Random) -> Call:
         _same_store(arguments, want)
 
     call = (store.weights, store.states, cache_cases.HYPER, twin.tables, groups[0], groups[3])
-    return Call("cache_move_", (*call, row_slots, evicted), check)
+    return Call("cache_move_", (*call, row_slots, evicted, []), check)
 
 
 def _cache_flush(draw: random.Random) -> Call:

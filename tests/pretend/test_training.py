@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from emblib import (
     BoundsCheck,
+    CacheConfig,
+    CachePolicy,
     DynamicEmbeddingBags,
     DynamicSpec,
     Placement,
@@ -24,7 +26,7 @@ from emblib import (
 )
 from emblib.dynamic import CachedTTEmbeddingBags, TTCache
 from emblib.specs import TTSpec
-from emblib.tables import TableBatchedTTEmbeddingBags, TTEmbeddingBag
+from emblib.tables import TableBatchedTTEmbeddingBags, TTEmbeddingBag, cache
 
 pytestmark = [
     pytest.mark.cuda,
@@ -132,6 +134,83 @@ def test_cached_rows_are_prefetched_on_another_stream() -> None:
     weights = zip(module.table_weights(), on_cpu.table_weights(), strict=True)
     for actual, expected in weights:
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def one_set_of_many_rows(placement: Placement) -> nn.Module:
+    """A table of 300 rows; in a cache of 32 most rows of a batch get no way."""
+    torch.manual_seed(0)
+    specs = [TableSpec(300, 8, placement=placement)]
+    options = CacheConfig(CachePolicy.LRU, sets=1)
+    return TableBatchedEmbeddingBags(specs, ADAM, cache=options, device="cuda")
+
+
+def overlapping(step: int) -> tuple[Tensor, Tensor]:
+    """Return 40 ids of which many are in the batches before and after."""
+    generator = torch.Generator().manual_seed(step)
+    ids = 12 * (step // 2) + torch.randint(0, 60, (40,), generator=generator)
+    return ids.to("cuda"), torch.arange(0, 41, 4, device="cuda")
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_rows_without_a_way_that_a_prefetch_brings_in(ahead: int) -> None:
+    """Updates and prefetches are not ordered, and still no update is lost."""
+    cached, plain = map(one_set_of_many_rows, (Placement.MANAGED_CACHING, Placement.DEVICE))
+    batches = [overlapping(step) for step in range(10)]
+    side, left = torch.cuda.Stream(), []
+    side.wait_stream(torch.cuda.current_stream())  # for the inputs
+    prefetcher = cached._prefetcher
+    prefetched = 0
+    for step, batch in enumerate(batches):
+        out = None
+        for look in (0, ahead):  # one lookup comes before the prefetches, so before later rows
+            while prefetched <= min(step + look, len(batches) - 1):
+                with torch.cuda.stream(side):
+                    cached.prefetch(*batches[prefetched])
+                left += [work.fetches.num_rows for work in prefetcher._later]
+                prefetched += 1
+            if out is None:
+                out = cached(*batch)
+        grad = torch.linspace(-1, 1, 8, device="cuda").expand_as(out)
+        out.backward(grad)
+        want = plain(*batch)
+        want.backward(grad)
+        assert torch.equal(out, want)
+    assert sum(int(count) for count in left) > 0, "rows are fetched after updates"
+    assert cached.cache_stats().conflict_unique_misses > 0
+    assert torch.equal(cached.table_weights()[0].cuda(), plain.table_weights()[0])
+
+
+def test_an_update_does_not_wait_for_the_next_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, side = one_set_of_many_rows(Placement.MANAGED_CACHING), torch.cuda.Stream()
+    batches = [overlapping(step) for step in range(4)]
+    side.wait_stream(torch.cuda.current_stream())
+    prefetcher, waits, wait_for = module._prefetcher, [], cache._wait_for
+
+    def note_and_wait(event: torch.cuda.Event) -> None:
+        waits.append(event)
+        wait_for(event)
+
+    monkeypatch.setattr(cache, "_wait_for", note_and_wait)
+
+    def prefetch(step: int) -> torch.cuda.Event:
+        waits.clear()
+        with torch.cuda.stream(side):
+            module.prefetch(*batches[step])
+        assert prefetcher._filled.event is not None
+        return prefetcher._filled.event
+
+    updated, ready = None, prefetch(0)
+    for step in range(3):
+        waits.clear()
+        out = module(*batches[step])
+        assert ready in waits
+        ready = prefetch(step + 1)
+        assert updated is None or updated in waits, "released rows may be evicted"
+        waits.clear()
+        out.sum().backward()
+        assert ready not in waits
+        updated = prefetcher._used.event
+    torch.cuda.synchronize()
 
 
 def test_sample_weights_have_gradients() -> None:

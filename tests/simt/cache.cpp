@@ -100,7 +100,8 @@ extern "C" const char* simt_cache_lookup_slots(const int64_t* call) {
   });
 }
 
-// rows, row_slots, evicted, count, n, then read_memory's
+// rows, row_slots, evicted, count, n, clock, conflicts, sets, later rows, slots and count, then
+// read_memory's
 extern "C" const char* simt_cache_move(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
@@ -110,7 +111,14 @@ extern "C" const char* simt_cache_move(const int64_t* call) {
     moves.evicted = words.pointer<const int64_t>();
     const auto* count = words.pointer<const int32_t>();
     const int64_t n = words.number();
-    launch_move(launcher, read_memory(&words), moves, count, n);
+    emb::PostponedFetches later{};
+    later.clock = words.pointer<const int64_t>();
+    later.conflicts = words.pointer<int64_t>();
+    later.sets = words.number();
+    later.rows = words.pointer<int64_t>();
+    later.slots = words.pointer<int32_t>();
+    later.count = words.pointer<int32_t>();
+    launch_move(launcher, read_memory(&words), moves, later, count, n);
   });
 }
 

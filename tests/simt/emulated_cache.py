@@ -71,10 +71,16 @@ def move_(
     tables: Tensor,
     rows: Tensor,
     count: Tensor,
-    *moves: Tensor,
+    row_slots: Tensor,
+    evicted: Tensor,
+    later: Sequence[Tensor] = (),
 ) -> None:
-    """Emulated `cache_move_`; `moves` is row_slots and evicted."""
-    batch: tuple[Word, ...] = (rows, *moves, count, rows.numel())
+    """Emulated `cache_move_`."""
+    padded: list[Tensor | None] = [*later, *[None] * (5 - len(later))]
+    clock, conflicts, *fetches = padded
+    sets = 0 if conflicts is None else conflicts.numel()
+    moves = (rows, row_slots, evicted, count, rows.numel())
+    batch: tuple[Word, ...] = (*moves, clock, conflicts, sets, *fetches)
     library().call("cache_move", *batch, *_memory(weights, states, hyper, tables))
 
 

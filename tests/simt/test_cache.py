@@ -77,10 +77,44 @@ def test_rounds_at_random_as_the_cpu_does(dtype: torch.dtype) -> None:
         hyper[1] = step
         arguments = (hyper, twin.tables, groups[0], groups[3], *moves)
         emulated.move_(store.weights, store.states, *arguments)
-        cache.move_(want.weights, want.states, *arguments)
+        cache.move_(want.weights, want.states, *arguments, [])
         for side in (store, want):
             side.weights[3] += 0.001
         assert store.same(want)
     emulated.flush_(store.weights, store.states, hyper, twin.tables, twin.tags)
     cache.flush_(want.weights, want.states, hyper, twin.tables, twin.tags)
     assert store.same(want)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("name", ["small", "one_set_lfu", "wide"])
+def test_rows_that_earlier_updates_may_write_are_fetched_later(
+    name: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    twin = Twin(TRACES[name], emulated.plan_)
+    store = Store.make(twin, *dtypes)
+    want = store.clone()
+    conflicts = torch.full((twin.tags.size(0),), -1)
+    for step, lookups in enumerate(TRACES[name].lookup_batches()):
+        groups = group(lookups)
+        plan, row_slots, evicted = twin.plan(lookups, groups)
+        rows, count = groups[0], groups[3]
+        later = (torch.empty_like(rows), torch.empty_like(row_slots), torch.zeros_like(count))
+        oldest = torch.tensor([step, step - 1])  # of two batches in flight
+        sets_of_conflicts = conflicts >= step - 1
+        memory = (store.weights, store.states, HYPER, twin.tables)
+        arguments = (*memory, rows, count, row_slots, evicted)
+        emulated.move_(*arguments, (oldest, conflicts, *later))
+        listed = dict(zip(*(t[: int(later[2])].tolist() for t in later[:2]), strict=True))
+        fetched = {row: plan.slots[row] for row in plan.brought_in}
+        expected = {
+            r: s for r, s in fetched.items() if s is not None and sets_of_conflicts[s // 32]
+        }
+        # A set that gets its first conflict now may be taken for one of earlier ones.
+        noted = (conflicts == step).nonzero().flatten().tolist()
+        assert expected.items() <= listed.items() <= fetched.items()
+        assert all(listed[r] // 32 in noted for r in listed.keys() - expected.keys())
+        assert bool(noted) == any(s is None for s in plan.slots.values())
+        emulated.move_(*memory, *later[:1], later[2], later[1], rows[:0])
+        reference.move(want.memory, plan)
+        assert store.same(want)

@@ -29,15 +29,18 @@ from tests.simt.tt_model import PEAKS, multiply_adds
 from tests.test_schema import CPU_ONLY
 
 MOST_REGISTERS = 96
+# These run in a few blocks beside the training step: loads in flight count, occupancy does not.
+MOST_REGISTERS_OF_MOVES = {"move_kernel": 128, "flush_kernel": 128}
 # Stored and loaded bytes per thread. nvcc 13.0 spills 28 bytes or fewer in two kernels for sm_100,
 # 56 or fewer in five for sm_120.
 MOST_SPILLS_ON_BLACKWELL = 56
-# Words of rows that a lane has in flight: of four rows of a bag, or of two bags.
+# Quads of rows that a lane has in flight: two of each of eight rows of a bag, or of eight bags.
+# nvcc 13.0 for sm_90 begins to convert the first of these before the last three loads.
 QUANT_LOADS = {
-    "quant_pool_kernel<8>": 8,
-    "quant_pool_kernel<4>": 4,
-    "quant_short_bags_kernel<8>": 4,
-    "quant_short_bags_kernel<4>": 2,
+    "quant_pool_kernel<8>": 16,
+    "quant_pool_kernel<4>": 16,
+    "quant_short_bags_kernel<8>": 13,
+    "quant_short_bags_kernel<4>": 13,
 }
 
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
@@ -50,7 +53,8 @@ def test_hot_kernels_do_not_spill(architecture: str) -> None:
     assert len(kernels) >= 25
     for kernel in kernels:
         assert kernel.spills == 0, f"{kernel.name} spills"
-        assert kernel.registers <= MOST_REGISTERS, kernel
+        most = MOST_REGISTERS_OF_MOVES.get(kernel.name, MOST_REGISTERS)
+        assert kernel.registers <= most, kernel
 
 
 @needs_nvcc

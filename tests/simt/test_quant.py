@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from emblib.columns import FeatureColumn
 from emblib.ops.codes import POOLING
 from emblib.ops.quant import row_bytes
 from emblib.reference import quant
@@ -43,3 +44,22 @@ def test_lookup(case: Case, bits: int) -> None:
         case.output,
     )
     assert_close(got.double(), expected(data, packed, bits), **tolerance(case))
+
+
+@BITS
+def test_row_numbers_beyond_32_bits(bits: int) -> None:
+    """A table whose features claim more rows than are read: the path of 64-bit row numbers."""
+    rows, dim, length = 40, 20, 11
+    generator = torch.Generator().manual_seed(3)
+    packed = quant.quantize_rows(torch.randn(rows, dim, generator=generator), bits)
+    features = torch.zeros(1, len(FeatureColumn), dtype=torch.int64)
+    features[0, FeatureColumn.ROWS], features[0, FeatureColumn.DIM] = rows, dim
+    indices = torch.randint(0, rows, (6 * length,), generator=generator)
+    offsets = torch.arange(0, indices.numel() + 1, length)
+    rest = (None, None, POOLING["sum"], bits, dim, torch.float32)
+    found = emulated_quant.quant_lookup(packed.flatten(), features, indices, offsets, *rest)
+    features[0, FeatureColumn.ROWS] = 1 << 33
+    large = emulated_quant.quant_lookup(packed.flatten(), features, indices, offsets, *rest)
+    assert torch.equal(found, large)
+    summed = quant.dequantize_rows(packed, dim, bits)[indices].view(6, length, dim).sum(1)
+    assert_close(found, summed, rtol=1e-4, atol=1e-4)
