@@ -101,12 +101,14 @@ DISTRIBUTED_ALLOWED_IN = (
 # include torch or each other. Everything else, all kernels among it, compiles without torch.
 # Besides the `check.h` and `entries.h` of every feature.
 TORCH_HEADERS = {
+    "csrc/core/device_arrays.h",
     "csrc/core/entry.h",
     "csrc/core/feature_bags.h",
     "csrc/core/launch.h",
     "csrc/core/parallel.h",
     "csrc/group/device_sort.h",
     "csrc/group/group_items.h",
+    "csrc/tbe/grouping.h",
     "csrc/optim/device_states.h",
     "csrc/optim/update_matrix.h",
 }

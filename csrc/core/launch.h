@@ -64,8 +64,8 @@ inline int multiprocessors(int device) {
   return count;
 }
 
-// Return the largest cluster of blocks that the device runs: clusters began with sm_90, and 8 blocks
-// are portable.
+// Return the largest cluster of blocks that the device runs: clusters began with sm_90, and 8
+// blocks are portable.
 inline unsigned max_cluster_of(int device) {
   static int majors[64] = {};
   int& major = majors[device < 64 ? device : 63];
@@ -96,10 +96,13 @@ class CudaLauncher {
   template <class... Parameters>
   unsigned max_cluster(void (*kernel)(Parameters...)) const {
     if (max_cluster_ == 1) return 1;
-    cudaFuncAttributes attributes{};
-    check_cuda(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
-               "cudaFuncGetAttributes");
-    return attributes.ptxVersion >= 90 ? max_cluster_ : 1;
+    static const bool knows_clusters = [&] {
+      cudaFuncAttributes attributes{};
+      check_cuda(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
+                 "cudaFuncGetAttributes");
+      return attributes.ptxVersion >= 90;
+    }();
+    return knows_clusters ? max_cluster_ : 1;
   }
 
   template <class... Parameters, class... Arguments>

@@ -28,9 +28,9 @@ namespace emb::simt {
 // thread waits. EMBLIB_SIMT_ORDER=reverse runs blocks, warps and lanes in the opposite order, which
 // exposes kernels that rely on an order they did not ask for.
 //
-// The blocks of a cluster run together: all their threads are fibers of one schedule, numbered block
-// by block in whole warps. Each block has its own dynamic shared memory, which the others reach
-// between two cluster barriers; a block that has left reads as NaN.
+// The blocks of a cluster run together: all their threads are fibers of one schedule, numbered
+// block by block in whole warps. Each block has its own dynamic shared memory, which the others
+// reach between two cluster barriers; a block that has left reads as NaN.
 
 struct Dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -99,8 +99,8 @@ class Machine {
                          std::to_string(cluster_size()));
     }
     const auto& own = blocks_[this->rank()].shared;
-    const auto offset = reinterpret_cast<uintptr_t>(address) -
-                        reinterpret_cast<uintptr_t>(own.data());
+    const auto offset =
+        reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(own.data());
     if (offset >= own.size() * sizeof(Chunk)) {
       fail_at(where, "of_block of an address outside the dynamic shared memory");
     }
@@ -135,8 +135,8 @@ class Machine {
     Thread& self = threads_[current_];
     if (exited_ > 0) fail_at(where, "cluster_sync after other threads have left the kernel");
     if (at_cluster_barrier_ > 0 && !same(where, cluster_barrier_)) {
-      fail_at(where, "threads meet at different cluster_syncs; others wait at " +
-                         show(cluster_barrier_));
+      fail_at(where,
+              "threads meet at different cluster_syncs; others wait at " + show(cluster_barrier_));
     }
     cluster_barrier_ = where;
     self.waits_for = "cluster_sync";
@@ -543,6 +543,8 @@ struct HostLauncher {
                    const Arguments&... arguments) const {
     Machine::get().run(grid, block, shared_bytes, [&] { kernel(arguments...); });
   }
+  void zero(void* data, size_t bytes) const { std::memset(data, 0, bytes); }
+
   template <class... Parameters, class... Arguments>
   void cluster(void (*kernel)(Parameters...), unsigned blocks, Dim3 block, size_t shared_bytes,
                const Arguments&... arguments) const {

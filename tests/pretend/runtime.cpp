@@ -204,9 +204,9 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
     if (config.numAttrs > 1 || config.attrs->id != cudaLaunchAttributeClusterDimension ||
         cluster.y != 1 || cluster.z != 1 || cluster.x == 0 || cluster.x > 8 ||
         grid.x % cluster.x != 0 || state().capability < 9) {
-      return fail(cudaErrorInvalidConfiguration,
-                  "invalid configuration argument: cluster of " + std::to_string(cluster.x) +
-                      ", grid " + show(grid));
+      return fail(cudaErrorInvalidConfiguration, "invalid configuration argument: cluster of " +
+                                                     std::to_string(cluster.x) + ", grid " +
+                                                     show(grid));
     }
   }
   const auto found = shared_limits.find(kernel);
@@ -250,8 +250,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* p) 
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? state().multiprocessors
-                                                       : state().capability;
+  *value =
+      attribute == cudaDevAttrMultiProcessorCount ? state().multiprocessors : state().capability;
   return cudaSuccess;
 }
 

@@ -65,7 +65,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> "Settings":
-        """Read EMBLIB_PRETEND_SCHEDULE=random:7, _POISON=00, _ALIGN=start, _SMS=132, _CAPABILITY=8, _RACES=1."""
+        """Read EMBLIB_PRETEND_SCHEDULE=random:7, _POISON=00, _ALIGN=start, _SMS=132 and so on."""
         schedule, _, seed = os.environ.get("EMBLIB_PRETEND_SCHEDULE", "eager").partition(":")
         align = os.environ.get("EMBLIB_PRETEND_ALIGN", "end")
         if align not in {"end", "start"}:
