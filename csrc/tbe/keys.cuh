@@ -133,26 +133,33 @@ __global__ void __launch_bounds__(kTileThreads)
     lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> sort) {
   __shared__ KeyTile shared;
   const int64_t n = in.bags.num_lookups;
-  int bad_indices = 0, bad_offsets = 0;
+  Bags bags = in.bags;
+  int bad_offsets = 0;
   if (check.repaired != nullptr) {
-    bad_offsets =
-        find_invalid_offsets(in.bags, check, simt::global_thread(), simt::threads_in_grid());
+    bad_offsets = find_invalid_offsets(bags, check, simt::global_thread(), simt::threads_in_grid());
   }
-  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kKeyTile; tile < n;
-       tile += static_cast<int64_t>(gridDim.x) * kKeyTile) {
-    bad_indices += make_keys(in, in.bags, sort, tile, shared);
-  }
-  if (check.repaired == nullptr) return;
-  GridCounts counts = finish_block(check, bad_indices, bad_offsets);
-  if (!counts.is_last) return;
-  if (counts.offsets > 0) {
-    counts.offsets = block_sum(repair_offsets(in.bags, check.repaired, shared.of_warp));
-    const Bags bags{IndexArray{check.repaired, false}, in.bags.count, n};
-    bad_indices = 0;
-    for (int64_t tile = 0; tile < n; tile += kKeyTile) {
+  int64_t first = static_cast<int64_t>(blockIdx.x) * kKeyTile;
+  int64_t step = static_cast<int64_t>(gridDim.x) * kKeyTile;
+  GridCounts counts{};
+  // One loop for both passes, so that its code is there once.
+#pragma unroll 1
+  for (bool is_repaired = false;; is_repaired = true) {
+    int bad_indices = 0;
+    for (int64_t tile = first; tile < n; tile += step) {
       bad_indices += make_keys(in, bags, sort, tile, shared);
     }
-    counts.indices = block_sum(bad_indices);
+    if (check.repaired == nullptr) return;
+    if (is_repaired) {
+      counts.indices = block_sum(bad_indices);
+      break;
+    }
+    counts = finish_block(check, bad_indices, bad_offsets);
+    if (!counts.is_last) return;
+    if (counts.offsets == 0) break;
+    counts.offsets = block_sum(repair_offsets(bags, check.repaired, shared.of_warp));
+    bags.offsets = IndexArray{check.repaired, false};
+    first = 0;
+    step = kKeyTile;
   }
   if (threadIdx.x == 0) report_violations(check, counts.indices, counts.offsets);
 }

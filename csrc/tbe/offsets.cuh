@@ -55,6 +55,7 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
   for (int64_t tile = 0; tile <= bags.count; tile += int64_t{blockDim.x} * kEach) {
     const int64_t first = tile + int64_t{threadIdx.x} * kEach;
     int32_t maximum = 0;
+#pragma unroll 1
     for (int64_t i = first; i < first + kEach && i <= bags.count; ++i) {
       maximum = max_of(maximum, clamped_offset(bags, i));
     }
@@ -70,6 +71,7 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
       floor = max_of(floor, of_warp[w]);
       if (w < warp) here = max_of(here, of_warp[w]);
     }
+#pragma unroll 1
     for (int64_t i = first; i < first + kEach && i <= bags.count; ++i) {
       here = max_of(here, clamped_offset(bags, i));
       if (i == bags.count && i > 0) here = static_cast<int32_t>(bags.num_lookups);
