@@ -95,6 +95,7 @@ struct SmallGroupArgs {
   int32_t* positions;       // [n] outputs; null: none
   uint32_t* sorted_keys;    // [n]
   GroupOutput out;          // null `segments`: no groups
+  unsigned block_bits = 0;  // a block holds 2^block_bits keys; set by the launch
 };
 
 inline SmallGroupArgs small_group_args(int64_t n, uint32_t limit, int32_t* positions,
@@ -139,7 +140,7 @@ struct SmallSort {
         warp(threadIdx.x / simt::kWarp),
         own(warp * simt::kWarp * kItems + lane),
         size(blockDim.x * kItems),
-        size_bits(31 - __clz(static_cast<int>(size))) {}
+        size_bits(args_.block_bits) {}
 
   // Return the position of item i in the batch.
   EMB_DEVICE int position(int i) const {
@@ -358,7 +359,8 @@ unsigned max_small_cluster(const Launcher& launcher) {
 
 template <class Source, class Launcher>
 void launch_small_group(const Launcher& launcher, const SmallGroupPlan& plan, const Source& source,
-                        const SmallGroupArgs& args) {
+                        SmallGroupArgs args) {
+  args.block_bits = static_cast<unsigned>(std::countr_zero(plan.threads * plan.items));
   launcher.cluster(find_small_group_kernel<Source>(plan.items), plan.blocks, plan.threads,
                    SmallMemory::bytes(plan.threads, plan.items), source, args);
 }
