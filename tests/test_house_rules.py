@@ -101,6 +101,7 @@ DISTRIBUTED_ALLOWED_IN = (
 # include torch or each other. Everything else, all kernels among it, compiles without torch.
 # Besides the `check.h` and `entries.h` of every feature.
 TORCH_HEADERS = {
+    "csrc/core/device_arrays.h",
     "csrc/core/entry.h",
     "csrc/core/output_memory.h",
     "csrc/core/feature_bags.h",
@@ -108,6 +109,7 @@ TORCH_HEADERS = {
     "csrc/core/parallel.h",
     "csrc/group/device_sort.h",
     "csrc/group/group_items.h",
+    "csrc/tbe/grouping.h",
     "csrc/optim/device_states.h",
     "csrc/optim/update_matrix.h",
 }

@@ -62,8 +62,7 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
   const DeviceSort<uint32_t> sort(tags, n, state.cache.sets,
                                   scratch.permutation.mutable_data_ptr<int32_t>());
   launch_probe(launcher, plan, sort.buffers());
-  if (n > 0) sort_keys(launcher, tags, sort.buffers());
-  launch_groups(launcher, sort.buffers(), scratch.output());
+  sort_and_group(launcher, tags, sort.buffers(), scratch.output());
   launch_admit(launcher, plan, scratch.groups());
   return {row_slots, evicted};
 }

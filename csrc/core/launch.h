@@ -64,6 +64,18 @@ inline int multiprocessors(int device) {
   return count;
 }
 
+// Return the largest cluster of blocks that the device runs: clusters began with sm_90, and 8
+// blocks are portable.
+inline unsigned max_cluster_of(int device) {
+  static int majors[64] = {};
+  int& major = majors[device < 64 ? device : 63];
+  if (major == 0 || device >= 63) {
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+               "cudaDeviceGetAttribute");
+  }
+  return major >= 9 ? 8 : 1;
+}
+
 // Starts kernels on the device of a tensor, on torch's current stream. That device is the current
 // one for the lifetime of the object.
 class CudaLauncher {
@@ -71,12 +83,27 @@ class CudaLauncher {
   explicit CudaLauncher(const torch::stable::Tensor& on)
       : guard_(on.get_device_index()),
         stream_(current_stream(on.get_device_index())),
-        multiprocessors_(multiprocessors(on.get_device_index())) {}
+        multiprocessors_(multiprocessors(on.get_device_index())),
+        max_cluster_(max_cluster_of(on.get_device_index())) {}
 
   cudaStream_t stream() const { return stream_; }
 
   // Return the maximum number of blocks of a grid, for `each` blocks per multiprocessor.
   int64_t blocks(int each) const { return int64_t{multiprocessors_} * each; }
+
+  // Return the largest cluster that `kernel` may be started in. A library for older architectures
+  // alone runs on this device, but its kernels know of no cluster.
+  template <class... Parameters>
+  unsigned max_cluster(void (*kernel)(Parameters...)) const {
+    if (max_cluster_ == 1) return 1;
+    static const bool knows_clusters = [&] {
+      cudaFuncAttributes attributes{};
+      check_cuda(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
+                 "cudaFuncGetAttributes");
+      return attributes.ptxVersion >= 90;
+    }();
+    return knows_clusters ? max_cluster_ : 1;
+  }
 
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block,
@@ -101,6 +128,25 @@ class CudaLauncher {
     check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel launch");
   }
 
+  // Start one cluster of `blocks` blocks.
+  template <class... Parameters, class... Arguments>
+  void cluster(void (*kernel)(Parameters...), unsigned blocks, dim3 block, size_t shared_bytes,
+               const Arguments&... arguments) const {
+    if (blocks == 1) return with_shared(kernel, 1, block, shared_bytes, arguments...);
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = blocks;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = blocks;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel launch");
+  }
+
   void zero(void* data, size_t bytes) const {
     check_cuda(cudaMemsetAsync(data, 0, bytes, stream_), "cudaMemsetAsync");
   }
@@ -109,6 +155,7 @@ class CudaLauncher {
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
   int multiprocessors_;
+  unsigned max_cluster_;
 };
 
 }  // namespace emb

@@ -16,7 +16,12 @@
 //   * every lane of its mask reaches a collective, at one source line, before any of them leaves
 //     it; lanes of the mask must not have left the kernel. A shuffle reads only lanes of its mask;
 //   * every thread of the block reaches a barrier at one source line: no early return;
-//   * trap(message) ends the launch: an error on the host, a device-side trap on the GPU.
+//   * trap(message) ends the launch: an error on the host, a device-side trap on the GPU;
+//   * the blocks of a cluster (launcher.cluster) run together: simt::cluster_rank, cluster_size,
+//     cluster_sync, and of_block(address, rank) for the dynamic shared memory of another block,
+//     after a first cluster_sync and before the last one that this block reaches. Such a kernel has
+//     no static __shared__ memory: here it would be one for all blocks. Code for architectures
+//     before sm_90 has no clusters: the functions are those of a cluster of one block.
 // Host code starts kernels through a launcher object, `launcher(kernel, grid, block, args...)`:
 // CudaLauncher (core/launch.h) or simt::HostLauncher, so that both share the code that sizes grids.
 #pragma once
@@ -126,6 +131,32 @@ EMB_DEVICE T* dynamic_shared() {
   return reinterpret_cast<T*>(emb_dynamic_shared);
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+EMB_DEVICE unsigned cluster_rank() { return __clusterRelativeBlockRank(); }
+EMB_DEVICE unsigned cluster_size() { return __clusterSizeInBlocks(); }
+// Meet all threads of the cluster; what they wrote before is visible after.
+EMB_DEVICE void cluster_sync() {
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
+}
+template <class T>
+EMB_DEVICE T* of_block(T* address, unsigned rank) {
+  return static_cast<T*>(__cluster_map_shared_rank(address, rank));
+}
+
+#else
+
+EMB_DEVICE unsigned cluster_rank() { return 0; }
+EMB_DEVICE unsigned cluster_size() { return 1; }
+EMB_DEVICE void cluster_sync() { __syncthreads(); }
+template <class T>
+EMB_DEVICE T* of_block(T* address, unsigned) {
+  return address;
+}
+
+#endif
+
 #else
 
 template <class Pack>
@@ -171,6 +202,14 @@ void wait_for_copies() {
 template <class T>
 T* dynamic_shared() {
   return reinterpret_cast<T*>(Machine::get().dynamic_shared());
+}
+
+inline unsigned cluster_rank() { return Machine::get().rank(); }
+inline unsigned cluster_size() { return Machine::get().cluster_size(); }
+inline void cluster_sync(Where where = Where::current()) { Machine::get().meet_cluster(where); }
+template <class T>
+T* of_block(T* address, unsigned rank, Where where = Where::current()) {
+  return static_cast<T*>(Machine::get().map_shared(address, rank, where));
 }
 
 #endif

@@ -27,6 +27,10 @@ namespace emb::simt {
 // When none is runnable, the block is deadlocked: the launch ends with a report of where each
 // thread waits. EMBLIB_SIMT_ORDER=reverse runs blocks, warps and lanes in the opposite order, which
 // exposes kernels that rely on an order they did not ask for.
+//
+// The blocks of a cluster run together: all their threads are fibers of one schedule, numbered
+// block by block in whole warps. Each block has its own dynamic shared memory, which the others
+// reach between two cluster barriers; a block that has left reads as NaN.
 
 struct Dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -47,39 +51,99 @@ class Machine {
     return machine;
   }
 
-  // Run a grid; throw std::runtime_error where a kernel breaks the rules of core/simt.cuh.
-  void run(Dim3 grid, Dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
+  // Run a grid whose blocks form clusters of `cluster` neighbours in x; throw std::runtime_error
+  // where a kernel breaks the rules of core/simt.cuh.
+  void run(Dim3 grid, Dim3 block, size_t shared_bytes, const std::function<void()>& kernel,
+           unsigned cluster = 1) {
     if (block.volume() == 0 || block.volume() > kMaxThreads || grid.volume() == 0) {
       throw std::runtime_error("simt: a launch needs 1 to 1024 threads a block and a block, got " +
                                std::to_string(block.volume()) + " and " +
                                std::to_string(grid.volume()));
     }
+    if (cluster == 0 || cluster > kMaxCluster || grid.x % cluster != 0) {
+      throw std::runtime_error("simt: clusters of 1 to 8 blocks must divide the grid, got " +
+                               std::to_string(cluster) + " of " + std::to_string(grid.x));
+    }
     kernel_ = &kernel;
     block_ = block;
-    const unsigned blocks = grid.volume();
-    for (unsigned i = 0; i < blocks; ++i) {
-      const unsigned b = reverse_ ? blocks - 1 - i : i;
-      set_block(grid, block, {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y});
-      // Bytes that no kernel has written read as NaN.
-      shared_.assign(shared_bytes / sizeof(Chunk) + 1, Chunk{{0xffffffffu, 0xffffffffu}});
-      run_block();
+    live_ = block.volume();
+    block_warps_ = (live_ + 31) / 32;
+    blocks_.resize(cluster);
+    set_grid(grid, block);
+    const unsigned clusters = grid.volume() / cluster;
+    for (unsigned i = 0; i < clusters; ++i) {
+      const unsigned first = (reverse_ ? clusters - 1 - i : i) * cluster;
+      for (unsigned rank = 0; rank < cluster; ++rank) {
+        const unsigned b = first + rank;
+        Block& of = blocks_[rank];
+        of.index = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
+        // Bytes that no kernel has written read as NaN.
+        of.shared.assign(shared_bytes / sizeof(Chunk) + 1, kUnwritten);
+      }
+      run_cluster();
     }
   }
 
   unsigned lane() const { return current_ % 32; }
-  void* dynamic_shared() { return shared_.data(); }
+  void* dynamic_shared() { return blocks_[rank()].shared.data(); }
+
+  // The position of the current block in its cluster, and the number of blocks of a cluster.
+  unsigned rank() const { return blocks_.size() == 1 ? 0 : current_ / (block_warps_ * 32); }
+  unsigned cluster_size() const { return static_cast<unsigned>(blocks_.size()); }
+
+  // Return where the block `rank` of the cluster has what is at `address` in the dynamic shared
+  // memory of this block.
+  void* map_shared(const void* address, unsigned rank, std::source_location where) {
+    if (rank >= cluster_size()) {
+      fail_at(where, "of_block names block " + std::to_string(rank) + " of a cluster of " +
+                         std::to_string(cluster_size()));
+    }
+    const auto& own = blocks_[this->rank()].shared;
+    const auto offset =
+        reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(own.data());
+    if (offset >= own.size() * sizeof(Chunk)) {
+      fail_at(where, "of_block of an address outside the dynamic shared memory");
+    }
+    if (rank != this->rank() && !cluster_has_met_) {
+      fail_at(where, "of_block before the first cluster_sync: the other block may not run yet");
+    }
+    return reinterpret_cast<char*>(blocks_[rank].shared.data()) + offset;
+  }
 
   void meet_block(std::source_location where) {
     Thread& self = threads_[current_];
-    if (exited_ > 0) fail_at(where, "__syncthreads after other threads have left the kernel");
-    if (at_barrier_ > 0 && !same(where, barrier_)) {
-      fail_at(where, "threads meet at different __syncthreads; others wait at " + show(barrier_));
+    const unsigned rank = this->rank();
+    Block& block = blocks_[rank];
+    if (block.exited > 0) fail_at(where, "__syncthreads after other threads have left the kernel");
+    if (block.at_barrier > 0 && !same(where, block.barrier)) {
+      fail_at(where,
+              "threads meet at different __syncthreads; others wait at " + show(block.barrier));
     }
-    barrier_ = where;
+    block.barrier = where;
     self.waits_for = "__syncthreads";
     self.where = where;
-    if (++at_barrier_ == live_) {
-      at_barrier_ = 0;
+    if (++block.at_barrier == live_) {
+      block.at_barrier = 0;
+      const unsigned first = rank * block_warps_;
+      for (unsigned w = first; w < first + block_warps_; ++w) runnable_[w] = all_lanes(w);
+      return;
+    }
+    wait();
+  }
+
+  void meet_cluster(std::source_location where) {
+    Thread& self = threads_[current_];
+    if (exited_ > 0) fail_at(where, "cluster_sync after other threads have left the kernel");
+    if (at_cluster_barrier_ > 0 && !same(where, cluster_barrier_)) {
+      fail_at(where,
+              "threads meet at different cluster_syncs; others wait at " + show(cluster_barrier_));
+    }
+    cluster_barrier_ = where;
+    self.waits_for = "cluster_sync";
+    self.where = where;
+    if (++at_cluster_barrier_ == live_ * cluster_size()) {
+      at_cluster_barrier_ = 0;
+      cluster_has_met_ = true;
       for (unsigned w = 0; w < warps(); ++w) runnable_[w] = all_lanes(w);
       return;
     }
@@ -143,16 +207,27 @@ class Machine {
   // End the launch from inside a kernel.
   [[noreturn]] void stop(const std::string& message) {
     failure_ =
-        "simt: block (" + block_name() + "), thread " + std::to_string(current_) + ": " + message;
+        "simt: block (" + block_name() + "), thread " + std::to_string(thread()) + ": " + message;
     fibers_[current_]->switch_to(main_);
     std::abort();
   }
 
  private:
   static constexpr unsigned kMaxThreads = 1024;
+  static constexpr unsigned kMaxCluster = 8;  // more is not portable
+  static constexpr unsigned kMaxWarps = kMaxCluster * kMaxThreads / 32;
 
   struct Chunk {
     alignas(16) uint32_t words[2];
+  };
+  static constexpr Chunk kUnwritten{{0xffffffffu, 0xffffffffu}};
+
+  // A block of the cluster that runs.
+  struct Block {
+    Dim3 index;
+    unsigned exited = 0, at_barrier = 0;  // threads
+    std::source_location barrier;
+    std::vector<Chunk> shared;
   };
 
   struct Copy {
@@ -181,7 +256,7 @@ class Machine {
   // Each lane leaves at most one unread, so that one of these is free.
   using Exchanges = std::array<Exchange, 33>;
 
-  Machine() : threads_(kMaxThreads), fibers_(kMaxThreads), exchanges_(kMaxThreads / 32) {
+  Machine() {
     const char* order = std::getenv("EMBLIB_SIMT_ORDER");
     reverse_ = order != nullptr && std::string(order) == "reverse";
   }
@@ -199,21 +274,28 @@ class Machine {
            std::to_string(where.line());
   }
 
-  unsigned warps() const { return (live_ + 31) / 32; }
+  unsigned warps() const { return block_warps_ * cluster_size(); }
   unsigned all_lanes(unsigned warp) const {
-    const unsigned lanes = live_ - warp * 32;
+    const unsigned lanes = live_ - warp % block_warps_ * 32;
     return lanes >= 32 ? 0xffffffffu : (1u << lanes) - 1;
   }
+  unsigned thread() const { return current_ % (block_warps_ * 32); }
 
-  void run_block() {
-    live_ = block_.volume();
-    exited_ = at_barrier_ = 0;
+  void run_cluster() {
+    exited_ = at_cluster_barrier_ = 0;
+    cluster_has_met_ = false;
+    for (Block& block : blocks_) block.exited = block.at_barrier = 0;
+    if (threads_.size() < warps() * 32) {
+      threads_.resize(warps() * 32);
+      fibers_.resize(warps() * 32);
+      exchanges_.resize(warps());
+    }
     for (unsigned w = 0; w < warps(); ++w) {
       runnable_[w] = all_lanes(w);
       waiting_[w] = done_[w] = 0;
       for (Exchange& exchange : exchanges_[w]) exchange.readers = 0;
     }
-    for (unsigned t = 0; t < live_; ++t) {
+    for (unsigned t = 0; t < warps() * 32; ++t) {
       threads_[t].copies.clear();
       threads_[t].copy_groups = 0;
       if (fibers_[t] == nullptr) {
@@ -246,13 +328,19 @@ class Machine {
   // Handle the return of the current thread from the kernel.
   void leave() {
     const unsigned self = current_, warp = self / 32;
-    if (at_barrier_ > 0) {
+    Block& block = blocks_[rank()];
+    if (block.at_barrier > 0) {
       stop("a thread leaves the kernel while others wait at the __syncthreads of " +
-           show(barrier_));
+           show(block.barrier));
+    }
+    if (at_cluster_barrier_ > 0) {
+      stop("a thread leaves the kernel while others wait at the cluster_sync of " +
+           show(cluster_barrier_));
     }
     runnable_[warp] &= ~(1u << lane());
     done_[warp] |= 1u << lane();
-    if (++exited_ == live_) {
+    if (++block.exited == live_) std::fill(block.shared.begin(), block.shared.end(), kUnwritten);
+    if (++exited_ == live_ * cluster_size()) {
       fibers_[self]->switch_to(main_);
     } else {
       enter(*fibers_[self], next());
@@ -266,7 +354,7 @@ class Machine {
 
   void enter(Fiber& from, unsigned thread) {
     current_ = thread;
-    set_thread(thread);
+    set_thread();
     from.switch_to(*fibers_[thread]);
   }
 
@@ -308,7 +396,7 @@ class Machine {
 
   std::string waiting_report() const {
     std::map<std::string, unsigned> groups;
-    for (unsigned t = 0; t < live_; ++t) {
+    for (unsigned t = 0; t < warps() * 32; ++t) {
       if ((done_[t / 32] >> (t % 32) & 1u) || threads_[t].waits_for == nullptr) continue;
       const bool in_warp = (waiting_[t / 32] >> (t % 32) & 1u) != 0;
       if (!in_warp && (runnable_[t / 32] >> (t % 32) & 1u)) continue;
@@ -323,24 +411,27 @@ class Machine {
   }
 
   std::string block_name() const {
-    return std::to_string(block_index_.x) + ", " + std::to_string(block_index_.y) + ", " +
-           std::to_string(block_index_.z);
+    const Dim3& index = blocks_[rank()].index;
+    return std::to_string(index.x) + ", " + std::to_string(index.y) + ", " +
+           std::to_string(index.z);
   }
 
-  void set_thread(unsigned thread);
-  void set_block(Dim3 grid, Dim3 block, Dim3 index);
+  void set_thread();
+  void set_grid(Dim3 grid, Dim3 block);
 
   const std::function<void()>* kernel_ = nullptr;
-  Dim3 block_, block_index_;
+  Dim3 block_;
   std::vector<Thread> threads_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Exchanges> exchanges_;  // by warp
-  std::vector<Chunk> shared_;
+  std::vector<Block> blocks_;         // of the cluster that runs
   Fiber main_;
   std::string failure_;
-  std::source_location barrier_;
-  unsigned current_ = 0, live_ = 0, exited_ = 0, at_barrier_ = 0;
-  unsigned runnable_[32] = {}, waiting_[32] = {}, done_[32] = {};
+  std::source_location cluster_barrier_;
+  unsigned current_ = 0, live_ = 0, block_warps_ = 0;  // live: threads per block
+  unsigned exited_ = 0, at_cluster_barrier_ = 0;       // of the cluster
+  bool cluster_has_met_ = false;
+  unsigned runnable_[kMaxWarps] = {}, waiting_[kMaxWarps] = {}, done_[kMaxWarps] = {};
   bool reverse_ = false;
 };
 
@@ -365,7 +456,9 @@ namespace emb::simt {
 
 using Where = std::source_location;
 
-inline void Machine::set_thread(unsigned thread) {
+inline void Machine::set_thread() {
+  blockIdx = blocks_[rank()].index;
+  const unsigned thread = this->thread();
   if (thread < block_.x) {
     threadIdx = {thread, 0, 0};
   } else {
@@ -373,11 +466,9 @@ inline void Machine::set_thread(unsigned thread) {
   }
 }
 
-inline void Machine::set_block(Dim3 grid, Dim3 block, Dim3 index) {
+inline void Machine::set_grid(Dim3 grid, Dim3 block) {
   gridDim = grid;
   blockDim = block;
-  blockIdx = index;
-  block_index_ = index;
 }
 
 template <class T>
@@ -431,8 +522,16 @@ T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& co
 
 // Starts kernels on the emulated machine; the counterpart of CudaLauncher.
 struct HostLauncher {
+  unsigned max_cluster_size = 8;  // 1 for a device without clusters
+
   // Few blocks, so that grid-stride loops iterate more than once.
   int64_t blocks(int) const { return 3; }
+
+  // Return the largest cluster that `kernel` may be started in.
+  template <class Kernel>
+  unsigned max_cluster(Kernel*) const {
+    return max_cluster_size;
+  }
 
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), Dim3 grid, Dim3 block,
@@ -443,6 +542,13 @@ struct HostLauncher {
   void with_shared(void (*kernel)(Parameters...), Dim3 grid, Dim3 block, size_t shared_bytes,
                    const Arguments&... arguments) const {
     Machine::get().run(grid, block, shared_bytes, [&] { kernel(arguments...); });
+  }
+  void zero(void* data, size_t bytes) const { std::memset(data, 0, bytes); }
+
+  template <class... Parameters, class... Arguments>
+  void cluster(void (*kernel)(Parameters...), unsigned blocks, Dim3 block, size_t shared_bytes,
+               const Arguments&... arguments) const {
+    Machine::get().run(blocks, block, shared_bytes, [&] { kernel(arguments...); }, blocks);
   }
 };
 

@@ -1,6 +1,6 @@
 // The sort under `group` on the GPU, its scratch memory, and the scratch memory of ops of several
 // steps. Ops that make their own keys fill `buffers().keys` and `buffers().positions` and call
-// `sort_keys`; see group_cuda.cu.
+// `sort_and_group`; see group_cuda.cu.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,47 +14,57 @@
 
 namespace emb::cuda {
 
-// Sort by key, stable. Nothing waits for the device.
+// Return the bytes of scratch that CUB needs for n pairs with keys up to `limit`.
+template <class Key>
+int64_t sort_scratch_bytes(int64_t n, Key limit);
+
+// Sort by key, stable, with that much scratch. Nothing waits for the device.
+template <class Key>
+void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void* scratch);
+
+// The same, and allocate the scratch.
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
-                const SortPairs<Key>& pairs);
+                const SortPairs<Key>& pairs) {
+  const torch::stable::Tensor scratch = allocate(like, {sort_scratch_bytes(pairs.n, pairs.limit)},
+                                                 torch::headeronly::ScalarType::Byte);
+  sort_pairs(launcher, pairs, scratch.mutable_data_ptr());
+}
 
-extern template void sort_pairs(const CudaLauncher&, const torch::stable::Tensor&,
-                                const SortPairs<uint32_t>&);
-
-// The same, and find the runs of equal keys.
+// Group the keys in `sort`, whose positions are 0, 1, ..., and write the groups: small batches in
+// one launch (group/small_group.cuh), others with CUB. Nothing waits for the device.
 template <class Key>
-void sort_keys(const CudaLauncher& launcher, const torch::stable::Tensor& like,
-               const SortBuffers<Key>& buffers);
+void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
+                    const SortBuffers<Key>& sort, const GroupOutput& out);
 
-extern template void sort_keys(const CudaLauncher&, const torch::stable::Tensor&,
-                               const SortBuffers<uint32_t>&);
-extern template void sort_keys(const CudaLauncher&, const torch::stable::Tensor&,
-                               const SortBuffers<uint64_t>&);
+#define EMB_EXTERN_SORT(Key)                                                             \
+  extern template int64_t sort_scratch_bytes(int64_t, Key);                              \
+  extern template void sort_pairs(const CudaLauncher&, const SortPairs<Key>&, void*);    \
+  extern template void sort_and_group(const CudaLauncher&, const torch::stable::Tensor&, \
+                                      const SortBuffers<Key>&, const GroupOutput&)
+EMB_EXTERN_SORT(uint32_t);
+EMB_EXTERN_SORT(uint64_t);
+#undef EMB_EXTERN_SORT
 
 // Scratch for n keys below `limit` on the device of `like`. torch frees it in stream order.
 template <class Key>
 class DeviceSort {
  public:
   DeviceSort(const torch::stable::Tensor& like, int64_t n, int64_t limit, int32_t* sorted_positions)
-      : scratch_(allocate(like, {n * static_cast<int64_t>(2 * sizeof(Key) + sizeof(int32_t)) + 16},
-                          torch::headeronly::ScalarType::Byte)) {
+      : scratch_(allocate(like, {bytes(n)}, torch::headeronly::ScalarType::Byte)) {
     auto* keys = static_cast<Key*>(scratch_.mutable_data_ptr());
     auto* positions = reinterpret_cast<int32_t*>(keys + 2 * n);
-    // Once sorted, the input is not needed any more: the runs reuse its memory.
-    buffers_ = {keys,
-                keys + n,
-                keys,
-                positions,
-                sorted_positions,
-                positions,
-                positions + n,
-                n,
-                static_cast<Key>(limit)};
+    buffers_ = {
+        keys, keys + n, positions, sorted_positions, positions + n, n, static_cast<Key>(limit)};
   }
   const SortBuffers<Key>& buffers() const { return buffers_; }
 
  private:
+  static int64_t bytes(int64_t n) {
+    const auto pair = static_cast<int64_t>(2 * sizeof(Key) + sizeof(int32_t));
+    return n * pair + 2 * kMaxRanges * static_cast<int64_t>(sizeof(int32_t));
+  }
+
   torch::stable::Tensor scratch_;
   SortBuffers<Key> buffers_;
 };

@@ -1,11 +1,16 @@
 // The keys of jagged lookups for `group`: every lookup gets its linear row id and its bag. Skipped
-// lookups (index -1, or before the first bag) get the key that belongs to no group.
+// lookups (index -1, or before the first bag) get the key that belongs to no group. The same pass
+// checks indices and offsets.
+//
+// A block takes tiles of lookups. The bags that begin in a tile leave their number at their first
+// lookup, and a running maximum gives each lookup its bag. Keys are made from the offsets as they
+// are while these are looked at; if one was invalid, the last block to finish repairs the offsets
+// and makes all keys again. That block is slow, and such batches are rare.
 #pragma once
 
-#include "core/dtype.h"
-#include "core/layout.h"
 #include "core/search.cuh"
-#include "group/segments.cuh"
+#include "group/small_group.cuh"
+#include "tbe/offsets.cuh"
 
 namespace emb::cuda {
 
@@ -14,43 +19,210 @@ struct LookupKeys {
   IndexArray indices;
   Bags bags;
   BagMap map;
-  int32_t* bag_of;  // [L]
+  int32_t* bag_of;  // [L], an output; null: none
 };
 
-// Return the linear row id of lookup i in bag `bag`, -1 for none.
-EMB_DEVICE int64_t linear_row(const LookupKeys& in, int64_t i, int bag) {
-  if (bag < 0) return -1;
+// Return the key of lookup i in bag `bag`; add to `bad` whether its index is invalid.
+template <class Key>
+EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key limit, int* bad) {
+  if (bag < 0) return limit;
   const Feature& feature = in.features[in.map.feature(static_cast<uint32_t>(bag))];
-  const int64_t row = repair_index(in.indices[i], feature.rows);
-  return row >= 0 && row < feature.rows ? feature.row_base + row : -1;
+  const int64_t index = in.indices[i], row = repair_index(index, feature.rows);
+  *bad += !((index >= 0 && index < feature.rows) || index == -1);
+  if (row < 0 || row >= feature.rows) return limit;
+  const auto id = static_cast<uint64_t>(feature.row_base + row);
+  return id < limit ? static_cast<Key>(id) : limit;
 }
 
+inline constexpr int kKeysEach = 8, kKeyTile = kTileThreads * kKeysEach;
+
+struct KeyTile {
+  int bags[kKeyTile];
+  int of_warp[kTileThreads / simt::kWarp];
+  int range[2];
+};
+
+// Find the bag of each lookup of a tile, -1 for none, in shared memory.
+EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& shared) {
+  const auto start = [&](int bag) { return bags.begin(bag); };
+  const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
+  for (int i = static_cast<int>(threadIdx.x); i < kKeyTile; i += kTileThreads) shared.bags[i] = -1;
+  const TileSearch search(start, static_cast<int>(bags.count), tile, end, shared.range);
+  for (int64_t bag = search.first + 1 + int64_t{threadIdx.x}; bag <= search.last;
+       bag += kTileThreads) {
+    const int64_t at = start(static_cast<int>(bag)) - tile;
+    if (at >= 0 && at < kKeyTile) atomicMax(&shared.bags[at], static_cast<int>(bag));
+  }
+  __syncthreads();
+  int* const mine = shared.bags + threadIdx.x * kKeysEach;
+  int bag[kKeysEach], maximum = search.first;
+#pragma unroll
+  for (int i = 0; i < kKeysEach; ++i) bag[i] = maximum = max_of(maximum, mine[i]);
+#pragma unroll
+  for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
+    const int other = __shfl_up_sync(simt::kFullMask, maximum, delta);
+    if (lane >= delta) maximum = max_of(maximum, other);
+  }
+  if (lane == simt::kWarp - 1) shared.of_warp[warp] = maximum;
+  int before = __shfl_up_sync(simt::kFullMask, maximum, 1u);
+  if (lane == 0) before = search.first;
+  __syncthreads();
+  for (unsigned w = 0; w < warp; ++w) before = max_of(before, shared.of_warp[w]);
+#pragma unroll
+  for (int i = 0; i < kKeysEach; ++i) mine[i] = max_of(bag[i], before);
+  __syncthreads();
+}
+
+// Make the keys of a tile; return how many of this thread's indices are invalid.
 template <class Key>
-__global__ void __launch_bounds__(kTileThreads)
-    lookup_keys_kernel(LookupKeys in, SortBuffers<Key> sort) {
-  __shared__ int range[2];
-  const auto start = [&](int bag) { return in.bags.begin(bag); };
-  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < sort.n;
-       tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
-    const int64_t end = tile + kTileSize < sort.n ? tile + kTileSize : sort.n;
-    const TileSearch search(start, static_cast<int>(in.bags.count), tile, end, range);
-    for (int64_t i = tile + threadIdx.x; i < end; i += kTileThreads) {
-      const int bag = search.find(start, i);
-      const int64_t row = linear_row(in, i, bag);
-      const bool valid = row >= 0 && static_cast<uint64_t>(row) < sort.limit;
-      sort.keys[i] = valid ? static_cast<Key>(row) : sort.limit;
-      sort.positions[i] = static_cast<int32_t>(i);
-      in.bag_of[i] = bag < 0 ? 0 : bag;
+EMB_DEVICE int make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& sort,
+                         int64_t tile, KeyTile& shared) {
+  const int64_t end = tile + kKeyTile < bags.num_lookups ? tile + kKeyTile : bags.num_lookups;
+  find_bags(bags, tile, end, shared);
+  int bad = 0;
+#pragma unroll
+  for (int j = 0; j < kKeysEach; ++j) {
+    const int at = j * kTileThreads + static_cast<int>(threadIdx.x);
+    const int64_t i = tile + at;
+    if (i >= end) continue;
+    const int bag = shared.bags[at];
+    const Key key = lookup_key(in, i, bag, sort.limit, &bad);
+    if (sort.keys != nullptr) sort.keys[i] = key;
+    if (sort.positions != nullptr) sort.positions[i] = static_cast<int32_t>(i);
+    if (in.bag_of != nullptr) in.bag_of[i] = bag < 0 ? 0 : bag;
+  }
+  __syncthreads();
+  return bad;
+}
+
+// What the blocks of a grid counted, complete in the block that finishes last.
+struct GridCounts {
+  int64_t indices, offsets;
+  bool is_last;
+};
+
+// Add the counts of this block to `check.progress`. The upper bits of the second word count the
+// blocks that have finished; both words are 0 before the launch.
+EMB_DEVICE GridCounts finish_block(const BatchCheck& check, int indices, int offsets) {
+  constexpr int kFinishedShift = 40;
+  __shared__ GridCounts counts;
+  __threadfence();
+  indices = block_sum(indices);
+  offsets = block_sum(offsets);
+  if (gridDim.x == 1) return {indices, offsets, true};
+  if (threadIdx.x == 0) {
+    atomicAdd(&check.progress[0], static_cast<unsigned long long>(indices));
+    __threadfence();
+    const unsigned long long block = 1ull << kFinishedShift, added = static_cast<unsigned>(offsets);
+    const unsigned long long before = atomicAdd(&check.progress[1], block + added);
+    __threadfence();
+    const bool is_last = before >> kFinishedShift == gridDim.x - 1;
+    counts = {0, 0, is_last};
+    if (is_last) {
+      counts.indices = static_cast<int64_t>(atomicAdd(&check.progress[0], 0ull));
+      counts.offsets = static_cast<int64_t>((before & (block - 1)) + added);
     }
   }
+  __syncthreads();
+  return counts;
+}
+
+// Without keys in `sort` it only checks.
+template <class Key>
+__global__ void __launch_bounds__(kTileThreads)
+    lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> sort) {
+  __shared__ KeyTile shared;
+  const int64_t n = in.bags.num_lookups;
+  Bags bags = in.bags;
+  int bad_offsets = 0;
+  if (check.repaired != nullptr) {
+    bad_offsets = find_invalid_offsets(bags, check, simt::global_thread(), simt::threads_in_grid());
+  }
+  int64_t first = static_cast<int64_t>(blockIdx.x) * kKeyTile;
+  int64_t step = static_cast<int64_t>(gridDim.x) * kKeyTile;
+  GridCounts counts{};
+  // One loop for both passes, so that its code is there once.
+#pragma unroll 1
+  for (bool is_repaired = false;; is_repaired = true) {
+    int bad_indices = 0;
+    for (int64_t tile = first; tile < n; tile += step) {
+      bad_indices += make_keys(in, bags, sort, tile, shared);
+    }
+    if (check.repaired == nullptr) return;
+    if (is_repaired) {
+      counts.indices = block_sum(bad_indices);
+      break;
+    }
+    counts = finish_block(check, bad_indices, bad_offsets);
+    if (!counts.is_last) return;
+    if (counts.offsets == 0) break;
+    counts.offsets = block_sum(repair_offsets(bags, check.repaired, shared.of_warp));
+    bags.offsets = IndexArray{check.repaired, false};
+    first = 0;
+    step = kKeyTile;
+  }
+  if (threadIdx.x == 0) report_violations(check, counts.indices, counts.offsets);
 }
 
 template <class Key, class Launcher>
-void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in,
+void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const BatchCheck& check,
                         const SortBuffers<Key>& sort) {
-  if (sort.n == 0) return;
-  launcher(lookup_keys_kernel<Key>, blocks_for(sort.n, kTileSize, launcher.blocks(32)),
-           kTileThreads, in, sort);
+  const int64_t offsets = check.repaired != nullptr ? in.bags.count + 1 : 0;
+  const int64_t work = offsets < in.bags.num_lookups ? in.bags.num_lookups : offsets;
+  if (work == 0) return;
+  const unsigned blocks = blocks_for(work, kKeyTile, launcher.blocks(32));
+  if (blocks > 1 && check.repaired != nullptr) {
+    launcher.zero(check.progress, 2 * sizeof(*check.progress));
+  }
+  launcher(lookup_keys_kernel<Key>, blocks, kTileThreads, in, check, sort);
 }
+
+// Lookups as the keys of a small batch (group/small_group.cuh).
+struct SmallLookups {
+  static constexpr bool kHasBags = true;
+  LookupKeys in;
+  BatchCheck check;
+
+  // Look at the offsets with all blocks; return the lookups with offsets that need no repair.
+  EMB_DEVICE SmallLookups prepared(const SmallMemory& memory) const {
+    if (check.repaired == nullptr) return *this;
+    const unsigned rank = simt::cluster_rank(), step = simt::cluster_size() * blockDim.x;
+    const int invalid = find_invalid_offsets(in.bags, check, rank * blockDim.x + threadIdx.x, step);
+    count_in_block(memory, SmallMemory::kInvalid, static_cast<uint32_t>(invalid));
+    simt::cluster_sync();
+    if (cluster_total(memory, SmallMemory::kInvalid) == 0) return *this;
+    if (rank == 0) {
+      auto* of_warp = reinterpret_cast<int32_t*>(memory.of_warp);
+      const int bad = repair_offsets(in.bags, check.repaired, of_warp);
+      count_in_block(memory, SmallMemory::kBadOffsets, static_cast<uint32_t>(bad));
+    }
+    simt::cluster_sync();
+    SmallLookups repaired = *this;
+    repaired.in.bags.offsets = IndexArray{check.repaired, false};
+    return repaired;
+  }
+
+  struct Tile {
+    TileSearch search;
+    int bad = 0;
+
+    EMB_DEVICE Tile(const SmallLookups& source, int64_t begin, int64_t end, int* range)
+        : search([&](int bag) { return source.in.bags.begin(bag); },
+                 static_cast<int>(source.in.bags.count), begin, end, range) {}
+    EMB_DEVICE uint32_t key(const SmallLookups& source, int64_t i, uint32_t limit, uint32_t* of) {
+      const int bag = search.find([&](int b) { return source.in.bags.begin(b); }, i);
+      *of = bag < 0 ? 0 : static_cast<uint32_t>(bag);
+      return lookup_key(source.in, i, bag, limit, &bad);
+    }
+    EMB_DEVICE uint32_t num_bad() const { return static_cast<uint32_t>(bad); }
+  };
+
+  // Write the counts, once they are complete in all blocks.
+  EMB_DEVICE void report(const SmallMemory& memory) const {
+    if (check.repaired == nullptr || simt::cluster_rank() > 0 || threadIdx.x > 0) return;
+    report_violations(check, cluster_total(memory, SmallMemory::kBadIndices),
+                      memory.tally[SmallMemory::kBadOffsets]);
+  }
+};
 
 }  // namespace emb::cuda

@@ -123,8 +123,14 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const Tensor index_tensor = as_contiguous(indices);
   const Tensor offset_tensor = as_contiguous(offsets);
   Tensor repaired = allocate(offsets, {num_bags + 1}, ScalarType::Int);
-  Tensor violations = allocate_zeros(offsets, {2}, ScalarType::Long);
-  Tensor tile_max = allocate(offsets, {offset_tiles(num_bags)}, ScalarType::Int);
+  Tensor violations = allocate(offsets, {2}, ScalarType::Long);
+  std::optional<Tensor> progress;
+  if (!checks_with_one_block(indices.numel(), num_bags)) {
+    progress = allocate(offsets, {2}, ScalarType::Long);
+  }
+  const auto words = [](const std::optional<Tensor>& tensor) {
+    return static_cast<unsigned long long*>(tensor ? tensor->mutable_data_ptr() : nullptr);
+  };
   const BoundsArgs args{index_array(index_tensor),
                         index_array(offset_tensor),
                         feature_array(features),
@@ -132,9 +138,10 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
                         num_bags,
                         map,
                         mode == BoundsMode::kFatal,
-                        tile_max.mutable_data_ptr<int32_t>(),
+                        words(progress),
                         repaired.mutable_data_ptr<int32_t>(),
-                        static_cast<unsigned long long*>(violations.mutable_data_ptr())};
+                        words(violations),
+                        false};
   launch_bounds_check(launcher, args);
   return {repaired, violations};
 }

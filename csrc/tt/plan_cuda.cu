@@ -35,8 +35,7 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
 // Group rows by the keys in `sort`: distinct ids, where their rows start, and the id of each row.
 void group_halves(const CudaLauncher& launcher, const Tensor& like,
                   const SortBuffers<uint32_t>& sort, const GroupOutput& out, int32_t* row_halves) {
-  if (sort.n > 0) sort_keys(launcher, like, sort);
-  launch_groups(launcher, sort, out);
+  sort_and_group(launcher, like, sort, out);
   launch_inverse(launcher, out.segments, sort.sorted_positions, out.count, sort.n, row_halves);
 }
 

@@ -90,7 +90,7 @@ def group(
 ) -> Groups:
     """Group lookups by linear row id `row_base + index`; `total_rows` bounds those ids.
 
-    `repaired` says that `check_bounds` returned the offsets: a GPU then saves two launches.
+    `repaired` says that `check_bounds` returned the offsets: a GPU need not look at them again.
     """
     return Groups(*tbe_group(features, indices, offsets, bag_layout, total_rows, repaired))
 

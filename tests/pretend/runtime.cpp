@@ -199,6 +199,16 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
     return fail(cudaErrorInvalidConfiguration,
                 "invalid configuration argument: grid " + show(grid) + ", block " + show(block));
   }
+  if (config.numAttrs > 0) {
+    const auto& cluster = config.attrs->val.clusterDim;
+    if (config.numAttrs > 1 || config.attrs->id != cudaLaunchAttributeClusterDimension ||
+        cluster.y != 1 || cluster.z != 1 || cluster.x == 0 || cluster.x > 8 ||
+        grid.x % cluster.x != 0 || state().capability < 9) {
+      return fail(cudaErrorInvalidConfiguration, "invalid configuration argument: cluster of " +
+                                                     std::to_string(cluster.x) + ", grid " +
+                                                     show(grid));
+    }
+  }
   const auto found = shared_limits.find(kernel);
   const size_t limit = found == shared_limits.end() ? kDefaultSharedBytes : found->second;
   if (config.dynamicSmemBytes > limit) {
@@ -239,8 +249,14 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* p) 
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = state().multiprocessors;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value =
+      attribute == cudaDevAttrMultiProcessorCount ? state().multiprocessors : state().capability;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* out, const void*) {
+  out->ptxVersion = state().capability * 10;
   return cudaSuccess;
 }
 
@@ -312,6 +328,8 @@ void pretend_detect_races() {
 }
 
 void pretend_set_multiprocessors(int n) { state().multiprocessors = n; }
+
+void pretend_set_capability(int major) { state().capability = major; }
 
 int pretend_has_protection_keys() { return state().protection_keys[0] >= 0; }
 

@@ -71,6 +71,7 @@ MATRIX: tuple[Mapping[str, str], ...] = (
     {"EMBLIB_PRETEND_ALIGN": "start"},
     {"EMBLIB_PRETEND_SMS": "1"},
     {"EMBLIB_PRETEND_SMS": "132"},
+    {"EMBLIB_PRETEND_CAPABILITY": "8"},
     {"EMBLIB_SIMT_ORDER": "reverse"},
     {"EMBLIB_PRETEND_RACES": "1"},
     {"EMBLIB_PRETEND_RACES": "1", "EMBLIB_PRETEND_SCHEDULE": "random:4"},

@@ -124,6 +124,7 @@ struct State {
   std::map<std::string, int64_t> counts;
   std::map<std::string, int64_t> entries;
   int multiprocessors = 4;
+  int capability = 9;  // major
 };
 
 State& state();

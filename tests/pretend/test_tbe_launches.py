@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from emblib import BoundsCheck, Pooling, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib.ops import codes, tbe
 from tests.pretend import torch_cuda
 
 pytestmark = [
@@ -18,10 +19,48 @@ pytestmark = [
 ]
 
 STEPS: dict[str, tuple[dict[str, Any], int]] = {
-    "plain": ({}, 14),
-    "mean": ({"pooling": Pooling.MEAN}, 14),
-    "without a bounds check": ({"bounds_check": BoundsCheck.NONE}, 11),
+    "plain": ({}, 9),
+    "mean": ({"pooling": Pooling.MEAN}, 9),
+    "without a bounds check": ({"bounds_check": BoundsCheck.NONE}, 7),
 }
+# Lookups, whether a bounds check has repaired the offsets, and the operations of `tbe_group` on
+# GPUs with clusters of blocks: above 16,384 lookups the keys, the sort and two passes over the
+# sorted keys, and to look at the offsets the fill of two counts.
+GROUPINGS: dict[str, tuple[int, bool, int]] = {
+    "none": (0, True, 1),
+    "one block": (400, False, 1),
+    "a cluster": (16_384, True, 1),
+    "a cluster that looks at the offsets": (16_384, False, 1),
+    "sorted by CUB": (16_385, True, 4),
+    "sorted by CUB, with a look at the offsets": (16_385, False, 5),
+}
+
+
+@pytest.mark.skipif(
+    torch_cuda.gpu is not None and torch_cuda.gpu.settings.capability < 9, reason="needs clusters"
+)
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_launches_of_grouping(name: str) -> None:
+    lookups, is_repaired, budget = GROUPINGS[name]
+    gpu, features = torch_cuda.gpu, torch.tensor([[0, 0, 1000, 64, 0, 0, 0, 0]]).cuda()
+    ids, offsets = (torch.arange(lookups) % 1000).cuda(), torch.arange(lookups + 1).cuda()
+    gpu.reset_counts()
+    rows, _, _, _, count = tbe.tbe_group(features, ids, offsets, None, 1000, is_repaired)
+    assert sum(gpu.counts().values()) == budget, gpu.counts()
+    assert torch.equal(rows[: count.item()].cpu(), torch.arange(min(lookups, 1000)))
+
+
+@pytest.mark.parametrize(("bags", "budget"), [(2047, 1), (2048, 2)])
+def test_launches_of_a_bounds_check(bags: int, budget: int) -> None:
+    """One block needs no counts that are 0 before it starts."""
+    gpu, features = torch_cuda.gpu, torch.tensor([[0, 0, 1000, 64, 0, 0, 0, 0]]).cuda()
+    ids, offsets = (torch.arange(bags) % 1001).cuda(), torch.arange(bags + 1).cuda()
+    gpu.reset_counts()
+    mode = codes.BOUNDS_CHECK["warning"]
+    repaired, violations = tbe.check_bounds(ids, offsets, features, None, mode)
+    assert sum(gpu.counts().values()) == budget, gpu.counts()
+    assert violations.tolist() == [bags // 1001, 0]
+    assert torch.equal(repaired.cpu(), torch.arange(bags + 1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("name", STEPS)

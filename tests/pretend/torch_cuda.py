@@ -50,8 +50,9 @@ class Settings:
     """What one session pretends.
 
     `seed` is of the random schedule. New memory is filled with the byte `poison`. `align` is the
-    side of a page that allocations touch, "end" or "start": accesses beyond it fault at once. With
-    `detects_races`, accesses that nothing orders are errors.
+    side of a page that allocations touch, "end" or "start": accesses beyond it fault at once. The
+    major `capability` decides which kernels run: clusters need 9. With `detects_races`, accesses
+    that nothing orders are errors.
     """
 
     schedule: Schedule = Schedule.EAGER
@@ -59,11 +60,12 @@ class Settings:
     poison: int = 0xFF
     align: str = "end"
     multiprocessors: int = 4
+    capability: int = 9
     detects_races: bool = False
 
     @classmethod
     def from_environment(cls) -> "Settings":
-        """Read EMBLIB_PRETEND_SCHEDULE=random:7, _POISON=00, _ALIGN=start, _SMS=132, _RACES=1."""
+        """Read EMBLIB_PRETEND_SCHEDULE=random:7, _POISON=00, _ALIGN=start, _SMS=132 and so on."""
         schedule, _, seed = os.environ.get("EMBLIB_PRETEND_SCHEDULE", "eager").partition(":")
         align = os.environ.get("EMBLIB_PRETEND_ALIGN", "end")
         if align not in {"end", "start"}:
@@ -74,6 +76,7 @@ class Settings:
             poison=int(os.environ.get("EMBLIB_PRETEND_POISON", "ff"), 16),
             align=align,
             multiprocessors=int(os.environ.get("EMBLIB_PRETEND_SMS", "4")),
+            capability=int(os.environ.get("EMBLIB_PRETEND_CAPABILITY", "9")),
             detects_races=os.environ.get("EMBLIB_PRETEND_RACES", "0") == "1",
         )
 
@@ -95,6 +98,7 @@ class PretendGpu:
         )
         self.library.pretend_set_memory(settings.poison, int(settings.align == "end"))
         self.library.pretend_set_multiprocessors(settings.multiprocessors)
+        self.library.pretend_set_capability(settings.capability)
         self.set_schedule(settings.schedule, settings.seed)
         self.catch_faults()
         if settings.detects_races:
@@ -354,12 +358,13 @@ class GraphContext:
 class Properties:
     """What torch.cuda.get_device_properties returns."""
 
-    name, major, minor = "Pretend GPU", 9, 0
+    name, minor = "Pretend GPU", 0
     total_memory = 1 << 36
     warp_size = 32
     L2_cache_size = 50 << 20
 
     def __init__(self) -> None:
+        self.major = gpu.settings.capability
         self.multi_processor_count = gpu.settings.multiprocessors
 
 

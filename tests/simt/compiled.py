@@ -95,9 +95,9 @@ def _kernels_of(source: Path, architecture: str) -> list[Compiled]:
 def _compile(source: Path, output: Path, architectures: Sequence[str]) -> str:
     """Return what ptxas -v says."""
     assert NVCC is not None
-    # No kernel differs between these architectures before ptxas: one PTX serves both. A fatbin is
-    # the device code alone: the host compiler does not run.
-    codes = [f"-gencode=arch=compute_80,code={a}" for a in architectures]
+    # Clusters of blocks are in the PTX of sm_90 and newer; else no kernel differs before ptxas. A
+    # fatbin is the device code alone: the host compiler does not run.
+    codes = [f"-gencode=arch=compute_{80 if a == 'sm_80' else 90},code={a}" for a in architectures]
     include = ["-I", str(ROOT / "csrc")]
     flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", *codes, *include]
     command = [NVCC, *flags, "-fatbin", str(source), "-o", str(output)]

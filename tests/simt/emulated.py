@@ -15,6 +15,8 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 FUNCTORS = {code: name for name, code in OPTIMIZER.items()}
 # Above this many rows the sort needs 64-bit keys; tests lower it to run that path on small tables.
 WIDE_FROM = 2**32 - 1
+# The largest cluster of the device that groups small batches in one launch; 0 sorts them.
+MAX_CLUSTER = 0
 
 
 def _indices(tensor: Tensor) -> tuple[Tensor, bool]:
@@ -31,6 +33,14 @@ def _map(
     return bag_layout, max(_batch(features, offsets), 1), columns
 
 
+class BatchCheck:
+    """The outputs of a check while lookups are grouped."""
+
+    def __init__(self, offsets: Tensor) -> None:
+        self.repaired = torch.full((offsets.numel(),), 7, dtype=torch.int32)
+        self.violations = torch.tensor([7, 7])  # to be added to
+
+
 def _group_outputs(n: int, unique_dtype: torch.dtype) -> list[Tensor]:
     return [
         torch.full((n,), 7, dtype=unique_dtype),
@@ -43,7 +53,8 @@ def _group_outputs(n: int, unique_dtype: torch.dtype) -> list[Tensor]:
 def group(keys: Tensor, num_keys: int) -> tuple[Tensor, ...]:
     """Emulated `group`."""
     out = _group_outputs(keys.numel(), keys.dtype)
-    library().call("group", *_indices(keys), keys.numel(), num_keys, num_keys >= WIDE_FROM, *out)
+    sizes = (keys.numel(), num_keys, num_keys >= WIDE_FROM, MAX_CLUSTER)
+    library().call("group", *_indices(keys), *sizes, *out)
     return tuple(out)
 
 
@@ -59,7 +70,7 @@ def bounds_check(
 ) -> tuple[Tensor, Tensor]:
     """Emulated `bounds_check`."""
     repaired = torch.empty(offsets.numel(), dtype=torch.int32)
-    violations = torch.zeros(2, dtype=torch.int64)
+    violations = torch.full((2,), 7, dtype=torch.int64)
     sizes = (indices.numel(), offsets.numel() - 1, *_map(features, offsets, bag_layout, 0))
     words: tuple[Word, ...] = (*_indices(indices), *_indices(offsets), features, *sizes)
     library().call("bounds_check", *words, mode == BOUNDS_CHECK["fatal"], repaired, violations)
@@ -114,15 +125,18 @@ def tbe_group(
     offsets: Tensor,
     bag_layout: Tensor | None,
     total_rows: int,
+    check: BatchCheck | None = None,
 ) -> tuple[Tensor, ...]:
-    """Emulated `tbe_group`."""
+    """Emulated `tbe_group`; with `check` it looks at the offsets and counts violations too."""
     n = indices.numel()
     rows, segments, lookups, count = _group_outputs(n, torch.int64)
     bags, scratch = torch.full((n,), 7, dtype=torch.int32), torch.empty(n, dtype=torch.int32)
-    sizes = (offsets.numel() - 1, n, total_rows, total_rows >= WIDE_FROM)
+    sizes = (offsets.numel() - 1, n, total_rows, total_rows >= WIDE_FROM, MAX_CLUSTER)
     batch = (bag_layout, max(_batch(features, offsets), 1))
     inputs = (features, *_indices(indices), *_indices(offsets), *batch, *sizes)
-    library().call("tbe_group", *inputs, rows, segments, lookups, bags, count, scratch)
+    checks = (None, False, None) if check is None else (check.repaired, True, check.violations)
+    outputs = (rows, segments, lookups, bags, count, scratch, None)
+    library().call("tbe_group", *inputs, *checks, *outputs)
     return rows, segments, lookups, bags, count
 
 

@@ -6,14 +6,24 @@
 namespace emb::cuda {
 namespace {
 
+// Group a small batch in one launch and return true; false if it has to be sorted on the host.
+// `max_cluster` is that of the device, 0 to sort on the host in any case.
+template <class Source>
+bool group_small(const Source& source, int64_t n, int64_t max_cluster, const SmallGroupArgs& args) {
+  const simt::HostLauncher launcher{static_cast<unsigned>(max_cluster)};
+  if (max_cluster == 0) return false;
+  const auto plan = plan_small_group(n, max_small_cluster<Source>(launcher));
+  if (plan.items == 0) return false;
+  launch_small_group(launcher, plan, source, args);
+  return true;
+}
+
 template <class Key, class MakeKeys>
 void group_with(const simt::HostLauncher& launcher, int64_t n, int64_t limit, int32_t* permutation,
                 const GroupOutput& out, const MakeKeys& make_keys) {
   HostSort<Key> sort(n, static_cast<uint64_t>(limit), permutation);
-  if (n > 0) {
-    make_keys(sort.buffers);
-    sort.run();
-  }
+  make_keys(sort.buffers);
+  sort.run();
   launch_groups(launcher, sort.buffers, out);
 }
 
@@ -22,19 +32,26 @@ void group_with(const simt::HostLauncher& launcher, int64_t n, int64_t limit, in
 
 using namespace emb::cuda;
 
-// keys, is_int64, n, num_keys, wide, unique, segments, permutation, count
+// keys, is_int64, n, num_keys, wide, max_cluster, unique, segments, permutation, count
 extern "C" const char* simt_group(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
     const emb::IndexArray keys = words.indices();
     const int64_t n = words.number(), num_keys = words.number(), wide = words.number();
+    const int64_t max_cluster = words.number();
     GroupOutput out{};
     out.unique = words.pointer<void>();
     out.unique_is_int64 = keys.is_int64;
     out.segments = words.pointer<int32_t>();
     auto* permutation = words.pointer<int32_t>();
     out.count = words.pointer<int32_t>();
-    const auto make = [&](const auto& sort) { launch_keys(launcher, keys, sort); };
+    if (wide == 0) {
+      const auto args = small_group_args(n, static_cast<uint32_t>(num_keys), permutation, out);
+      if (group_small(GivenKeys{keys}, n, max_cluster, args)) return;
+    }
+    const auto make = [&](const auto& sort) {
+      if (n > 0) launch_keys(launcher, keys, sort);
+    };
     if (wide != 0) {
       group_with<uint64_t>(launcher, n, num_keys, permutation, out, make);
     } else {
@@ -44,7 +61,8 @@ extern "C" const char* simt_group(const int64_t* call) {
 }
 
 // features, indices, is_int64, offsets, is_int64, bag_layout, batch, bags, n, total_rows, wide,
-// rows, segments, lookups, sorted bags, count, scratch for bags
+// max_cluster, repaired, copies, violations, rows, segments, lookups, sorted bags, count, scratch
+// for bags, sorted rows
 extern "C" const char* simt_tbe_group(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
@@ -57,6 +75,13 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     in.bags.count = words.number();
     in.bags.num_lookups = words.number();
     const int64_t total_rows = words.number(), wide = words.number();
+    const int64_t max_cluster = words.number();
+    BatchCheck check{};
+    check.repaired = words.pointer<int32_t>();
+    check.copies = words.number() != 0;
+    check.violations = words.pointer<unsigned long long>();
+    unsigned long long progress[2];
+    check.progress = progress;
     GroupOutput out{};
     out.unique = words.pointer<void>();
     out.unique_is_int64 = true;
@@ -67,7 +92,12 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     in.bag_of = words.pointer<int32_t>();
     out.bag_of = in.bag_of;
     const int64_t n = in.bags.num_lookups;
-    const auto make = [&](const auto& sort) { launch_lookup_keys(launcher, in, sort); };
+    if (wide == 0) {
+      auto args = small_group_args(n, static_cast<uint32_t>(total_rows), lookups, out);
+      args.sorted_keys = words.pointer<uint32_t>();
+      if (group_small(SmallLookups{in, check}, n, max_cluster, args)) return;
+    }
+    const auto make = [&](const auto& sort) { launch_lookup_keys(launcher, in, check, sort); };
     if (wide != 0) {
       group_with<uint64_t>(launcher, n, total_rows, lookups, out, make);
     } else {

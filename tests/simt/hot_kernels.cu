@@ -39,8 +39,16 @@ template __global__ void chunk_kernel<bfloat16>(GradArgs, int);
 template __global__ void sample_weight_kernel<float>(SampleWeightArgs, int);
 template __global__ void sample_weight_kernel<half16>(SampleWeightArgs, int);
 template __global__ void sample_weight_kernel<bfloat16>(SampleWeightArgs, int);
-template __global__ void lookup_keys_kernel<uint32_t>(LookupKeys, SortBuffers<uint32_t>);
+template __global__ void lookup_keys_kernel<uint32_t>(LookupKeys, BatchCheck,
+                                                      SortBuffers<uint32_t>);
+template __global__ void count_groups_kernel<uint32_t>(SortBuffers<uint32_t>);
 template __global__ void groups_kernel<uint32_t>(SortBuffers<uint32_t>, GroupOutput);
+template __global__ void small_group_kernel<GivenKeys, 1>(GivenKeys, SmallGroupArgs);
+template __global__ void small_group_kernel<GivenKeys, 2>(GivenKeys, SmallGroupArgs);
+template __global__ void small_group_kernel<GivenKeys, 4>(GivenKeys, SmallGroupArgs);
+template __global__ void small_group_kernel<SmallLookups, 1>(SmallLookups, SmallGroupArgs);
+template __global__ void small_group_kernel<SmallLookups, 2>(SmallLookups, SmallGroupArgs);
+template __global__ void small_group_kernel<SmallLookups, 4>(SmallLookups, SmallGroupArgs);
 
 // Not templates: a reference makes the compiler emit them.
 [[maybe_unused]] void* const kCacheKernels[] = {

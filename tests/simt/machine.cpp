@@ -86,6 +86,51 @@ __global__ void different_collectives_kernel() {
   }
 }
 
+// Add to each thread's number those of the same thread in all blocks of its cluster.
+__global__ void cluster_kernel(const int32_t* x, int32_t* out) {
+  auto* mine = simt::dynamic_shared<int32_t>();
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  mine[threadIdx.x] = x[i];
+  simt::cluster_sync();
+  int32_t sum = 0;
+  for (unsigned rank = 0; rank < simt::cluster_size(); ++rank) {
+    sum += simt::of_block(mine, rank)[threadIdx.x];
+  }
+  out[i] = sum * 10 + static_cast<int32_t>(simt::cluster_rank());
+  simt::cluster_sync();
+}
+
+__global__ void early_access_kernel() {
+  *simt::of_block(simt::dynamic_shared<int32_t>(), 1 - simt::cluster_rank()) = 1;
+  simt::cluster_sync();
+}
+
+__global__ void left_cluster_kernel() {
+  if (simt::cluster_rank() == 0) simt::cluster_sync();
+}
+
+__global__ void two_cluster_barriers_kernel() {
+  if (simt::cluster_rank() == 0) {
+    simt::cluster_sync();
+  } else {
+    simt::cluster_sync();
+  }
+}
+
+__global__ void static_memory_kernel() {
+  __shared__ int32_t number;
+  simt::cluster_sync();
+  *simt::of_block(&number, 0) = 1;
+}
+
+// Read the memory of the other block without a barrier before either leaves.
+__global__ void late_access_kernel(int32_t* out) {
+  auto* mine = simt::dynamic_shared<int32_t>();
+  *mine = 5;
+  simt::cluster_sync();
+  out[simt::cluster_rank()] = *simt::of_block(mine, 1 - simt::cluster_rank());
+}
+
 __global__ void misaligned_kernel(const char* memory) {
   simt::load(reinterpret_cast<const simt::Pack16*>(memory + 4));
 }
@@ -126,6 +171,26 @@ extern "C" const char* simt_atomics(const int64_t* call) {
   });
 }
 
+// x, out, clusters of how many blocks, threads
+extern "C" const char* simt_cluster_sums(const int64_t* call) {
+  return return_errors([&](const auto& launcher) {
+    Words words(call);
+    const auto* x = words.pointer<const int32_t>();
+    auto* out = words.pointer<int32_t>();
+    const auto blocks = static_cast<unsigned>(words.number());
+    const auto threads = static_cast<unsigned>(words.number());
+    launcher.cluster(cluster_kernel, blocks, threads, threads * sizeof(int32_t), x, out);
+  });
+}
+
+// out
+extern "C" const char* simt_late_access(const int64_t* call) {
+  return return_errors([&](const auto& launcher) {
+    Words words(call);
+    launcher.cluster(late_access_kernel, 2, 1, sizeof(int32_t), words.pointer<int32_t>());
+  });
+}
+
 // which
 extern "C" const char* simt_broken(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
@@ -139,6 +204,14 @@ extern "C" const char* simt_broken(const int64_t* call) {
         return launcher(deadlock_kernel, 1, 32);
       case 3:
         return launcher(different_collectives_kernel, 1, 32);
+      case 4:
+        return launcher.cluster(early_access_kernel, 2, 32, 64);
+      case 5:
+        return launcher.cluster(left_cluster_kernel, 2, 32, 64);
+      case 6:
+        return launcher.cluster(two_cluster_barriers_kernel, 2, 32, 64);
+      case 7:
+        return launcher.cluster(static_memory_kernel, 2, 32, 64);
       default:
         return launcher(misaligned_kernel, 1, 32, memory);
     }

@@ -86,8 +86,9 @@ extern "C" const char* simt_bounds_check(const int64_t* call) {
     args.fatal = words.number() != 0;
     args.repaired = words.pointer<int32_t>();
     args.violations = words.pointer<unsigned long long>();
-    std::string tile_max(offset_tiles(args.num_bags) * sizeof(int32_t), '\0');
-    args.tile_max = reinterpret_cast<int32_t*>(tile_max.data());
+    unsigned long long progress[2];
+    args.progress = progress;
+    args.adds = false;
     launch_bounds_check(launcher, args);
   });
 }

@@ -34,6 +34,21 @@ def test_collectives() -> None:
     assert (out[8, 16:] == 0).all()
 
 
+@pytest.mark.parametrize("threads", [1, 40, 512])
+@pytest.mark.parametrize("blocks", [1, 2, 8])
+def test_clusters(blocks: int, threads: int) -> None:
+    x = torch.arange(blocks * threads, dtype=torch.int32).view(blocks, threads)
+    out = torch.empty_like(x)
+    library().call("cluster_sums", x, out, blocks, threads)
+    assert torch.equal(out, x.sum(0).int() * 10 + torch.arange(blocks).int().unsqueeze(1))
+
+
+def test_memory_of_a_block_that_has_left_is_lost() -> None:
+    out = torch.zeros(2, dtype=torch.int32)
+    library().call("late_access", out)
+    assert -1 in out.tolist()
+
+
 def test_atomics() -> None:
     x = torch.tensor([3, -7, 0x02010300, 5, 0], dtype=torch.int32)
     start, out = x.clone(), torch.empty(9, 5, dtype=torch.int32)
@@ -59,7 +74,11 @@ def _bytes(*words: int) -> list[tuple[int, ...]]:
         (1, "threads meet at different __syncthreads"),
         (2, "deadlock, no thread can go on"),
         (3, "meets lane [0-9]+ in another collective"),
-        (4, "a vector load of 16 bytes is misaligned"),
+        (4, "of_block before the first cluster_sync"),
+        (5, "(left|leaves) the kernel"),
+        (6, "threads meet at different cluster_syncs"),
+        (7, "outside the dynamic shared memory"),
+        (8, "a vector load of 16 bytes is misaligned"),
     ],
 )
 def test_broken_kernels_are_reported(which: int, message: str) -> None:

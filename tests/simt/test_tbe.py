@@ -127,10 +127,11 @@ def test_offsets_nobody_repaired(case: Case) -> None:
 
 
 @BATCHES
-@pytest.mark.parametrize("wide", [False, True], ids=["keys32", "keys64"])
-def test_tbe_group(case: Case, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if wide:
+@pytest.mark.parametrize("path", ["keys32", "keys64", "block", "cluster"])
+def test_tbe_group(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "keys64":
         monkeypatch.setattr(emulated, "WIDE_FROM", 0)
+    monkeypatch.setattr(emulated, "MAX_CLUSTER", {"block": 1, "cluster": 8}.get(path, 0))
     data = Data(case)
     given = (data.features, *data.batch)
     rows, segments, lookups, bags, count = emulated.tbe_group(*given, data.total_rows)

@@ -43,13 +43,29 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice,
   cudaMemcpyDefault
 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
+union cudaLaunchAttributeValue {
+  struct {
+    unsigned x, y, z;
+  } clusterDim;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
-  void* attrs = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
   unsigned numAttrs = 0;
 };
 
@@ -59,6 +75,7 @@ struct cudaLaunchConfig_t {
 #define cudaPointerGetAttributes pretend_cudaPointerGetAttributes
 #define cudaDeviceGetAttribute pretend_cudaDeviceGetAttribute
 #define cudaFuncSetAttribute pretend_cudaFuncSetAttribute
+#define cudaFuncGetAttributes pretend_cudaFuncGetAttributes
 #define cudaMemsetAsync pretend_cudaMemsetAsync
 #define cudaMemcpyAsync pretend_cudaMemcpyAsync
 
@@ -68,6 +85,7 @@ cudaError_t cudaGetLastError();
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes*, const void*);
 cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int device);
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int);
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*);
 cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t);
 cudaError_t cudaMemcpyAsync(void*, const void*, size_t, cudaMemcpyKind, cudaStream_t);
 }
@@ -103,9 +121,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   // Copied at the launch, as the driver does.
   std::tuple<std::decay_t<Parameters>...> copies(std::forward<Arguments>(arguments)...);
   const cudaLaunchConfig_t at = *config;
+  const unsigned cluster = config->numAttrs == 0 ? 1 : config->attrs->val.clusterDim.x;
   const auto run = [=]() mutable {
-    emb::simt::Machine::get().run(at.gridDim, at.blockDim, at.dynamicSmemBytes,
-                                  [&] { std::apply(kernel, copies); });
+    emb::simt::Machine::get().run(
+        at.gridDim, at.blockDim, at.dynamicSmemBytes, [&] { std::apply(kernel, copies); }, cluster);
   };
   return pretend::launch(at, reinterpret_cast<const void*>(kernel), run);
 }

@@ -1,0 +1,109 @@
+// Validation and repair of the offsets of a batch. Repaired offsets are clamped to [0, L], never
+// decrease, and end with L: a running maximum. A first offset above 0 is invalid too but not
+// repaired: the lookups before it belong to no bag.
+//
+// Nearly every batch is valid, so that all threads look at the offsets once. Only if one of them
+// finds an invalid offset does a single block repair them all, in the same launch.
+#pragma once
+
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "core/simt.cuh"
+
+namespace emb::cuda {
+
+// What a kernel over lookups does besides; nothing if `repaired` is null.
+struct BatchCheck {
+  int32_t* repaired = nullptr;  // [bags + 1], written if an offset is invalid
+  bool copies = false;          // write `repaired` for valid offsets too
+  bool fatal = false;           // fail as an assert does
+  // [2]: invalid indices, and offsets that the repair changed or would have to; null: not counted
+  unsigned long long* violations = nullptr;
+  bool adds = true;                        // to `violations`, else they are written
+  unsigned long long* progress = nullptr;  // [2], scratch of a launch of several blocks
+};
+
+EMB_DEVICE int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
+
+EMB_DEVICE int32_t clamped_offset(const Bags& bags, int64_t i) {
+  const int64_t x = bags.offsets[i];
+  return static_cast<int32_t>(x < 0 ? 0 : x > bags.num_lookups ? bags.num_lookups : x);
+}
+
+// Return how many offsets first, first + step, ... are not as repaired ones are. A count above 0
+// says no more than that there are any.
+EMB_DEVICE int find_invalid_offsets(const Bags& bags, const BatchCheck& check, int64_t first,
+                                    int64_t step) {
+  int invalid = 0;
+#pragma unroll 4
+  for (int64_t i = first; i <= bags.count; i += step) {
+    const int64_t x = bags.offsets[i], least = i == 0 ? 0 : bags.offsets[i - 1];
+    const int64_t most = i == 0 ? 0 : bags.num_lookups;
+    invalid += x < least || x > most || (i == bags.count && i > 0 && x != bags.num_lookups);
+    if (check.copies) check.repaired[i] = static_cast<int32_t>(x);
+  }
+  return invalid;
+}
+
+// Repair all offsets with one block; return how many this thread changed or should have. `of_warp`
+// is shared memory for an int per warp.
+EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_warp) {
+  constexpr int kEach = 4;
+  const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
+  int32_t floor = 0;
+  int bad = 0;
+  for (int64_t tile = 0; tile <= bags.count; tile += int64_t{blockDim.x} * kEach) {
+    const int64_t first = tile + int64_t{threadIdx.x} * kEach;
+    int32_t maximum = 0;
+#pragma unroll 1
+    for (int64_t i = first; i < first + kEach && i <= bags.count; ++i) {
+      maximum = max_of(maximum, clamped_offset(bags, i));
+    }
+    for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
+      const int32_t other = __shfl_up_sync(simt::kFullMask, maximum, delta);
+      if (lane >= delta) maximum = max_of(maximum, other);
+    }
+    if (lane == simt::kWarp - 1) of_warp[warp] = maximum;
+    int32_t here = __shfl_up_sync(simt::kFullMask, maximum, 1u);
+    here = lane == 0 ? floor : max_of(floor, here);
+    __syncthreads();
+    for (unsigned w = 0; w < blockDim.x / simt::kWarp; ++w) {
+      floor = max_of(floor, of_warp[w]);
+      if (w < warp) here = max_of(here, of_warp[w]);
+    }
+#pragma unroll 1
+    for (int64_t i = first; i < first + kEach && i <= bags.count; ++i) {
+      here = max_of(here, clamped_offset(bags, i));
+      if (i == bags.count && i > 0) here = static_cast<int32_t>(bags.num_lookups);
+      bad += here != bags.offsets[i] || (i == 0 && here > 0);
+      repaired[i] = here;
+    }
+    __syncthreads();
+  }
+  return bad;
+}
+
+// Write the counts, or end the kernel in the fatal mode; one thread calls it.
+EMB_DEVICE void report_violations(const BatchCheck& check, int64_t indices, int64_t offsets) {
+  if (check.fatal && offsets > 0) {
+    simt::trap(
+        "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
+  }
+  if (check.fatal && indices > 0) {
+    simt::trap(
+        "bounds_check: indices must be in [0, rows) of their table (or -1 for a pruned one); "
+        "BoundsCheck.WARNING reads row 0 instead");
+  }
+  if (check.violations == nullptr) return;
+  const auto bad_indices = static_cast<unsigned long long>(indices);
+  const auto bad_offsets = static_cast<unsigned long long>(offsets);
+  if (!check.adds) {
+    check.violations[0] = bad_indices;
+    check.violations[1] = bad_offsets;
+  } else if (bad_indices + bad_offsets > 0) {
+    atomicAdd(&check.violations[0], bad_indices);
+    atomicAdd(&check.violations[1], bad_offsets);
+  }
+}
+
+}  // namespace emb::cuda
