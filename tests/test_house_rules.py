@@ -101,6 +101,7 @@ DISTRIBUTED_ALLOWED_IN = (
 # include torch or each other. Everything else, all kernels among it, compiles without torch.
 # Besides the `check.h` and `entries.h` of every feature.
 TORCH_HEADERS = {
+    "csrc/core/device_arrays.h",
     "csrc/core/entry.h",
     "csrc/core/feature_bags.h",
     "csrc/core/launch.h",
@@ -109,6 +110,8 @@ TORCH_HEADERS = {
     "csrc/group/group_items.h",
     "csrc/optim/device_states.h",
     "csrc/optim/update_matrix.h",
+    "csrc/tbe/grouping.h",
+    "csrc/tbe/pass_check.h",
 }
 
 

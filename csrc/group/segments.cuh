@@ -29,6 +29,22 @@ struct SortBuffers {
   Key limit;
 };
 
+// What a grouping does for the update that reads it, on the way: it counts the step, and it clears
+// a counter. Without a finite gradient there is no step: no group is counted either.
+struct StepCount {
+  double* step = nullptr;           // to add one to
+  const bool* is_finite = nullptr;  // null for a gradient that is
+  int32_t* cleared = nullptr;
+};
+
+// Count the step, and return the number of groups to update. Called by one thread of the grid.
+EMB_DEVICE int count_step(const StepCount& count, int groups) {
+  if (count.cleared != nullptr) *count.cleared = 0;
+  if (count.is_finite != nullptr && !*count.is_finite) return 0;
+  if (count.step != nullptr) *count.step += 1.0;
+  return groups;
+}
+
 struct GroupOutput {
   void* unique;  // [n] int32 or int64
   bool unique_is_int64;
@@ -37,6 +53,7 @@ struct GroupOutput {
   // null.
   const int32_t* bag_of;
   int32_t* bags;
+  StepCount step = {};
 };
 
 // Make the keys of the sort. Keys outside [0, limit) belong to no group.
@@ -60,7 +77,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const bool has_rest = runs > 0 && sort.run_keys[runs - 1] == sort.limit;
   const int count = has_rest ? runs - 1 : runs;
   const int32_t grouped = has_rest ? sort.run_starts[runs - 1] : static_cast<int32_t>(sort.n);
-  if (simt::global_thread() == 0) *out.count = count;
+  if (simt::global_thread() == 0) *out.count = count_step(out.step, count);
   for (int64_t i = simt::global_thread(); i <= sort.n; i += simt::threads_in_grid()) {
     out.segments[i] = i < count ? sort.run_starts[i] : grouped;
     if (i == sort.n) continue;
