@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(torch_cuda.gpu is None, reason="needs the pretend GPU"),
 ]
 
-# One launch checks the batch, one looks it up, four group it (two of them are CUB's), three update.
+# One launch checks the batch, one looks it up, one groups it, three update.
 STEPS: dict[str, tuple[dict[str, Any], int]] = {
     "plain": ({}, 6),
     "mean": ({"pooling": Pooling.MEAN}, 6),
