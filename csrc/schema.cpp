@@ -17,20 +17,27 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "bounds_check(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout, int mode)"
       " -> (Tensor offsets, Tensor violations)");
+  // The same, with `check` as the mode, and add to `violations` in the mode "warning".
+  m.def(
+      "bounds_check_(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout,"
+      " int check, Tensor(a!) violations) -> Tensor");
   m.def(
       "tbe_lookup(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets, Tensor? slots,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
-  // On the CPU, whole passes in one call: a lookup that reports whether the batch is valid
-  // (otherwise its output is unspecified), and grouping, counting the step and updating.
+  // Whole passes in one call. A lookup that checks its batch: the CPU returns [output], or nothing
+  // for an invalid batch; a GPU repairs the offsets unless `check` is None, adds to `violations` in
+  // the mode "warning" (the numbers of invalid indices and offsets), and returns [output,
+  // repaired]. Grouping, counting the step and updating; none of it if `is_finite`, a scalar, is
+  // false.
   m.def(
-      "tbe_lookup_checked(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets,"
-      " Tensor? sample_weights, int pooling, SymInt output_dim, ScalarType output_dtype)"
-      " -> (Tensor output, int is_valid)");
+      "tbe_lookup_checked_(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets,"
+      " Tensor? sample_weights, int pooling, SymInt output_dim, ScalarType output_dtype,"
+      " int? check, Tensor(a!) violations) -> Tensor[]");
   m.def(
       "tbe_backward_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!) hyper, int optimizer,"
       " Tensor grad, Tensor features, Tensor indices, Tensor offsets, Tensor? sample_weights,"
-      " int pooling, SymInt total_rows) -> ()");
+      " int pooling, SymInt total_rows, bool repaired=False, Tensor? is_finite=None) -> ()");
   m.def(
       "tbe_group(Tensor features, Tensor indices, Tensor offsets, Tensor? bag_layout,"
       " SymInt total_rows, bool repaired=False)"

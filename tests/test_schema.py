@@ -56,7 +56,8 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "quant_lookup": quant.lookup,
     "update_rows_": tt.update_rows_,
     "advise_huge_pages_": "changes no value",
-    "tbe_lookup_checked": "calls bounds_check and tbe_lookup, whose references it has",
+    "bounds_check_": "calls bounds_check, whose reference it has",
+    "tbe_lookup_checked_": "calls bounds_check and tbe_lookup, whose references it has",
     "tbe_backward_": "calls tbe_group and tbe_update_, whose references it has",
     "tt_lookup": "calls tt_keys, tbe_group, tt_plan, tt_rows and tbe_lookup: see their references",
     "tt_backward_": "calls tbe_row_grads and tt_update_, whose references it has",
@@ -67,8 +68,6 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
 CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
     "cache_evictions": "rows are journaled for tables in files, which a GPU cannot have",
-    "tbe_lookup_checked": "a GPU cannot say whether a batch is valid without a wait",
-    "tbe_backward_": "on a GPU modules call its parts",
     "tt_lookup": "on a GPU modules call its parts",
     "tt_backward_": "on a GPU modules call its parts",
 }

@@ -32,25 +32,37 @@ struct AllocationError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Call torch's `new_empty`, and say why it failed if it did.
+// Return a contiguous tensor on the device of `like`, uninitialized; say why if that failed.
+// torch's `new_empty` would look the operator up by its name, at every call.
 inline torch::stable::Tensor allocate(
-    const torch::stable::Tensor& like, std::vector<int64_t> sizes,
+    const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
-  try {
-    return torch::stable::new_empty(like, sizes, type);
-  } catch (const std::runtime_error&) {
-    std::string shape;
-    for (const int64_t size : sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
-    const std::string words = torch_error_message();
-    throw AllocationError("can't allocate memory for a tensor of [" + shape + "] elements" +
-                          (words.empty() ? "" : ": " + words));
-  }
+  constexpr size_t kMaxDims = 4;
+  STD_TORCH_CHECK(sizes.size() <= kMaxDims, "emblib: tensors have at most 4 dimensions");
+  int64_t strides[kMaxDims], stride = 1;
+  for (size_t d = sizes.size(); d-- > 0; stride *= sizes[d] > 0 ? sizes[d] : 1) strides[d] = stride;
+  int32_t dtype = 0, device_type = 0, device_index = 0;
+  AtenTensorHandle tensor = nullptr;
+  const bool done =
+      aoti_torch_get_dtype(like.get(), &dtype) == 0 &&
+      aoti_torch_get_device_type(like.get(), &device_type) == 0 &&
+      aoti_torch_get_device_index(like.get(), &device_index) == 0 &&
+      aoti_torch_empty_strided(
+          static_cast<int64_t>(sizes.size()), sizes.data(), strides,
+          type ? torch::stable::detail::to<int32_t>(torch::stable::detail::from(*type)) : dtype,
+          device_type, device_index, &tensor) == 0;
+  if (done) return torch::stable::Tensor(tensor);
+  std::string shape;
+  for (const int64_t size : sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+  const std::string words = torch_error_message();
+  throw AllocationError("can't allocate memory for a tensor of [" + shape + "] elements" +
+                        (words.empty() ? "" : ": " + words));
 }
 
 inline torch::stable::Tensor allocate_zeros(
-    const torch::stable::Tensor& like, std::vector<int64_t> sizes,
+    const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
-  torch::stable::Tensor tensor = allocate(like, std::move(sizes), type);
+  torch::stable::Tensor tensor = allocate(like, sizes, type);
   torch::stable::zero_(tensor);
   return tensor;
 }

@@ -11,6 +11,7 @@
 #include "core/output_memory.h"
 #include "core/parallel.h"
 #include "tbe/check.h"
+#include "tbe/pass_check.h"
 
 namespace emb {
 namespace {
@@ -80,7 +81,21 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   return {repaired, violations};
 }
 
+Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
+                     std::optional<Tensor> bag_layout, int64_t mode, Tensor violations) {
+  const bool counts =
+      check_bounds_arguments("bounds_check_", mode, violations) == BoundsMode::kWarning;
+  const auto [repaired, found] = bounds_check(indices, offsets, features, bag_layout, mode);
+  for (int kind = 0; counts && kind < 2; ++kind) {
+    violations.mutable_data_ptr<int64_t>()[kind] += found.const_data_ptr<int64_t>()[kind];
+  }
+  return repaired;
+}
+
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, bounds_check); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, bounds_check);
+  EMB_IMPL(m, emb, bounds_check_);
+}

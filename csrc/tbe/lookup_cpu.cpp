@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -13,6 +12,7 @@
 #include "tbe/args.h"
 #include "tbe/check.h"
 #include "tbe/entries.h"
+#include "tbe/pass_check.h"
 
 namespace emb {
 
@@ -166,22 +166,23 @@ bool is_valid(const LookupInputs& in) {
   return std::find(valid.begin(), valid.end(), 0) == valid.end();
 }
 
-std::tuple<Tensor, int64_t> tbe_lookup_checked(std::vector<Tensor> weights, const Tensor& features,
-                                               const Tensor& indices, const Tensor& offsets,
-                                               std::optional<Tensor> sample_weights,
-                                               int64_t pooling, int64_t columns,
-                                               ScalarType output_dtype) {
-  const char* op = "tbe_lookup_checked";
+std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
+                                        const Tensor& indices, const Tensor& offsets,
+                                        std::optional<Tensor> sample_weights, int64_t pooling,
+                                        int64_t columns, ScalarType output_dtype,
+                                        std::optional<int64_t> mode, Tensor violations) {
+  const char* op = "tbe_lookup_checked_";
   float_dtype(op, "output_dtype", output_dtype);
+  check_bounds_arguments(op, mode, violations);
   const LookupInputs in(op, weights, features, indices, offsets, std::nullopt, std::nullopt,
                         pooling, columns);
   check_sample_weights(op, sample_weights, indices);
   STD_TORCH_CHECK(in.pooling != Pooling::kNone || !sample_weights, op,
                   ": sample_weights need sum or mean pooling; with none, scale the output");
-  if (!is_valid(in)) return {allocate(indices, {0}, output_dtype), 0};
+  if (!is_valid(in)) return {};
   std::optional<Tensor> scales = sample_weights;
   if (scales) scales = as_contiguous(*scales);
-  return {look_up(in, scales, columns, output_dtype), 1};
+  return {look_up(in, scales, columns, output_dtype)};
 }
 
 }  // namespace
@@ -189,5 +190,5 @@ std::tuple<Tensor, int64_t> tbe_lookup_checked(std::vector<Tensor> weights, cons
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, tbe_lookup);
-  EMB_IMPL(m, emb, tbe_lookup_checked);
+  EMB_IMPL(m, emb, tbe_lookup_checked_);
 }

@@ -1,15 +1,20 @@
-// `tbe_lookup`, `bounds_check` and `tbe_sample_weight_grad` on the GPU: checks, allocation, launch.
+// `tbe_lookup`, `bounds_check`, both in one, and `tbe_sample_weight_grad` on the GPU: checks,
+// allocation, launch.
 // The contents of `features` are on the device and are not read here: nothing waits for the GPU.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "core/check.h"
+#include "core/device_arrays.h"
 #include "core/launch.h"
 #include "tbe/bounds.cuh"
+#include "tbe/check_batch.cuh"
 #include "tbe/lookup.cuh"
+#include "tbe/pass_check.h"
 #include "tbe/sample_weights.cuh"
 
 namespace emb::cuda {
@@ -58,34 +63,114 @@ struct Lookup {
   }
 };
 
+// Set the sample weights of a lookup.
+void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weights,
+                        Lookup* lookup) {
+  check_sample_weights(op, sample_weights, lookup->indices);
+  STD_TORCH_CHECK(lookup->args.pooling != Pooling::kNone || !sample_weights, op,
+                  ": sample_weights need sum or mean pooling; with none, scale the output");
+  if (!sample_weights) return;
+  lookup->sample_weights = as_contiguous(*sample_weights);
+  lookup->args.sample_weights = lookup->sample_weights->const_data_ptr<float>();
+}
+
+// Allocate the output of a lookup.
+Tensor new_output(const char* op, ScalarType dtype, bool variable, Lookup* lookup) {
+  LookupArgs& args = lookup->args;
+  const bool none = args.pooling == Pooling::kNone;
+  args.output_type = float_dtype(op, "output_dtype", dtype);
+  const int64_t lines = none ? lookup->indices.numel() : lookup->batch();
+  Tensor out = variable && !none ? allocate(lookup->indices, {args.columns}, dtype)
+                                 : allocate(lookup->indices, {lines, args.columns}, dtype);
+  args.output = out.mutable_data_ptr();
+  return out;
+}
+
+void look_up(const CudaLauncher& launcher, const LookupArgs& args, Tensor* out) {
+  if (args.bags.count == 0) {
+    torch::stable::zero_(*out);
+  } else if (out->numel() > 0) {
+    launch_lookup(launcher, args);
+  }
+}
+
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
                   int64_t pooling, int64_t columns, ScalarType output_dtype) {
   const char* op = "tbe_lookup";
-  const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
+  float_dtype(op, "output_dtype", output_dtype);
   Lookup lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
-  LookupArgs& args = lookup.args;
-  check_sample_weights(op, sample_weights, indices);
-  STD_TORCH_CHECK(
-      args.pooling != Pooling::kNone || !sample_weights,
-      "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
-  if (sample_weights) {
-    lookup.sample_weights = as_contiguous(*sample_weights);
-    args.sample_weights = lookup.sample_weights->const_data_ptr<float>();
-  }
-  const bool none = args.pooling == Pooling::kNone;
-  const int64_t lines = none ? indices.numel() : lookup.batch();
-  Tensor out = bag_layout && !none ? allocate(indices, {columns}, output_dtype)
-                                   : allocate(indices, {lines, columns}, output_dtype);
-  args.output = out.mutable_data_ptr();
-  args.output_type = output_type;
-  if (args.bags.count == 0) {
-    torch::stable::zero_(out);
-  } else if (out.numel() > 0) {
-    launch_lookup(CudaLauncher(indices), args);
-  }
+  set_sample_weights(op, sample_weights, &lookup);
+  Tensor out = new_output(op, output_dtype, bag_layout.has_value(), &lookup);
+  look_up(CudaLauncher(indices), lookup.args, &out);
   return out;
+}
+
+// Check a batch and return its repaired offsets. In the mode "warning" violations are added to
+// `violations`.
+Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, BoundsArgs args,
+                        BoundsMode mode, Tensor* violations) {
+  Tensor repaired = allocate(like, {args.num_bags + 1}, ScalarType::Int);
+  unsigned long long* progress = nullptr;
+  unsigned long long* uncounted = nullptr;
+  DeviceArrays scratch;
+  if (!is_small_batch(args)) {
+    scratch.add(&progress, 2);
+    scratch.add(&uncounted, 2);
+    scratch.allocate(like);
+  }
+  args.fatal = mode == BoundsMode::kFatal;
+  args.progress = progress;
+  args.repaired = repaired.mutable_data_ptr<int32_t>();
+  args.violations = mode == BoundsMode::kWarning
+                        ? static_cast<unsigned long long*>(violations->mutable_data_ptr())
+                        : uncounted;
+  launch_check_batch(launcher, args);
+  return repaired;
+}
+
+Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
+                     std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations) {
+  const char* op = "bounds_check_";
+  const BoundsMode mode = *check_bounds_arguments(op, mode_code, violations);
+  check_features(op, features);
+  check_lookups(op, indices, offsets);
+  check_same_device(op, "features", features, indices);
+  check_same_device(op, "violations", violations, indices);
+  const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
+  const Tensor index_tensor = as_contiguous(indices), offset_tensor = as_contiguous(offsets);
+  const BoundsArgs args{index_array(index_tensor), index_array(offset_tensor),
+                        feature_array(features),   indices.numel(),
+                        offsets.numel() - 1,       map};
+  return repaired_offsets(CudaLauncher(indices), offsets, args, mode, &violations);
+}
+
+// A GPU repairs what is invalid, so that every batch is valid: nothing waits for it.
+std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
+                                        const Tensor& indices, const Tensor& offsets,
+                                        std::optional<Tensor> sample_weights, int64_t pooling,
+                                        int64_t columns, ScalarType output_dtype,
+                                        std::optional<int64_t> mode_code, Tensor violations) {
+  const char* op = "tbe_lookup_checked_";
+  const std::optional<BoundsMode> mode = check_bounds_arguments(op, mode_code, violations);
+  float_dtype(op, "output_dtype", output_dtype);
+  check_same_device(op, "violations", violations, indices);
+  Lookup lookup(op, weights, features, indices, offsets, std::nullopt, std::nullopt, pooling,
+                columns);
+  set_sample_weights(op, sample_weights, &lookup);
+  Tensor out = new_output(op, output_dtype, false, &lookup);
+  const CudaLauncher launcher(indices);
+  std::vector<Tensor> results{out};
+  if (mode) {
+    const LookupArgs& in = lookup.args;
+    const BoundsArgs bounds{in.indices,          in.bags.offsets, in.features,
+                            in.bags.num_lookups, in.bags.count,   in.map};
+    results.push_back(repaired_offsets(launcher, offsets, bounds, *mode, &violations));
+    lookup.args.bags.offsets = index_array(results.back());
+  }
+  look_up(launcher, lookup.args, &out);
+  return results;
 }
 
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
@@ -151,6 +236,8 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, tbe_lookup);
+  EMB_IMPL(m, emb::cuda, tbe_lookup_checked_);
   EMB_IMPL(m, emb::cuda, tbe_sample_weight_grad);
   EMB_IMPL(m, emb::cuda, bounds_check);
+  EMB_IMPL(m, emb::cuda, bounds_check_);
 }

@@ -14,6 +14,7 @@
 #include "optim/check.h"
 #include "tbe/args.h"
 #include "tbe/entries.h"
+#include "tbe/pass_check.h"
 
 namespace emb {
 
@@ -385,9 +386,12 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
-                   std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows) {
+                   std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows,
+                   bool repaired, std::optional<Tensor> is_finite) {
   check_has_step("tbe_backward_", hyper);
-  const auto groups = tbe_group(features, indices, offsets, std::nullopt, total_rows, false);
+  check_is_finite("tbe_backward_", is_finite);
+  if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
+  const auto groups = tbe_group(features, indices, offsets, std::nullopt, total_rows, repaired);
   count_step(hyper, [&] {
     const auto& [rows, segments, lookups, bags, count] = groups;
     tbe_update_(weights, states, hyper, optimizer, grad, features, rows, segments, lookups, bags,

@@ -1,13 +1,17 @@
-// `tbe_update_` and `tbe_row_grads` on the GPU: checks, scratch memory, launch. The number of
-// unique rows is known on the device only, so grids and scratch are sized by the number of lookups.
+// `tbe_update_`, `tbe_row_grads` and `tbe_backward_` on the GPU: checks, scratch memory, launch.
+// The number of unique rows is known on the device only, so grids and scratch are sized by the
+// number of lookups.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "core/check.h"
+#include "core/device_arrays.h"
 #include "core/launch.h"
 #include "optim/device_states.h"
+#include "tbe/grouping.h"
+#include "tbe/pass_check.h"
 #include "tbe/update.cuh"
 
 namespace emb::cuda {
@@ -21,7 +25,8 @@ struct Grouping {
 // The checked arguments of a backward op, with the contiguous copies and scratch they point into.
 class Backward {
  public:
-  Backward(const char* op, const Tensor& grad, const Tensor& features, const Grouping& groups,
+  // `lookups` has an entry for each lookup. The groups are set afterwards.
+  Backward(const char* op, const Tensor& grad, const Tensor& features, const Tensor& lookups,
            const Tensor& offsets, const std::optional<Tensor>& bag_layout,
            const std::optional<Tensor>& sample_weights, int64_t pooling)
       : grad_(with_adjacent_columns(grad)), offsets_(as_contiguous(offsets)) {
@@ -29,11 +34,10 @@ class Backward {
     args_.pooling = parse_pooling(op, pooling);
     check_features(op, features);
     check_index_dtype(op, "offsets", offsets);
-    check_groups(op, groups);
-    const Tensor* elsewhere[] = {&features, &groups.lookups, &offsets};
+    const Tensor* elsewhere[] = {&features, &lookups, &offsets};
     for (const Tensor* tensor : elsewhere) check_same_device(op, "grad", grad, *tensor);
-    check_sample_weights(op, sample_weights, groups.lookups);
-    const int64_t num_lookups = groups.lookups.numel();
+    check_sample_weights(op, sample_weights, lookups);
+    const int64_t num_lookups = lookups.numel();
     const int64_t columns = check_grad(op, grad, num_lookups, bag_layout.has_value());
     args_.map = bag_map(op, features.size(0), offsets_, bag_layout, row_stride(grad_));
     const int64_t num_bags = std::max<int64_t>(offsets.numel() - 1, 0);
@@ -52,11 +56,23 @@ class Backward {
       sample_weights_ = as_contiguous(*sample_weights);
       args_.sample_weights = sample_weights_->const_data_ptr<float>();
     }
+  }
+
+  void set_groups(const char* op, const Grouping& groups) {
+    check_groups(op, groups);
     args_.rows = groups.rows.const_data_ptr<int64_t>();
     args_.segments = groups.segments.const_data_ptr<int32_t>();
     args_.lookups = groups.lookups.const_data_ptr<int32_t>();
     args_.bags = groups.bags.const_data_ptr<int32_t>();
     args_.count = groups.count.const_data_ptr<int32_t>();
+  }
+
+  void set_groups(const GroupArrays& groups) {
+    args_.rows = groups.rows;
+    args_.segments = groups.segments;
+    args_.lookups = groups.lookups;
+    args_.bags = groups.bags;
+    args_.count = groups.count;
   }
 
   void set_slots(const char* op, const std::optional<Tensor>& row_slots) {
@@ -71,20 +87,32 @@ class Backward {
 
   void set_result_stride(int64_t stride) { args_.result_stride = stride; }
 
-  void run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
+  // Reserve the scratch of `run`, whose addresses are known once it is allocated.
+  void add_scratch(DeviceArrays* scratch) {
     const int64_t chunks = max_chunks(args_.num_lookups);
-    if (chunks > 0) {
-      partials_ = allocate(grad_, {chunks, args_.partial_stride}, ScalarType::Float);
-      first_chunk_ = allocate(grad_, {args_.num_lookups}, ScalarType::Int);
-      // The tasks, two words each, and their number.
-      tasks_ = allocate(grad_, {2 * chunks + 1}, ScalarType::Int);
-      args_.partials = partials_->mutable_data_ptr<float>();
-      args_.first_chunk = first_chunk_->mutable_data_ptr<int32_t>();
-      args_.tasks = static_cast<ChunkTask*>(tasks_->mutable_data_ptr());
-      args_.num_tasks = tasks_->mutable_data_ptr<int32_t>() + 2 * chunks;
+    if (chunks == 0) return;
+    scratch->add(&args_.partials, chunks * args_.partial_stride);
+    scratch->add(&args_.first_chunk, args_.num_lookups);
+    scratch->add(&args_.tasks, chunks);
+    scratch->add(&args_.num_tasks, 1);
+  }
+
+  // Return the counter that must be zero before `run`, null if there is none.
+  int32_t* counter() const { return args_.num_tasks; }
+
+  void run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
+    launch_update(launcher, args_, step, mean_dim_);
+  }
+
+  // The same with scratch of its own.
+  void run_alone(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
+    DeviceArrays scratch;
+    add_scratch(&scratch);
+    if (max_chunks(args_.num_lookups) > 0) {
+      scratch.allocate(grad_);
       launcher.zero(args_.num_tasks, sizeof(int32_t));
     }
-    launch_update(launcher, args_, step, mean_dim_);
+    run(launcher, step);
   }
 
  private:
@@ -123,7 +151,7 @@ class Backward {
   }
 
   Tensor grad_, offsets_;
-  std::optional<Tensor> sample_weights_, partials_, first_chunk_, tasks_;
+  std::optional<Tensor> sample_weights_;
   GradArgs args_{};
   int64_t mean_dim_ = 0;
 };
@@ -136,11 +164,54 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
                  int64_t pooling) {
   const char* op = "tbe_update_";
   check_same_device(op, "hyper", hyper, grad);
-  Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
-                    sample_weights, pooling);
+  Backward backward(op, grad, features, lookups, offsets, bag_layout, sample_weights, pooling);
+  backward.set_groups(op, {rows, segments, lookups, bags, count});
   backward.set_slots(op, row_slots);
   const OptimizerStepArgs step = optimizer_step_args(op, weights, optimizer, states, hyper, 0);
-  backward.run(CudaLauncher(grad), step);
+  backward.run_alone(CudaLauncher(grad), step);
+}
+
+// Everything is checked and allocated before the kernel that counts the step is launched, so that a
+// call that raises counts none.
+void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
+                   int64_t optimizer, const Tensor& grad, const Tensor& features,
+                   const Tensor& indices, const Tensor& offsets,
+                   std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows,
+                   bool repaired, std::optional<Tensor> is_finite) {
+  const char* op = "tbe_backward_";
+  check_lookups(op, indices, offsets);
+  check_same_device(op, "hyper", hyper, grad);
+  STD_TORCH_CHECK(total_rows >= 0, op, ": total_rows must be >= 0, got ", total_rows);
+  check_has_step(op, hyper);
+  check_is_finite(op, is_finite);
+  if (is_finite) check_same_device(op, "is_finite", *is_finite, grad);
+  Backward backward(op, grad, features, indices, offsets, std::nullopt, sample_weights, pooling);
+  const OptimizerStepArgs step = optimizer_step_args(op, weights, optimizer, states, hyper, 0);
+  const Tensor index_tensor = as_contiguous(indices), offset_tensor = as_contiguous(offsets);
+  const CudaLauncher launcher(grad);
+  const int64_t n = indices.numel();
+  GroupArrays groups{};
+  DeviceArrays scratch;
+  scratch.add(&groups.rows, n);
+  scratch.add(&groups.segments, n + 1);
+  scratch.add(&groups.lookups, n);
+  scratch.add(&groups.bags, n);
+  scratch.add(&groups.count, 1);
+  backward.add_scratch(&scratch);
+  scratch.allocate(grad);
+  backward.set_groups(groups);
+  const GroupBatch batch{
+      feature_array(features),
+      index_array(index_tensor),
+      Bags{index_array(offset_tensor), std::max<int64_t>(offsets.numel() - 1, 0), n},
+      bag_map(op, features.size(0), offset_tensor, std::nullopt, 0),
+      total_rows,
+      repaired};
+  group_lookups(
+      launcher, grad, batch, groups,
+      StepCount{static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
+                is_finite ? is_finite->const_data_ptr<bool>() : nullptr, backward.counter()});
+  backward.run(launcher, step);
 }
 
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
@@ -149,13 +220,13 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
                      std::optional<Tensor> sample_weights, int64_t pooling, int64_t dim) {
   const char* op = "tbe_row_grads";
   STD_TORCH_CHECK(dim > 0, op, ": dim must be positive, got ", dim);
-  Backward backward(op, grad, features, {rows, segments, lookups, bags, count}, offsets, bag_layout,
-                    sample_weights, pooling);
+  Backward backward(op, grad, features, lookups, offsets, bag_layout, sample_weights, pooling);
+  backward.set_groups(op, {rows, segments, lookups, bags, count});
   backward.set_result_stride(dim);
   Tensor out = allocate_zeros(grad, {lookups.numel(), dim}, ScalarType::Float);
   OptimizerStepArgs step;
   step.tiers[0].weights = out.mutable_data_ptr();
-  backward.run(CudaLauncher(grad), step);
+  backward.run_alone(CudaLauncher(grad), step);
   return out;
 }
 
@@ -164,5 +235,6 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, tbe_update_);
+  EMB_IMPL(m, emb::cuda, tbe_backward_);
   EMB_IMPL(m, emb::cuda, tbe_row_grads);
 }

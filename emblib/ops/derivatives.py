@@ -46,10 +46,10 @@ def once_differentiable(backward: Backward) -> Backward:
 
     @wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return results
         sources = [one for one in grads if isinstance(one, Tensor) and one.requires_grad]
         found = results if isinstance(results, tuple) else (results,)
         tensors = [one for one in found if one is not None]

@@ -171,7 +171,7 @@ def scale_of_backward() -> Tensor | None:
     Raises:
         RuntimeError: a scaler is in use, and whether it scaled this loss cannot be known.
     """
-    if torch.compiler.is_compiling():
+    if not (_scalers or _scaled) or torch.compiler.is_compiling():
         return None
     scale = known_scale()
     if scale is None:

@@ -37,13 +37,14 @@ from torch import Tensor
 from emblib.ops import codes
 
 check_bounds = torch.ops.emblib.bounds_check.default
+bounds_check_ = torch.ops.emblib.bounds_check_.default
 tbe_lookup = torch.ops.emblib.tbe_lookup.default
 tbe_group = torch.ops.emblib.tbe_group.default
 tbe_row_grads = torch.ops.emblib.tbe_row_grads.default
 tbe_update_ = torch.ops.emblib.tbe_update_.default
 tbe_sample_weight_grad = torch.ops.emblib.tbe_sample_weight_grad.default
-tbe_lookup_checked = torch.ops.emblib.tbe_lookup_checked.default  # on the CPU only
-tbe_backward_ = torch.ops.emblib.tbe_backward_.default  # on the CPU only
+tbe_lookup_checked_ = torch.ops.emblib.tbe_lookup_checked_.default
+tbe_backward_ = torch.ops.emblib.tbe_backward_.default
 
 
 def output_shape(
@@ -104,6 +105,18 @@ def _(
     )
 
 
+@torch.library.register_fake("emblib::bounds_check_")
+def _(
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    bag_layout: Tensor | None,
+    check: int,
+    violations: Tensor,
+) -> Tensor:
+    return offsets.new_empty(offsets.numel(), dtype=torch.int32)
+
+
 @torch.library.register_fake("emblib::tbe_lookup")
 def _(
     weights: Sequence[Tensor],
@@ -151,7 +164,7 @@ def _(*arguments: Any) -> None:
     return None
 
 
-@torch.library.register_fake("emblib::tbe_lookup_checked")
+@torch.library.register_fake("emblib::tbe_lookup_checked_")
 def _(
     weights: Sequence[Tensor],
     features: Tensor,
@@ -161,9 +174,14 @@ def _(
     pooling: int,
     output_dim: int,
     output_dtype: torch.dtype,
-) -> tuple[Tensor, int]:
+    check: int | None,
+    violations: Tensor,
+) -> list[Tensor]:
     shape = output_shape(features, indices, offsets, pooling, output_dim, variable=False)
-    return indices.new_empty(shape, dtype=output_dtype), 1
+    results = [indices.new_empty(shape, dtype=output_dtype)]
+    if indices.is_cuda and check is not None:
+        results.append(offsets.new_empty(offsets.numel(), dtype=torch.int32))
+    return results
 
 
 @torch.library.register_fake("emblib::tbe_backward_")

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from emblib import ops
 from emblib.columns import FeatureColumn, Hyper
 from emblib.ops import autograd, codes, tbe
+from emblib.ops.one_call import native
 from emblib.optim import (
     FUSED,
     NO_UPDATE,
@@ -41,6 +42,8 @@ from emblib.tables.bounds_report import BOUNDS_MESSAGE, first_violation, report_
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
 from emblib.tables.recomputation import is_repeated
+
+_bounds_check_ = native(tbe.bounds_check_)
 
 
 class SpecKind(NamedTuple):
@@ -573,6 +576,20 @@ def check_bounds(
     mode = module.bounds_check
     if mode is BoundsCheck.NONE:
         return offsets
+    if device.type == "cuda" and _is_eager(indices):
+        counts = mode is BoundsCheck.WARNING and not is_prefetch and not is_repeated()
+        code = "ignore" if mode is BoundsCheck.WARNING and not counts else mode.value
+        repaired = _bounds_check_(
+            indices,
+            offsets,
+            features,
+            bag_layout,
+            codes.BOUNDS_CHECK[code],
+            module.bounds_violations,
+        )
+        if counts:
+            report_of(module).add_check(module, message)
+        return repaired
     repaired, violations = tbe.check_bounds(
         indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
     )
@@ -583,7 +600,7 @@ def check_bounds(
     if torch.compiler.is_compiling():
         module.bounds_violations.add_(violations)
         return repaired
-    if violations.is_cuda:
+    if violations.is_cuda:  # under a mode of torch, which is to see every op
         if not is_repeated():
             module.bounds_violations.add_(violations)
             report_of(module).add_check(module, message)
@@ -595,6 +612,17 @@ def check_bounds(
         text = message.format(indices=bad_indices, offsets=bad_offsets, where=where)
         warnings.warn(text, stacklevel=caller_level())
     return repaired
+
+
+def _is_eager(indices: Tensor) -> bool:
+    """Return whether no compiler, mode or transform of torch is to see the ops of a call."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(indices) is Tensor
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_tracing()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 class VariableBatch(NamedTuple):

@@ -97,6 +97,9 @@ class BoundsReport:
 
         `message` is a format of the numbers of bad `indices` and `offsets`, and `where`.
         """
+        if self._copy is None and self._checks % CHECKS_PER_COPY != 0:
+            self._checks += 1
+            return
         if torch.cuda.is_current_stream_capturing():
             return
         if not self._where:
@@ -142,7 +145,9 @@ class BoundsReport:
 
 def report_of(module: object) -> BoundsReport:
     """Return the report of a module, made at its first use."""
-    report: BoundsReport = vars(module).setdefault("_bounds_report", BoundsReport())
+    report: BoundsReport | None = vars(module).get("_bounds_report")
+    if report is None:
+        report = vars(module).setdefault("_bounds_report", BoundsReport())
     return report
 
 

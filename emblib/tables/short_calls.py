@@ -1,9 +1,10 @@
-"""Calls of tables on the CPU as one op per pass, with arguments that are prepared once.
+"""Calls of tables as one op per pass, with arguments that are prepared once.
 
-For small batches the time of a call is that of the Python between ops. `ShortCalls` holds all that
-the calls of a module have in common, so that forward is one op, which checks the batch and looks it
-up, and backward one, which groups the lookups and updates the rows. The kernels are those of
-`emblib.ops.autograd`, which serves every call that needs more: the bits are the same.
+For small batches the time of a call is that of the Python between ops, on a GPU also that of their
+launches. `ShortCalls` holds all that the calls of a module have in common, so that forward is one
+op, which checks the batch and looks it up, and backward one, which groups the lookups, counts the
+step and updates the rows. The kernels are those of `emblib.ops.autograd`, which serves every call
+that needs more: the bits are the same.
 """
 
 from __future__ import annotations
@@ -19,23 +20,33 @@ from torch.nn.parallel import DistributedDataParallel
 from emblib.columns import Hyper, Tier
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
-from emblib.ops.scaled_gradients import scale_of_backward
+from emblib.ops.one_call import native
+from emblib.ops.scaled_gradients import scale_of_backward, unscaled
+from emblib.specs import BoundsCheck
 from emblib.tables import base, optimizer_hooks
+from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
+from emblib.tables.recomputation import is_repeated
 
 if TYPE_CHECKING:
     from emblib.tables.tbe import TableBatchedEmbeddingBags
 
 
-class ShortCalls:
-    """The arguments that the calls of a module share, as long as its tensors and optimizer stay.
+_lookup_checked = native(tbe.tbe_lookup_checked_)
+_backward_ = native(tbe.tbe_backward_)
+_IGNORE = codes.BOUNDS_CHECK["ignore"]
 
-    `suit` says whether calls need nothing but tables in memory on the CPU. A copy or pickle of this
-    object is None: the copy of a module makes its own.
+
+class ShortCalls:
+    """The arguments that the calls of a module share, as long as its tensors and options stay.
+
+    `suit` says whether calls need nothing but tables in the memory of their device. A copy or
+    pickle of this object is None: the copy of a module makes its own.
     """
 
     def __init__(self, module: TableBatchedEmbeddingBags) -> None:
         self._optimizer = module.optimizer
         self._has_all_offsets = module.include_last_offset
+        self._bounds_check = module.bounds_check
         self._buffers = tuple(module._buffers.values())
         self._weights = _weights_of(module)
         self.suit = self._weights is not None and _is_plain(module)
@@ -43,6 +54,11 @@ class ShortCalls:
             return
         self._address = self._weights.data_ptr()
         self._anchor = module.grad_anchor
+        self._device = module.features.device
+        self._is_cuda = self._device.type == "cuda"
+        self._mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
+        self._violations = module.bounds_violations
+        self._report = report_of(module)
         self.tiers = module._tiers()
         self.rule = autograd.UpdateRule.of(module.optimizer)
         features = module.features
@@ -61,6 +77,7 @@ class ShortCalls:
         return (
             self._optimizer is module.optimizer
             and self._has_all_offsets is module.include_last_offset
+            and self._bounds_check is module.bounds_check
             and len(buffers) == len(self._buffers)
             and all(map(operator.is_, buffers.values(), self._buffers))
             and _weights_of(module) is self._weights
@@ -84,8 +101,8 @@ class ShortCalls:
             self.suit
             and type(indices) is Tensor
             and type(offsets) is Tensor
-            and indices.is_cpu
-            and offsets.is_cpu
+            and indices.device == self._device
+            and offsets.device == self._device
             and (
                 sample_weights is None
                 or (type(sample_weights) is Tensor and not sample_weights.requires_grad)
@@ -119,8 +136,11 @@ class ShortCalls:
         sample_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the valid offsets of a batch; an invalid one is reported."""
-        batch = self.batch
-        out, is_valid = tbe.tbe_lookup_checked(
+        batch, mode = self.batch, self._mode
+        warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
+        if warns and is_repeated():
+            warns, mode = False, _IGNORE
+        results = _lookup_checked(
             self.tiers.weights,
             batch.features,
             indices,
@@ -129,9 +149,13 @@ class ShortCalls:
             self._pooling,
             batch.output_dim,
             module.output_dtype,
+            mode,
+            self._violations,
         )
-        if is_valid:
-            return out, offsets
+        if warns:
+            self._report.add_check(module, BOUNDS_MESSAGE)
+        if results:
+            return results[0], results[1] if len(results) == 2 else offsets
         offsets = base.check_bounds(module, indices, offsets, batch.features)
         batch = batch._replace(indices=indices, offsets=offsets)
         weights = self.tiers.weights
@@ -139,11 +163,18 @@ class ShortCalls:
         return out, offsets
 
     def update(
-        self, grad: Tensor, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None
+        self,
+        grad: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        is_finite: Tensor | None = None,
     ) -> None:
-        """Make one step with the gradient of an output."""
+        """Make one step with the gradient of an output; none if `is_finite` is false."""
         tiers, batch = self.tiers, self.batch
-        tbe.tbe_backward_(
+        if self._is_cuda:  # first, lest an interrupt omit it
+            torch.autograd.graph.increment_version(tiers.weights)
+        _backward_(
             tiers.weights,
             tiers.states,
             tiers.hyperparams,
@@ -155,9 +186,11 @@ class ShortCalls:
             sample_weights,
             self._pooling,
             batch.total_rows,
+            self._is_cuda and self._mode is not None,
+            is_finite,
         )
-        if tiers.hyperparams.tolist()[Hyper.LEARNING_RATE] != 0:  # otherwise nothing moved
-            torch.autograd.graph.increment_version(tiers.weights)
+        if not self._is_cuda and tiers.hyperparams.tolist()[Hyper.LEARNING_RATE] != 0:
+            torch.autograd.graph.increment_version(tiers.weights)  # otherwise nothing moved
 
 
 class ShortLookup(torch.autograd.Function):
@@ -189,11 +222,9 @@ class ShortLookup(torch.autograd.Function):
         if scale is None:
             calls.update(grad, indices, offsets, sample_weights)
             return None, None, None, None, None, None
-        batch = calls.batch._replace(indices=indices, offsets=offsets)
-        overflow, _ = autograd.update_in_backward(
-            calls.tiers, calls.rule, batch, sample_weights, grad, scale, autograd.Wanted()
-        )
-        return overflow, None, None, None, None, None
+        found = unscaled(grad, scale)
+        calls.update(found.gradient, indices, offsets, sample_weights, found.is_finite)
+        return found.overflow(), None, None, None, None, None
 
 
 # Without the unwrapping that `Function.apply` does for functorch, whose transforms never come here.
@@ -207,10 +238,10 @@ def _weights_of(module: TableBatchedEmbeddingBags) -> Any:
 
 
 def _is_plain(module: TableBatchedEmbeddingBags) -> bool:
-    """Return whether tables are in memory and nothing happens between the ops of a step."""
+    """Return whether tables are on the device and nothing happens between the ops of a step."""
     return (
         type(module.features) is Tensor
-        and module.features.is_cpu
+        and (module.features.is_cpu or module.features.is_cuda)
         and autograd.updates_in_backward(module.optimizer)
         and module.include_last_offset
         and optimizer_hooks.global_decay(module.optimizer) is None

@@ -18,11 +18,13 @@ pytestmark = [
     pytest.mark.skipif(torch_cuda.gpu is None, reason="needs the pretend GPU"),
 ]
 
+# One launch checks the batch, one looks it up, one groups it, three update.
 STEPS: dict[str, tuple[dict[str, Any], int]] = {
-    "plain": ({}, 9),
-    "mean": ({"pooling": Pooling.MEAN}, 9),
-    "without a bounds check": ({"bounds_check": BoundsCheck.NONE}, 7),
+    "plain": ({}, 6),
+    "mean": ({"pooling": Pooling.MEAN}, 6),
+    "without a bounds check": ({"bounds_check": BoundsCheck.NONE}, 5),
 }
+FORWARD_AND_BACKWARD = ["emblib::tbe_lookup_checked_", "emblib::tbe_backward_"]
 # Lookups, whether a bounds check has repaired the offsets, and the operations of `tbe_group` on
 # GPUs with clusters of blocks: above 16,384 lookups the keys, the sort and two passes over the
 # sorted keys, and to look at the offsets the fill of two counts.
@@ -63,16 +65,49 @@ def test_launches_of_a_bounds_check(bags: int, budget: int) -> None:
     assert torch.equal(repaired.cpu(), torch.arange(bags + 1, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_launches_of_a_step(name: str) -> None:
-    options, budget = STEPS[name]
-    gpu, tables = torch_cuda.gpu, [TableSpec(1000, 64), TableSpec(500, 64)]
-    module = TableBatchedEmbeddingBags(tables, optim.RowwiseAdagrad(0.1), device="cuda", **options)
-    ids, offsets = torch.arange(400).cuda(), torch.arange(401).cuda()
-    gradient = torch.ones(200, 128, device="cuda")
+def _counts(module: TableBatchedEmbeddingBags, lookups: int) -> dict[str, int]:
+    """Return what a step of two features of one lookup per bag starts, after the first one."""
+    gpu = torch_cuda.gpu
+    ids, offsets = torch.arange(lookups).cuda() % 500, torch.arange(lookups + 1).cuda()
+    gradient = torch.ones(lookups // 2, 128, device="cuda")
     module(ids, offsets).backward(gradient)
     gpu.reset_counts()
     module(ids, offsets).backward(gradient)
-    counts = gpu.counts()
+    counts: dict[str, int] = gpu.counts()
     assert not [what for what in counts if what.startswith("wait ")]
+    return counts
+
+
+def _module(**options: Any) -> TableBatchedEmbeddingBags:
+    tables = [TableSpec(1000, 64), TableSpec(500, 64)]
+    return TableBatchedEmbeddingBags(tables, optim.RowwiseAdagrad(0.1), device="cuda", **options)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_launches_of_a_step(name: str) -> None:
+    options, budget = STEPS[name]
+    counts = _counts(_module(**options), 400)
     assert sum(counts.values()) == budget, counts
+
+
+def test_launches_of_a_large_step() -> None:
+    """A fill and a launch check the batch; four group it."""
+    counts = _counts(_module(), 40_000)
+    assert sum(counts.values()) == 10, counts
+
+
+def test_a_step_is_two_ops() -> None:
+    """Nothing of torch runs on the device but allocations."""
+    module = _module()
+    ids, offsets = torch.arange(400).cuda(), torch.arange(401).cuda()
+    gradient = torch.ones(200, 128, device="cuda")
+    for _ in range(2):  # the counts of violations are copied once in 16 steps
+        module(ids, offsets).backward(gradient)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        module(ids, offsets).backward(gradient)
+    names = [event.name for event in profile.events()]
+    assert [name for name in names if name.startswith("emblib::")] == FORWARD_AND_BACKWARD
+    allocates = {"aten::empty_strided", "aten::empty"}
+    views = {"aten::detach"}  # of the gradient and of what autograd returns
+    others = {name for name in names if name.startswith("aten::")} - allocates - views
+    assert not others, names

@@ -50,6 +50,7 @@ class Tensor {
   Tensor(std::vector<int64_t> sizes, ScalarType type) : sizes_(std::move(sizes)), type_(type) {
     data_.reset(new uint8_t[nbytes()]);
   }
+  explicit Tensor(Tensor* owned) : Tensor(*owned) { delete owned; }
 
   int64_t dim() const { return static_cast<int64_t>(sizes_.size()); }
   int64_t size(int64_t i) const { return sizes_[i]; }
@@ -82,17 +83,15 @@ class Tensor {
   std::shared_ptr<uint8_t[]> data_;  // shared by copies, as torch's
 };
 
-inline Tensor new_empty(const Tensor& like, std::vector<int64_t> sizes,
-                        std::optional<ScalarType> type = std::nullopt) {
-  return {std::move(sizes), type.value_or(like.scalar_type())};
+namespace detail {
+
+inline int64_t from(ScalarType type) { return static_cast<int64_t>(type); }
+template <class T>
+T to(int64_t value) {
+  return static_cast<T>(value);
 }
 
-inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes,
-                        std::optional<ScalarType> type = std::nullopt) {
-  Tensor tensor = new_empty(like, std::move(sizes), type);
-  std::fill_n(tensor.mutable_data_ptr<uint8_t>(), tensor.nbytes(), uint8_t{0});
-  return tensor;
-}
+}  // namespace detail
 
 inline Tensor contiguous(const Tensor& tensor) { return tensor; }
 
@@ -142,6 +141,30 @@ inline int aoti_torch_get_storage_size(const torch::stable::Tensor* tensor, int6
 
 inline int aoti_torch_get_storage_offset(const torch::stable::Tensor*, int64_t* offset) {
   *offset = 0;
+  return 0;
+}
+
+using AtenTensorHandle = torch::stable::Tensor*;
+
+inline int aoti_torch_get_dtype(const torch::stable::Tensor* tensor, int32_t* dtype) {
+  *dtype = static_cast<int32_t>(tensor->scalar_type());
+  return 0;
+}
+
+inline int aoti_torch_get_device_type(const torch::stable::Tensor*, int32_t* type) {
+  *type = 0;
+  return 0;
+}
+
+inline int aoti_torch_get_device_index(const torch::stable::Tensor*, int32_t* index) {
+  *index = 0;
+  return 0;
+}
+
+inline int aoti_torch_empty_strided(int64_t dims, const int64_t* sizes, const int64_t*,
+                                    int32_t dtype, int32_t, int32_t, AtenTensorHandle* tensor) {
+  *tensor = new torch::stable::Tensor(std::vector<int64_t>(sizes, sizes + dims),
+                                      static_cast<torch::headeronly::ScalarType>(dtype));
   return 0;
 }
 

@@ -66,14 +66,19 @@ def group_inverse(segments: Tensor, permutation: Tensor, count: Tensor) -> Tenso
 
 
 def bounds_check(
-    indices: Tensor, offsets: Tensor, features: Tensor, bag_layout: Tensor | None, mode: int
+    indices: Tensor,
+    offsets: Tensor,
+    features: Tensor,
+    bag_layout: Tensor | None,
+    mode: int,
+    launches: str = "bounds_check",
 ) -> tuple[Tensor, Tensor]:
-    """Emulated `bounds_check`."""
+    """Emulated `bounds_check`; `launches` may be those in front of a lookup, "check_batch"."""
     repaired = torch.empty(offsets.numel(), dtype=torch.int32)
-    violations = torch.full((2,), 7, dtype=torch.int64)
+    violations = torch.zeros(2, dtype=torch.int64)
     sizes = (indices.numel(), offsets.numel() - 1, *_map(features, offsets, bag_layout, 0))
     words: tuple[Word, ...] = (*_indices(indices), *_indices(offsets), features, *sizes)
-    library().call("bounds_check", *words, mode == BOUNDS_CHECK["fatal"], repaired, violations)
+    library().call(launches, *words, mode == BOUNDS_CHECK["fatal"], repaired, violations)
     return repaired, violations
 
 

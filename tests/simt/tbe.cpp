@@ -1,6 +1,7 @@
 // Emulated forward of table-batched embeddings: lookup, bounds check, gradient of sample weights.
 #include "driver.h"
 #include "tbe/bounds.cuh"
+#include "tbe/check_batch.cuh"
 #include "tbe/lookup.cuh"
 #include "tbe/sample_weights.cuh"
 
@@ -72,8 +73,8 @@ extern "C" const char* simt_sample_weight_grad(const int64_t* call) {
   });
 }
 
-// indices, is_int64, offsets, is_int64, features, L, bags, read_map's, fatal, repaired, violations
-extern "C" const char* simt_bounds_check(const int64_t* call) {
+template <class Check>
+const char* check_bounds(const int64_t* call, const Check& check) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
     BoundsArgs args{};
@@ -88,8 +89,21 @@ extern "C" const char* simt_bounds_check(const int64_t* call) {
     args.violations = words.pointer<unsigned long long>();
     unsigned long long progress[2];
     args.progress = progress;
-    args.adds = false;
+    check(launcher, args);
+  });
+}
+
+// indices, is_int64, offsets, is_int64, features, L, bags, read_map's, fatal, repaired, violations
+extern "C" const char* simt_bounds_check(const int64_t* call) {
+  return check_bounds(call, [](const auto& launcher, const BoundsArgs& args) {
     launch_bounds_check(launcher, args);
+  });
+}
+
+// The same
+extern "C" const char* simt_check_batch(const int64_t* call) {
+  return check_bounds(call, [](const auto& launcher, const BoundsArgs& args) {
+    launch_check_batch(launcher, args);
   });
 }
 

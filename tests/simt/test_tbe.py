@@ -228,11 +228,15 @@ def test_sample_weight_grad(case: Case) -> None:
     assert_close(got, want)
 
 
+CHECKS = pytest.mark.parametrize("launches", ["bounds_check", "check_batch"])
+
+
+@CHECKS
 @BATCHES
-def test_bounds_check(case: Case) -> None:
+def test_bounds_check(case: Case, launches: str) -> None:
     data = Data(case)
     given = (data.indices, data.offsets, data.features, data.bag_layout)
-    repaired, violations = emulated.bounds_check(*given, BOUNDS_CHECK["warning"])
+    repaired, violations = emulated.bounds_check(*given, BOUNDS_CHECK["warning"], launches)
     want = tbe.repair_offsets(data.offsets, data.indices.numel())
     assert torch.equal(repaired.long(), want)
     assert violations[1] == (want != data.offsets).sum() + (data.offsets[:1] > 0).sum()
@@ -246,36 +250,37 @@ def test_bounds_check(case: Case) -> None:
     assert violations[0] == bad.sum()
     if violations[1] > 0:
         with pytest.raises(RuntimeError, match="bounds_check: offsets must start at 0"):
-            emulated.bounds_check(*given, BOUNDS_CHECK["fatal"])
+            emulated.bounds_check(*given, BOUNDS_CHECK["fatal"], launches)
     if violations[0] > 0:
+        given = (data.indices, data.repaired, data.features, data.bag_layout)
         with pytest.raises(RuntimeError, match="bounds_check: indices must be in"):
-            emulated.bounds_check(
-                data.indices, data.repaired, data.features, data.bag_layout, BOUNDS_CHECK["fatal"]
-            )
+            emulated.bounds_check(*given, BOUNDS_CHECK["fatal"], launches)
 
 
-def test_bounds_check_many_bags() -> None:
+@CHECKS
+def test_bounds_check_many_bags(launches: str) -> None:
     """Offsets over many tiles, with a peak early on that all later ones must keep to."""
     features = torch.tensor([[0, 0, 10, 4, 0, 0, 0, 0]])
     indices = torch.randint(0, 10, (9000,))
     offsets = torch.randint(-50, 9100, (5001,))
     offsets[:3000] //= 8
     repaired, violations = emulated.bounds_check(
-        indices, offsets, features, None, BOUNDS_CHECK["ignore"]
+        indices, offsets, features, None, BOUNDS_CHECK["ignore"], launches
     )
     want = tbe.repair_offsets(offsets, 9000)
     assert torch.equal(repaired.long(), want)
     assert violations.tolist() == [0, (want != offsets).sum() + (offsets[0] > 0)]
 
 
+@CHECKS
 @pytest.mark.parametrize(("first", "bad"), [(0, 0), (3, 1), (-1, 1)])
-def test_bounds_check_counts_ids_before_the_first_bag(first: int, bad: int) -> None:
+def test_bounds_check_counts_ids_before_the_first_bag(first: int, bad: int, launches: str) -> None:
     features = torch.tensor([[0, 0, 10, 4, 0, 0, 0, 0]])
     given = (torch.arange(8), torch.tensor([first, 4, 8]), features, None)
-    assert emulated.bounds_check(*given, BOUNDS_CHECK["warning"])[1].tolist() == [0, bad]
+    assert emulated.bounds_check(*given, BOUNDS_CHECK["warning"], launches)[1].tolist() == [0, bad]
     if bad:
         with pytest.raises(RuntimeError, match="bounds_check: offsets must start at 0"):
-            emulated.bounds_check(*given, BOUNDS_CHECK["fatal"])
+            emulated.bounds_check(*given, BOUNDS_CHECK["fatal"], launches)
 
 
 def test_hot_row_of_many_chunks_is_deterministic() -> None:
@@ -349,7 +354,8 @@ def random_cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(case=random_cases(), optimizer=st.sampled_from(sorted(HYPER)))
 def test_random_cases(case: Case, optimizer: str) -> None:
-    test_bounds_check(case)
+    test_bounds_check(case, "bounds_check")
+    test_bounds_check(case, "check_batch")
     test_lookup(case)
     test_rows_in_other_places_give_the_same_bits(case)
     test_update(case, optimizer)

@@ -1,4 +1,4 @@
-"""The short path of calls on the CPU: the bits of the long path, and when it is not taken."""
+"""The short path of calls: the bits of the long path, and when it is not taken."""
 
 import copy
 import pickle
@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from emblib import BoundsCheck, Pooling, TableBatchedEmbeddingBags, TableSpec, optim
+from emblib import (
+    BoundsCheck,
+    Pooling,
+    TableBatchedEmbeddingBags,
+    TableSpec,
+    optim,
+    report_bounds_violations,
+)
 from emblib.ops import autograd
 from emblib.tables import optimizer_hooks
 from emblib.tables.short_calls import ShortCalls
@@ -43,27 +50,73 @@ def _tensors(module: TableBatchedEmbeddingBags) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in changed]
 
 
-def _trained(case: Case, optimizer: optim.Optimizer, path: str) -> list[Tensor]:
+def _trained(
+    case: Case,
+    optimizer: optim.Optimizer,
+    path: str,
+    device: torch.device,
+    check: BoundsCheck = BoundsCheck.IGNORE,
+) -> list[Tensor]:
     """Outputs of some steps, and what they leave behind."""
-    module = case.module(optimizer)
+    module = case.module(optimizer, device)
+    module.bounds_check = check
     outputs = []
     for step in range(3):
-        out = module(*replace(case, seed=case.seed + step).batch_of())
+        out = module(*replace(case, seed=case.seed + step).batch_of(device))
         assert out.grad_fn is None or out.grad_fn.name() == f"{path}LookupBackward"
         out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(step)).to(out))
         outputs.append(out.detach())
     with torch.no_grad():
-        outputs.append(module(*case.batch_of()))
+        outputs.append(module(*case.batch_of(device)))
     return [*outputs, *_tensors(module)]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("name", CASES)
-def test_bits_of_any_batch(name: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = _trained(CASES[name], OPTIMIZER_CASES[optimizer], "Short")
+def test_bits_of_any_batch(
+    name: str, optimizer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = _trained(CASES[name], OPTIMIZER_CASES[optimizer], "Short", device)
     _without_short_calls(monkeypatch)
-    long = _trained(CASES[name], OPTIMIZER_CASES[optimizer], "Fused")
+    long = _trained(CASES[name], OPTIMIZER_CASES[optimizer], "Fused", device)
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+
+
+@pytest.mark.parametrize("check", [BoundsCheck.NONE, BoundsCheck.WARNING])
+def test_bits_of_other_checks(
+    check: BoundsCheck, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, optimizer = CASES["mixed_dims"], OPTIMIZER_CASES["adam"]
+    short = _trained(case, optimizer, "Short", device, check)
+    _without_short_calls(monkeypatch)
+    long = _trained(case, optimizer, "Fused", device, check)
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+
+
+def test_bits_of_a_large_batch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More bags than one launch checks, one of them long enough to be summed in chunks."""
+    lengths = torch.ones(40_000, dtype=torch.int64)
+    lengths[[3, 17]] = torch.tensor([5000, 400])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    offsets[[20_000, 30_001]] = torch.tensor([-4, 10**9])
+    indices = (torch.arange(int(lengths.sum())) * 7919) % 300 - 5
+    indices[:4000] = 2
+
+    def trained() -> list[Tensor]:
+        torch.manual_seed(0)
+        module = TableBatchedEmbeddingBags(
+            [TableSpec(300, 3), TableSpec(40, 2)],
+            optim.RowwiseAdagrad(0.1),
+            bounds_check=BoundsCheck.IGNORE,
+            device=device,
+        )
+        out = module(indices.to(device), offsets.to(device))
+        out.backward(torch.arange(out.numel(), device=device).view_as(out) / out.numel())
+        return [out.detach(), *_tensors(module)]
+
+    short = trained()
+    _without_short_calls(monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(short, trained(), strict=True))
 
 
 def _is_plain(optimizer: optim.Optimizer) -> bool:
@@ -72,30 +125,35 @@ def _is_plain(optimizer: optim.Optimizer) -> bool:
 
 
 @pytest.mark.parametrize("name", [n for n, o in OPTIMIZER_CASES.items() if _is_plain(o)])
-def test_bits_of_any_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_of_any_optimizer(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     optimizer = OPTIMIZER_CASES[name]
-    short = _trained(CASES["mixed_dims"], optimizer, "Short")
+    short = _trained(CASES["mixed_dims"], optimizer, "Short", device)
     _without_short_calls(monkeypatch)
-    long = _trained(CASES["mixed_dims"], optimizer, "Fused")
+    long = _trained(CASES["mixed_dims"], optimizer, "Fused", device)
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
 
 
 @pytest.mark.parametrize("offsets", [[0, 1, 3, 4, 4], [0, 3, 1, 9, 4]])
 @pytest.mark.parametrize("mode", list(BoundsCheck))
 def test_invalid_batches(
-    mode: BoundsCheck, offsets: list[int], monkeypatch: pytest.MonkeyPatch
+    mode: BoundsCheck, offsets: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is repaired, counted, warned of and raised is that of the long path."""
-    invalid = (torch.tensor([3, -1, 99, -7]), torch.tensor(offsets))
+    if device.type == "cuda" and mode is BoundsCheck.FATAL:
+        pytest.skip("it would end the CUDA context of the process")
+    invalid = (torch.tensor([3, -1, 99, -7], device=device), torch.tensor(offsets, device=device))
 
     def observed() -> tuple[list[str], list[Tensor]]:
-        module = _module(bounds_check=mode)
-        module(*BATCH).sum().backward()
+        module = _module(bounds_check=mode, device=device)
+        module(*(tensor.to(device) for tensor in BATCH)).sum().backward()
         said = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 module(*invalid).sum().backward()
+                report_bounds_violations(module)
             except RuntimeError as error:
                 said = [str(error)]
         assert all(warning.filename == __file__ for warning in caught)
@@ -285,25 +343,26 @@ def test_saved_tensors_are_protected(pooling: Pooling) -> None:
     assert module.step == 0
 
 
-def test_an_update_that_raises_counts_as_no_step() -> None:
-    module = _module()
-    hyper = module.hyperparams
-    arguments = ([module.weights.detach()], module._states(), hyper, 3, torch.zeros(1, 1))
+def test_an_update_that_raises_counts_as_no_step(device: torch.device) -> None:
+    module, batch = _module(device=device), [tensor.to(device) for tensor in BATCH]
+    grad = torch.zeros(1, 1, device=device)
+    arguments = ([module.weights.detach()], module._states(), module.hyperparams, 3, grad)
     with pytest.raises(RuntimeError, match="grad"):
         torch.ops.emblib.tbe_backward_(
-            *arguments, module.features, *BATCH, None, 0, module.total_rows
+            *arguments, module.features, *batch, None, 0, module.total_rows
         )
     assert module.step == 0
 
 
-def test_in_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_model(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lookups in one loss, and a backward that is repeated, are updates each."""
+    ids, offsets = (tensor.to(device) for tensor in BATCH)
 
     def trained() -> list[Tensor]:
-        module = _module()
+        module = _module(device=device)
         torch.manual_seed(2)
-        head = nn.Linear(12, 1)
-        loss = head(module(*BATCH)).sum() + head(module(BATCH[0].flip(0), BATCH[1])).sum()
+        head = nn.Linear(12, 1).to(device)
+        loss = head(module(ids, offsets)).sum() + head(module(ids.flip(0), offsets)).sum()
         loss.backward(retain_graph=True)
         loss.backward()
         return [*_tensors(module), *(p.grad for p in head.parameters() if p.grad is not None)]
@@ -326,3 +385,35 @@ def test_weights_that_a_parametrization_computes() -> None:
         assert torch.equal(module(*BATCH), doubled)
         module.parametrizations.weights.original.mul_(4.0)
         assert torch.equal(module(*BATCH), 4.0 * doubled)
+
+
+@pytest.mark.parametrize("gradient", [1.0, float("inf")])
+def test_scaled_gradients(
+    gradient: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that overflows is no step; the scaler finds it."""
+
+    def trained() -> list[Tensor]:
+        module = _module(device=device)
+        head = nn.Linear(12, 1, device=device)
+        nn.init.constant_(head.weight, gradient)
+        optimizer = torch.optim.SGD(head.parameters(), 0.1)
+        scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+        for _ in range(2):
+            out = head(module(*(tensor.to(device) for tensor in BATCH)))
+            scaler.scale(out.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert module.step == (2 if gradient == 1.0 else 0)
+        return [torch.tensor(scaler.get_scale()), *_tensors(module)]
+
+    short = trained()
+    _without_short_calls(monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(short, trained(), strict=True))
+
+
+def test_a_step_without_lookups_counts(device: torch.device) -> None:
+    module = _module(device=device)
+    offsets = torch.zeros(5, dtype=torch.int64, device=device)
+    module(offsets[:0], offsets).sum().backward()
+    assert module.step == 1

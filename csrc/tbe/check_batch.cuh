@@ -1,0 +1,130 @@
+// Bounds check of a batch in front of its lookup. What it finds and repairs is defined by
+// bounds.cuh; a small batch takes one launch instead of three.
+//
+// Every block of the one launch reads all offsets: they are valid if the first is 0, none exceeds
+// the next, and the last is the number of indices, which takes no scan. Then a block copies its
+// part of them and checks its tile of indices, as bounds.cuh does. Otherwise, which is rare, each
+// thread finds the maximum of the offsets before its own, and the bag of an index, from the
+// beginning: quadratic work, but no block waits for another.
+#pragma once
+
+#include "tbe/bounds.cuh"
+
+namespace emb::cuda {
+
+inline constexpr int kCheckThreads = 1024;
+// A block reads so many offsets in a few microseconds, as long as a launch takes.
+inline constexpr int64_t kMaxCheckedOffsets = 32 * kCheckThreads;
+inline constexpr int64_t kMaxCheckedLookups = 32 * kCheckThreads;
+
+inline bool is_small_batch(const BoundsArgs& args) {
+  return args.num_bags < kMaxCheckedOffsets && args.num_lookups <= kMaxCheckedLookups;
+}
+
+// Return whether `value` is true in any thread of the block, in every thread.
+EMB_DEVICE bool any_of_block(bool value) {
+  __shared__ int of_warp[kCheckThreads / simt::kWarp];
+  static_assert(kCheckThreads == simt::kWarp * simt::kWarp);
+  const unsigned lane = threadIdx.x % simt::kWarp;
+  const bool any = __any_sync(simt::kFullMask, value);
+  if (lane == 0) of_warp[threadIdx.x / simt::kWarp] = any;
+  __syncthreads();
+  return __any_sync(simt::kFullMask, of_warp[lane] != 0);
+}
+
+// Return whether one of the offsets that this thread reads, or its successor, is invalid. The loads
+// depend on nothing, so that many are in flight.
+EMB_DEVICE bool finds_bad_offset(const BoundsArgs& args) {
+  const int64_t last = args.num_bags;
+  bool bad = threadIdx.x == 0 && (args.offsets[0] != 0 || args.offsets[last] != args.num_lookups);
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < last; i += kCheckThreads) {
+    bad |= args.offsets[i] > args.offsets[i + 1];
+  }
+  return bad;
+}
+
+EMB_DEVICE Bags bags_of(const BoundsArgs& args) {
+  return {args.offsets, args.num_bags, args.num_lookups};
+}
+
+// Return the repaired offset i.
+EMB_DEVICE int32_t repaired_offset(const BoundsArgs& args, int64_t i) {
+  if (i == args.num_bags && i > 0) return static_cast<int32_t>(args.num_lookups);
+  int32_t maximum = 0;
+  for (int64_t j = 0; j <= i; ++j) maximum = max_of(maximum, clamped_offset(bags_of(args), j));
+  return maximum;
+}
+
+// Return the bag of lookup i by the repaired offsets, -1 if it precedes all bags.
+EMB_DEVICE int bag_by_repaired(const BoundsArgs& args, int64_t i) {
+  int64_t bag = 0;
+  while (bag < args.num_bags && clamped_offset(bags_of(args), bag) <= i) ++bag;
+  return static_cast<int>(bag) - 1;
+}
+
+EMB_DEVICE bool is_bad_index(const BoundsArgs& args, int64_t i, int bag) {
+  if (bag < 0) return false;
+  const int64_t rows = args.features[args.map.feature(static_cast<uint32_t>(bag))].rows;
+  const int64_t index = args.indices[i];
+  return !((index >= 0 && index < rows) || index == -1);
+}
+
+// Add the violations of a warp to a counter. Called by the whole warp.
+EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
+  bad = __reduce_add_sync(simt::kFullMask, bad);
+  if (bad == 0 || args.violations == nullptr || threadIdx.x % simt::kWarp != 0) return;
+  atomicAdd(&args.violations[kind], static_cast<unsigned long long>(bad));
+}
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kCheckThreads)
+    check_batch_kernel(BoundsArgs args) {
+  __shared__ int range[2];
+  const bool repairs = any_of_block(finds_bad_offset(args));
+  if (repairs && args.fatal) {
+    simt::trap(
+        "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
+  }
+  int bad_offsets = 0, bad_indices = 0;
+  for (int64_t i = simt::global_thread(); i <= args.num_bags; i += simt::threads_in_grid()) {
+    const int64_t x = args.offsets[i];
+    const auto repaired = repairs ? repaired_offset(args, i) : static_cast<int32_t>(x);
+    bad_offsets += repaired != x || (i == 0 && x > 0);
+    args.repaired[i] = repaired;
+  }
+  const auto start = [&](int bag) { return args.offsets[bag]; };
+  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kCheckThreads;
+       tile < args.num_lookups && args.num_bags > 0;
+       tile += static_cast<int64_t>(gridDim.x) * kCheckThreads) {
+    const int64_t i = tile + threadIdx.x;
+    const int64_t end =
+        tile + kCheckThreads < args.num_lookups ? tile + kCheckThreads : args.num_lookups;
+    if (repairs) {
+      bad_indices += i < end && is_bad_index(args, i, bag_by_repaired(args, i));
+    } else {
+      const TileSearch search(start, static_cast<int>(args.num_bags), tile, end, range);
+      bad_indices += i < end && is_bad_index(args, i, search.find(start, i));
+    }
+  }
+  if (bad_indices > 0 && args.fatal) {
+    simt::trap(
+        "bounds_check: indices must be in [0, rows) of their table (or -1 for a pruned one); "
+        "BoundsCheck.WARNING reads row 0 instead");
+  }
+  count_violations(args, 0, bad_indices);
+  count_violations(args, 1, bad_offsets);
+}
+
+// As launch_bounds_check; a small batch needs no `progress`, and `violations` need not be zero.
+template <class Launcher>
+void launch_check_batch(const Launcher& launcher, const BoundsArgs& args) {
+  if (!is_small_batch(args)) {
+    launch_bounds_check(launcher, args);
+    return;
+  }
+  const int64_t items = args.num_lookups > args.num_bags ? args.num_lookups : args.num_bags + 1;
+  launcher(check_batch_kernel, blocks_for(items, kCheckThreads, launcher.blocks(2)), kCheckThreads,
+           args);
+}
+
+}  // namespace emb::cuda
