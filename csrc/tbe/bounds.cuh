@@ -1,7 +1,8 @@
 // Bounds check of indices and offsets on the GPU. Offsets are repaired into a new array (clamped to
 // [0, L], never decreasing, the last equal to L): a running maximum, in two kernels. Violations are
-// counted on the device; in the fatal mode the kernel fails as an assert does. A first offset above
-// 0 is counted too but not repaired: the lookups before it belong to no bag.
+// counted on the device; in the fatal mode the kernel fails as an assert does. The lookups before a
+// first offset above 0 belong to no bag: indices of -1 there are padding, each other one is lost,
+// which counts as a violation of the offsets.
 #pragma once
 
 #include "core/dtype.h"
@@ -70,6 +71,18 @@ EMB_DEVICE int32_t max_of_threads_before(int32_t value) {
   return before;
 }
 
+// Count the bad offsets of a warp, or fail; `bad` is the same in each lane.
+EMB_DEVICE void report_offsets(const BoundsArgs& args, int bad) {
+  if (bad == 0) return;
+  if (args.fatal) {
+    simt::trap(
+        "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
+  }
+  if (threadIdx.x % simt::kWarp == 0 && args.violations != nullptr) {
+    atomicAdd(&args.violations[1], static_cast<unsigned long long>(bad));
+  }
+}
+
 // One block per tile, as offset_max_kernel; a thread repairs kTileSize / kTileThreads neighbours.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     repair_offsets_kernel(BoundsArgs args) {
@@ -89,37 +102,32 @@ EMB_DEVICE int32_t max_of_threads_before(int32_t value) {
   for (int64_t i = first; i < first + kEach && i <= args.num_bags; ++i) {
     floor = max_of(floor, clamped_offset(args, i));
     if (i == args.num_bags && i > 0) floor = static_cast<int32_t>(args.num_lookups);
-    bad += floor != args.offsets[i] || (i == 0 && floor > 0);
+    bad += floor != args.offsets[i];
     args.repaired[i] = floor;
   }
   bad = __reduce_add_sync(simt::kFullMask, bad);
-  if (bad == 0) return;
-  if (args.fatal) {
-    simt::trap(
-        "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
-  }
-  if (threadIdx.x % simt::kWarp == 0 && args.violations != nullptr) {
-    atomicAdd(&args.violations[1], static_cast<unsigned long long>(bad));
-  }
+  report_offsets(args, bad);
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     check_indices_kernel(BoundsArgs args) {
   __shared__ int range[2];
   const auto start = [&](int bag) { return static_cast<int64_t>(args.repaired[bag]); };
-  int bad = 0;
+  int bad = 0, lost = 0;
   for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < args.num_lookups;
        tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
     const int64_t end = tile + kTileSize < args.num_lookups ? tile + kTileSize : args.num_lookups;
     const TileSearch search(start, static_cast<int>(args.num_bags), tile, end, range);
     for (int64_t i = tile + threadIdx.x; i < end; i += kTileThreads) {
       const int bag = search.find(start, i);
+      const int64_t index = args.indices[i];
+      lost += bag < 0 && index != -1;
       if (bag < 0) continue;
       const int64_t rows = args.features[args.map.feature(static_cast<uint32_t>(bag))].rows;
-      const int64_t index = args.indices[i];
       bad += !((index >= 0 && index < rows) || index == -1);
     }
   }
+  report_offsets(args, __reduce_add_sync(simt::kFullMask, lost));
   bad = __reduce_add_sync(simt::kFullMask, bad);
   if (bad == 0) return;
   if (args.fatal) {
