@@ -22,6 +22,7 @@ from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.one_call import in_one_call
+from emblib.ops.route import is_captured
 from emblib.optim import Optimizer
 from emblib.specs import (
     BoundsCheck,
@@ -294,6 +295,12 @@ class CachedTTEmbeddingBags(nn.Module):
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
         counted = self.training and with_grad
         if counted:
+            if self.cache.every and is_captured(self.counters):
+                raise RuntimeError(
+                    f"a cache with every={self.cache.every} chooses its rows in Python, which the "
+                    "replay of a CUDA graph does not run: use every=None, call populate() between "
+                    "steps, and capture again afterwards"
+                )
             self._populate_in_time()
         if running is not None:
             running.note(self, self._choice)
