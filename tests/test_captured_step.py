@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from emblib import (
-    BoundsCheck,
     CachedTTEmbeddingBags,
     CapturedStep,
     CountMinSketch,
@@ -279,7 +278,8 @@ def test_cached_tensor_trains(every: int | None, device: torch.device) -> None:
 
     (one, eager), (other, captured) = make(), make()
     problem = Problem(rows=(60, 24))
-    step = CapturedStep(other.step, BOUNDS, device=device)
+    # A training lookup that counts ids waits for a GPU, so it stays uncaptured, but padded.
+    step = CapturedStep(other.step, BOUNDS, device=device, warmup=3 if every else len(SIZES))
     for k, size in enumerate(SIZES):
         if every and k == 3 and device.type == "cuda":
             with pytest.raises(RuntimeError, match=r"every=4 chooses its rows in Python"):
@@ -398,27 +398,6 @@ def test_a_step_gets_padding_first(device: torch.device) -> None:
     assert batch["ids"].offsets().tolist() == [4, 4, 6]
     assert batch["ids"].lengths().tolist() == [0, 2]
     assert batch["ids"].values().device.type == device.type
-
-
-@pytest.mark.parametrize("check", [BoundsCheck.WARNING, BoundsCheck.FATAL, BoundsCheck.NONE])
-def test_padding_is_no_violation(check: BoundsCheck, device: torch.device) -> None:
-    table = TableBatchedEmbeddingBags([TableSpec(9, 4)], device=device, bounds_check=check)
-    ids = torch.tensor([-1, -1, 3, 1, 4], device=device)
-    out = table(ids, torch.tensor([2, 4, 5], device=device))
-    assert torch.equal(out, table(ids[2:], torch.tensor([0, 2, 3], device=device)))
-    assert table.bounds_violations.tolist() == [0, 0]
-
-
-def test_lost_ids_are_a_violation(device: torch.device) -> None:
-    table = TableBatchedEmbeddingBags([TableSpec(9, 4)], device=device)
-    ids = torch.tensor([-1, 2, 3, 1, 4], device=device)
-    offsets = torch.tensor([2, 4, 5], device=device)
-    if device.type == "cpu":
-        with pytest.raises(RuntimeError, match="begin with 0, got 2"):
-            table(ids, offsets)
-    else:
-        table(ids, offsets)
-        assert table.bounds_violations.tolist() == [0, 1]
 
 
 # Refusals
