@@ -135,10 +135,11 @@ class CapturedStep:
             size_class = self._classes[bound] = _SizeClass(inputs)
         if size_class.graph is not None:
             self._check_unchanged(size_class)
-        with self._on_stream():
+        with self._on_stream() as caller:
             size_class.inputs.fill(leaves)
             with padded_batches():
-                return self._run(size_class)
+                result = self._run(size_class)
+            return result if size_class.graph is not None else _recorded(result, caller)
 
     def run_eagerly(self, batch: Any) -> Any:
         """Train on a batch uncaptured and unpadded, e.g. on the last one, which has fewer samples.
@@ -158,7 +159,7 @@ class CapturedStep:
         `eval()`, frozen or moved parameters, other tables or optimizers.
         """
         if self._stream is not None:
-            self._stream.synchronize()  # a graph must not be freed while it runs
+            torch.cuda.synchronize(self._device)  # nothing may use what is freed here
         self._classes.clear()
         self._layout = self._pool = None
         self._steps_before_capture = 0
@@ -208,15 +209,15 @@ class CapturedStep:
             self._stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(self._stream):
-                    yield
+                    yield caller
             finally:
                 caller.wait_stream(self._stream)
 
     def _run_eagerly(self, layout: BatchLayout, leaves: list[Any]) -> Any:
         if self._device.type != "cuda":
             return _detached(self._step(layout.moved(leaves, self._device)))
-        with self._on_stream():
-            return _detached(self._step(layout.moved(leaves, self._device)))
+        with self._on_stream() as caller:
+            return _recorded(_detached(self._step(layout.moved(leaves, self._device))), caller)
 
     def _run(self, size_class: _SizeClass) -> Any:
         """Run a step with the batch that fills the static tensors of its class."""
@@ -369,6 +370,17 @@ class _SizeClass:
 def _detached(result: Any) -> Any:
     """Return a result without its graph of autograd, which would keep the memory of the step."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _recorded(result: Any, stream: Any) -> Any:
+    """Return an uncaptured result after noting that `stream` reads it, as its memory is another's.
+
+    Results on the host are left as they are.
+    """
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            leaf.record_stream(stream)
+    return result
 
 
 def _checked_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
