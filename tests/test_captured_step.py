@@ -738,3 +738,4 @@ def test_an_interrupted_step_is_made_or_not() -> None:
         with torch.no_grad():
             for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
+        torch.cuda.synchronize()  # the interrupt may have left another stream current
