@@ -202,8 +202,8 @@ void record_stream(Tensor& self, c10::Stream stream) {
 Tensor& arange_out(const at::Scalar& start, const at::Scalar& end, const at::Scalar& step,
                    Tensor& out) {
   const double steps = (end.toDouble() - start.toDouble()) / step.toDouble();
-  at::native::resize_(out, {static_cast<int64_t>(std::ceil(steps))});
   const c10::DeviceGuard guard(out.device());
+  at::native::resize_(out, {static_cast<int64_t>(std::ceil(steps))});
   pretend::enqueue_on(out.get_device(), stream_now(out.get_device()), "aten::arange.start_out",
                       [to = View(out), start, end, step] {
                         to.note(true);
