@@ -13,6 +13,7 @@ from emblib import (
     storage,
     trace,
 )
+from emblib.captured_step import CapturedStep
 from emblib.collections import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -84,6 +85,7 @@ __all__ = [
     "CacheConfig",
     "CachePolicy",
     "CachedTTEmbeddingBags",
+    "CapturedStep",
     "CountMinSketch",
     "DiskRows",
     "DynamicEmbeddingBags",

@@ -63,10 +63,11 @@ class BoundsCheck(Choice):
     runs the same kernels and ends them as a failed device assert does: nothing after them runs, the
     next call that waits for the device raises, and the process cannot use CUDA any more.
 
-    Offsets that do not begin with 0, or that lack the last entry,
-    would skip ids or a bag: on the CPU, compiled or not, WARNING raises RuntimeError for them; on
-    CUDA it counts them too. NONE checks nothing: it equals IGNORE for offsets that never decrease,
-    and is memory-safe but otherwise unspecified for others.
+    Offsets that do not begin with 0, or that lack the last entry, would skip ids or a bag: on the
+    CPU, compiled or not, WARNING raises RuntimeError for them; on CUDA it counts such ids and
+    offsets too. Ids of -1 before the first offset are padding, which may be skipped. NONE checks
+    nothing: it equals IGNORE for offsets that never decrease, and is memory-safe but otherwise
+    unspecified for others.
     """
 
     FATAL = "fatal"

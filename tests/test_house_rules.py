@@ -59,7 +59,7 @@ LAYERS = (
     ("emblib.storage",),
     ("emblib.collections",),
     ("emblib.sharding",),
-    ("emblib.memory_plan", "emblib.metrics"),
+    ("emblib.memory_plan", "emblib.metrics", "emblib.captured_step"),
 )
 # What the library never imports: it depends on torch alone (`emblib.metrics` also on torchmetrics).
 OUTSIDE = {

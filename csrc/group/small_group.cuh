@@ -53,7 +53,7 @@ struct SmallMemory {
   int* range;                 // [2]
 
   // Groups that begin here, keys that belong to groups; for lookups, invalid indices, offsets that
-  // were repaired (of block 0), offsets that are not valid.
+  // were repaired and indices before them, offsets that are not valid.
   enum Tally { kBegun, kGrouped, kBadIndices, kBadOffsets, kInvalid, kTallies };
 
   static size_t bytes(unsigned threads, int items) {
@@ -120,6 +120,7 @@ struct GivenKeys {
       return key >= 0 && key < limit ? static_cast<uint32_t>(key) : limit;
     }
     EMB_DEVICE uint32_t num_bad() const { return 0; }
+    EMB_DEVICE uint32_t num_lost() const { return 0; }
   };
   EMB_DEVICE void report(const SmallMemory&) const {}
 };
@@ -168,6 +169,7 @@ struct SmallSort {
     }
     if constexpr (Source::kHasBags) {
       count_in_block(memory, SmallMemory::kBadIndices, tile.num_bad());
+      count_in_block(memory, SmallMemory::kBadOffsets, tile.num_lost());
     }
   }
 

@@ -63,8 +63,10 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   int32_t* fixed = repaired.mutable_data_ptr<int32_t>();
   Tensor violations = allocate_zeros(offsets, {2}, ScalarType::Long);
   int64_t* counts = violations.mutable_data_ptr<int64_t>();
-  counts[1] = repair_offsets(index_array(offset_tensor), num_bags, num_lookups, mode,
-                             bags.num_features() == 1 && !bag_layout, fixed);
+  const IndexArray given = index_array(offset_tensor);
+  counts[1] =
+      repair_offsets(given, num_bags, num_lookups, mode, bags.num_features() == 1 && !bag_layout,
+                     fixed, count_lost(ids, given, num_bags, num_lookups));
 
   const Feature* feature = feature_array(features);
   const int64_t parts = std::clamp<int64_t>(num_lookups / 65536, 1, num_threads());

@@ -1,8 +1,9 @@
 // Checks of the lookup ops on the CPU, and the repair of offsets to the form that the kernels need:
 // int32, clamped to [0, L], never decreasing, the last equal to L. The usual case, all valid, is
-// one branch-free loop; the rest runs only otherwise. A first offset above 0 is invalid too but not
-// repaired: the lookups before it belong to no bag. That, and offsets without the last entry, is a
-// different format rather than a wrong number: a repair would silently lose ids or a whole bag.
+// one branch-free loop; the rest runs only otherwise. The lookups before a first offset above 0
+// belong to no bag. Ids of -1 there are padding, which lets batches of different sizes share the
+// shape of a captured step. Other ids there are lost, and so is a bag where the last offset is left
+// out: a different format rather than a wrong number, which is not repaired silently.
 #pragma once
 
 #include <algorithm>
@@ -76,21 +77,32 @@ inline bool indices_are_valid(IndexArray indices, int64_t begin, int64_t end, in
              : indices_are_valid(static_cast<const int32_t*>(indices.data), begin, end, rows);
 }
 
-// Repair offsets and return how many were invalid. kFatal raises at the first one. kWarning raises
-// for a different format; only for a single feature (`one_feature`) is a missing entry not evident
-// from the number of bags.
+// Return how many ids before the first bag are lost: those that are no padding.
+inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_bags,
+                          int64_t num_lookups) {
+  if (num_bags == 0) return 0;
+  const int64_t first = std::min(offsets[0], num_lookups);
+  int64_t lost = 0;
+  for (int64_t i = 0; i < first; ++i) lost += indices[i] != -1;
+  return lost;
+}
+
+// Repair offsets and return how many were invalid, plus the number of `lost` ids. kFatal raises at
+// the first one. kWarning raises for a different format; only for a single feature (`one_feature`)
+// is a missing entry not evident from the number of bags.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,
-                              BoundsMode mode, bool one_feature, int32_t* repaired) {
+                              BoundsMode mode, bool one_feature, int32_t* repaired,
+                              int64_t lost = 0) {
   const bool valid = offsets.is_int64 ? copy_if_valid(static_cast<const int64_t*>(offsets.data),
                                                       num_bags, num_lookups, repaired)
                                       : copy_if_valid(static_cast<const int32_t*>(offsets.data),
                                                       num_bags, num_lookups, repaired);
   if (valid) return 0;
   const bool fatal = mode == BoundsMode::kFatal, warning = mode == BoundsMode::kWarning;
-  STD_TORCH_CHECK(!warning || offsets[0] <= 0, "bounds_check: offsets must begin with 0, got ",
+  STD_TORCH_CHECK(!warning || lost == 0, "bounds_check: offsets must begin with 0, got ",
                   offsets[0],
-                  ": no bag would have the ids before it; leave them out of the indices (are they "
-                  "offsets, not lengths?)");
+                  ": no bag would have the ids before it; leave them out of the indices, or make "
+                  "them -1 if they are padding (are they offsets, not lengths?)");
   int64_t floor = 0, bad = 0;
   for (int64_t i = 0; i <= num_bags; ++i) {
     floor = std::max(floor, std::min(offsets[i], num_lookups));
@@ -100,15 +112,15 @@ inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_
                       ", got ", offsets[i], ": the last bag would be lost", kLastOffset);
       floor = num_lookups;
     }
-    const bool valid_here = floor == offsets[i] && (i > 0 || floor == 0);
-    STD_TORCH_CHECK(valid_here || !fatal,
+    const bool valid_here = floor == offsets[i];
+    STD_TORCH_CHECK((valid_here && (i > 0 || lost == 0)) || !fatal,
                     "bounds_check: offsets must start at 0, not decrease, and end at the number of "
                     "indices = ",
                     num_lookups, "; got ", offsets[i], " at position ", i, kLastOffset);
     bad += !valid_here;
     repaired[i] = static_cast<int32_t>(floor);
   }
-  return bad;
+  return bad + lost;
 }
 
 // The checked arguments that the lookup ops share on the CPU, with the contiguous copies they point

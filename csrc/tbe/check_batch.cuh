@@ -1,11 +1,11 @@
 // Bounds check of a batch in front of its lookup. What it finds and repairs is defined by
 // bounds.cuh; a small batch takes one launch instead of three.
 //
-// Every block of the one launch reads all offsets: they are valid if the first is 0, none exceeds
-// the next, and the last is the number of indices, which takes no scan. Then a block copies its
-// part of them and checks its tile of indices, as bounds.cuh does. Otherwise, which is rare, each
-// thread finds the maximum of the offsets before its own, and the bag of an index, from the
-// beginning: quadratic work, but no block waits for another.
+// Every block of the one launch reads all offsets: they are valid if the first is not negative,
+// none exceeds the next, and the last is the number of indices, which takes no scan. Then a block
+// copies its part of them and checks its tile of indices, as bounds.cuh does. Otherwise, which is
+// rare, each thread finds the maximum of the offsets before its own, and the bag of an index, from
+// the beginning: quadratic work, but no block waits for another.
 #pragma once
 
 #include "tbe/bounds.cuh"
@@ -36,7 +36,7 @@ EMB_DEVICE bool any_of_block(bool value) {
 // depend on nothing, so that many are in flight.
 EMB_DEVICE bool finds_bad_offset(const BoundsArgs& args) {
   const int64_t last = args.num_bags;
-  bool bad = threadIdx.x == 0 && (args.offsets[0] != 0 || args.offsets[last] != args.num_lookups);
+  bool bad = threadIdx.x == 0 && (args.offsets[0] < 0 || args.offsets[last] != args.num_lookups);
 #pragma unroll 4
   for (int64_t i = threadIdx.x; i < last; i += kCheckThreads) {
     bad |= args.offsets[i] > args.offsets[i + 1];
@@ -63,11 +63,15 @@ EMB_DEVICE int bag_by_repaired(const BoundsArgs& args, int64_t i) {
   return static_cast<int>(bag) - 1;
 }
 
-EMB_DEVICE bool is_bad_index(const BoundsArgs& args, int64_t i, int bag) {
-  if (bag < 0) return false;
-  const int64_t rows = args.features[args.map.feature(static_cast<uint32_t>(bag))].rows;
+// Add the violation of lookup i, if any, to `bad`.
+EMB_DEVICE void check_index(const BoundsArgs& args, int64_t i, int bag, BadIndices* bad) {
   const int64_t index = args.indices[i];
-  return !((index >= 0 && index < rows) || index == -1);
+  if (bag < 0) {
+    bad->lost += index != -1;
+    return;
+  }
+  const int64_t rows = args.features[args.map.feature(static_cast<uint32_t>(bag))].rows;
+  bad->invalid += !((index >= 0 && index < rows) || index == -1);
 }
 
 // Add the violations of a warp to a counter. Called by the whole warp.
@@ -81,15 +85,12 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
     check_batch_kernel(BoundsArgs args) {
   __shared__ int range[2];
   const bool repairs = any_of_block(finds_bad_offset(args));
-  if (repairs && args.fatal) {
-    simt::trap(
-        "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
-  }
-  int bad_offsets = 0, bad_indices = 0;
+  int bad_offsets = 0;
+  BadIndices bad;
   for (int64_t i = simt::global_thread(); i <= args.num_bags; i += simt::threads_in_grid()) {
     const int64_t x = args.offsets[i];
     const auto repaired = repairs ? repaired_offset(args, i) : static_cast<int32_t>(x);
-    bad_offsets += repaired != x || (i == 0 && x > 0);
+    bad_offsets += repaired != x;
     args.repaired[i] = repaired;
   }
   const auto start = [&](int bag) { return args.offsets[bag]; };
@@ -100,19 +101,23 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
     const int64_t end =
         tile + kCheckThreads < args.num_lookups ? tile + kCheckThreads : args.num_lookups;
     if (repairs) {
-      bad_indices += i < end && is_bad_index(args, i, bag_by_repaired(args, i));
+      if (i < end) check_index(args, i, bag_by_repaired(args, i), &bad);
     } else {
       const TileSearch search(start, static_cast<int>(args.num_bags), tile, end, range);
-      bad_indices += i < end && is_bad_index(args, i, search.find(start, i));
+      if (i < end) check_index(args, i, search.find(start, i), &bad);
     }
   }
-  if (bad_indices > 0 && args.fatal) {
+  if (args.fatal && bad_offsets + bad.lost > 0) {
+    simt::trap(
+        "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
+  }
+  if (args.fatal && bad.invalid > 0) {
     simt::trap(
         "bounds_check: indices must be in [0, rows) of their table (or -1 for a pruned one); "
         "BoundsCheck.WARNING reads row 0 instead");
   }
-  count_violations(args, 0, bad_indices);
-  count_violations(args, 1, bad_offsets);
+  count_violations(args, 0, bad.invalid);
+  count_violations(args, 1, bad_offsets + bad.lost);
 }
 
 // As launch_bounds_check; a small batch needs no `progress`, and `violations` need not be zero.

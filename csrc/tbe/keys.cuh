@@ -22,13 +22,22 @@ struct LookupKeys {
   int32_t* bag_of;  // [L], an output; null: none
 };
 
-// Return the key of lookup i in bag `bag`; add to `bad` whether its index is invalid.
+// The invalid indices of a thread, and those that are lost before the first bag.
+struct BadIndices {
+  int invalid = 0, lost = 0;
+};
+
+// Return the key of lookup i in bag `bag`; add its violation, if any, to `bad`.
 template <class Key>
-EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key limit, int* bad) {
-  if (bag < 0) return limit;
+EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key limit, BadIndices* bad) {
+  const int64_t index = in.indices[i];
+  if (bag < 0) {
+    bad->lost += index != -1;
+    return limit;
+  }
   const Feature& feature = in.features[in.map.feature(static_cast<uint32_t>(bag))];
-  const int64_t index = in.indices[i], row = repair_index(index, feature.rows);
-  *bad += !((index >= 0 && index < feature.rows) || index == -1);
+  const int64_t row = repair_index(index, feature.rows);
+  bad->invalid += !((index >= 0 && index < feature.rows) || index == -1);
   if (row < 0 || row >= feature.rows) return limit;
   const auto id = static_cast<uint64_t>(feature.row_base + row);
   return id < limit ? static_cast<Key>(id) : limit;
@@ -73,53 +82,54 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
   __syncthreads();
 }
 
-// Make the keys of a tile; return how many of this thread's indices are invalid.
+// Make the keys of a tile; add this thread's violations to `bad`.
 template <class Key>
-EMB_DEVICE int make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& sort,
-                         int64_t tile, KeyTile& shared) {
+EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& sort,
+                          int64_t tile, KeyTile& shared, BadIndices* bad) {
   const int64_t end = tile + kKeyTile < bags.num_lookups ? tile + kKeyTile : bags.num_lookups;
   find_bags(bags, tile, end, shared);
-  int bad = 0;
 #pragma unroll
   for (int j = 0; j < kKeysEach; ++j) {
     const int at = j * kTileThreads + static_cast<int>(threadIdx.x);
     const int64_t i = tile + at;
     if (i >= end) continue;
     const int bag = shared.bags[at];
-    const Key key = lookup_key(in, i, bag, sort.limit, &bad);
+    const Key key = lookup_key(in, i, bag, sort.limit, bad);
     if (sort.keys != nullptr) sort.keys[i] = key;
     if (sort.positions != nullptr) sort.positions[i] = static_cast<int32_t>(i);
     if (in.bag_of != nullptr) in.bag_of[i] = bag < 0 ? 0 : bag;
   }
   __syncthreads();
-  return bad;
 }
 
 // What the blocks of a grid counted, complete in the block that finishes last.
 struct GridCounts {
-  int64_t indices, offsets;
+  int64_t indices, lost, offsets;
   bool is_last;
 };
 
-// Add the counts of this block to `check.progress`. The upper bits of the second word count the
-// blocks that have finished; both words are 0 before the launch.
-EMB_DEVICE GridCounts finish_block(const BatchCheck& check, int indices, int offsets) {
-  constexpr int kFinishedShift = 40;
+// Add the counts of this block to `check.progress`. The upper bits of the first word count lost
+// indices, those of the second the blocks that have finished; both words are 0 before the launch.
+EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& bad, int offsets) {
+  constexpr int kLostShift = 32, kFinishedShift = 40;
   __shared__ GridCounts counts;
   __threadfence();
-  indices = block_sum(indices);
+  const int indices = block_sum(bad.invalid), lost = block_sum(bad.lost);
   offsets = block_sum(offsets);
-  if (gridDim.x == 1) return {indices, offsets, true};
+  if (gridDim.x == 1) return {indices, lost, offsets, true};
   if (threadIdx.x == 0) {
-    atomicAdd(&check.progress[0], static_cast<unsigned long long>(indices));
+    const unsigned long long lost_part = static_cast<unsigned>(lost);
+    atomicAdd(&check.progress[0], static_cast<unsigned>(indices) + (lost_part << kLostShift));
     __threadfence();
     const unsigned long long block = 1ull << kFinishedShift, added = static_cast<unsigned>(offsets);
     const unsigned long long before = atomicAdd(&check.progress[1], block + added);
     __threadfence();
     const bool is_last = before >> kFinishedShift == gridDim.x - 1;
-    counts = {0, 0, is_last};
+    counts = {0, 0, 0, is_last};
     if (is_last) {
-      counts.indices = static_cast<int64_t>(atomicAdd(&check.progress[0], 0ull));
+      const unsigned long long all = atomicAdd(&check.progress[0], 0ull);
+      counts.indices = static_cast<int64_t>(all & ((1ull << kLostShift) - 1));
+      counts.lost = static_cast<int64_t>(all >> kLostShift);
       counts.offsets = static_cast<int64_t>((before & (block - 1)) + added);
     }
   }
@@ -144,16 +154,17 @@ __global__ void __launch_bounds__(kTileThreads)
   // One loop for both passes, so that its code is there once.
 #pragma unroll 1
   for (bool is_repaired = false;; is_repaired = true) {
-    int bad_indices = 0;
+    BadIndices bad;
     for (int64_t tile = first; tile < n; tile += step) {
-      bad_indices += make_keys(in, bags, sort, tile, shared);
+      make_keys(in, bags, sort, tile, shared, &bad);
     }
     if (check.repaired == nullptr) return;
     if (is_repaired) {
-      counts.indices = block_sum(bad_indices);
+      counts.indices = block_sum(bad.invalid);
+      counts.lost = block_sum(bad.lost);
       break;
     }
-    counts = finish_block(check, bad_indices, bad_offsets);
+    counts = finish_block(check, bad, bad_offsets);
     if (!counts.is_last) return;
     if (counts.offsets == 0) break;
     counts.offsets = block_sum(repair_offsets(bags, check.repaired, shared.of_warp));
@@ -161,7 +172,7 @@ __global__ void __launch_bounds__(kTileThreads)
     first = 0;
     step = kKeyTile;
   }
-  if (threadIdx.x == 0) report_violations(check, counts.indices, counts.offsets);
+  if (threadIdx.x == 0) report_violations(check, counts.indices, counts.offsets + counts.lost);
 }
 
 template <class Key, class Launcher>
@@ -204,7 +215,7 @@ struct SmallLookups {
 
   struct Tile {
     TileSearch search;
-    int bad = 0;
+    BadIndices bad;
 
     EMB_DEVICE Tile(const SmallLookups& source, int64_t begin, int64_t end, int* range)
         : search([&](int bag) { return source.in.bags.begin(bag); },
@@ -214,14 +225,15 @@ struct SmallLookups {
       *of = bag < 0 ? 0 : static_cast<uint32_t>(bag);
       return lookup_key(source.in, i, bag, limit, &bad);
     }
-    EMB_DEVICE uint32_t num_bad() const { return static_cast<uint32_t>(bad); }
+    EMB_DEVICE uint32_t num_bad() const { return static_cast<uint32_t>(bad.invalid); }
+    EMB_DEVICE uint32_t num_lost() const { return static_cast<uint32_t>(bad.lost); }
   };
 
   // Write the counts, once they are complete in all blocks.
   EMB_DEVICE void report(const SmallMemory& memory) const {
     if (check.repaired == nullptr || simt::cluster_rank() > 0 || threadIdx.x > 0) return;
     report_violations(check, cluster_total(memory, SmallMemory::kBadIndices),
-                      memory.tally[SmallMemory::kBadOffsets]);
+                      cluster_total(memory, SmallMemory::kBadOffsets));
   }
 };
 

@@ -1,6 +1,7 @@
 // Validation and repair of the offsets of a batch. Repaired offsets are clamped to [0, L], never
-// decrease, and end with L: a running maximum. A first offset above 0 is invalid too but not
-// repaired: the lookups before it belong to no bag.
+// decrease, and end with L: a running maximum. The lookups before a first offset above 0 belong to
+// no bag: indices of -1 there are padding, each other one is lost, which counts as a violation of
+// the offsets.
 //
 // Nearly every batch is valid, so that all threads look at the offsets once. Only if one of them
 // finds an invalid offset does a single block repair them all, in the same launch.
@@ -17,7 +18,7 @@ struct BatchCheck {
   int32_t* repaired = nullptr;  // [bags + 1], written if an offset is invalid
   bool copies = false;          // write `repaired` for valid offsets too
   bool fatal = false;           // fail as an assert does
-  // [2]: invalid indices, and offsets that the repair changed or would have to; null: not counted
+  // [2]: invalid indices, and offsets that the repair changed plus lost indices; null: not counted
   unsigned long long* violations = nullptr;
   bool adds = true;                        // to `violations`, else they are written
   unsigned long long* progress = nullptr;  // [2], scratch of a launch of several blocks
@@ -38,15 +39,15 @@ EMB_DEVICE int find_invalid_offsets(const Bags& bags, const BatchCheck& check, i
 #pragma unroll 4
   for (int64_t i = first; i <= bags.count; i += step) {
     const int64_t x = bags.offsets[i], least = i == 0 ? 0 : bags.offsets[i - 1];
-    const int64_t most = i == 0 ? 0 : bags.num_lookups;
-    invalid += x < least || x > most || (i == bags.count && i > 0 && x != bags.num_lookups);
+    invalid +=
+        x < least || x > bags.num_lookups || (i == bags.count && i > 0 && x != bags.num_lookups);
     if (check.copies) check.repaired[i] = static_cast<int32_t>(x);
   }
   return invalid;
 }
 
-// Repair all offsets with one block; return how many this thread changed or should have. `of_warp`
-// is shared memory for an int per warp.
+// Repair all offsets with one block; return how many this thread changed. `of_warp` is shared
+// memory for an int per warp.
 EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_warp) {
   constexpr int kEach = 4;
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
@@ -75,7 +76,7 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
     for (int64_t i = first; i < first + kEach && i <= bags.count; ++i) {
       here = max_of(here, clamped_offset(bags, i));
       if (i == bags.count && i > 0) here = static_cast<int32_t>(bags.num_lookups);
-      bad += here != bags.offsets[i] || (i == 0 && here > 0);
+      bad += here != bags.offsets[i];
       repaired[i] = here;
     }
     __syncthreads();

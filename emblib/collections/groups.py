@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
+from emblib.ops.route import is_captured, take_or_fill
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.specs import BoundsCheck, Pooling, brief, check_float_dtype
 from emblib.storage import Storage, TableHandle, TableSlice
@@ -37,7 +38,11 @@ class GroupInfo:
 
 
 class GroupInput(NamedTuple):
-    """The part of a batch that one group looks up: ids `[first, last)`, and their offsets."""
+    """The part of a batch that one group looks up: ids `[first, last)`, and their offsets.
+
+    While a CUDA graph is captured these numbers are on the device only. Then `sources` `[L]` are
+    the positions of the ids in the batch, -1 for padding before the first offset.
+    """
 
     info: GroupInfo
     first: int
@@ -45,6 +50,13 @@ class GroupInput(NamedTuple):
     ids: Tensor
     offsets: Tensor
     batch_sizes: Sequence[Sequence[int]] | None
+    sources: Tensor | None = None
+
+    def part_of(self, of_batch: Tensor) -> Tensor:
+        """Return the part of a tensor that has an entry per id of the batch."""
+        if self.sources is None:
+            return of_batch[self.first : self.last]
+        return take_or_fill(of_batch, self.sources, 0)
 
 
 @dataclass(frozen=True)
@@ -313,9 +325,9 @@ class TableGroups(nn.Module):
             inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         outs = []
         for one in inputs:
-            info, sizes, part = one.info, one.batch_sizes, slice(one.first, one.last)
-            scales = None if weights is None else weights[part]
-            counted = {} if use_counts is None else _counted(info, use_counts[part])
+            info, sizes = one.info, one.batch_sizes
+            scales = None if weights is None else one.part_of(weights)
+            counted = {} if use_counts is None else _counted(info, one.part_of(use_counts))
             outs.append(info.module(one.ids, one.offsets, scales, batch_sizes=sizes, **counted))
         return outs
 
@@ -554,6 +566,8 @@ def split(
     if len(groups) == 1:
         return [GroupInput(groups[0], 0, ids.numel(), ids, offsets, batch_sizes)]
     ends = _bag_ends(groups, offsets, batch_sizes)
+    if id_counts is None and batch_sizes is None and is_captured(ids):
+        return _split_captured(groups, ids, offsets, ends)
     if id_counts is None:
         splits = [int(offsets[end]) for end in ends] if ids.is_cpu else offsets[ends].tolist()
     else:
@@ -568,6 +582,22 @@ def split(
             unit += len(info.units)
         group_offsets = group_offsets - first if first else group_offsets
         inputs.append(GroupInput(info, first, last, ids[first:last], group_offsets, sizes))
+    return inputs
+
+
+def _split_captured(
+    groups: Sequence[GroupInfo], ids: Tensor, offsets: Tensor, ends: Sequence[int]
+) -> list[GroupInput]:
+    """Split a batch without reading its offsets: each group has padding before its ids."""
+    count, inputs = ids.numel(), []
+    positions = torch.arange(count, device=ids.device)
+    for info, (first, last) in zip(groups, pairwise(ends), strict=True):
+        own = offsets[first : last + 1]
+        shift = count - own[-1:]
+        sources = positions - shift
+        sources = torch.where(sources >= own[:1], sources, -1)
+        taken = take_or_fill(ids, sources, -1)
+        inputs.append(GroupInput(info, 0, count, taken, own + shift, None, sources))
     return inputs
 
 

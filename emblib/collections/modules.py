@@ -153,7 +153,7 @@ class TableCollection(nn.Module):
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
         self._wanted = [self._units[u].feature for u in groups.order]
-        self._permutation: tuple[list[str], list[int]] = ([], [])
+        self._permutation: tuple[list[str], list[int], Tensor | None] = ([], [], None)
 
     def _own_handles(self) -> None:
         for name, handle in self.handles().items():
@@ -177,7 +177,7 @@ class TableCollection(nn.Module):
     def _ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the features that tables read, in the order of the kernels."""
         batch = KeyedJaggedTensor.adopt(features)
-        keys, places = self._permutation
+        keys, places, on_device = self._permutation
         if keys != batch.keys():
             index = batch.index_per_key()
             missing = sorted(set(self._wanted) - index.keys())
@@ -186,9 +186,12 @@ class TableCollection(nn.Module):
                     f"the batch must have the features of all tables: missing are {missing}, there "
                     f"are {batch.keys()}"
                 )
-            places = [index[feature] for feature in self._wanted]
-            self._permutation = (list(batch.keys()), places)
-        return batch.permute(places)
+            places, on_device = [index[feature] for feature in self._wanted], None
+        device = batch.device()
+        if device.type == "cuda" and (on_device is None or on_device.device != device):
+            on_device = torch.tensor(places, device=device)  # a captured graph needs it
+        self._permutation = (list(batch.keys()), places, on_device)
+        return batch.permute(places, on_device if device.type == "cuda" else None)
 
     def _sample_weights(self, batch: KeyedJaggedTensor) -> Tensor:
         weights = batch.weights_or_none()

@@ -17,11 +17,13 @@ from emblib.columns import Hyper
 from emblib.dynamic import tt_projection
 from emblib.dynamic.hash_table import HashTable, TableRows
 from emblib.dynamic.stored_rows import StoredTables
+from emblib.dynamic.training import num_padding_ids
 from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats, check_arguments
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.one_call import in_one_call
+from emblib.ops.route import is_captured
 from emblib.optim import Optimizer
 from emblib.specs import (
     BoundsCheck,
@@ -261,13 +263,19 @@ class CachedTTEmbeddingBags(nn.Module):
             raise ValueError("1-dimensional indices need offsets: where each bag begins")
         elif not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
+        if padding := num_padding_ids(indices, offsets):  # which would be counted as an id
+            rest = None if per_sample_weights is None else per_sample_weights[padding:]
+            offsets = (offsets if self.include_last_offset else offsets[:-1]) - padding
+            out: Tensor = self(indices[padding:], offsets, rest, batch_sizes=batch_sizes)
+            none = self.trains.pooling is Pooling.NONE
+            return torch.cat([out.new_zeros(padding, out.shape[1]), out]) if none else out
         offsets = self._checked_offsets(indices, offsets, batch_sizes)
         counted = self._is_counted()
         batch = self._find(indices, offsets, batch_sizes)
         skips_rows = self._skip_rows()
         cold = batch.ids if skips_rows else torch.where(batch.rows >= 0, -1, batch.ids)
         cold = cold.to(indices.dtype)
-        out: Tensor = self.trains(cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        out = self.trains(cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
         before = self._missed
         before = None if before is None else before.clone()
         if not skips_rows:
@@ -294,6 +302,12 @@ class CachedTTEmbeddingBags(nn.Module):
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
         counted = self.training and with_grad
         if counted:
+            if self.cache.every and is_captured(self.counters):
+                raise RuntimeError(
+                    f"a cache with every={self.cache.every} chooses its rows in Python, which the "
+                    "replay of a CUDA graph does not run: use every=None, call populate() between "
+                    "steps, and capture again afterwards"
+                )
             self._populate_in_time()
         if running is not None:
             running.note(self, self._choice)

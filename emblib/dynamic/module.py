@@ -204,6 +204,15 @@ class DynamicEmbeddingBags(FusedTables):
             TypeError: indices of another dtype.
             ValueError: `batch_sizes` that do not fit; counts below 0; weights without pooling.
         """
+        if padding := training.num_padding_ids(indices, offsets):
+            rest = (
+                None if part is None else part[padding:] for part in (per_sample_weights, counts)
+            )
+            weights, uses = rest
+            ids = indices[padding:]
+            out = self(ids, offsets - padding, weights, batch_sizes=batch_sizes, counts=uses)
+            is_pooled = self.pooling is not Pooling.NONE
+            return out if is_pooled else torch.cat([out.new_zeros(padding, out.shape[1]), out])
         if autograd.updates_in_backward(self.optimizer):
             self._check_in_place([self.weights])
         ids = as_keys(indices)

@@ -26,6 +26,7 @@ from emblib.optim import External, Optimizer, description
 from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.base import check_bounds
+from emblib.tables.bounds_report import is_padded
 from emblib.tables.parameters import caller_level, is_updated_in_backward, loses_values
 from emblib.tables.recomputation import RunningForward
 
@@ -482,8 +483,11 @@ def check_offsets(
 ) -> Tensor:
     """Return the offsets of a batch repaired, see `check_bounds`.
 
-    Every id is valid: `zeros`, as many as there are ids, pass the check in their place.
+    Every id is valid: `zeros`, as many as there are ids, pass the check in their place. Padding
+    has ids of -1, which pass it before the first bag too.
     """
+    if is_padded():
+        zeros = torch.full_like(zeros, -1)
     message = (
         "emblib: {offsets} offsets out of bounds, which are clamped: they must begin with "
         "0, not decrease and end with the number of indices (are they offsets, not lengths?)"
@@ -491,6 +495,16 @@ def check_offsets(
     return check_bounds(
         module, zeros, offsets, module.features, bag_layout, message, is_prefetch=is_prefetch
     )
+
+
+def num_padding_ids(ids: Tensor, offsets: Tensor) -> int:
+    """Return how many ids of a batch on the CPU are padding before the first offset.
+
+    Kernels on a GPU skip them. On the CPU a batch has no fixed shape, so they are left out.
+    """
+    if not is_padded() or ids.is_cuda or not offsets.numel():
+        return 0
+    return min(max(int(offsets[0]), 0), ids.numel())
 
 
 def feature_starts(

@@ -1,5 +1,6 @@
 """`KeyedJaggedTensor`: the bags of several features, the sparse inputs of a recommender."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -37,7 +38,7 @@ from emblib.jagged.keyed_layout import (
     refuse_stride,
     span,
 )
-from emblib.ops.route import gather_segments
+from emblib.ops.route import gather_segments, is_captured, segments_at_end, take_or_fill
 
 _INT64 = torch.int64
 
@@ -512,7 +513,31 @@ class KeyedJaggedTensor:
         """
         if any(not 0 <= i < len(self._keys) for i in indices):
             raise IndexError(f"positions must be 0 to {len(self._keys) - 1}, got {list(indices)}")
+        is_fixed = self._length_per_key is None and self._strides is None and self._stride > 0
+        if indices_tensor is not None and is_fixed and is_captured(self._values):
+            return self._padded_part(indices, indices_tensor)
         return self._part(indices, indices_tensor)
+
+    def _padded_part(self, order: Sequence[int], place: Tensor) -> "KeyedJaggedTensor":
+        """Return the features of `order` where a graph is captured: as many values as they may be.
+
+        Those before the first offset are padding, ids of -1.
+        """
+        count = self._values.size(0) * max(Counter(order).values(), default=0)
+        starts = self.offsets()[:: self._stride]
+        sources, begins = segments_at_end(starts, place, count)
+        lengths = self.lengths().view(len(self._keys), -1).index_select(0, place).view(-1)
+        offsets = lengths.new_zeros(lengths.numel() + 1)
+        torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
+        weights = self._weights
+        return KeyedJaggedTensor.from_valid(
+            [self._keys[i] for i in order],
+            take_or_fill(self._values, sources, -1),
+            None if weights is None else take_or_fill(weights, sources, 0),
+            lengths,
+            (offsets + begins[:1]).to(lengths.dtype),
+            self._stride,
+        )
 
     def _part(self, order: Sequence[int], place: Tensor | None = None) -> "KeyedJaggedTensor":
         sizes = self.length_per_key()

@@ -73,6 +73,42 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
     return _ops.gather_segments(values, starts, order, total)
 
 
+def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return where the elements of segments `order` are, as the last of `total` positions.
+
+    Unlike `gather_segments` it needs no number from the device, so that a CUDA graph holds it for
+    segments of any lengths whose sum is at most `total`.
+
+    Args:
+        starts: `[S + 1]`, segment s is `[starts[s], starts[s + 1])`.
+        order: int64 `[N]`, segments in their new order.
+        total: positions to fill.
+
+    Returns:
+        int64 `[total]`, the source of each position, -1 for padding; and `[N]`, where segments
+        begin now.
+    """
+    lengths = starts.diff().index_select(0, order)
+    begins = total - lengths.flip(0).cumsum(0).flip(0)
+    positions = torch.arange(total, device=starts.device)
+    segment = torch.searchsorted(begins, positions, right=True) - 1
+    at = segment.clamp(min=0)
+    sources = positions - begins[at] + starts.index_select(0, order)[at]
+    return torch.where(segment >= 0, sources, -1), begins
+
+
+def take_or_fill(values: Tensor, sources: Tensor, fill: int) -> Tensor:
+    """Return `values` at `sources`, and `fill` where a source is -1."""
+    taken = values.index_select(0, sources.clamp(min=0))
+    present = (sources >= 0).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(present, taken, fill)
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Return whether a CUDA graph is captured, which cannot read numbers from the device."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def route_lengths(
     ids: Tensor, offsets: Tensor, *routing: Tensor, num_bags: int | None = None
 ) -> Tensor:

@@ -50,6 +50,13 @@ def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
     return torch.searchsorted(offsets[:-1].long().contiguous(), positions, right=True) - 1
 
 
+def lost_ids(indices: Tensor, offsets: Tensor) -> Tensor:
+    """Return how many ids precede the first bag and are no padding, which is -1."""
+    if offsets.numel() < 2:
+        return indices.new_zeros(())
+    return (indices[: int(repair_offsets(offsets, indices.numel())[0])] != -1).sum()
+
+
 def feature_of_bag(features: Tensor, offsets: Tensor, bag_layout: Tensor | None = None) -> Tensor:
     """Return the feature of each bag, int64 `[bags]`: equally many, or by the layout."""
     if bag_layout is not None:

@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,11 +13,31 @@ from emblib.columns import FeatureColumn
 from emblib.tables.parameters import caller_level
 
 CHECKS_PER_COPY = 16
+_is_padded = ContextVar("is_padded", default=False)
 BOUNDS_MESSAGE = (
     "emblib: {indices} indices and {offsets} offsets out of bounds{where}; "
     "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
     "and in this order? bounds_check=BoundsCheck.FATAL raises instead)"
 )
+
+
+@contextmanager
+def padded_batches() -> Iterator[None]:
+    """Look up batches whose ids before the first offset are padding, as a `CapturedStep` does.
+
+    Tables of rows know padding by its ids of -1. Dynamic tables, for which -1 is a key like any
+    other, need to be told.
+    """
+    before = _is_padded.set(True)
+    try:
+        yield
+    finally:
+        _is_padded.reset(before)
+
+
+def is_padded() -> bool:
+    """Return whether ids before the first offset are padding."""
+    return _is_padded.get()
 
 
 def first_violation(

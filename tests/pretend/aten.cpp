@@ -17,6 +17,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "torch_device.h"
@@ -195,6 +196,25 @@ at::Scalar local_scalar_dense(const Tensor& self) {
 void record_stream(Tensor& self, c10::Stream stream) {
   const void* memory = self.storage().data_ptr().get();
   if (memory != nullptr) pretend::use_on(memory, stream.id());
+}
+
+// Those of ATen make an empty output and let its kernel resize it, which needs the host.
+Tensor& arange_out(const at::Scalar& start, const at::Scalar& end, const at::Scalar& step,
+                   Tensor& out) {
+  const double steps = (end.toDouble() - start.toDouble()) / step.toDouble();
+  const c10::DeviceGuard guard(out.device());
+  at::native::resize_(out, {static_cast<int64_t>(std::ceil(steps))});
+  pretend::enqueue_on(out.get_device(), stream_now(out.get_device()), "aten::arange.start_out",
+                      [to = View(out), start, end, step] {
+                        to.note(true);
+                        run_alone([&] { to.on_cpu().copy_(at::arange(start, end, step)); });
+                      });
+  return out;
+}
+
+Tensor absolute(const Tensor& self) {
+  Tensor out = at::empty_like(self, self.options().dtype(c10::toRealValueType(self.scalar_type())));
+  return at::abs_out(out, self);
 }
 
 Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride,
@@ -499,6 +519,8 @@ void run_operation(const c10::OperatorHandle& op, Stack* stack) {
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
+  m.impl("abs", absolute);
+  m.impl("arange.start_out", arange_out);
   m.impl("as_strided", as_strided);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
@@ -524,6 +546,8 @@ const int replaced = [] {
                                 __LINE__);
   static const std::set<std::string> here = {"aten::empty.memory_format",
                                              "aten::empty_strided",
+                                             "aten::abs",
+                                             "aten::arange.start_out",
                                              "aten::as_strided",
                                              "aten::view",
                                              "aten::_reshape_alias",

@@ -30,6 +30,13 @@ SHORT = (
     "tests/tables/test_graph_capture.py::test_a_dense_gradient_does_not_wait",
     "tests/tables/test_graph_capture.py::test_no_kind_of_lookup_waits_for_the_device",
     "tests/tables/test_graph_capture.py::test_waits_are_seen_on_a_gpu",
+    "tests/test_captured_step.py::test_the_bits_of_a_plain_loop",
+    "tests/test_captured_step.py::test_batches_on_the_device_or_partly",
+    "tests/test_captured_step.py::test_a_collection_of_several_kernels",
+    "tests/test_captured_step.py::test_dynamic_tables",
+    "tests/test_captured_step.py::test_a_loop_waits_for_nothing",
+    "tests/test_captured_step.py::test_a_step_that_waits_is_refused",
+    "tests/test_captured_step.py::test_a_grad_scaler",
     "tests/tables/test_bounds_report.py",
     "tests/tables/test_mapped_memory.py",
     "tests/tables/test_tbe.py::test_dense_gradient_equals_embedding_bag",
@@ -94,7 +101,7 @@ class Room(NamedTuple):
 # What takes a device, and what takes ranks, whose device is a GPU.
 WIDE: dict[str, Room] = {
     "ops": Room(("tests/ops",)),
-    "tables": Room(("tests/tables",)),
+    "tables": Room(("tests/tables", "tests/test_captured_step.py")),
     "tt": Room(("tests/tt",)),
     "dynamic": Room(("tests/dynamic",)),
     "sharding": Room(

@@ -239,7 +239,8 @@ def test_bounds_check(case: Case, launches: str) -> None:
     repaired, violations = emulated.bounds_check(*given, BOUNDS_CHECK["warning"], launches)
     want = tbe.repair_offsets(data.offsets, data.indices.numel())
     assert torch.equal(repaired.long(), want)
-    assert violations[1] == (want != data.offsets).sum() + (data.offsets[:1] > 0).sum()
+    lost = tbe.lost_ids(data.indices, data.offsets)
+    assert violations[1] == (want != data.offsets).sum() + lost
     if want.numel() < 2:
         return
     bag = tbe.bag_of_lookup(want, data.indices.numel())
@@ -269,14 +270,18 @@ def test_bounds_check_many_bags(launches: str) -> None:
     )
     want = tbe.repair_offsets(offsets, 9000)
     assert torch.equal(repaired.long(), want)
-    assert violations.tolist() == [0, (want != offsets).sum() + (offsets[0] > 0)]
+    assert violations.tolist() == [0, (want != offsets).sum() + tbe.lost_ids(indices, offsets)]
 
 
 @CHECKS
-@pytest.mark.parametrize(("first", "bad"), [(0, 0), (3, 1), (-1, 1)])
-def test_bounds_check_counts_ids_before_the_first_bag(first: int, bad: int, launches: str) -> None:
+@pytest.mark.parametrize(("padding", "first", "bad"), [(0, 0, 0), (1, 3, 2), (3, 3, 0), (0, -1, 1)])
+def test_bounds_check_counts_ids_before_the_first_bag(
+    padding: int, first: int, bad: int, launches: str
+) -> None:
     features = torch.tensor([[0, 0, 10, 4, 0, 0, 0, 0]])
-    given = (torch.arange(8), torch.tensor([first, 4, 8]), features, None)
+    indices = torch.arange(8)
+    indices[:padding] = -1
+    given = (indices, torch.tensor([first, 4, 8]), features, None)
     assert emulated.bounds_check(*given, BOUNDS_CHECK["warning"], launches)[1].tolist() == [0, bad]
     if bad:
         with pytest.raises(RuntimeError, match="bounds_check: offsets must start at 0"):

@@ -123,3 +123,24 @@ def test_a_refused_batch_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match="begin with 0"):
         table(IDS, torch.tensor([1, 5]))
     assert table.bounds_violations.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("check", [BoundsCheck.WARNING, BoundsCheck.FATAL, BoundsCheck.NONE])
+def test_padding_is_no_violation(check: BoundsCheck, device: torch.device) -> None:
+    table = TableBatchedEmbeddingBags([TableSpec(9, 4)], device=device, bounds_check=check)
+    ids = torch.tensor([-1, -1, 3, 1, 4], device=device)
+    out = table(ids, torch.tensor([2, 4, 5], device=device))
+    assert torch.equal(out, table(ids[2:], torch.tensor([0, 2, 3], device=device)))
+    assert table.bounds_violations.tolist() == [0, 0]
+
+
+def test_lost_ids_are_a_violation(device: torch.device) -> None:
+    table = TableBatchedEmbeddingBags([TableSpec(9, 4)], device=device)
+    ids = torch.tensor([-1, 2, 3, 1, 4], device=device)
+    offsets = torch.tensor([2, 4, 5], device=device)
+    if device.type == "cpu":
+        with pytest.raises(RuntimeError, match="begin with 0, got 2"):
+            table(ids, offsets)
+    else:
+        table(ids, offsets)
+        assert table.bounds_violations.tolist() == [0, 1]

@@ -1,0 +1,432 @@
+"""Training steps as CUDA graphs, for batches whose number of ids varies.
+
+A small step spends its time on the host: Python, autograd and a launch per kernel. The replay of a
+CUDA graph is one launch, but it repeats kernels with the shapes and the addresses that they were
+captured with. `CapturedStep` gives a step such shapes:
+
+1. Batches must have one `BatchLayout`; one that differs is refused before anything is written.
+2. A `_SizeClass` has a `StaticBatch` for batches of at most `bound` ids, which pads them.
+3. The first steps of a class train as they are, uncaptured, on the stream of the capture. They are
+   the warm-up, so nothing is trained twice and nothing has to be restored. The next step captures,
+   which runs no kernel, and replays what it captured.
+
+On the CPU there are no graphs: each step is padded in the same way and runs at once.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from emblib.collections.optimizers.table_groups import TableGroup
+from emblib.jagged.static_batches import BatchLayout, StaticBatch
+from emblib.tables.bounds_report import padded_batches
+
+__all__ = ["CapturedStep"]
+
+MAX_BOUND = 2**31 - 1  # kernels count lookups in int32
+
+_TORCH = str(Path(torch.__file__).parent)
+_EMBLIB = str(Path(__file__).parent)
+_WAY_OUT = (
+    "keep such operations out of the step: return tensors and read them later, use a capturable "
+    "optimizer (torch.optim.Adam(..., capturable=True), with a GradScaler fused=True too), and "
+    "tables whose lookups wait for nothing; step.run_eagerly(batch) runs it as it is"
+)
+
+
+class CapturedStep:
+    """Run a training step as a CUDA graph, for batches of varying numbers of ids.
+
+    `step(batch)` is a whole step of your loop: `zero_grad`, forward, loss, backward, and `step` of
+    the optimizers of dense parameters. It must wait for nothing, and do the same for each batch:
+    Python runs in the first steps of a size class and when it is captured, never in a replay.
+
+    A batch is any tree of lists, tuples and dicts. The ids of each `KeyedJaggedTensor` and
+    `JaggedTensor` in it may vary in number, up to a bound; all else keeps its shape. The step gets
+    an equal tree of static tensors on `device`. Its jagged tensors have as many values as the bound
+    of their size class: ids of -1 come first, then those of the batch, and `offsets()[0]` is the
+    number of padding ids. Modules of emblib skip the padding; other code that reads
+    `values()` must skip it too.
+
+    The result is what the step returned, its tensors detached. After a replay these are static:
+    the next call with a batch of the same size class overwrites them, so clone what is to be kept.
+    The same holds for gradients that the step leaves on parameters.
+
+    The captured loop has the bits of an uncaptured one. Hyperparameters of emblib's tables are read
+    by the kernels, so they may change between steps. Numbers of `torch.optim` are part of a graph:
+    make a rate that changes a tensor on the device; any other change raises RuntimeError until
+    `reset`. An exception or interrupt leaves tables as before or after the step.
+
+    On a CPU the step runs uncaptured, with the same padding.
+
+    Args:
+        step: takes a batch and returns any tree of tensors.
+        bounds: numbers of ids, one graph each. A batch uses the smallest bound that is not below
+            the ids of any of its jagged tensors; one with more ids runs uncaptured and unpadded.
+        device: of the static tensors; by default that of the first batch. Batches may be on the
+            host or on the device.
+        warmup: uncaptured steps before the first capture, at least 1. Later classes have one each.
+            `DistributedDataParallel` needs 11.
+
+    Example:
+        >>> specs = [emblib.TableSpec(9, 4)]
+        >>> table = emblib.TableBatchedEmbeddingBags(specs, emblib.optim.SGD(0.1))
+        >>> def train(batch):
+        ...     loss = table(batch.values(), batch.offsets()).square().mean()
+        ...     loss.backward()
+        ...     return loss
+        >>> step = emblib.CapturedStep(train, bounds=[8, 64])
+        >>> ids = torch.tensor([3, 1, 4])
+        >>> step(emblib.JaggedTensor(ids, lengths=torch.tensor([2, 1]))).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        bounds: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        warmup: int = 3,
+    ) -> None:
+        self.bounds = _checked_bounds(bounds)
+        if not isinstance(warmup, int) or warmup < 1:
+            raise ValueError(f"warmup must be an int >= 1, got {warmup!r}")
+        self.warmup = warmup
+        self.device = None if device is None else torch.empty(0, device=device).device
+        self._step = step
+        self._layout: BatchLayout | None = None
+        self._classes: dict[int, _SizeClass] = {}
+        self._steps_before_capture = 0
+        self._stream: Any = None
+        self._pool: Any = None
+        self._optimizers: dict[int, Optimizer] = {}
+
+    def __call__(self, batch: Any) -> Any:
+        """Train on a batch and return the result of the step.
+
+        Raises:
+            ValueError: a batch that differs from the first one in more than the number of ids.
+            RuntimeError: the step cannot be captured, or a number of an optimizer has changed since
+                it was. In both cases nothing is changed.
+        """
+        layout, leaves = self._laid_out(batch)
+        bound = self._bound_of(layout.num_ids(leaves))
+        if bound is None:
+            return self._run_eagerly(layout, leaves)
+        if self._device.type != "cuda":
+            padded = StaticBatch(layout, bound, self._device)
+            padded.fill(leaves)
+            with padded_batches():
+                return _detached(self._step(padded.batch()))
+        size_class = self._classes.get(bound)
+        if size_class is None:
+            inputs = StaticBatch(layout, bound, self._device)
+            size_class = self._classes[bound] = _SizeClass(inputs)
+        if size_class.graph is not None:
+            self._check_unchanged(size_class)
+        with self._on_stream() as caller:
+            size_class.inputs.fill(leaves)
+            with padded_batches():
+                result = self._run(size_class)
+            return result if size_class.graph is not None else _recorded(result, caller)
+
+    def run_eagerly(self, batch: Any) -> Any:
+        """Train on a batch uncaptured and unpadded, e.g. on the last one, which has fewer samples.
+
+        The batch is moved to `device`; it may have any structure that the step takes.
+        """
+        if self._layout is None:
+            self._laid_out(batch)
+            self._layout = None  # this batch may be the odd one
+        layout, leaves = BatchLayout.of(batch)
+        return self._run_eagerly(layout, leaves)
+
+    def reset(self) -> None:
+        """Forget graphs and structure: the next steps run uncaptured and are captured again.
+
+        Call it after what a graph does not see: other numbers in `param_groups`, `train()` or
+        `eval()`, frozen or moved parameters, other tables or optimizers.
+        """
+        if self._stream is not None:
+            torch.cuda.synchronize(self._device)  # nothing may use what is freed here
+        self._classes.clear()
+        self._layout = self._pool = None
+        self._steps_before_capture = 0
+        self._optimizers.clear()
+
+    def bound_of(self, batch: Any) -> int | None:
+        """Return the bound of the size class of a batch; None if it runs uncaptured."""
+        layout, leaves = BatchLayout.of(batch)
+        return self._bound_of(layout.num_ids(leaves))
+
+    @property
+    def captured_bounds(self) -> list[int]:
+        """Return the bounds whose graphs exist."""
+        return sorted(b for b, size_class in self._classes.items() if size_class.graph is not None)
+
+    # Batches
+
+    @property
+    def _device(self) -> torch.device:
+        assert self.device is not None
+        return self.device
+
+    def _laid_out(self, batch: Any) -> tuple[BatchLayout, list[Any]]:
+        """Return the layout of all batches and the leaves of this one, which must fit it."""
+        layout, leaves = BatchLayout.of(batch)
+        if self._layout is None:
+            if self.device is None:
+                self.device = layout.device_of(leaves)
+            self._layout = layout
+        else:
+            self._layout.check(layout)
+        layout.check_devices(leaves, self._device)
+        return self._layout, leaves
+
+    def _bound_of(self, num_ids: int) -> int | None:
+        return next((bound for bound in self.bounds if num_ids <= bound), None)
+
+    # Steps
+
+    @contextmanager
+    def _on_stream(self) -> Any:
+        """Run what is inside on the stream of the captures, in order with the caller's stream."""
+        with torch.cuda.device(self._device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)
+            caller = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(caller)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield caller
+            finally:
+                caller.wait_stream(self._stream)
+
+    def _run_eagerly(self, layout: BatchLayout, leaves: list[Any]) -> Any:
+        if self._device.type != "cuda":
+            return _detached(self._step(layout.moved(leaves, self._device)))
+        with self._on_stream() as caller:
+            return _recorded(_detached(self._step(layout.moved(leaves, self._device))), caller)
+
+    def _run(self, size_class: _SizeClass) -> Any:
+        """Run a step with the batch that fills the static tensors of its class."""
+        if size_class.graph is None:
+            is_first = self._steps_before_capture < self.warmup
+            if is_first or not size_class.is_warm:
+                with self._noting_optimizers(), _noting_waits(size_class.waits):
+                    result = _detached(self._step(size_class.inputs.batch()))
+                self._steps_before_capture += 1
+                size_class.is_warm = True
+                return result
+            self._capture(size_class)
+        assert size_class.graph is not None
+        size_class.graph.replay()
+        return size_class.result
+
+    def _capture(self, size_class: _SizeClass) -> None:
+        """Capture the step of a class: no kernel runs, and a failure changes nothing."""
+        graph = torch.cuda.CUDAGraph()
+        gradients = [(p, p.grad) for o in self._optimizers.values() for p in _parameters_of(o)]
+        numbers = self._numbers()
+        try:
+            with (
+                self._noting_optimizers(),
+                torch.cuda.graph(
+                    graph,
+                    pool=self._pool,
+                    stream=self._stream,
+                    capture_error_mode="thread_local",
+                ),
+            ):
+                result = _detached(self._step(size_class.inputs.batch()))
+        except BaseException as error:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            if not isinstance(error, Exception):
+                raise
+            raise RuntimeError(_refusal(error, size_class.waits)) from error
+        if self._pool is None:
+            self._pool = graph.pool()
+        size_class.numbers, size_class.result = {**numbers, **self._numbers()}, result
+        size_class.memory = self._memory()
+        size_class.graph = graph  # last: an interrupt before it captures again
+
+    # Optimizers
+
+    @contextmanager
+    def _noting_optimizers(self) -> Any:
+        """Collect the optimizers that make a step inside."""
+
+        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._optimizers[id(optimizer)] = optimizer
+
+        handle = register_optimizer_step_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _memory(self) -> list[_OptimizerMemory]:
+        """Return the tensors of each optimizer, whose addresses a graph contains."""
+        return [
+            _OptimizerMemory(optimizer, vars(optimizer).get("state"), parameters, addresses)
+            for optimizer in self._optimizers.values()
+            for parameters in [_parameters_of(optimizer)]
+            for addresses in [[parameter.data_ptr() for parameter in parameters]]
+        ]
+
+    def _numbers(self) -> dict[tuple[int, int, str], Any]:
+        """Return the values of optimizers that a graph contains, by optimizer, group and name."""
+        return {
+            (key, number, name): value.tolist() if isinstance(value, Tensor) else value
+            for key, optimizer in self._optimizers.items()
+            for number, group in enumerate(optimizer.param_groups)
+            if not isinstance(group, TableGroup)  # kernels read theirs from the device
+            for name, value in group.items()
+            if name != "params" and not (isinstance(value, Tensor) and value.is_cuda)
+        }
+
+    def _check_unchanged(self, size_class: _SizeClass) -> None:
+        """Raise RuntimeError if a number or an address that is part of a graph has changed."""
+        for memory in size_class.memory:
+            what = memory.replaced()
+            if what is not None:
+                raise RuntimeError(
+                    f"the {what} of {type(memory.optimizer).__name__} were replaced after the step "
+                    "was captured, as load_state_dict of an optimizer and .to() of a model do: "
+                    "call reset() to capture it again with the new ones"
+                )
+        now = self._numbers()
+        if now == size_class.numbers:
+            return
+        for place in sorted({*now, *size_class.numbers}):
+            before, after = size_class.numbers.get(place), now.get(place)
+            if before == after:
+                continue
+            key, number, name = place
+            optimizer = type(self._optimizers[key]).__name__
+            raise RuntimeError(
+                f"{name!r} of group {number} of {optimizer} was {before!r} when the step was "
+                f"captured and is {after!r} now, which the graph would not see: make it a tensor "
+                f"on the device ({name}=torch.tensor({before!r}, device='cuda'), which schedulers "
+                "fill in place), or call reset() to capture again"
+            )
+
+
+class _OptimizerMemory(NamedTuple):
+    """The tensors of an optimizer at a capture; references keep them alive."""
+
+    optimizer: Optimizer
+    state: Any
+    parameters: list[Tensor]
+    addresses: list[int]
+
+    def replaced(self) -> str | None:
+        """Return what was replaced by other tensors since then, if anything was."""
+        if vars(self.optimizer).get("state") is not self.state:
+            return "states"
+        now = [parameter.data_ptr() for parameter in self.parameters]
+        return "parameters" if now != self.addresses else None
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class _SizeClass:
+    """The batches of at most `bound` ids, and the graph of their step.
+
+    Attributes:
+        inputs: the static tensors.
+        graph: of the step; None until it is captured.
+        result: the static result of the step.
+        numbers: of optimizers, at the capture.
+        memory: the tensors of optimizers, at the capture.
+        is_warm: whether a step of this class has run uncaptured.
+        waits: what the uncaptured steps waited for, for the message of a failed capture.
+    """
+
+    def __init__(self, inputs: StaticBatch) -> None:
+        self.inputs = inputs
+        self.graph: Any = None
+        self.result: Any = None
+        self.numbers: dict[tuple[int, int, str], Any] = {}
+        self.memory: list[_OptimizerMemory] = []
+        self.is_warm = False
+        self.waits: list[str] = []
+
+
+def _detached(result: Any) -> Any:
+    """Return a result without its graph of autograd, which would keep the memory of the step."""
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _recorded(result: Any, stream: Any) -> Any:
+    """Return an uncaptured result after noting that `stream` reads it, as its memory is another's.
+
+    Results on the host are left as they are.
+    """
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.is_cuda:
+            leaf.record_stream(stream)
+    return result
+
+
+def _checked_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
+    found = tuple(bounds) if isinstance(bounds, Sequence) else ()
+    is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in found)
+    if not found or not is_valid or list(found) != sorted(set(found)):
+        raise ValueError(
+            f"bounds must be ascending ints in [1, 2**31), e.g. [4096, 16384], got {bounds!r}"
+        )
+    return found
+
+
+@contextmanager
+def _noting_waits(waits: list[str]) -> Any:
+    """Collect what the host waits for inside, by operation and line; pass other warnings on."""
+    if torch.cuda.get_sync_debug_mode() != 0:  # the caller looks for waits
+        yield
+        return
+    waits.clear()
+    seen: list[Any] = []
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+            torch.cuda.set_sync_debug_mode("warn")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode(0)
+        for warning in seen:
+            text = str(warning.message)
+            if "synchronizing CUDA operation" in text:
+                waits.append(f"{text} ({warning.filename}:{warning.lineno})")
+            elif "Synchronization debug mode" not in text:  # a remark on the mode itself
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
+
+
+def _refusal(error: BaseException, waits: Sequence[str]) -> str:
+    """Return why a step cannot be captured: the operation, its line and the way out."""
+    while error.__context__ is not None and not error.__suppress_context__:
+        error = error.__context__  # ending a capture that has failed raises too
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _EMBLIB))]
+    lines = [f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in (own or frames)[-1:]]
+    message = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    parts = [f"the step cannot be captured as a CUDA graph: {message}", *(f"at {x}" for x in lines)]
+    if waits:
+        parts.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
+    return "; ".join([*parts, _WAY_OUT])

@@ -1,0 +1,332 @@
+"""Static tensors for batches whose number of ids varies, as CUDA graphs need them.
+
+`BatchLayout` is what such batches have in common: keys, dense shapes, dtypes. Only the number of
+values of a jagged tensor may vary. A `StaticBatch` holds any batch of a layout with at most `bound`
+ids per jagged tensor: the ids of a batch are the last of the buffer, those before them are padding
+of -1, and offsets begin with the number of padding ids. Lookups before the first offset belong to
+no bag, in every kernel: they are neither read nor updated, grouped, counted nor reported.
+
+`StaticBatch.fill` does not wait. Tensors on the host are written into a block of pinned memory and
+copied from there, in one copy if the whole batch is on the host. `StagingRing` has as many blocks
+as copies are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from emblib.jagged.jagged_tensor import JaggedTensor
+from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
+
+PADDING_ID = -1
+ALIGNMENT_BYTES = 256  # of the tensors in a buffer, as of an allocation on a GPU
+MAX_STAGING_BLOCKS = 8  # batches that the host may be ahead of their copies
+
+_VALUES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
+
+
+_DIFFERS = (
+    "a batch must differ from the first one in the number of ids only (use run_eagerly for an odd "
+    "one, e.g. the last, or reset() before others): "
+)
+
+
+class BatchPart(NamedTuple):
+    """One static tensor: which leaf and which of its tensors, shape without the ids, dtype."""
+
+    leaf: int
+    kind: str  # "values", "weights", "offsets" or "dense"
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_padded(self) -> bool:
+        """Return whether the first dimension, which `shape` lacks, is the bound."""
+        return self.kind in {"values", "weights"}
+
+    def shape_with(self, bound: int) -> tuple[int, ...]:
+        """Return the shape in a class."""
+        return (bound, *self.shape) if self.is_padded else self.shape
+
+
+class _Fixed(NamedTuple):
+    """What a batch has besides tensors: the type of a leaf, keys of features, or a value."""
+
+    kind: str
+    value: Any
+
+
+class BatchLayout:
+    """What all batches have in common: the tree, and of each leaf all but the number of ids."""
+
+    def __init__(self, tree: Any, leaves: Sequence[Any]) -> None:
+        self.tree = tree
+        self.parts: list[BatchPart] = []
+        self.fixed: list[Any] = []
+        for number, leaf in enumerate(leaves):
+            self.fixed.append(_fixed(leaf, number))
+            if isinstance(leaf, KeyedJaggedTensor | JaggedTensor):
+                values, weights = leaf.values(), leaf.weights_or_none()
+                self.parts.append(
+                    BatchPart(number, "values", tuple(values.shape[1:]), values.dtype)
+                )
+                if weights is not None:
+                    shape = tuple(weights.shape[1:])
+                    self.parts.append(BatchPart(number, "weights", shape, weights.dtype))
+                count, dtype = _num_offsets(leaf)
+                self.parts.append(BatchPart(number, "offsets", (count,), dtype))
+            elif isinstance(leaf, Tensor):
+                self.parts.append(BatchPart(number, "dense", tuple(leaf.shape), leaf.dtype))
+
+    @classmethod
+    def of(cls, batch: Any) -> tuple[BatchLayout, list[Any]]:
+        """Return the layout and the leaves of a batch.
+
+        Raises:
+            ValueError: a jagged tensor whose features differ in their bags.
+        """
+        leaves, tree = pytree.tree_flatten(batch, is_leaf=_is_jagged)
+        return cls(tree, leaves), leaves
+
+    def check(self, other: BatchLayout) -> None:
+        """Raise ValueError unless another batch has this layout."""
+        if self.tree != other.tree:
+            raise ValueError(f"{_DIFFERS}it is {other.tree}, the first one was {self.tree}")
+        if self.parts != other.parts or self.fixed != other.fixed:
+            of_other: dict[int, list[Any]] = {}
+            of_self: dict[int, list[Any]] = {}
+            for found, layout in ((of_self, self), (of_other, other)):
+                for number, fixed in enumerate(layout.fixed):
+                    found[number] = [fixed]
+                for part in layout.parts:
+                    found[part.leaf].append(f"{part.kind} {list(part.shape)} {part.dtype}")
+            number = next(n for n in of_self if of_self[n] != of_other[n])
+            raise ValueError(
+                f"{_DIFFERS}leaf {number} has {of_other[number]}, that of the first one "
+                f"{of_self[number]}"
+            )
+
+    def device_of(self, leaves: Sequence[Any]) -> torch.device:
+        """Return the device of the first tensor."""
+        for part in self.parts:
+            return _tensor_of(leaves[part.leaf], part.kind).device
+        raise ValueError("a batch must have a tensor, got none")
+
+    def check_devices(self, leaves: Sequence[Any], device: torch.device) -> None:
+        """Raise ValueError for tensors that are neither on the host nor on the device."""
+        for part in self.parts:
+            on = _values_of(leaves[part.leaf]).device
+            if on.type != "cpu" and on != device:
+                raise ValueError(
+                    f"a batch must be on the host or on {device}, the device of this CapturedStep, "
+                    f"got a tensor on {on}: move it, or pass device={str(on)!r}"
+                )
+
+    def num_ids(self, leaves: Sequence[Any]) -> int:
+        """Return the largest number of ids of a jagged tensor."""
+        return max((leaf.values().size(0) for leaf in leaves if _is_jagged(leaf)), default=0)
+
+    def joined(self, leaves: Sequence[Any]) -> Any:
+        """Return a batch of this tree."""
+        return pytree.tree_unflatten(list(leaves), self.tree)
+
+    def moved(self, leaves: Sequence[Any], device: torch.device) -> Any:
+        """Return a batch on the device."""
+        return self.joined(
+            [
+                leaf.to(device, non_blocking=True) if _is_jagged(leaf) or _is_tensor(leaf) else leaf
+                for leaf in leaves
+            ]
+        )
+
+
+class StaticBatch:
+    """Tensors on a device that hold any batch of a layout with at most `bound` ids."""
+
+    def __init__(self, layout: BatchLayout, bound: int, device: torch.device) -> None:
+        self._layout, self._bound = layout, bound
+        shapes = [part.shape_with(bound) for part in layout.parts]
+        sizes = [
+            torch.Size(shape).numel() * part.dtype.itemsize
+            for shape, part in zip(shapes, layout.parts, strict=True)
+        ]
+        ends = [0]
+        for size in sizes:
+            ends.append(ends[-1] + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        self._ranges = [(first, first + size) for first, size in zip(ends, sizes, strict=False)]
+        self._shapes = shapes
+        self._bytes = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        self._tensors = self._views(self._bytes)
+        self._staging = StagingRing(ends[-1]) if device.type == "cuda" else None
+
+    def _views(self, memory: Tensor) -> list[Tensor]:
+        return [
+            memory[first:last].view(part.dtype).view(shape)
+            for (first, last), part, shape in zip(
+                self._ranges, self._layout.parts, self._shapes, strict=True
+            )
+        ]
+
+    def batch(self) -> Any:
+        """Return a new batch of the static tensors: one that was read has numbers on the host."""
+        parts: dict[int, dict[str, Tensor]] = {}
+        for part, tensor in zip(self._layout.parts, self._tensors, strict=True):
+            parts.setdefault(part.leaf, {})[part.kind] = tensor
+        leaves: list[Any] = []
+        for number, fixed in enumerate(self._layout.fixed):
+            tensors = parts.get(number, {})
+            if "dense" in tensors:
+                leaves.append(tensors["dense"])
+            elif "values" in tensors:
+                leaves.append(_jagged(fixed, tensors))
+            else:
+                leaves.append(fixed.value)
+        return self._layout.joined(leaves)
+
+    def fill(self, leaves: Sequence[Any]) -> None:
+        """Copy a batch into the static tensors, on the current stream and without a wait."""
+        sources = [_tensor_of(leaves[part.leaf], part.kind) for part in self._layout.parts]
+        paddings = [
+            self._bound - _values_of(leaves[part.leaf]).size(0) if part.kind != "dense" else 0
+            for part in self._layout.parts
+        ]
+        staged = [n for n, source in enumerate(sources) if source.is_cpu]
+        if self._staging is None or not staged:
+            targets = self._tensors
+        else:
+            memory = self._staging.take()
+            in_memory, targets = self._views(memory), list(self._tensors)
+            for n in staged:
+                targets[n] = in_memory[n]
+        for n, part in enumerate(self._layout.parts):
+            _write(targets[n], sources[n], part.kind, paddings[n])
+        if self._staging is None or not staged:
+            return
+        if len(staged) == len(sources):
+            self._bytes.copy_(memory, non_blocking=True)
+        else:
+            for n in staged:
+                self._tensors[n].copy_(targets[n], non_blocking=True)
+        self._staging.give_back(memory)
+
+
+class StagingRing:
+    """Blocks of pinned memory, each reused when the copy from it has ended."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._blocks: list[tuple[Tensor, Any]] = []  # in the order of their copies
+
+    def take(self) -> Tensor:
+        """Return a block that no copy reads; wait only if `MAX_STAGING_BLOCKS` are in flight."""
+        if self._blocks:
+            memory, event = self._blocks[0]
+            is_free = event.query()
+            if is_free or len(self._blocks) >= MAX_STAGING_BLOCKS:
+                if not is_free:
+                    event.synchronize()
+                del self._blocks[0]
+                return memory
+        return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def give_back(self, memory: Tensor) -> None:
+        """Return a block whose copy is on the current stream."""
+        event = torch.cuda.Event()
+        event.record()
+        self._blocks.append((memory, event))
+
+
+def _fixed(leaf: Any, number: int) -> _Fixed:
+    """Return what is fixed of a leaf.
+
+    Raises:
+        TypeError: a leaf that may contain tensors, which a graph would not see.
+        ValueError: one without a fixed shape, or that wants a gradient.
+    """
+    if isinstance(leaf, KeyedJaggedTensor):
+        if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
+            raise ValueError(
+                "a KeyedJaggedTensor whose features differ in their bags has no fixed shape, so "
+                "its step cannot be captured: use one without stride_per_key_per_rank and "
+                "inverse_indices"
+            )
+        return _Fixed("KeyedJaggedTensor", (tuple(leaf.keys()), leaf.stride()))
+    if isinstance(leaf, JaggedTensor):
+        return _Fixed("JaggedTensor", None)
+    if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, _VALUES):
+            raise TypeError(
+                f"leaf {number} of a batch must be a tensor, a KeyedJaggedTensor, a JaggedTensor "
+                f"or a plain value, in lists, tuples and dicts, got {type(leaf).__name__}"
+            )
+        return _Fixed("value", leaf)
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        raise ValueError(
+            f"leaf {number} of a batch must be a dense tensor, got one of layout {leaf.layout}; "
+            "pass jagged data as a KeyedJaggedTensor or JaggedTensor"
+        )
+    if leaf.requires_grad:
+        raise ValueError(
+            f"leaf {number} of a batch requires a gradient, which would be that of a static copy: "
+            "detach it, or make it a parameter of the model"
+        )
+    return _Fixed("tensor", None)
+
+
+def _jagged(fixed: _Fixed, tensors: dict[str, Tensor]) -> KeyedJaggedTensor | JaggedTensor:
+    """Return a jagged tensor whose numbers on the host are unknown."""
+    values, weights, offsets = tensors["values"], tensors.get("weights"), tensors["offsets"]
+    if fixed.kind == "JaggedTensor":
+        return JaggedTensor.from_valid(values, weights, None, offsets)
+    keys, stride = fixed.value
+    return KeyedJaggedTensor.from_valid(list(keys), values, weights, None, offsets, stride)
+
+
+def _is_jagged(leaf: Any) -> bool:
+    return isinstance(leaf, KeyedJaggedTensor | JaggedTensor)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _values_of(leaf: Any) -> Tensor:
+    values: Tensor = leaf.values() if _is_jagged(leaf) else leaf
+    return values
+
+
+def _tensor_of(leaf: Any, kind: str) -> Tensor:
+    """Return a tensor of a leaf by its kind."""
+    if kind == "offsets":
+        found: Tensor = leaf.offsets()
+        return found
+    weights: Tensor | None = leaf.weights_or_none() if kind == "weights" else None
+    return _values_of(leaf) if weights is None else weights
+
+
+def _num_offsets(leaf: KeyedJaggedTensor | JaggedTensor) -> tuple[int, torch.dtype]:
+    """Return number and dtype of the offsets, which are not computed for it."""
+    offsets = leaf.offsets_or_none()
+    if offsets is not None:
+        return offsets.numel(), offsets.dtype
+    lengths = leaf.lengths()
+    return lengths.numel() + 1, lengths.dtype
+
+
+def _write(target: Tensor, source: Tensor, kind: str, padding: int) -> None:
+    """Write a tensor of a batch behind its padding, without a wait."""
+    source = source.detach()
+    if kind == "dense":
+        target.copy_(source, non_blocking=True)
+    elif kind == "offsets":
+        torch.add(source, padding, out=target)
+    else:
+        is_id = kind == "values" and not target.dtype.is_floating_point
+        target[:padding].fill_(PADDING_ID if is_id else 0)
+        target[padding:].copy_(source, non_blocking=True)

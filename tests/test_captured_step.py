@@ -1,0 +1,741 @@
+"""Captured steps: the bits of an uncaptured, unpadded loop, whatever the number of ids.
+
+On the CPU steps are padded and run as they are; graphs need a GPU or the pretend GPU.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from emblib import (
+    CachedTTEmbeddingBags,
+    CapturedStep,
+    CountMinSketch,
+    DynamicEmbeddingBags,
+    DynamicSpec,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    Eviction,
+    FrequencyAdmission,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    Placement,
+    Pooling,
+    QuantizedEmbeddingBags,
+    TableBatchedEmbeddingBags,
+    TableBatchedTTEmbeddingBags,
+    TableSpec,
+    TTCache,
+    TTSpec,
+    optim,
+)
+from emblib.collections.optimizers import FusedOptimizer
+from tests.interrupts import each_line
+
+BATCH = 4  # samples
+BOUNDS = (8, 24)
+# The largest batch is above both bounds.
+SIZES = (5, 24, 0, 8, 21, 3, 40, 8, 9, 7, 1, 30, 22, 6)
+
+NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def random_bags(bags: int, size: int, seed: int) -> Tensor:
+    """Return the offsets of `size` ids in bags of random lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    inner = torch.randint(size + 1, (bags - 1,), generator=generator).sort().values
+    return torch.cat([torch.tensor([0]), inner, torch.tensor([size])])
+
+
+SGD = optim.SGD(0.1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model of one table module and a linear layer, and its batches."""
+
+    optimizer: optim.Optimizer = SGD
+    pooling: Pooling = Pooling.SUM
+    weighted: bool = False
+    dtype: torch.dtype = torch.int64
+    placement: Placement = Placement.DEVICE
+    rows: tuple[int, ...] = (50, 7)
+
+    def tables(self, device: torch.device) -> nn.Module:
+        """Return the module of tables."""
+        specs = [TableSpec(rows, 8, placement=self.placement) for rows in self.rows]
+        return TableBatchedEmbeddingBags(specs, self.optimizer, pooling=self.pooling, device=device)
+
+    def model(self, device: torch.device) -> nn.ModuleDict:
+        """Return tables and a linear layer."""
+        torch.manual_seed(0)
+        top = nn.Linear(8 * len(self.rows), 1).to(device)
+        return nn.ModuleDict({"tables": self.tables(device), "top": top})
+
+    def batch(self, size: int, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Return a batch of `size` ids."""
+        generator = torch.Generator().manual_seed(size)
+        offsets = random_bags(len(self.rows) * BATCH, size, size)
+        starts = offsets[::BATCH].tolist()
+        ids = [
+            torch.randint(rows, (last - first,), generator=generator)
+            for rows, first, last in zip(self.rows, starts, starts[1:], strict=False)
+        ]
+        weights = torch.rand(size, generator=generator) if self.weighted else None
+        labels = torch.rand(BATCH, 1, generator=generator)
+        bags = JaggedTensor(
+            torch.cat(ids).to(device, self.dtype),
+            None if weights is None else weights.to(device),
+            offsets=offsets.to(device, self.dtype),
+        )
+        return {"bags": bags, "labels": labels.to(device)}
+
+
+class Training:
+    """A model, the optimizer of its dense part, and a whole step."""
+
+    def __init__(self, model: nn.ModuleDict, **options: Any) -> None:
+        self.model = model
+        is_cuda = model["top"].weight.is_cuda
+        self.optimizer = torch.optim.Adam(
+            model["top"].parameters(), capturable=is_cuda, **{"lr": 0.05, **options}
+        )
+
+    def step(self, batch: dict[str, Any]) -> Tensor:
+        """Train on a batch and return the loss."""
+        self.optimizer.zero_grad()
+        bags = batch["bags"]
+        rows = self.model["tables"](bags.values(), bags.offsets(), bags.weights_or_none())
+        loss = nn.functional.mse_loss(self.model["top"](rows), batch["labels"])
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def values(self) -> dict[str, Tensor]:
+        """Return copies of all that a step changes."""
+        return {key: t.detach().cpu().clone() for key, t in self.model.state_dict().items()}
+
+
+def check_same(one: Training, other: Training) -> None:
+    """Check that two models have the same bits."""
+    values = other.values()
+    for key, value in one.values().items():
+        assert torch.equal(value, values[key]), key
+
+
+def check_loop(
+    eager: Training,
+    captured: Training,
+    batches: Sequence[tuple[Any, Any]],
+    bounds: Sequence[int] = BOUNDS,
+) -> CapturedStep:
+    """Train twins, one uncaptured with `batches[i][0]` and one captured with `batches[i][1]`."""
+    step = CapturedStep(captured.step, bounds, device=captured.model["top"].weight.device)
+    for batch, padded in batches:
+        want, loss = eager.step(batch), step(padded)
+        assert torch.equal(want, loss)
+        assert not loss.requires_grad
+    check_same(eager, captured)
+    return step
+
+
+def twins(problem: Problem, device: torch.device) -> tuple[Training, Training]:
+    """Return two models with the same values."""
+    return Training(problem.model(device)), Training(problem.model(device))
+
+
+PROBLEMS = {
+    "sgd": Problem(),
+    "adam": Problem(optim.Adam(0.05)),
+    "rowwise_adagrad": Problem(optim.RowwiseAdagrad(0.1)),
+    "weighted": Problem(optim.Adam(0.05), weighted=True),
+    "mean": Problem(optim.RowwiseAdagrad(0.1), Pooling.MEAN),
+    "mean_weighted": Problem(pooling=Pooling.MEAN, weighted=True, dtype=torch.int32),
+    "managed": Problem(optim.Adam(0.05), placement=Placement.MANAGED),
+    "cached": Problem(optim.Adam(0.05), placement=Placement.MANAGED_CACHING),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_bits_of_a_plain_loop(name: str, device: torch.device) -> None:
+    problem = PROBLEMS[name]
+    batches = [(problem.batch(size, device), problem.batch(size)) for size in SIZES]
+    step = check_loop(*twins(problem, device), batches)
+    if device.type == "cuda":
+        assert step.captured_bounds == list(BOUNDS)
+
+
+def test_batches_on_the_device_or_partly(device: torch.device) -> None:
+    problem = PROBLEMS["weighted"]
+    batches = []
+    for k, size in enumerate(SIZES):
+        batch = problem.batch(size, device)
+        mixed = {"bags": problem.batch(size, (device, "cpu")[k % 2])["bags"]}
+        mixed["labels"] = problem.batch(size, ("cpu", device)[k // 2 % 2])["labels"]
+        batches.append((batch, mixed))
+    check_loop(*twins(problem, device), batches)
+
+
+class Trains(Problem):
+    """Tensor-train tables."""
+
+    def tables(self, device: torch.device) -> nn.Module:
+        """Return the module of tables."""
+        specs = [TTSpec(rows, 8, (2,)) for rows in self.rows]
+        return TableBatchedTTEmbeddingBags(specs, self.optimizer, device=device)
+
+
+def test_tensor_trains(device: torch.device) -> None:
+    problem = Trains(optim.Adam(0.05), rows=(60, 24))
+    batches = [(problem.batch(size, device), problem.batch(size)) for size in SIZES]
+    check_loop(*twins(problem, device), batches)
+
+
+class Dynamic(Problem):
+    """Dynamic tables, of which -1 is a key like any other."""
+
+    kind: str = "lru"
+
+    def tables(self, device: torch.device) -> nn.Module:
+        """Return the module of tables."""
+        specs = [DynamicSpec(32, 8, **DYNAMIC[self.kind]) for _ in self.rows]
+        return DynamicEmbeddingBags(specs, self.optimizer, pooling=self.pooling, device=device)
+
+    def batch(self, size: int, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Return a batch of `size` keys, one of which may be -1."""
+        batch = super().batch(size, device)
+        batch["bags"].values().sub_(1)
+        return batch
+
+
+DYNAMIC: dict[str, dict[str, Any]] = {
+    "lru": {},
+    "lfu": {"eviction": Eviction.LFU},
+    "step": {"eviction": Eviction.STEP},
+    "admission": {"admission": FrequencyAdmission(2, CountMinSketch(width=64))},
+}
+
+
+@pytest.mark.parametrize("kind", DYNAMIC)
+def test_dynamic_tables(kind: str, device: torch.device) -> None:
+    """Rows, and what the tables count: uses, lookups, hits, evictions, candidates."""
+    problem = Dynamic(optim.Adam(0.05), weighted=True, dtype=torch.int64, rows=(200, 60))
+    object.__setattr__(problem, "kind", kind)
+    batches = [(problem.batch(size, device), problem.batch(size)) for size in SIZES]
+    eager, captured = twins(problem, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*output with one or more elements was resized")
+        check_loop(eager, captured, batches)
+    one, other = eager.model["tables"], captured.model["tables"]
+    assert torch.equal(one.index.counters, other.index.counters)
+    assert one.num_training_steps == other.num_training_steps
+    assert other.bounds_violations.tolist() == [0, 0]
+
+
+def test_vectors_of_keys_come_last(device: torch.device) -> None:
+    table = DynamicEmbeddingBags([DynamicSpec(32, 8)], pooling=Pooling.NONE, device=device).eval()
+    step = CapturedStep(lambda batch: table(batch.values(), batch.offsets()), [8], device=device)
+    vectors = step(JaggedTensor(torch.tensor([3, 1]), lengths=torch.tensor([2])))
+    assert vectors.shape == (8, 8)
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_keys_that_expire_are_refused() -> None:
+    device = torch.device("cuda")
+    table = DynamicEmbeddingBags([DynamicSpec(32, 8, ttl=3)], optim.SGD(0.1), device=device)
+    step = CapturedStep(
+        lambda bags: table(bags.values(), bags.offsets()).sum().backward(), [8], device=device
+    )
+    batch = JaggedTensor(torch.tensor([3, 1]), lengths=torch.tensor([2]))
+    for _ in range(3):
+        step(batch)
+    with pytest.raises(RuntimeError, match=r"cannot be captured.*item"):
+        step(batch)
+
+
+def cached_trains(every: int | None, device: torch.device) -> Training:
+    """Return a model of tensor trains with stored rows."""
+    torch.manual_seed(0)
+    specs = [TTSpec(60, 8, (2,)), TTSpec(24, 8, (2,))]
+    cache, optimizer = TTCache(4, every=every), optim.Adam(0.05)
+    table = CachedTTEmbeddingBags(specs, cache, optimizer, device=device)
+    return Training(nn.ModuleDict({"tables": table, "top": nn.Linear(16, 1).to(device)}))
+
+
+@pytest.mark.parametrize("every", [None, 4])
+def test_cached_tensor_trains(every: int | None) -> None:
+    """Training lookups count ids, for which the host waits for a GPU."""
+    cpu = torch.device("cpu")
+    one, other = (cached_trains(every, cpu) for _ in range(2))
+    step = CapturedStep(other.step, BOUNDS)
+    for k, size in enumerate(SIZES):
+        batch = Problem(rows=(60, 24)).batch(size)
+        if k == 8 and not every:
+            one.model["tables"].populate()
+            other.model["tables"].populate()
+        assert torch.equal(one.step(batch), step(batch))
+    check_same(one, other)
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_cached_trains_that_choose_rows_are_refused() -> None:
+    problem = Problem(rows=(60, 24))
+    step = CapturedStep(cached_trains(4, torch.device("cuda")).step, [8], device="cuda", warmup=1)
+    step(problem.batch(8))
+    with pytest.raises(RuntimeError, match="every=4 chooses its rows in Python"):
+        step(problem.batch(8))
+
+
+def test_quantised_tables(device: torch.device) -> None:
+    tables = Problem().tables(device)
+    quantised = QuantizedEmbeddingBags.from_float(tables)
+    step = CapturedStep(
+        lambda batch: quantised(batch["bags"].values(), batch["bags"].offsets()),
+        BOUNDS,
+        device=device,
+    )
+    for size in SIZES:
+        batch = Problem().batch(size, device)
+        want = quantised(batch["bags"].values(), batch["bags"].offsets())
+        assert torch.equal(step(Problem().batch(size)), want)
+
+
+def test_vectors_of_ids_come_last(device: torch.device) -> None:
+    table = TableBatchedEmbeddingBags(
+        [TableSpec(50, 8)], optim.SGD(0.1), pooling=Pooling.NONE, device=device
+    )
+    step = CapturedStep(lambda batch: table(batch.values(), batch.offsets()), [8], device=device)
+    ids = torch.tensor([3, 1, 4])
+    for _ in range(5):
+        vectors = step(JaggedTensor(ids, lengths=torch.tensor([2, 1])))
+        assert torch.equal(vectors[5:], table.table_weights()[0][ids.to(device)])
+        assert not vectors[:5].any()
+
+
+def test_the_loop_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "captured_steps.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(program, "docs/captured_steps.md", "exec"), {})
+    assert re.fullmatch(r"mean loss 0\.\d+\n", capsys.readouterr().out)
+
+
+# Collections
+
+
+class Collection(Training):
+    """A collection whose tables are in several kernels, with features in another order."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        adam = optim.Adam(0.05)
+        configs = [
+            EmbeddingBagConfig(50, 8, "a", ["f", "g"]),
+            EmbeddingBagConfig(20, 4, "b", ["h"], optimizer=adam, pooling=Pooling.MEAN),
+            EmbeddingBagConfig(30, 8, "c", ["f"]),
+            EmbeddingBagConfig(10, 4, "d", ["i"], optimizer=adam),
+        ]
+        bags = EmbeddingBagCollection(
+            configs, device=device, optimizer=optim.RowwiseAdagrad(0.1), is_weighted=True
+        )
+        top = nn.Linear(32, 1).to(device)
+        super().__init__(nn.ModuleDict({"bags": bags, "top": top}))
+
+    def step(self, batch: tuple[KeyedJaggedTensor, Tensor]) -> Tensor:
+        """Train on a batch and return the loss."""
+        self.optimizer.zero_grad()
+        rows = self.model["bags"](batch[0]).values()
+        loss = nn.functional.mse_loss(self.model["top"](rows), batch[1])
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def values(self) -> dict[str, Tensor]:
+        """Return copies of all that a step changes, optimizer states of tables too."""
+        found = super().values()
+        for name, states in self.model["bags"].optimizer_state().items():
+            found |= {f"{name}.{key}": t.cpu().clone() for key, t in states.items()}
+        return found
+
+
+def keyed_batch(size: int, device: torch.device | str) -> tuple[KeyedJaggedTensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    keys = ["i", "unused", "f", "h", "g"]
+    lengths = random_bags(len(keys) * BATCH, size, size).diff()
+    batch = KeyedJaggedTensor(
+        keys,
+        torch.randint(10, (size,), generator=generator).to(device),
+        torch.rand(size, generator=generator).to(device),
+        lengths=lengths.to(device),
+    )
+    return batch, torch.rand(BATCH, 1, generator=generator).to(device)
+
+
+def test_a_collection_of_several_kernels(device: torch.device) -> None:
+    batches = [(keyed_batch(size, device), keyed_batch(size, "cpu")) for size in SIZES]
+    step = check_loop(Collection(device), Collection(device), batches)
+    if device.type == "cuda":
+        assert step.captured_bounds == list(BOUNDS)
+
+
+# Padding
+
+
+def test_a_step_gets_padding_first(device: torch.device) -> None:
+    seen: list[Any] = []
+    step = CapturedStep(seen.append, [6], device=device)
+    step({"ids": JaggedTensor(torch.tensor([3, 1]), torch.ones(2), torch.tensor([0, 2])), "n": 7})
+    batch = seen[0]
+    assert batch["n"] == 7
+    assert batch["ids"].values().tolist() == [-1] * 4 + [3, 1]
+    assert batch["ids"].weights().tolist() == [0] * 4 + [1, 1]
+    assert batch["ids"].offsets().tolist() == [4, 4, 6]
+    assert batch["ids"].lengths().tolist() == [0, 2]
+    assert batch["ids"].values().device.type == device.type
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("bounds", [[], [0], [8, 4], [4, 4], 8, [2.5], [2**31]])
+def test_bounds_must_be_ascending_numbers(bounds: Any) -> None:
+    with pytest.raises(ValueError, match="bounds must be ascending ints"):
+        CapturedStep(print, bounds)
+
+
+def test_warmup_must_be_a_number() -> None:
+    with pytest.raises(ValueError, match="warmup must be an int >= 1"):
+        CapturedStep(print, [8], warmup=0)
+
+
+def _with(batch: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**batch, **changes}
+
+
+IDS = torch.tensor([1, 2])
+ODD_BATCHES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "labels": lambda batch: _with(batch, labels=torch.rand(BATCH - 1, 1)),
+    "dtype": lambda batch: _with(batch, labels=batch["labels"].double()),
+    "samples": lambda batch: _with(batch, bags=JaggedTensor(IDS, lengths=torch.tensor([2]))),
+    "weights": lambda batch: _with(
+        batch, bags=JaggedTensor(IDS, torch.ones(2), offsets=batch["bags"].offsets())
+    ),
+    "another entry": lambda batch: _with(batch, more=torch.ones(1)),
+    "keys": lambda batch: _with(batch, bags=KeyedJaggedTensor(["f"], IDS, lengths=IDS)),
+    "tuple": lambda batch: tuple(batch.values()),
+}
+
+
+@pytest.mark.parametrize("name", ODD_BATCHES)
+def test_a_batch_of_another_structure_is_refused(name: str, device: torch.device) -> None:
+    training = Training(Problem().model(device))
+    step = CapturedStep(training.step, BOUNDS, device=device)
+    for size in (3, 5, 2, 4):
+        step(Problem().batch(size))
+    before = training.values()
+    with pytest.raises(ValueError, match="must differ from the first one in the number of ids"):
+        step(ODD_BATCHES[name](Problem().batch(3)))
+    for key, value in training.values().items():
+        assert torch.equal(value, before[key])
+
+
+def test_leaves_that_a_graph_would_not_see_are_refused() -> None:
+    step = CapturedStep(print, [8])
+    with pytest.raises(TypeError, match=r"leaf 0 of a batch must be a tensor.* got Problem"):
+        step([Problem()])
+    with pytest.raises(ValueError, match="requires a gradient"):
+        step([torch.ones(2, requires_grad=True)])
+    with pytest.raises(ValueError, match="must be a dense tensor"):
+        step([torch.eye(2).to_sparse()])
+    with pytest.raises(ValueError, match="features differ in their bags"):
+        step(KeyedJaggedTensor(["f"], IDS, lengths=IDS, stride_per_key_per_rank=[[2]]))
+    with pytest.raises(ValueError, match="must have a tensor"):
+        step([1, 2])
+
+
+def test_an_odd_batch_runs_eagerly(device: torch.device) -> None:
+    one, other = twins(Problem(), device)
+    step = CapturedStep(other.step, BOUNDS, device=device)
+    for size in (3, 3, 3, 3, 5):
+        one.step(Problem().batch(size, device))
+        step(Problem().batch(size))
+        odd = Problem().batch(size)
+        odd["labels"] = odd["labels"].float().expand(BATCH, 1).clone()
+        assert torch.equal(
+            one.step({k: v.to(device) for k, v in odd.items()}), step.run_eagerly(odd)
+        )
+    check_same(one, other)
+
+
+def test_bound_of() -> None:
+    step = CapturedStep(print, BOUNDS)
+    assert [step.bound_of(Problem().batch(size)) for size in (0, 8, 9, 24, 25)] == [
+        8,
+        8,
+        24,
+        24,
+        None,
+    ]
+
+
+# Graphs
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_a_loop_waits_for_nothing(
+    no_host_waits: Callable[[], AbstractContextManager[None]],
+) -> None:
+    device = torch.device("cuda")
+    training = Training(Problem(optim.Adam(0.05)).model(device))
+    step = CapturedStep(training.step, BOUNDS, device=device)
+    batches = [Problem().batch(size) for size in SIZES if size <= BOUNDS[-1]]
+    for batch in batches:
+        step(batch)
+    torch.cuda.synchronize()
+    with no_host_waits():
+        for batch in batches[:8]:  # of which each class has fewer than staging blocks
+            step(batch)
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_results_are_static_per_class() -> None:
+    training = Training(Problem().model(torch.device("cuda")))
+    step = CapturedStep(training.step, BOUNDS, device="cuda")
+    losses = [step(Problem().batch(size)) for size in (3, 3, 3, 3, 5, 20, 20, 21)]
+    assert losses[3] is losses[4]
+    assert losses[6] is losses[7]
+    assert losses[4] is not losses[6]
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_a_step_that_waits_is_refused() -> None:
+    training = Training(Problem().model(torch.device("cuda")))
+
+    def step_that_reads(batch: Any) -> float:
+        return training.step(batch).item()  # the culprit
+
+    step = CapturedStep(step_that_reads, [8], device="cuda", warmup=1)
+    step(Problem().batch(3))
+    before = training.values()
+    line = step_that_reads.__code__.co_firstlineno + 1
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"cannot be captured.*item") as refusal:
+            step(Problem().batch(3))
+        assert f"{__file__}:{line}" in str(refusal.value)
+        assert "run_eagerly" in str(refusal.value)
+        for key, value in training.values().items():
+            assert torch.equal(value, before[key])
+    one, other = twins(Problem(), torch.device("cuda"))
+    training.model.load_state_dict(one.model.state_dict())
+    assert torch.equal(
+        torch.tensor(step.run_eagerly(Problem().batch(3))),
+        other.step(Problem().batch(3, "cuda")).cpu().detach(),
+    )
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_an_optimizer_that_counts_forwards_is_refused() -> None:
+    problem = Problem(optim.EnsembleRowwiseAdagrad(0.1))
+    training = Training(problem.model(torch.device("cuda")))
+    step = CapturedStep(training.step, [8], device="cuda", warmup=1)
+    step(problem.batch(3))
+    with pytest.raises(RuntimeError, match="counts forwards in Python"):
+        step(problem.batch(3))
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_numbers_of_a_captured_optimizer() -> None:
+    problem, device = Problem(optim.Adam(0.05)), torch.device("cuda")
+    one, other = twins(problem, device)
+    step = CapturedStep(other.step, [8], device=device)
+
+    def train() -> None:
+        one.step(problem.batch(5, device))
+        step(problem.batch(5))
+
+    for _ in range(5):
+        train()
+    for training in (one, other):
+        training.model["tables"].set_learning_rate(0.02)  # the kernels read it
+        training.optimizer.param_groups[0]["lr"] = 0.01
+    before = other.values()
+    with pytest.raises(RuntimeError, match=r"'lr' of group 0 of Adam was 0\.05.*reset\(\)"):
+        step(problem.batch(5))
+    for key, value in other.values().items():
+        assert torch.equal(value, before[key])
+    step.reset()
+    assert step.captured_bounds == []
+    for _ in range(5):
+        train()
+    assert step.captured_bounds == [8]
+    check_same(one, other)
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_a_grad_scaler() -> None:
+    """Of a fused optimizer: a step whose gradient overflows is skipped, without a wait."""
+    problem, device, scalers = Problem(optim.Adam(0.05)), torch.device("cuda"), []
+    trainings = []
+    for _ in range(2):
+        training = Training(problem.model(device))
+        training.optimizer = torch.optim.Adam(
+            training.model["top"].parameters(), 0.05, fused=True, capturable=True
+        )
+        scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=3)
+
+        def step(
+            batch: dict[str, Any], training: Training = training, scaler: Any = scaler
+        ) -> Tensor:
+            training.optimizer.zero_grad()
+            bags = batch["bags"]
+            rows = training.model["tables"](bags.values(), bags.offsets())
+            loss = nn.functional.mse_loss(training.model["top"](rows), batch["labels"])
+            scaler.scale(loss).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+            return loss
+
+        trainings.append(training)
+        scalers.append(scaler)
+        training.step = step  # type: ignore[method-assign]
+    batches = [(problem.batch(size, device), problem.batch(size)) for size in SIZES]
+    for k in (5, 9, 11):
+        for batch in batches[k]:
+            batch["labels"][0] = float("inf")
+    check_loop(*trainings, batches)
+    assert scalers[0].get_scale() == scalers[1].get_scale() != 1024.0
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_a_grad_scaler_of_another_optimizer_is_refused() -> None:
+    training = Training(Problem().model(torch.device("cuda")))
+    scaler = torch.amp.GradScaler("cuda")
+
+    def train(batch: dict[str, Any]) -> None:
+        training.optimizer.zero_grad()
+        bags = batch["bags"]
+        rows = training.model["tables"](bags.values(), bags.offsets())
+        scaler.scale(training.model["top"](rows).sum()).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+
+    step = CapturedStep(train, [8], device="cuda", warmup=1)
+    step(Problem().batch(3))
+    with pytest.raises(RuntimeError, match=r"item; at .*scaler\.step.*GradScaler fused=True"):
+        step(Problem().batch(3))
+    step.run_eagerly(Problem().batch(3))  # ends the step of the scaler, too
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_rates_of_a_fused_optimizer() -> None:
+    """A schedule writes the groups of tables, which the kernels read."""
+    device, trainings, schedules = torch.device("cuda"), [], []
+    for _ in range(2):
+        training = Training(Problem(optim.Adam(0.05)).model(device))
+        tables = FusedOptimizer.of(training.model)
+        schedules.append(torch.optim.lr_scheduler.StepLR(tables, 2, 0.5))
+
+        def step(batch: Any, plain: Any = training.step, tables: FusedOptimizer = tables) -> Tensor:
+            tables.zero_grad()
+            loss: Tensor = plain(batch)
+            tables.step()
+            return loss
+
+        training.step = step  # type: ignore[method-assign]
+        trainings.append(training)
+    captured = CapturedStep(trainings[1].step, [8], device=device)
+    for _ in range(8):
+        want = trainings[0].step(Problem().batch(5, device))
+        assert torch.equal(want, captured(Problem().batch(5)))
+        for schedule in schedules:
+            schedule.step()
+    check_same(*trainings)
+    assert captured.captured_bounds == [8]
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+@pytest.mark.parametrize("what", ["states", "parameters"])
+def test_replaced_tensors_are_noticed(what: str) -> None:
+    device = torch.device("cuda")
+    training = Training(Problem().model(device))
+    step = CapturedStep(training.step, [8], device=device)
+    for _ in range(5):
+        step(Problem().batch(5))
+    if what == "states":
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+    else:
+        weight = training.model["top"].weight
+        weight.data = weight.data.clone()
+    before = training.values()
+    with pytest.raises(RuntimeError, match=rf"{what} of Adam .*reset\(\)"):
+        step(Problem().batch(5))
+    for key, value in training.values().items():
+        assert torch.equal(value, before[key])
+    step.reset()
+    for _ in range(5):
+        step(Problem().batch(5))
+    assert step.captured_bounds == [8]
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_a_schedule_of_a_tensor() -> None:
+    device = torch.device("cuda")
+    trainings = [
+        Training(Problem().model(device), lr=torch.tensor(0.05, device=device)) for _ in range(2)
+    ]
+    schedules = [torch.optim.lr_scheduler.StepLR(t.optimizer, 2, 0.5) for t in trainings]
+    step = CapturedStep(trainings[1].step, [8], device=device)
+    for _ in range(8):
+        trainings[0].step(Problem().batch(5, device))
+        step(Problem().batch(5))
+        for schedule in schedules:
+            schedule.step()
+    check_same(*trainings)
+
+
+@NEEDS_A_GPU
+@pytest.mark.cuda
+def test_an_interrupted_step_is_made_or_not() -> None:
+    """Interrupts at lines of emblib in a captured step: the next step trains as if alone."""
+    problem, device = Problem(optim.Adam(0.05)), torch.device("cuda")
+    one, other = twins(problem, device)
+    step = CapturedStep(other.step, [8], device=device, warmup=1)
+    for run in (one.step, step):
+        for _ in range(3):
+            run(problem.batch(5, device))
+    tensors = [*other.model.state_dict().values()]
+    for state in other.optimizer.state.values():
+        tensors += state.values()
+    saved = [tensor.clone() for tensor in tensors]
+    before = one.values()
+    one.step(problem.batch(5, device))
+    after = one.values()
+    for attempt in each_line(step=3):
+        with attempt:
+            step(problem.batch(5))
+        now = other.values()
+        assert any(all(torch.equal(now[key], want[key]) for key in now) for want in (before, after))
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
+        torch.cuda.synchronize()  # the interrupt may have left another stream current
