@@ -23,7 +23,7 @@ std::vector<TtShape> read_shapes(Words* words) {
 
 // Words: shapes, capacity, precision of products, dtype and data of the cores of all tables, eight
 // plan tensors.
-TtBatches read_batches(Words* words) {
+TtBatch read_batch(Words* words) {
   const std::vector<TtShape> shapes = read_shapes(words);
   TtPlan plan{};
   plan.capacity = words->number();
@@ -50,6 +50,7 @@ TtBatches read_batches(Words* words) {
 class Memory {
  public:
   float* operator()(int64_t floats) {
+    if (floats == 0) return nullptr;
     held_.emplace_back(floats, 1e30f);
     return held_.back().data();
   }
@@ -120,12 +121,15 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
 extern "C" const char* simt_tt_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    TtBatches batches = read_batches(&words);
-    auto* left_values = words.pointer<float>();
+    TtBatch batch = read_batch(&words);
     Memory memory;
-    widen_left(launcher, &batches, memory);
-    forward_pass(launcher, batches, TtRightMemory(batches, memory), left_values,
-                 words.pointer<float>());
+    TtMemory buffers;
+    buffers.add_forward(&batch, memory);
+    buffers.set_left_values(words.pointer<float>());
+    TtArrays arrays(batch, buffers);
+    arrays.upload(launcher, memory);
+    arrays.make_values(launcher, buffers);
+    arrays.make_rows(launcher, words.pointer<float>());
   });
 }
 
@@ -133,17 +137,19 @@ extern "C" const char* simt_tt_rows(const int64_t* call) {
 extern "C" const char* simt_tt_core_grads(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    TtBatches batches = read_batches(&words);
-    const auto* left_values = words.pointer<const float>();
-    const auto* row_grads = words.pointer<const float>();
+    TtBatch batch = read_batch(&words);
     Memory memory;
-    widen_left(launcher, &batches, memory);
-    const TtRightMemory right(batches, memory);
-    const TtBackwardMemory scratch(batches, memory);
-    for (const TtBatch& batch : batches.tables) {
-      float* grads[emb::kMaxCores] = {};
-      for (int k = 0; k < batch.shape.cores; ++k) grads[k] = words.pointer<float>();
-      backward_pass(launcher, batch, right, scratch, left_values, row_grads, grads);
+    TtMemory buffers;
+    buffers.left_values = words.pointer<const float>();
+    const auto* row_grads = words.pointer<const float>();
+    for (TtBatchTable& table : batch.tables) {
+      for (int k = 0; k < table.shape.cores; ++k) table.grads[k] = words.pointer<float>();
     }
+    buffers.add_forward(&batch, memory);
+    buffers.add_backward(&batch, memory);
+    TtArrays arrays(batch, buffers);
+    arrays.upload(launcher, memory);
+    arrays.make_values(launcher, buffers);
+    arrays.make_grads(launcher, buffers, row_grads);
   });
 }
