@@ -97,20 +97,21 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
     Words words(call);
     const auto* tables = words.pointer<const emb::TtTableIds>();
     const int num_tables = static_cast<int>(words.number());
-    const int64_t left_ids = words.number(), right_ids = words.number();
+    words.number();  // left ids
+    const int64_t right_ids = words.number();
     const auto* keys = words.pointer<const int64_t>();
     const auto* count = words.pointer<const int32_t>();
     const int64_t n = words.number();
     int32_t* plan[emb::kTtPlanTensors];
     for (int32_t*& tensor : plan) tensor = words.pointer<int32_t>();
-    std::vector<int32_t> left_rows(n);
-    HostSort<uint32_t> left(n, left_ids, left_rows.data());
+    std::vector<int32_t> left_of_row(n), range_counts(kTtRanges);
     HostSort<uint32_t> right(n, right_ids, plan[6]);
     int32_t* starts = plan[7];
     launch_tt_split(launcher,
-                    {keys, count, tables, num_tables, left.buffers, right.buffers, starts});
-    group_halves(launcher, &left,
-                 {plan[0], false, plan[1], starts + 2 * num_tables + 1, nullptr, nullptr}, plan[2]);
+                    {keys, count, tables, num_tables, right.buffers, left_of_row.data(),
+                     range_counts.data(), starts},
+                    {count, left_of_row.data(), range_counts.data(), n, plan[0], plan[1], plan[2],
+                     starts + 2 * num_tables + 1});
     group_halves(launcher, &right,
                  {plan[3], false, plan[4], starts + 3 * num_tables + 2, nullptr, nullptr}, plan[5]);
     launch_tt_starts(launcher, {keys, plan[0], plan[3], tables, num_tables, starts});
