@@ -244,10 +244,10 @@ EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, cons
         const bool inside = walk.inside();
         const int jl = walk.column();
         if constexpr (kVectors) {
-          const uint32_t a = of_left + static_cast<uint32_t>((jl * ranks + rank) / 4);
-          const uint32_t b = of_row + static_cast<uint32_t>((jl * columns + column) / 4);
-          load_four(left.data + uint64_t{a} * 4, inside, true, x[i]);
-          load_four(row_grads + uint64_t{b} * 4, inside, true, g[i]);
+          const uint32_t a = of_left + static_cast<uint32_t>(jl * (ranks / 4));
+          const uint32_t b = of_row + static_cast<uint32_t>(jl * (columns / 4));
+          load_four(left.data + rank + uint64_t{a} * 4, inside, true, x[i]);
+          load_four(row_grads + column + uint64_t{b} * 4, inside, true, g[i]);
         } else {
           RowSlice<float, 4> of_x, of_g;
           if (inside) {
@@ -271,8 +271,10 @@ EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, cons
   }
 }
 
+// Seven blocks per multiprocessor allow the registers of four lines; with eight ptxas adds the
+// first lines before it asks for the others.
 template <bool kVectors>
-__global__ void __launch_bounds__(kRowThreads, kVectors ? 8 : 5)
+__global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
     right_partials_kernel(TtRowsArgs args, TtRightGrads out) {
   __shared__ float memory[TileSums::kFloats];
   const int rights = static_cast<int>(args.rights());

@@ -72,6 +72,20 @@ void group_halves(const simt::HostLauncher& launcher, HostSort<uint32_t>* sort,
 
 using namespace emb::cuda;
 
+// from, words, to
+extern "C" const char* simt_upload(const int64_t* call) {
+  return return_errors([&](const auto& launcher) {
+    Words words(call);
+    const auto* from = words.pointer<const uint64_t>();
+    const int64_t count = words.number();
+    Upload upload;
+    // Two arrays, of which the first may be empty.
+    upload.add(std::vector<uint64_t>(from, from + count / 3));
+    upload.add(std::vector<uint64_t>(from + count / 3, from + count));
+    upload.start(launcher, words.pointer<uint64_t>());
+  });
+}
+
 // feature tables, features, ids, is_int64, n, offsets, is_int64, bags, bag layout or 0, keys
 extern "C" const char* simt_tt_keys(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
