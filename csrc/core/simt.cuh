@@ -33,9 +33,12 @@
 #if defined(__CUDACC__)
 #include <cassert>
 #define EMB_DEVICE __device__ __forceinline__
+// Of a parameter: kernels read it where it is, also at an index that differs between threads.
+#define EMB_GRID_CONSTANT __grid_constant__
 #else
 #include "core/simt_host.h"
 #define EMB_DEVICE inline
+#define EMB_GRID_CONSTANT
 #endif
 
 namespace emb::simt {

@@ -1,7 +1,10 @@
-// An optimizer over all rows of a matrix with a dense gradient on the GPU, one block per row. A row
-// whose gradient is all zero was not part of the batch and keeps its weights and states.
+// An optimizer over all rows of matrices with dense gradients on the GPU: a block per row, a warp
+// per row of up to 128 columns, with the same bits. A row whose gradient is all zero was not part
+// of the batch and keeps its weights and states. One launch serves one matrix, whose arguments are
+// those of the kernel, or any number, whose arguments are in device memory.
 #pragma once
 
+#include "core/search.cuh"
 #include "optim/optimizer_step.cuh"
 
 namespace emb::cuda {
@@ -12,6 +15,20 @@ struct MatrixGrad {
   const float* grad;  // [rows, width]
   int64_t rows, width;
   int64_t first_row;  // id of row 0 in the random numbers of stochastic rounding
+
+  // Return whether a warp takes a row, and how many rows a block takes.
+  EMB_HD bool by_warp() const { return width <= int64_t{simt::kWarp} * kColumns; }
+  EMB_HD int rows_of_block() const {
+    return by_warp() ? kMatrixThreads / static_cast<int>(simt::kWarp) : 1;
+  }
+  EMB_HD int64_t blocks() const { return (rows + rows_of_block() - 1) / rows_of_block(); }
+};
+
+// One of the matrices of a launch.
+struct MatrixStep {
+  MatrixGrad in;
+  TierRows tier;
+  int64_t first_block;  // among the blocks of all matrices
 };
 
 // Replace each of `values` by its sum over the block, in warp order, and return whether `flag`
@@ -42,13 +59,22 @@ EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   return any;
 }
 
+// The same for the warp, with the same bits where the other warps have zeros. No barrier.
+EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
+#pragma unroll
+  for (int k = 0; k < kMaxRowSums; ++k) {
+    values[k] = 0.0f + simt::group_sum(values[k], simt::kWarp);
+  }
+  return __any_sync(simt::kFullMask, flag) != 0;
+}
+
 // Add the terms of this thread's columns to the sums of a row; return whether their gradient is
 // nonzero.
 EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, const Step& step,
-                        int64_t start, float (&sums)[kMaxRowSums]) {
+                        const TierRows& tier, int64_t start, unsigned thread, unsigned threads,
+                        float (&sums)[kMaxRowSums]) {
   bool nonzero = false;
-  for (int64_t column = threadIdx.x * kColumns; column < in.width;
-       column += kMatrixThreads * kColumns) {
+  for (int64_t column = thread * kColumns; column < in.width; column += threads * kColumns) {
     const int valid = static_cast<int>(in.width - column);
     float gradient[kColumns];
     read_columns(in.grad + start + column, valid, gradient);
@@ -57,12 +83,45 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
     if (args.sums == 0) continue;
     Columns x;
     if (!args.sums_need_gradient_only || step.decay.l2 != 0.0f) {
-      load_columns<AtRunTime>(args, step.tiers[0], start + column, valid, &x);
+      load_columns<AtRunTime>(args, tier, start + column, valid, &x);
       add_penalty(step, x, gradient);
     }
     sum_columns<AtRunTime>(args, step, x, gradient, sums);
   }
   return nonzero;
+}
+
+// Update the rows of block `block` of a matrix; all threads of the block call this.
+EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs& args,
+                                   const Step& step, const TierRows& tier, int64_t block) {
+  const bool by_warp = in.by_warp();
+  const unsigned thread = by_warp ? threadIdx.x % simt::kWarp : threadIdx.x;
+  const unsigned threads = by_warp ? simt::kWarp : kMatrixThreads;
+  const int64_t row = by_warp ? block * in.rows_of_block() + threadIdx.x / simt::kWarp : block;
+  if (row >= in.rows) return;  // only of warps that take rows of their own
+  const int64_t start = row * in.width;
+  float states[kMaxRowStates] = {}, sums[kMaxRowSums] = {};
+  for (int s = 0; s < kMaxRowStates; ++s) {
+    if (s < args.row_states) states[s] = tier.row_states[s][row];
+  }
+  const bool nonzero = sum_row(in, args, step, tier, start, thread, threads, sums);
+  if (!(by_warp ? warp_sums(sums, nonzero) : block_sums(sums, nonzero))) return;
+  const RowFactors scale =
+      begin_row<AtRunTime>(args, step, states, sums, static_cast<int>(in.width));
+  for (int s = 0; s < kMaxRowStates; ++s) {
+    if (s < args.row_states && thread == 0) tier.row_states[s][row] = states[s];
+  }
+  for (int64_t column = thread * kColumns; column < in.width; column += threads * kColumns) {
+    const int valid = static_cast<int>(in.width - column);
+    float gradient[kColumns];
+    Columns x;
+    read_columns(in.grad + start + column, valid, gradient);
+    load_columns<AtRunTime>(args, tier, start + column, valid, &x);
+    add_penalty(step, x, gradient);
+    const ColumnLocation location{start + column, in.first_row + row, static_cast<int>(column),
+                                  valid};
+    step_columns<AtRunTime>(args, step, tier, location, gradient, scale, &x);
+  }
 }
 
 // Six blocks per multiprocessor allow 80 registers; left alone, ptxas takes 64 and spills two.
@@ -71,32 +130,22 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
   __shared__ StepStorage storage;
   build_step<AtRunTime>(args, &storage);
   const Step& step = storage.get();
-  const TierRows& tier = step.tiers[0];
-  for (int64_t row = blockIdx.x; row < in.rows; row += gridDim.x) {
-    const int64_t start = row * in.width;
-    float states[kMaxRowStates] = {}, sums[kMaxRowSums] = {};
-    for (int s = 0; s < kMaxRowStates; ++s) {
-      if (s < args.row_states) states[s] = tier.row_states[s][row];
-    }
-    const bool nonzero = sum_row(in, args, step, start, sums);
-    if (!block_sums(sums, nonzero)) continue;
-    const RowFactors scale =
-        begin_row<AtRunTime>(args, step, states, sums, static_cast<int>(in.width));
-    for (int s = 0; s < kMaxRowStates; ++s) {
-      if (s < args.row_states && threadIdx.x == 0) tier.row_states[s][row] = states[s];
-    }
-    for (int64_t column = threadIdx.x * kColumns; column < in.width;
-         column += kMatrixThreads * kColumns) {
-      const int valid = static_cast<int>(in.width - column);
-      float gradient[kColumns];
-      Columns x;
-      read_columns(in.grad + start + column, valid, gradient);
-      load_columns<AtRunTime>(args, tier, start + column, valid, &x);
-      add_penalty(step, x, gradient);
-      const ColumnLocation location{start + column, in.first_row + row, static_cast<int>(column),
-                                    valid};
-      step_columns<AtRunTime>(args, step, tier, location, gradient, scale, &x);
-    }
+  for (int64_t block = blockIdx.x; block < in.blocks(); block += gridDim.x) {
+    update_matrix_rows(in, args, step, step.tiers[0], block);
+  }
+}
+
+// The same for `count` matrices with `blocks` blocks in all; the tiers of `args` are not read.
+[[maybe_unused]] static __global__ void __launch_bounds__(kMatrixThreads, 6)
+    update_matrices_kernel(const MatrixStep* matrices, int count, int64_t blocks,
+                           OptimizerStepArgs args) {
+  __shared__ StepStorage storage;
+  build_step<AtRunTime>(args, &storage);
+  const Step& step = storage.get();
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const auto first = [&](int i) { return matrices[i].first_block; };
+    const MatrixStep& matrix = matrices[warp_search(first, count, block)];
+    update_matrix_rows(matrix.in, args, step, matrix.tier, block - matrix.first_block);
   }
 }
 
@@ -104,8 +153,18 @@ template <class Launcher>
 void launch_update_rows(const Launcher& launcher, const MatrixGrad& in,
                         const OptimizerStepArgs& step) {
   if (in.rows * in.width == 0) return;
-  launcher(update_rows_kernel, blocks_for(in.rows, 1, launcher.blocks(64)), kMatrixThreads, in,
+  launcher(update_rows_kernel, blocks_for(in.blocks(), 1, launcher.blocks(64)), kMatrixThreads, in,
            step);
+}
+
+// `matrices` are in device memory.
+template <class Launcher>
+void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices, int count,
+                            int64_t blocks, const OptimizerStepArgs& step) {
+  if (blocks == 0) return;
+  // Each block builds the numbers of the optimizer, which takes Adam two powers in double.
+  launcher(update_matrices_kernel, blocks_for(blocks, 1, launcher.blocks(12)), kMatrixThreads,
+           matrices, count, blocks, step);
 }
 
 }  // namespace emb::cuda

@@ -1,284 +1,375 @@
 // The forward and the backward pass of tensor-train tables on the GPU as sequences of kernels, for
 // any launcher: tests/simt runs the same code on an emulated machine. Sizes that only the device
 // knows (distinct rows and halves) stay there; grids and buffers have the maximum size.
+//
+// Every kernel serves all tables in one launch, so a pass takes the same number of launches for any
+// number of tables. What differs between tables is in arrays in device memory (TtTableRows, TtPair
+// and others), which one launch writes before the others (core/upload.cuh).
 #pragma once
 
 #include <vector>
 
+#include "core/upload.cuh"
+#include "optim/update_rows.cuh"
 #include "tt/args.h"
 #include "tt/pair.cuh"
+#include "tt/right_grads.cuh"
 #include "tt/rows.cuh"
 
 namespace emb::cuda {
 
-// One table of a batch. Values of halves are rows of `left_stride` and `right_stride` floats, the
-// same for all tables of the batch; so are rows and their gradients.
-struct TtBatch {
+inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// One table of a batch.
+struct TtBatchTable {
   TtShape shape;
-  TtPlan plan;
-  int64_t table, first_left_id, first_right_id;
-  int64_t left_stride, right_stride, row_stride;
+  int64_t first_left, first_right;  // ids
   const void* cores[kMaxCores];
-  Dtype type;  // of the cores
-  MatmulPrecision precision;
-  const float* left[2];  // the cores of the left half as floats, of 16-bit ones copies
-
-  int64_t lefts() const { return min(plan.capacity, shape.left().ids()); }
-  int64_t rights() const { return min(plan.capacity, shape.right().ids()); }
-  const int32_t* left_range() const { return plan.left_starts() + table; }
-  const int32_t* right_range() const { return plan.right_starts() + table; }
-
-  TtHalves left_halves() const {
-    return {shape.left(), left[0],       left[1],     plan.lefts,
-            left_range(), first_left_id, left_stride, false};
-  }
-
-  static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+  const float* left[2];     // the cores of the left half as floats, of 16-bit ones copies
+  float* mirrored[2];       // the outer and the inner core of a right pair, axes reversed
+  float* grads[kMaxCores];  // of the cores; null in a forward pass
+  float* mirrored_grads[2];
 };
 
-// All tables of a batch.
-struct TtBatches {
-  std::vector<TtBatch> tables;
+// All tables of a batch. Values of halves are rows of `left_stride` and `right_stride` floats, the
+// same for all tables; rows and their gradients have `row_stride`.
+struct TtBatch {
+  std::vector<TtBatchTable> tables;
+  Dtype type;  // of the cores
+  TtPlan plan;
+  MatmulPrecision precision;
+  int64_t left_ids = 0, right_ids = 0, left_stride = 0, right_stride = 0, row_stride = 0;
+  bool has_left_pairs = false, has_right_pairs = false;
 
-  TtBatches(const std::vector<TtShape>& shapes, const std::vector<const void*>& cores, Dtype type,
-            const TtPlan& plan, MatmulPrecision precision) {
+  TtBatch(const std::vector<TtShape>& shapes, const std::vector<const void*>& cores, Dtype dtype,
+          const TtPlan& batch_plan, MatmulPrecision matmul)
+      : type(dtype), plan(batch_plan), precision(matmul) {
     const void* const* core = cores.data();
     for (const TtShape& shape : shapes) {
-      TtBatch batch{shape, plan, static_cast<int64_t>(tables.size()), left_ids_, right_ids_};
-      for (int k = 0; k < shape.cores; ++k) batch.cores[k] = *core++;
-      batch.type = type;
-      batch.precision = precision;
-      for (int k = 0; k < 2; ++k) batch.left[k] = static_cast<const float*>(batch.cores[k]);
-      tables.push_back(batch);
+      TtBatchTable table{shape, left_ids, right_ids, {}, {}, {}, {}, {}};
+      for (int k = 0; k < shape.cores; ++k) table.cores[k] = *core++;
+      for (int k = 0; k < 2; ++k) table.left[k] = static_cast<const float*>(table.cores[k]);
+      tables.push_back(table);
       const TtHalf left = shape.left(), right = shape.right();
-      left_ids_ += left.ids();
-      right_ids_ += right.ids();
-      left_stride_ = max(left_stride_, left.value_size());
-      right_stride_ = max(right_stride_, right.value_size());
-      dim_ = max(dim_, shape.dim());
-    }
-    for (TtBatch& batch : tables) {
-      batch.left_stride = left_stride_;
-      batch.right_stride = right_stride_;
-      batch.row_stride = dim_;
+      left_ids += left.ids();
+      right_ids += right.ids();
+      left_stride = max_of(left_stride, left.value_size());
+      right_stride = max_of(right_stride, right.value_size());
+      row_stride = max_of(row_stride, shape.dim());
+      has_left_pairs |= left.pair;
+      has_right_pairs |= right.pair;
     }
   }
 
-  // Floats of the values of all left halves, and of all right ones.
-  int64_t left_floats() const { return lefts() * left_stride_; }
-  int64_t right_floats() const { return TtBatch::min(capacity(), right_ids_) * right_stride_; }
-  int64_t lefts() const { return TtBatch::min(capacity(), left_ids_); }
-  int64_t capacity() const { return tables.empty() ? 0 : tables[0].plan.capacity; }
-  bool has_pairs() const {
-    return most([](const TtBatch& b) { return b.shape.left().pair; }) > 0;
-  }
+  // The most distinct halves that there may be, and the floats of their values.
+  int64_t lefts() const { return min_of(plan.capacity, left_ids); }
+  int64_t rights() const { return min_of(plan.capacity, right_ids); }
+  int64_t left_floats() const { return lefts() * left_stride; }
+  int64_t right_floats() const { return rights() * right_stride; }
 
-  // Return the maximum over the tables.
-  template <class Size>
-  int64_t most(const Size& size) const {
+  // Return the most floats of an outer row of pairs, left or right ones; 0 if there are none.
+  int64_t most_outer_floats(TtHalf (TtShape::*half_of)() const) const {
     int64_t found = 0;
-    for (const TtBatch& batch : tables) found = max(found, size(batch));
+    for (const TtBatchTable& table : tables) {
+      const TtHalf half = (table.shape.*half_of)();
+      if (half.pair) found = max_of(found, half.outer_size());
+    }
     return found;
+  }
+};
+
+// The buffers of a pass. Those of length 0 are null.
+struct TtMemory {
+  float* right_values = nullptr;
+  const float* left_values = nullptr;  // of the forward pass, or made by `expand`
+  float* made_left_values = nullptr;   // where `expand` writes; null if there is no need
+  // Of a backward pass.
+  float *left_grads = nullptr, *right_grads = nullptr;  // of the values of pairs
+  float* partials = nullptr;
+  float *left_outer_values = nullptr, *right_outer_values = nullptr;
+
+  // Make the values of left pairs, in memory of so many floats.
+  void set_left_values(float* values) { left_values = made_left_values = values; }
+
+  // `allocate` returns memory of so many floats that lives as long as the pass.
+  template <class Allocate>
+  void add_forward(TtBatch* batch, Allocate& allocate) {
+    right_values = allocate(batch->right_floats());
+    for (TtBatchTable& table : batch->tables) {
+      const TtHalf left = table.shape.left(), right = table.shape.right();
+      if (right.pair) {
+        table.mirrored[0] = allocate(right.outer_rows * right.outer_size());
+        table.mirrored[1] = allocate(right.inner_rows * right.inner_size());
+      }
+      if (batch->type != Dtype::kFloat) {
+        table.left[0] = allocate(left.outer_rows * left.outer_size());
+        if (left.pair) table.left[1] = allocate(left.inner_rows * left.inner_size());
+      }
+    }
+  }
+
+  template <class Allocate>
+  void add_backward(TtBatch* batch, Allocate& allocate) {
+    left_grads = allocate(batch->has_left_pairs ? batch->left_floats() : 0);
+    right_grads = allocate(batch->has_right_pairs ? batch->right_floats() : 0);
+    partials = allocate(chunk_slots(batch->plan.capacity) * batch->right_stride);
+    left_outer_values = allocate(batch->lefts() * batch->most_outer_floats(&TtShape::left));
+    right_outer_values = allocate(batch->rights() * batch->most_outer_floats(&TtShape::right));
+    for (TtBatchTable& table : batch->tables) {
+      const TtHalf right = table.shape.right();
+      if (!right.pair) continue;
+      table.mirrored_grads[0] = allocate(right.outer_rows * right.outer_size());
+      table.mirrored_grads[1] = allocate(right.inner_rows * right.inner_size());
+    }
+  }
+};
+
+// The arrays of arguments of a pass, and in the end where they are on the device.
+class TtArrays {
+ public:
+  TtArrays(const TtBatch& batch, const TtMemory& memory) : batch_(batch) {
+    const auto tables = static_cast<int64_t>(batch.tables.size());
+    for (int64_t t = 0; t < tables; ++t) {
+      add_rows(batch.tables[t], memory);
+      add_copies(batch.tables[t], t);
+      add_left_pair(batch.tables[t], memory, t);
+    }
+    num_left_pairs_ = size_of(pairs_);
+    for (int64_t t = 0; t < tables; ++t) add_right_pair(batch.tables[t], memory, t);
+    args_.plan = batch.plan;
+    args_.right = memory.right_values;
+    args_.right_stride = batch.right_stride;
+    args_.row_stride = batch.row_stride;
+  }
+
+  // Add an optimizer step on the rows of a core.
+  void add_step(MatrixStep step) {
+    step.first_block = update_blocks_;
+    update_blocks_ += step.in.blocks();
+    steps_.push_back(step);
+  }
+
+  // Copy the arrays to the device; `allocate` returns memory of so many floats.
+  template <class Launcher, class Allocate>
+  void upload(const Launcher& launcher, Allocate& allocate) {
+    Upload upload;
+    const int64_t rows = upload.add(rows_), pairs = upload.add(pairs_), widen = upload.add(widen_),
+                  mirror = upload.add(mirror_), mirror_back = upload.add(mirror_back_),
+                  steps = upload.add(steps_);
+    auto* words = reinterpret_cast<uint64_t*>(allocate(2 * upload.words()));
+    upload.start(launcher, words);
+    args_.tables = reinterpret_cast<const TtTableRows*>(words + rows);
+    device_pairs_ = reinterpret_cast<const TtPair*>(words + pairs);
+    device_widen_ = reinterpret_cast<const TtWiden*>(words + widen);
+    device_mirror_ = reinterpret_cast<const TtReverse*>(words + mirror);
+    device_mirror_back_ = reinterpret_cast<const TtReverse*>(words + mirror_back);
+    device_steps_ = reinterpret_cast<const MatrixStep*>(words + steps);
+  }
+
+  // Make the values of right halves, and of left pairs where `memory` does not have them.
+  template <class Launcher>
+  void make_values(const Launcher& launcher, const TtMemory& memory) const {
+    if (!widen_.empty()) {
+      launcher(widen_cores_kernel, blocks_for(widen_rows_, 1, launcher.blocks(64)), kPairThreads,
+               device_widen_, size_of(widen_), widen_rows_, batch_.type);
+    }
+    if (has_last_cores_) {
+      launch_right_values(launcher, batch_.rights(), args_, batch_.type, memory.right_values);
+    }
+    reverse(launcher, device_mirror_, size_of(mirror_), batch_.type);
+    const bool makes_left = memory.made_left_values != nullptr;
+    launch_expand(launcher, batch_.precision, pairs_from(makes_left ? 0 : num_left_pairs_));
+  }
+
+  template <class Launcher>
+  void make_rows(const Launcher& launcher, float* rows) const {
+    launch_tt_rows(launcher, batch_.precision, kernels_, batch_.lefts(), args_, rows);
+  }
+
+  template <class Launcher>
+  void make_grads(const Launcher& launcher, const TtMemory& memory, const float* row_grads) const {
+    launch_left_grads(launcher, batch_.precision, kernels_, batch_.lefts(), args_, row_grads);
+    const TtRightGrads right{row_grads, has_row_vectors(row_grads), memory.partials,
+                             memory.right_grads, max_right_tiles_};
+    launch_right_grads(launcher, kernels_.right_vectors && right.has_vectors,
+                       kernels_.right_scalars || !right.has_vectors, batch_.rights(), args_, right);
+    launch_contract(launcher, batch_.precision, pairs_from(0));
+    reverse(launcher, device_mirror_back_, size_of(mirror_back_), Dtype::kFloat);
+  }
+
+  template <class Launcher>
+  void update(const Launcher& launcher, const OptimizerStepArgs& step) const {
+    launch_update_matrices(launcher, device_steps_, size_of(steps_), update_blocks_, step);
   }
 
  private:
-  static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-  int64_t left_ids_ = 0, right_ids_ = 0, left_stride_ = 0, right_stride_ = 0, dim_ = 0;
-};
-
-// Device memory of the right halves, in floats; buffers of length 0 are not used. Tables share the
-// mirrored cores one after the other.
-struct TtRightMemory {
-  float* values;
-  float *mirrored_outer, *mirrored_inner;  // a pair's cores with their axes reversed
-
-  static int64_t outer_floats(const TtBatch& batch) {
-    const TtHalf half = batch.shape.right();
-    return half.pair ? half.outer_rows * half.outer_size() : 0;
-  }
-  static int64_t inner_floats(const TtBatch& batch) {
-    const TtHalf half = batch.shape.right();
-    return half.pair ? half.inner_rows * half.inner_size() : 0;
+  template <class T>
+  static int size_of(const std::vector<T>& items) {
+    return static_cast<int>(items.size());
   }
 
-  template <class Allocate>
-  TtRightMemory(const TtBatches& batches, Allocate& allocate)
-      : values(allocate(batches.right_floats())),
-        mirrored_outer(allocate(batches.most(outer_floats))),
-        mirrored_inner(allocate(batches.most(inner_floats))) {}
+  // 32 bits hold the offsets of values and gradients in units of four floats.
+  bool has_row_vectors(const float* row_grads) const {
+    constexpr int64_t kMost = int64_t{1} << 34;
+    return batch_.row_stride % 4 == 0 && is_aligned(row_grads, 16) && max_left_floats_ < kMost &&
+           batch_.plan.capacity * batch_.row_stride < kMost;
+  }
+
+  TtHalves left_halves(const TtBatchTable& table, int64_t number) const {
+    const TtPlan& plan = batch_.plan;
+    return {table.shape.left(),          table.left[0],    table.left[1],      plan.lefts,
+            plan.left_starts() + number, table.first_left, batch_.left_stride, false};
+  }
+  TtHalves right_halves(const TtBatchTable& table, int64_t number) const {
+    const TtPlan& plan = batch_.plan;
+    return {table.shape.right(),          table.mirrored[0], table.mirrored[1],   plan.rights,
+            plan.right_starts() + number, table.first_right, batch_.right_stride, true};
+  }
+
+  void add_rows(const TtBatchTable& table, const TtMemory& memory);
+  void add_copies(const TtBatchTable& table, int64_t number);
+  void add_left_pair(const TtBatchTable& table, const TtMemory& memory, int64_t number);
+  void add_right_pair(const TtBatchTable& table, const TtMemory& memory, int64_t number);
+
+  void add_pair(TtPair pair) {
+    pair.first_inner = pair_inner_rows_;
+    pair.first_outer = pair_outer_rows_;
+    pair_inner_rows_ += pair.halves.half.inner_rows;
+    pair_outer_rows_ += pair.halves.half.outer_rows;
+    pairs_.push_back(pair);
+  }
+
+  // Return the pairs from a number on.
+  TtPairs pairs_from(int first) const {
+    TtPairs found;
+    found.pairs = device_pairs_ + first;
+    found.count = size_of(pairs_) - first;
+    if (found.count > 0) found.first_inner = pairs_[first].first_inner;
+    for (int i = first; i < size_of(pairs_); ++i) {
+      const TtHalf& half = pairs_[i].halves.half;
+      found.equal_inner_rows =
+          i == first || found.equal_inner_rows == half.inner_rows ? half.inner_rows : 0;
+      found.inner_rows += half.inner_rows;
+      found.outer_rows += half.outer_rows;
+      found.max_width = static_cast<int>(max_of(found.max_width, half.q_inner * half.rank));
+      found.max_inner_rank = static_cast<int>(max_of(found.max_inner_rank, half.inner_rank));
+    }
+    return found;
+  }
+
+  template <class Launcher>
+  void reverse(const Launcher& launcher, const TtReverse* matrices, int count, Dtype type) const {
+    if (count == 0) return;
+    launcher(reverse_kernel, blocks_for(mirror_rows_, 1, launcher.blocks(64)), kRowThreads,
+             matrices, count, mirror_rows_, type);
+  }
+
+  const TtBatch& batch_;
+  TtRowsArgs args_{};
+  TtKernels kernels_;
+  bool has_last_cores_ = false;
+  int num_left_pairs_ = 0, max_right_tiles_ = 0;
+  int64_t max_left_floats_ = 0;  // of what TtTableRows::left points to
+  int64_t pair_inner_rows_ = 0, pair_outer_rows_ = 0;
+  int64_t widen_rows_ = 0, mirror_rows_ = 0, update_blocks_ = 0;
+  std::vector<TtTableRows> rows_;
+  std::vector<TtPair> pairs_;
+  std::vector<TtWiden> widen_;
+  std::vector<TtReverse> mirror_, mirror_back_;
+  std::vector<MatrixStep> steps_;
+  const TtPair* device_pairs_ = nullptr;
+  const TtWiden* device_widen_ = nullptr;
+  const TtReverse *device_mirror_ = nullptr, *device_mirror_back_ = nullptr;
+  const MatrixStep* device_steps_ = nullptr;
 };
 
-inline TtHalves right_halves(const TtBatch& batch, const TtRightMemory& memory) {
-  return {batch.shape.right(), memory.mirrored_outer, memory.mirrored_inner, batch.plan.rights,
-          batch.right_range(), batch.first_right_id,  batch.right_stride,    true};
+inline void TtArrays::add_rows(const TtBatchTable& table, const TtMemory& memory) {
+  const TtHalf left = table.shape.left(), right = table.shape.right();
+  const int last = table.shape.cores - 1;
+  TtTableRows rows{};
+  rows.left_columns = left.columns();
+  rows.right_columns = right.columns();
+  rows.rank = left.rank;
+  rows.has_pair = left.pair;
+  rows.first_left = static_cast<int32_t>(table.first_left);
+  rows.first_right = static_cast<int32_t>(table.first_right);
+  rows.left = left.pair ? memory.left_values : table.left[0];
+  rows.left_grads = left.pair ? memory.left_grads : table.grads[0];
+  rows.left_stride = left.pair ? batch_.left_stride : left.value_size();
+  rows.last_core = right.pair ? nullptr : table.cores[last];
+  rows.last_grads = right.pair ? nullptr : table.grads[last];
+  rows.has_vectors = rows.rank % 4 == 0 && rows.left_stride % 4 == 0 &&
+                     batch_.right_stride % 4 == 0 && is_aligned(rows.left, 16) &&
+                     is_aligned(memory.right_values, 16);
+  rows_.push_back(rows);
+  has_last_cores_ |= !right.pair;
+  args_.max_fragments =
+      static_cast<int>(max_of(args_.max_fragments, fragments_of(rows.left_columns)));
+  args_.max_parts = static_cast<int>(max_of(args_.max_parts, (rows.rank + 31) / 32));
+  max_right_tiles_ =
+      static_cast<int>(max_of(max_right_tiles_, right_tiles(rows.right_columns, rows.rank)));
+  max_left_floats_ = max_of(max_left_floats_,
+                            left.pair ? batch_.left_floats() : left.outer_rows * left.value_size());
+  (rows.has_mma_rows() ? kernels_.mma_rows : kernels_.plain_rows) = true;
+  (rows.has_mma_grads() ? kernels_.mma_grads : kernels_.plain_grads) = true;
+  const bool has_right_vectors = rows.has_vectors && rows.right_columns % 4 == 0;
+  (has_right_vectors ? kernels_.right_vectors : kernels_.right_scalars) = true;
 }
 
-inline TtRowsArgs tt_rows_args(const TtBatch& batch, const float* left_values,
-                               const float* right_values) {
-  const TtHalf left = batch.shape.left(), right = batch.shape.right();
-  const TtPlan& plan = batch.plan;
-  TtRowsArgs args{};
-  args.left_columns = left.columns();
-  args.right_columns = right.columns();
-  args.rank = left.rank;
-  args.left = left.pair ? TtHalfRows<const float>{left_values, nullptr, 0, batch.left_stride}
-                        : TtHalfRows<const float>{batch.left[0], plan.lefts, batch.first_left_id,
-                                                  left.value_size()};
-  args.right = right_values;
-  args.right_stride = batch.right_stride;
-  args.row_stride = batch.row_stride;
-  args.left_segments = plan.left_segments;
-  args.row_lefts = plan.row_lefts;
-  args.row_rights = plan.row_rights;
-  args.left_range = batch.left_range();
-  args.right_range = batch.right_range();
-  args.right_segments = plan.right_segments;
-  args.right_rows = plan.right_rows;
-  args.left_capacity = batch.lefts();
-  args.right_capacity = batch.rights();
-  args.row_capacity = plan.capacity;
-  return args;
-}
-
-// Return the arguments that reverse all rows of a matrix.
-inline TtReverseArgs reverse_all(const void* from, Dtype type, float* to, int64_t rows, int64_t a,
-                                 int64_t q, int64_t b) {
-  const int64_t size = a * q * b;
-  return {{from, type, nullptr, 0, size}, {to, nullptr, 0, size}, nullptr, rows, a, q, b};
-}
-
-inline TtReverseArgs reverse_all(const float* from, float* to, int64_t rows, int64_t a, int64_t q,
-                                 int64_t b) {
-  return reverse_all(from, Dtype::kFloat, to, rows, a, q, b);
-}
-
-// Copy the core rows of left halves as floats where they are stored in 16 bits. `allocate` returns
-// memory that lives as long as the pass.
-template <class Launcher, class Allocate>
-void widen_left(const Launcher& launcher, TtBatches* batches, Allocate& allocate) {
-  for (TtBatch& batch : batches->tables) {
-    if (batch.type == Dtype::kFloat) continue;
-    const TtHalf half = batch.shape.left();
-    const TtHalves halves = batch.left_halves();
-    const auto widen = [&](int k, int64_t rows, int64_t width, int64_t unit) {
-      float* copy = allocate(rows * width);
-      launch_widen_core(launcher, {halves, batch.cores[k], batch.type, copy, rows, width, unit});
-      batch.left[k] = copy;
-    };
+// Copies of cores before and after the products: as floats, and with their axes reversed.
+inline void TtArrays::add_copies(const TtBatchTable& table, int64_t number) {
+  const TtHalf left = table.shape.left(), right = table.shape.right();
+  const int last = table.shape.cores - 1;
+  const auto widen = [&](int k, int64_t rows, int64_t width, int64_t unit) {
+    widen_.push_back({left_halves(table, number), table.cores[k], const_cast<float*>(table.left[k]),
+                      widen_rows_, width, unit});
+    widen_rows_ += rows;
+  };
+  if (batch_.type != Dtype::kFloat) {
     // The rows of an outer core are few and spread over all halves of a pair.
-    widen(0, half.outer_rows, half.outer_size(), half.pair ? 0 : 1);
-    if (half.pair) widen(1, half.inner_rows, half.inner_size(), half.outer_rows);
+    widen(0, left.outer_rows, left.outer_size(), left.pair ? 0 : 1);
+    if (left.pair) widen(1, left.inner_rows, left.inner_size(), left.outer_rows);
   }
+  if (!right.pair) return;
+  const auto mirror = [&](int k, int mirrored, int64_t rows, int64_t a, int64_t q, int64_t b) {
+    mirror_.push_back({table.cores[k], table.mirrored[mirrored], mirror_rows_, a, q, b});
+    if (table.grads[k] != nullptr) {
+      mirror_back_.push_back(
+          {table.mirrored_grads[mirrored], table.grads[k], mirror_rows_, b, q, a});
+    }
+    mirror_rows_ += rows;
+  };
+  mirror(last, 0, right.outer_rows, right.inner_rank, right.q_outer, 1);
+  mirror(last - 1, 1, right.inner_rows, right.rank, right.q_inner, right.inner_rank);
 }
 
-template <class Launcher>
-void expand_right(const Launcher& launcher, const TtBatch& batch, const TtRightMemory& memory) {
-  const TtHalf half = batch.shape.right();
-  const int last = batch.shape.cores - 1;
-  if (!half.pair) {
-    launch_reverse(launcher, {{batch.cores[last], batch.type, batch.plan.rights,
-                               batch.first_right_id, half.value_size()},
-                              {memory.values, nullptr, 0, batch.right_stride},
-                              batch.right_range(),
-                              batch.rights(),
-                              half.rank,
-                              half.q_outer,
-                              1});
-    return;
-  }
-  launch_reverse(launcher, reverse_all(batch.cores[last], batch.type, memory.mirrored_outer,
-                                       half.outer_rows, half.inner_rank, half.q_outer, 1));
-  launch_reverse(launcher, reverse_all(batch.cores[last - 1], batch.type, memory.mirrored_inner,
-                                       half.inner_rows, half.rank, half.q_inner, half.inner_rank));
-  launch_expand(launcher, batch.precision, right_halves(batch, memory), memory.values);
+inline void TtArrays::add_left_pair(const TtBatchTable& table, const TtMemory& memory,
+                                    int64_t number) {
+  if (!table.shape.left().pair) return;
+  TtPair pair{};
+  pair.halves = left_halves(table, number);
+  pair.values = memory.made_left_values;
+  pair.value_grads = memory.left_grads;
+  pair.outer_values = memory.left_outer_values;
+  pair.outer_stride = batch_.most_outer_floats(&TtShape::left);
+  pair.outer_grads = table.grads[0];
+  pair.inner_grads = table.grads[1];
+  add_pair(pair);
 }
 
-// Make the values of all left halves of a table. `left_values` has room for those of all tables.
-template <class Launcher>
-void expand_left(const Launcher& launcher, const TtBatch& batch, float* left_values) {
-  if (!batch.shape.left().pair) return;  // they are the rows of the first core
-  launch_expand(launcher, batch.precision, batch.left_halves(), left_values);
-}
-
-// `left_values` has room for all left halves; it is unused for two cores.
-template <class Launcher>
-void forward_pass(const Launcher& launcher, const TtBatches& batches, const TtRightMemory& memory,
-                  float* left_values, float* rows) {
-  for (const TtBatch& batch : batches.tables) {
-    expand_right(launcher, batch, memory);
-    expand_left(launcher, batch, left_values);
-    launch_tt_rows(launcher, batch.precision, tt_rows_args(batch, left_values, memory.values),
-                   rows);
-  }
-}
-
-// Scratch of the backward pass besides TtRightMemory; tables share what is for one table.
-struct TtBackwardMemory {
-  float *left_grads, *right_grads;  // of the values, of all tables
-  float* partials;
-  float* outer_values;                     // of either pair, one after the other
-  float *mirrored_outer, *mirrored_inner;  // gradients of a right pair's mirrored cores
-
-  static int64_t partial_floats(const TtBatch& batch) {
-    return tt_slots(batch.rights(), batch.plan.capacity) * batch.shape.right().value_size();
-  }
-  static int64_t outer_value_floats(const TtBatch& batch) {
-    const TtHalf left = batch.shape.left(), right = batch.shape.right();
-    const int64_t a = left.pair ? batch.lefts() * left.outer_size() : 0;
-    const int64_t b = right.pair ? batch.rights() * right.outer_size() : 0;
-    return a > b ? a : b;
-  }
-
-  template <class Allocate>
-  TtBackwardMemory(const TtBatches& batches, Allocate& allocate)
-      : left_grads(allocate(batches.has_pairs() ? batches.left_floats() : 0)),
-        right_grads(allocate(batches.right_floats())),
-        partials(allocate(batches.most(partial_floats))),
-        outer_values(allocate(batches.most(outer_value_floats))),
-        mirrored_outer(allocate(batches.most(TtRightMemory::outer_floats))),
-        mirrored_inner(allocate(batches.most(TtRightMemory::inner_floats))) {}
-};
-
-// Compute the gradients of all cores of a table. All but the inner cores of pairs must be zero on
-// entry.
-template <class Launcher>
-void backward_pass(const Launcher& launcher, const TtBatch& batch, const TtRightMemory& right,
-                   const TtBackwardMemory& memory, const float* left_values, const float* row_grads,
-                   float* const* grads) {
-  const TtHalf left_half = batch.shape.left(), half = batch.shape.right();
-  const int last = batch.shape.cores - 1;
-  const TtHalfRows<float> left_grads =
-      left_half.pair ? TtHalfRows<float>{memory.left_grads, nullptr, 0, batch.left_stride}
-                     : TtHalfRows<float>{grads[0], batch.plan.lefts, batch.first_left_id,
-                                         left_half.value_size()};
-  expand_right(launcher, batch, right);
-  const TtRowsArgs args = tt_rows_args(batch, left_values, right.values);
-  launch_left_grads(launcher, batch.precision, args, row_grads, left_grads);
-  launch_right_grads(launcher, args, row_grads, memory.partials, memory.right_grads);
-  if (left_half.pair) {
-    launch_contract(launcher, batch.precision, batch.left_halves(),
-                    static_cast<const float*>(memory.left_grads), memory.outer_values, grads[0],
-                    grads[1]);
-  }
-  if (!half.pair) {
-    launch_reverse(launcher,
-                   {{memory.right_grads, Dtype::kFloat, nullptr, 0, batch.right_stride},
-                    {grads[last], batch.plan.rights, batch.first_right_id, half.value_size()},
-                    batch.right_range(),
-                    batch.rights(),
-                    half.q_outer,
-                    half.rank,
-                    1});
-    return;
-  }
-  launch_contract(launcher, batch.precision, right_halves(batch, right),
-                  static_cast<const float*>(memory.right_grads), memory.outer_values,
-                  memory.mirrored_outer, memory.mirrored_inner);
-  launch_reverse(launcher, reverse_all(memory.mirrored_outer, grads[last], half.outer_rows,
-                                       half.q_outer, half.inner_rank, 1));
-  launch_reverse(launcher, reverse_all(memory.mirrored_inner, grads[last - 1], half.inner_rows,
-                                       half.inner_rank, half.q_inner, half.rank));
+inline void TtArrays::add_right_pair(const TtBatchTable& table, const TtMemory& memory,
+                                     int64_t number) {
+  if (!table.shape.right().pair) return;
+  TtPair pair{};
+  pair.halves = right_halves(table, number);
+  pair.values = memory.right_values;
+  pair.value_grads = memory.right_grads;
+  pair.outer_values = memory.right_outer_values;
+  pair.outer_stride = batch_.most_outer_floats(&TtShape::right);
+  pair.outer_grads = table.mirrored_grads[0];
+  pair.inner_grads = table.mirrored_grads[1];
+  add_pair(pair);
 }
 
 }  // namespace emb::cuda

@@ -1,13 +1,16 @@
-// A pair of cores on the GPU: the values of its distinct halves, and the gradients of both cores.
+// Pairs of cores on the GPU: the values of their distinct halves, and the gradients of both cores.
 // Ids are sorted by the inner core, the large one. A block takes one inner row and a tile of
 // columns, finds the halves that share the row, and runs one tiled product over all of them: on
 // tensor cores, from shared memory, into which the next tiles are copied meanwhile. The gradient of
-// an inner row is complete in registers, so there are no atomics and no partial sums.
+// an inner row is complete in registers, so there are no atomics and no partial sums. One launch
+// serves the pairs of all tables, whatever their shapes: their inner rows are numbered pair after
+// pair, and a block reads the arguments of its pair from device memory.
 #pragma once
 
 #include "core/codes.h"
 #include "core/mma.cuh"
 #include "core/row_slice.cuh"
+#include "core/search.cuh"
 #include "core/simt.cuh"
 #include "tt/args.h"
 
@@ -42,6 +45,12 @@ struct TtHalves {
   }
   // Write elements n and n + 1 of the line of a value, where they exist.
   EMB_DEVICE void store_pair_of(float* line, int n, bool vectors, float first, float second) const;
+  // The same for all lanes of a warp at once, in fewer steps.
+  EMB_DEVICE int warp_lower_bound(int64_t id) const {
+    const int first = range[0];
+    const auto id_of = [&](int u) { return int64_t{ids[first + u]} - first_id; };
+    return first + 1 + warp_search(id_of, range[1] - first, id - 1);
+  }
   // Return the first of the table's distinct halves whose id within the table is >= id.
   EMB_DEVICE int lower_bound(int64_t id) const {
     int low = range[0], high = range[1];
@@ -58,6 +67,55 @@ struct TtHalves {
 };
 
 // Elements of a row of a core, and lines of an inner row, fit an int (tt/check.h).
+
+// A pair of cores of a batch, with what its values and gradients need.
+struct TtPair {
+  TtHalves halves;
+  int64_t first_inner, first_outer;  // numbers of its core rows among those of all pairs
+  float* values;                     // of the halves of all tables
+  const float* value_grads;          // the same
+  // One outer row per half; those of a table follow each other from the place of its first half on.
+  float* outer_values;
+  int64_t outer_stride;              // floats per half of all tables
+  float *outer_grads, *inner_grads;  // of the cores of this pair
+
+  EMB_DEVICE float* outer_values_of_table() const {
+    return outer_values + halves.range[0] * outer_stride;
+  }
+};
+
+// The pairs of a batch, in device memory; sizes are totals and maxima over the pairs.
+struct TtPairs {
+  const TtPair* pairs = nullptr;
+  int count = 0;
+  int64_t first_inner = 0;  // number of the first inner row
+  int64_t inner_rows = 0, outer_rows = 0;
+  int64_t equal_inner_rows = 0;  // of each pair, 0 if they differ
+  int max_width = 0, max_inner_rank = 0;
+
+  // Return the pair of an inner row. All lanes of a warp call this.
+  EMB_DEVICE int pair_of_inner(int64_t row) const {
+    if (equal_inner_rows > 0) return static_cast<int>((row - first_inner) / equal_inner_rows);
+    return warp_search([&](int i) { return pairs[i].first_inner; }, count, row);
+  }
+  // Copy the arguments of the pair of the block's inner row to shared memory, where they need no
+  // registers, and return the number of that row within the pair. All threads of the block call
+  // this.
+  EMB_DEVICE int start_block(TtPair* copy) const {
+    const int64_t row = first_inner + blockIdx.x;
+    const auto* from = reinterpret_cast<const uint64_t*>(pairs + pair_of_inner(row));
+    auto* to = reinterpret_cast<uint64_t*>(copy);
+    for (unsigned i = threadIdx.x; i < sizeof(TtPair) / sizeof(uint64_t); i += blockDim.x) {
+      to[i] = from[i];
+    }
+    __syncthreads();
+    return static_cast<int>(row - copy->first_inner);
+  }
+  // Return the pair of an outer row. All lanes of a warp call this.
+  EMB_DEVICE int pair_of_outer(int64_t row) const {
+    return warp_search([&](int i) { return pairs[i].first_outer; }, count, row);
+  }
+};
 
 inline constexpr int kPairThreads = 128;
 inline constexpr int kPairBlocks = 5;           // on a multiprocessor: what registers must allow
@@ -251,9 +309,10 @@ struct InnerGroup {
 
   // Find them; all threads of the block call this.
   EMB_DEVICE InnerGroup(const TtHalves& halves, int inner_row, int (&range)[2]) : inner(inner_row) {
-    if (threadIdx.x < 2) {
-      range[threadIdx.x] =
-          halves.lower_bound((int64_t{inner} + threadIdx.x) * halves.half.outer_rows);
+    const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
+    if (warp < 2) {
+      const int found = halves.warp_lower_bound((int64_t{inner} + warp) * halves.half.outer_rows);
+      if (threadIdx.x % simt::kWarp == 0) range[warp] = found;
     }
     __syncthreads();
     begin = range[0];
@@ -280,14 +339,18 @@ EMB_HD int tiles_of(int n, int tile) { return n / tile + (n % tile != 0); }
 
 // values[line, n] = sum over k of outer[line, k] * inner[k, n].
 template <class Products>
-__global__ void __launch_bounds__(kPairThreads, kPairBlocks)
-    expand_kernel(TtHalves halves, float* values) {
+__global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPairs pairs) {
   constexpr int kM = 32, kN = 64;
   __shared__ PairMemory<Tile<kM, true>, Tile<kN, false>, kM> memory;
   const PairLane<kN> lane;
-  const InnerGroup group(halves, static_cast<int>(blockIdx.x), memory.range);
+  __shared__ TtPair pair;
+  const int inner = pairs.start_block(&pair);
+  const TtHalves& halves = pair.halves;
   const int depth = halves.half.inner_rank, width = halves.width();
   const int column = static_cast<int>(blockIdx.y) * kN;
+  if (column >= width) return;  // tables differ in width
+  float* const values = pair.values;
+  const InnerGroup group(halves, inner, memory.range);
   const int chunks = tiles_of(depth, kDepth);
   const bool vectors = halves.has_vectors(values);
   const float* row = halves.inner + group.inner * halves.half.inner_size();
@@ -327,15 +390,20 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
 // grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n]; zero if no half
 // uses the row.
 template <class Products>
-__global__ void __launch_bounds__(kPairThreads, kPairBlocks)
-    inner_grads_kernel(TtHalves halves, const float* value_grads, float* grads) {
+__global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(TtPairs pairs) {
   constexpr int kM = 32, kN = 64;
   __shared__ PairMemory<Tile<kM, false>, Tile<kN, false>, kDepth> memory;
   const PairLane<kN> lane;
-  const InnerGroup group(halves, static_cast<int>(blockIdx.x), memory.range);
+  __shared__ TtPair pair;
+  const int inner = pairs.start_block(&pair);
+  const TtHalves& halves = pair.halves;
   const int height = halves.half.inner_rank, width = halves.width();
   const int column = static_cast<int>(blockIdx.y) * kN,
             line_of_tile = static_cast<int>(blockIdx.z) * kM;
+  if (column >= width || line_of_tile >= height) return;
+  const float* const value_grads = pair.value_grads;
+  float* const grads = pair.inner_grads;
+  const InnerGroup group(halves, inner, memory.range);
   const bool vectors = halves.has_vectors(value_grads);
   PairSums sums;
   // Chunks of lines are tiles of one chunk here: each has a table.
@@ -372,19 +440,24 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
 
 // outer_values[u - range[0]][jo, m] = sum over n of value_grads[line, n] * inner[m, n].
 template <class Products>
-__global__ void __launch_bounds__(kPairThreads, kPairBlocks)
-    outer_values_kernel(TtHalves halves, const float* value_grads, float* outer_values) {
+__global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel(TtPairs pairs) {
   constexpr int kM = 64, kN = 32;
   __shared__ PairMemory<Tile<kM, true>, Tile<kN, true>, kM> memory;
   const PairLane<kN> lane;
-  const InnerGroup group(halves, static_cast<int>(blockIdx.x), memory.range);
+  __shared__ TtPair pair;
+  const int inner = pairs.start_block(&pair);
+  const TtHalves& halves = pair.halves;
   const int height = halves.half.inner_rank, width = halves.width();
   const int column = static_cast<int>(blockIdx.y) * kN;
+  if (column >= height) return;
+  const float* const value_grads = pair.value_grads;
+  if (threadIdx.x == 0) pair.outer_values = pair.outer_values_of_table();
+  const InnerGroup group(halves, inner, memory.range);
   const int chunks = tiles_of(width, kDepth);
   const bool vectors = halves.has_vectors(value_grads);
   const float* row = halves.inner + group.inner * halves.half.inner_size();
-  float* out = outer_values + (group.begin - halves.range[0]) * halves.half.outer_size();
-  const bool has_pairs = vectors && is_aligned(outer_values, 8);
+  const int first_line = (group.begin - halves.range[0]) * halves.half.q_outer;
+  const bool has_pairs = vectors && is_aligned(pair.outer_values, 8);
   PairSums sums;
   run_steps(
       tiles_of(group.lines, kM), chunks,
@@ -411,8 +484,8 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
         sums.for_pairs(lane, [&](int m, int n, float first, float second) {
           const int line = step.tile * kM + m;
           if (line >= group.lines) return;
-          store_pair(out + int64_t{line} * height + column + n, height - column - n, has_pairs,
-                     first, second);
+          float* const out = pair.outer_values + (int64_t{first_line} + line) * height;
+          store_pair(out + column + n, height - column - n, has_pairs, first, second);
         });
         sums = {};
       });
@@ -421,11 +494,16 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
 // grads[outer row] = sum, in order, of the outer values of the halves that use it. A block takes an
 // outer row and searches its halves 128 inner rows at a time.
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
-    sum_outer_kernel(TtHalves halves, const float* outer_values, float* grads) {
+    sum_outer_kernel(TtPairs pairs) {
   __shared__ int found[kPairThreads];
-  const int64_t size = halves.half.outer_size(), rows = halves.half.outer_rows;
-  const int first_half = halves.range[0], halves_end = halves.range[1];
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+  for (int64_t number = blockIdx.x; number < pairs.outer_rows; number += gridDim.x) {
+    const TtPair& pair = pairs.pairs[pairs.pair_of_outer(number)];
+    const TtHalves halves = pair.halves;
+    const float* const outer_values = pair.outer_values_of_table();
+    float* const grads = pair.outer_grads;
+    const int64_t size = halves.half.outer_size(), rows = halves.half.outer_rows;
+    const int64_t row = number - pair.first_outer;
+    const int first_half = halves.range[0], halves_end = halves.range[1];
     for (int64_t first = 0; first < halves.half.inner_rows; first += kPairThreads) {
       const int64_t inner = first + threadIdx.x, id = inner * rows + row;
       const int u = inner < halves.half.inner_rows ? halves.lower_bound(id) : halves_end;
@@ -444,71 +522,65 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
   }
 }
 
-// Copies rows of a core stored in 16 bits as floats: those that halves of the batch use.
-struct TtWidenArgs {
+// A core stored in 16 bits whose rows are copied as floats: those that halves of the batch use.
+struct TtWiden {
   TtHalves halves;
   const void* from;  // [rows][width]
-  Dtype type;
   float* to;
-  int64_t rows, width;
+  int64_t first_row;  // among the rows of all cores of the launch
+  int64_t width;
   int64_t unit;  // ids of halves that share a row; 0: all rows are copied
 };
 
 // A block per row.
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads)
-    widen_core_kernel(TtWidenArgs args) {
+    widen_cores_kernel(const TtWiden* cores, int count, int64_t rows, Dtype type) {
   __shared__ int range[2];
-  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+  for (int64_t number = blockIdx.x; number < rows; number += gridDim.x) {
+    const TtWiden& core =
+        cores[warp_search([&](int i) { return cores[i].first_row; }, count, number)];
+    const int64_t row = number - core.first_row;
+    const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
     __syncthreads();
-    if (threadIdx.x < 2) {
-      const int64_t end = row + static_cast<int64_t>(threadIdx.x);
-      range[threadIdx.x] =
-          args.unit > 0 ? args.halves.lower_bound(end * args.unit) : static_cast<int>(threadIdx.x);
+    if (warp < 2) {
+      const int found =
+          core.unit > 0 ? core.halves.warp_lower_bound((row + warp) * core.unit) : warp;
+      if (threadIdx.x % simt::kWarp == 0) range[warp] = found;
     }
     __syncthreads();
     if (range[0] == range[1]) continue;
-    for (int64_t d = threadIdx.x; d < args.width; d += kPairThreads) {
-      const int64_t i = row * args.width + d;
-      args.to[i] = args.type == Dtype::kHalf ? to_float(static_cast<const half16*>(args.from)[i])
-                                             : to_float(static_cast<const bfloat16*>(args.from)[i]);
+    for (int64_t d = threadIdx.x; d < core.width; d += kPairThreads) {
+      const int64_t i = row * core.width + d;
+      core.to[i] = type == Dtype::kHalf ? to_float(static_cast<const half16*>(core.from)[i])
+                                        : to_float(static_cast<const bfloat16*>(core.from)[i]);
     }
   }
 }
 
 template <class Launcher>
-void launch_widen_core(const Launcher& launcher, const TtWidenArgs& args) {
-  launcher(widen_core_kernel, blocks_for(args.rows, 1, launcher.blocks(64)), kPairThreads, args);
-}
-
-template <class Launcher>
-void launch_expand(const Launcher& launcher, MatmulPrecision precision, const TtHalves& halves,
-                   float* values) {
-  const TtHalf& half = halves.half;
-  const simt::Dim3 grid(static_cast<unsigned>(half.inner_rows),
-                        tiles_of(half.q_inner * half.rank, 64));
+void launch_expand(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
+  if (pairs.count == 0) return;
+  const simt::Dim3 grid(static_cast<unsigned>(pairs.inner_rows), tiles_of(pairs.max_width, 64));
   with_products(precision, [&](auto products) {
-    launcher(expand_kernel<decltype(products)>, grid, kPairThreads, halves, values);
+    launcher(expand_kernel<decltype(products)>, grid, kPairThreads, pairs);
   });
 }
 
-// `outer_values` is scratch: one outer row per half.
 template <class Launcher>
-void launch_contract(const Launcher& launcher, MatmulPrecision precision, const TtHalves& halves,
-                     const float* value_grads, float* outer_values, float* outer_grads,
-                     float* inner_grads) {
-  const TtHalf& half = halves.half;
-  const auto inner_rows = static_cast<unsigned>(half.inner_rows);
-  const int width = half.q_inner * half.rank;
+void launch_contract(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
+  if (pairs.count == 0) return;
+  const auto inner_rows = static_cast<unsigned>(pairs.inner_rows);
   with_products(precision, [&](auto products) {
     using Products = decltype(products);
-    launcher(inner_grads_kernel<Products>,
-             simt::Dim3(inner_rows, tiles_of(width, 64), tiles_of(half.inner_rank, 32)),
-             kPairThreads, halves, value_grads, inner_grads);
-    launcher(outer_values_kernel<Products>, simt::Dim3(inner_rows, tiles_of(half.inner_rank, 32)),
-             kPairThreads, halves, value_grads, outer_values);
+    launcher(
+        inner_grads_kernel<Products>,
+        simt::Dim3(inner_rows, tiles_of(pairs.max_width, 64), tiles_of(pairs.max_inner_rank, 32)),
+        kPairThreads, pairs);
+    launcher(outer_values_kernel<Products>,
+             simt::Dim3(inner_rows, tiles_of(pairs.max_inner_rank, 32)), kPairThreads, pairs);
   });
-  launcher(sum_outer_kernel, blocks_for(half.outer_rows, 1, launcher.blocks(64)), kPairThreads,
-           halves, static_cast<const float*>(outer_values), outer_grads);
+  launcher(sum_outer_kernel, blocks_for(pairs.outer_rows, 1, launcher.blocks(64)), kPairThreads,
+           pairs);
 }
 
 }  // namespace emb::cuda

@@ -1,5 +1,6 @@
-// The keys and halves of a batch on the GPU. Distinct rows are in key order; the sort of `group`
-// groups their left and right ids, so the kernels here only make the keys of those sorts.
+// The keys and halves of a batch on the GPU. Distinct rows are in key order, so the rows of a left
+// half are neighbours: their runs are counted by ranges of rows, a block each, and written by a
+// second kernel that adds up the counts before its range. The sort of `group` groups right ids.
 #pragma once
 
 #include "core/layout.h"
@@ -42,40 +43,132 @@ EMB_DEVICE int32_t first_at_least(const T* values, int32_t n, int64_t x) {
   return low;
 }
 
+// Ranges of rows of equal length, a multiple of kTileThreads; each is the work of a block.
+inline constexpr int kTtRanges = 512;
+
+EMB_HD int64_t tt_range_rows(int64_t n) {
+  const int64_t tiles = (n + kTileThreads - 1) / kTileThreads;
+  const int64_t tiles_of_range = (tiles + kTtRanges - 1) / kTtRanges;
+  return (tiles_of_range > 0 ? tiles_of_range : 1) * kTileThreads;
+}
+
+inline unsigned tt_ranges(int64_t n) {
+  const int64_t rows = tt_range_rows(n);
+  return n > 0 ? static_cast<unsigned>((n + rows - 1) / rows) : 1;
+}
+
 struct TtSplitArgs {
   const int64_t* keys;
   const int32_t* count;
   const TtTableIds* tables;
   int num_tables;
-  SortBuffers<uint32_t> left, right;
-  int32_t* starts;  // [3, T + 1]; the last entry of the first row is an output
+  SortBuffers<uint32_t> right;
+  int32_t* left_ids;      // [n] of each row
+  int32_t* range_counts;  // [kTtRanges] left halves that begin in each range
+  int32_t* starts;        // [3, T + 1]; the last entry of the first row is an output
 };
+
+struct TtIds {
+  int32_t left, right;
+};
+
+// Return the ids of the halves of a key.
+EMB_DEVICE TtIds ids_of_key(const TtSplitArgs& args, int64_t key) {
+  int low = 0, high = args.num_tables - 1;  // the last table whose first key is <= the key
+  while (low < high) {
+    const int middle = low + (high - low + 1) / 2;
+    if (args.tables[middle].first_key <= key) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const TtTableIds& table = args.tables[low];
+  const int64_t own = key - table.first_key, half = own / table.rights;
+  return {static_cast<int32_t>(table.first_left + half),
+          static_cast<int32_t>(table.first_right + own - half * table.rights)};
+}
+
+// Return the sum of one number per warp, in every thread. Two barriers.
+EMB_DEVICE int32_t sum_of_warps(int32_t own, int32_t* shared) {
+  constexpr int kWarps = kTileThreads / static_cast<int>(simt::kWarp);
+  if (threadIdx.x % simt::kWarp == 0) shared[threadIdx.x / simt::kWarp] = own;
+  __syncthreads();
+  int32_t sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += shared[w];
+  __syncthreads();
+  return sum;
+}
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_split_kernel(TtSplitArgs args) {
+  __shared__ int32_t counts[kTileThreads / simt::kWarp];
   const int32_t rows = *args.count;
   if (simt::global_thread() == 0) args.starts[args.num_tables] = rows;
-  for (int64_t j = simt::global_thread(); j < args.left.n; j += simt::threads_in_grid()) {
-    uint32_t left = args.left.limit, right = args.right.limit;
-    if (j < rows) {
-      int low = 0, high = args.num_tables - 1;  // the last table whose first key is <= the key
-      while (low < high) {
-        const int middle = low + (high - low + 1) / 2;
-        if (args.tables[middle].first_key <= args.keys[j]) {
-          low = middle;
-        } else {
-          high = middle - 1;
-        }
-      }
-      const TtTableIds& table = args.tables[low];
-      const int64_t key = args.keys[j] - table.first_key, half = key / table.rights;
-      left = static_cast<uint32_t>(table.first_left + half);
-      right = static_cast<uint32_t>(table.first_right + key - half * table.rights);
+  const int64_t n = args.right.n, length = tt_range_rows(n);
+  const int64_t first = int64_t{blockIdx.x} * length;
+  const int64_t end = first + length < n ? first + length : n;
+  int32_t begun = 0;
+  for (int64_t tile = first; tile < end; tile += kTileThreads) {
+    const int64_t j = tile + threadIdx.x;
+    TtIds ids{-1, static_cast<int32_t>(args.right.limit)};
+    if (j < rows) ids = ids_of_key(args, args.keys[j]);
+    int32_t before = __shfl_up_sync(simt::kFullMask, ids.left, 1);
+    if (threadIdx.x % simt::kWarp == 0) {
+      before = j > 0 && j < rows ? ids_of_key(args, args.keys[j - 1]).left : -1;
     }
-    args.left.keys[j] = left;
-    args.right.keys[j] = right;
-    args.left.positions[j] = static_cast<int32_t>(j);
+    begun += __popc(__ballot_sync(simt::kFullMask, ids.left >= 0 && ids.left != before));
+    if (j >= end) continue;
+    args.left_ids[j] = ids.left;
+    args.right.keys[j] = static_cast<uint32_t>(ids.right);
     args.right.positions[j] = static_cast<int32_t>(j);
+  }
+  const int32_t sum = sum_of_warps(begun, counts);
+  if (threadIdx.x == 0) args.range_counts[blockIdx.x] = sum;
+}
+
+struct TtLeftsArgs {
+  const int32_t *count, *left_ids, *range_counts;
+  int64_t n;
+  int32_t *lefts, *segments, *row_lefts;
+  int32_t* num_lefts;
+};
+
+// Write the left halves that begin in a range, and the number of the half of each row.
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
+    tt_lefts_kernel(TtLeftsArgs args) {
+  constexpr int kWarps = kTileThreads / static_cast<int>(simt::kWarp);
+  __shared__ int32_t shared[kWarps];
+  const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
+  const int32_t rows = *args.count;
+  const int64_t length = tt_range_rows(args.n), first = int64_t{blockIdx.x} * length;
+  const int64_t end = first + length < rows ? first + length : rows;
+  int32_t before = 0;  // left halves that begin before the tile
+  for (unsigned i = threadIdx.x; i < blockIdx.x; i += kTileThreads) before += args.range_counts[i];
+  before = sum_of_warps(simt::group_sum(before, simt::kWarp), shared);
+  for (int64_t tile = first; tile < end; tile += kTileThreads) {
+    const int64_t j = tile + threadIdx.x;
+    const bool inside = j < end;
+    const int32_t id = inside ? args.left_ids[j] : 0;
+    const bool begins = inside && (j == 0 || args.left_ids[j - 1] != id);
+    const unsigned bits = __ballot_sync(simt::kFullMask, begins);
+    if (lane == 0) shared[warp] = __popc(bits);
+    __syncthreads();
+    int32_t number = before + __popc(bits & (0xffffffffu >> (simt::kWarp - 1 - lane))) - 1;
+    for (int w = 0; w < kWarps; ++w) {
+      number += w < static_cast<int>(warp) ? shared[w] : 0;
+      before += shared[w];
+    }
+    __syncthreads();
+    if (inside) args.row_lefts[j] = number;
+    if (begins) {
+      args.lefts[number] = id;
+      args.segments[number] = static_cast<int32_t>(j);
+    }
+  }
+  if (blockIdx.x + 1 == gridDim.x && threadIdx.x == 0) {
+    args.segments[before] = rows;
+    *args.num_lefts = before;
   }
 }
 
@@ -110,9 +203,10 @@ void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
 }
 
 template <class Launcher>
-void launch_tt_split(const Launcher& launcher, const TtSplitArgs& args) {
-  launcher(tt_split_kernel, blocks_for(args.left.n, kTileSize, launcher.blocks(32)), kTileThreads,
-           args);
+void launch_tt_split(const Launcher& launcher, const TtSplitArgs& args, const TtLeftsArgs& lefts) {
+  const unsigned ranges = tt_ranges(args.right.n);
+  launcher(tt_split_kernel, ranges, kTileThreads, args);
+  launcher(tt_lefts_kernel, ranges, kTileThreads, lefts);
 }
 
 template <class Launcher>

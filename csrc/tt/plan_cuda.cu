@@ -1,4 +1,4 @@
-// `tt_keys` and `tt_plan` on the GPU: the sort under `group` groups both halves. Nothing waits for
+// `tt_keys` and `tt_plan` on the GPU: the sort under `group` groups right halves. Nothing waits for
 // the device.
 #include <torch/csrc/stable/library.h>
 
@@ -60,18 +60,17 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
     plan.push_back(allocate(keys, {size}, ScalarType::Int));
   }
   const auto data = [&](TtPlanTensor i) { return plan[i].mutable_data_ptr<int32_t>(); };
-  const Tensor left_rows = allocate(keys, {n}, ScalarType::Int);
-  const DeviceSort<uint32_t> left(keys, n, left_ids, left_rows.mutable_data_ptr<int32_t>());
+  const Tensor scratch = allocate(keys, {n + kTtRanges}, ScalarType::Int);
+  auto* left_of_row = scratch.mutable_data_ptr<int32_t>();
   const DeviceSort<uint32_t> right(keys, n, right_ids, data(kTtRightRows));
   const auto* key = keys.const_data_ptr<int64_t>();
   const int tables_ = static_cast<int>(num_tables);
   int32_t* starts = data(kTtStarts);
-  launch_tt_split(launcher, {key, count.const_data_ptr<int32_t>(), table, tables_, left.buffers(),
-                             right.buffers(), starts});
-  group_halves(
-      launcher, keys, left.buffers(),
-      {data(kTtLefts), false, data(kTtLeftSegments), starts + 2 * num_tables + 1, nullptr, nullptr},
-      data(kTtRowLefts));
+  const auto* rows = count.const_data_ptr<int32_t>();
+  launch_tt_split(
+      launcher, {key, rows, table, tables_, right.buffers(), left_of_row, left_of_row + n, starts},
+      {rows, left_of_row, left_of_row + n, n, data(kTtLefts), data(kTtLeftSegments),
+       data(kTtRowLefts), starts + 2 * num_tables + 1});
   group_halves(launcher, keys, right.buffers(),
                {data(kTtRights), false, data(kTtRightSegments), starts + 3 * num_tables + 2,
                 nullptr, nullptr},

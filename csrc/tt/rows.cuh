@@ -4,16 +4,20 @@
 // memory would save nothing: lanes load four neighbours at once from global memory, and the order
 // of k on the tensor cores is that in which they have them.
 //
+// One launch serves the halves of all tables, whatever their shapes: a warp looks up the table of
+// its half in `starts` and reads its arguments from device memory.
+//
 // On tensor cores run rows and the gradients of left halves, for ranks (and, for gradients, right
 // columns) that are multiples of four; other shapes run on `tt_rows_kernel` and
 // `left_grads_kernel`, whose lanes own elements of the result. The choice depends on the shape of
-// the table alone: a table has the same bits in every batch. The gradients of right halves are not
-// worth it: they read about a byte per multiplication (docs/cuda_performance.md).
+// the table alone: a table has the same bits in every batch. A batch with tables of both kinds
+// launches both kernels, each of which skips the tables of the other.
 #pragma once
 
 #include "core/codes.h"
 #include "core/mma.cuh"
 #include "core/row_slice.cuh"
+#include "core/search.cuh"
 #include "core/simt.cuh"
 #include "tt/args.h"
 
@@ -35,34 +39,17 @@ struct TtHalfRows {
   }
 };
 
-// Rows of a core or of a buffer, in the dtype in which they are stored, read as floats.
-struct TtStoredRows {
-  const void* data;
-  Dtype type;
-  const int32_t* ids;  // null: row u is that of half u
-  int64_t first_id;    // of the table
-  int64_t stride;      // elements between rows
-
-  EMB_DEVICE float at(int64_t u, int64_t element) const {
-    const int64_t i = (ids != nullptr ? ids[u] - first_id : u) * stride + element;
-    if (type == Dtype::kFloat) return static_cast<const float*>(data)[i];
-    if (type == Dtype::kHalf) return to_float(static_cast<const half16*>(data)[i]);
-    return to_float(static_cast<const bfloat16*>(data)[i]);
-  }
-};
-
-// One table of a batch. Numbers of rows and halves are those of all tables; the ranges of this one
-// are known on the device only.
-struct TtRowsArgs {
+// A table of a batch, in device memory.
+struct TtTableRows {
   int left_columns, right_columns, rank;
-  TtHalfRows<const float> left;
-  const float* right;  // [V][right_stride], of which [right columns, rank] are used
-  int64_t right_stride;
-  int64_t row_stride;  // floats between rows and between their gradients
-  const int32_t *left_segments, *row_lefts, *row_rights;
-  const int32_t *left_range, *right_range;
-  const int32_t *right_segments, *right_rows;
-  int64_t left_capacity, right_capacity, row_capacity;
+  bool has_pair;     // whether the left half is one: else its values are rows of the first core
+  bool has_vectors;  // whether four neighbours along the rank can be loaded at once
+  int32_t first_left, first_right;  // the first ids of the table
+  const float* left;                // values of left halves, or the first core
+  float* left_grads;                // their gradients, or that of the first core
+  int64_t left_stride;              // floats between the rows of both
+  const void* last_core;  // [rank, right columns] per id of a right half; null if that is a pair,
+  float* last_grads;      // likewise
 
   EMB_HD int64_t left_size() const { return int64_t{1} * left_columns * rank; }
   EMB_HD int64_t right_size() const { return int64_t{1} * right_columns * rank; }
@@ -71,10 +58,45 @@ struct TtRowsArgs {
   // Return whether rows, and whether the gradients of left halves, run on tensor cores.
   EMB_HD bool has_mma_rows() const { return rank % 4 == 0; }
   EMB_HD bool has_mma_grads() const { return rank % 4 == 0 && right_columns % 4 == 0; }
-  // Return whether four neighbours along the rank can be loaded at once.
-  EMB_DEVICE bool has_vectors() const {
-    return rank % 4 == 0 && left.stride % 4 == 0 && right_stride % 4 == 0 &&
-           is_aligned(left.data, 16) && is_aligned(right, 16);
+};
+
+// Return the table of a row or half, from where those of each table start. All lanes of a warp call
+// this.
+EMB_DEVICE int table_of(const int32_t* starts, int tables, int64_t item) {
+  if (tables == 1) return 0;
+  return warp_search([&](int t) { return int64_t{starts[t]}; }, tables, item);
+}
+
+// All tables of a batch. Rows and halves are numbered over all tables; their numbers are known on
+// the device only.
+struct TtRowsArgs {
+  const TtTableRows* tables;
+  TtPlan plan;
+  const float* right;  // [V][right_stride], of which [right columns, rank] are used
+  int64_t right_stride;
+  int64_t row_stride;  // floats between rows and between their gradients
+  // The most of any table: 16 left columns, 32 columns of the rank.
+  int max_fragments, max_parts;
+
+  EMB_HD int num_tables() const { return static_cast<int>(plan.tables); }
+  EMB_DEVICE int64_t lefts() const { return plan.left_starts()[plan.tables]; }
+  EMB_DEVICE int64_t rights() const { return plan.right_starts()[plan.tables]; }
+  EMB_DEVICE int64_t rows() const { return plan.row_starts()[plan.tables]; }
+
+  // Return the table of a left half, and of a right one. All lanes of a warp call this.
+  EMB_DEVICE const TtTableRows& table_of_left(int64_t u) const {
+    return tables[table_of(plan.left_starts(), num_tables(), u)];
+  }
+  EMB_DEVICE const TtTableRows& table_of_right(int64_t v) const {
+    return tables[table_of(plan.right_starts(), num_tables(), v)];
+  }
+  // Return the values of left halves of a table, and their gradients.
+  EMB_DEVICE TtHalfRows<const float> left_of(const TtTableRows& table) const {
+    return {table.left, table.has_pair ? nullptr : plan.lefts, table.first_left, table.left_stride};
+  }
+  EMB_DEVICE TtHalfRows<float> left_grads_of(const TtTableRows& table) const {
+    return {table.left_grads, table.has_pair ? nullptr : plan.lefts, table.first_left,
+            table.left_stride};
   }
 };
 
@@ -90,6 +112,12 @@ EMB_DEVICE void load_four(const float* address, bool inside, bool vectors, float
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) x[i] = slice[i];
+}
+
+EMB_DEVICE float read_float(const void* data, Dtype type, int64_t element) {
+  if (type == Dtype::kFloat) return static_cast<const float*>(data)[element];
+  if (type == Dtype::kHalf) return to_float(static_cast<const half16*>(data)[element]);
+  return to_float(static_cast<const bfloat16*>(data)[element]);
 }
 
 EMB_DEVICE void store_four(float* address, bool vectors, const float (&x)[4]) {
@@ -116,10 +144,10 @@ struct LeftColumns {
   int first;
   bool has_low, has_high;  // whether the lane's two rows of a fragment exist
 
-  EMB_DEVICE LeftColumns(const TtRowsArgs& args, int64_t number, const FragmentLane& lane)
+  EMB_DEVICE LeftColumns(int left_columns, int64_t number, const FragmentLane& lane)
       : first(static_cast<int>(number) * kFragmentM),
-        has_low(first + lane.row < args.left_columns),
-        has_high(first + lane.row + 8 < args.left_columns) {}
+        has_low(first + lane.row < left_columns),
+        has_high(first + lane.row + 8 < left_columns) {}
 
   // Load four neighbours of the lane's two lines of a matrix [left columns, width].
   EMB_DEVICE void load(const float* matrix, int64_t width, int64_t element, bool inside,
@@ -138,35 +166,40 @@ EMB_HD int fragments_of(int64_t columns) {
 // rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r]; one warp per left half and 16 left
 // columns. The columns of the product are the right columns of all rows.
 template <class Products>
-__global__ void __launch_bounds__(kRowThreads, 5) mma_rows_kernel(TtRowsArgs args, float* rows) {
+__global__ void __launch_bounds__(kRowThreads, 5)
+    mma_rows_kernel(TtRowsArgs args, int first_fragment, float* rows) {
   const FragmentLane lane;
-  const int rank = args.rank, right_columns = args.right_columns;
-  const int fragments = fragments_of(args.left_columns);
-  const int64_t first = args.left_range[0], work = (args.left_range[1] - first) * fragments;
-  const bool vectors = args.has_vectors();
-  for (int64_t w = simt::global_warp(); w < work; w += simt::warps_in_grid()) {
-    const int64_t u = first + w / fragments;
-    const LeftColumns columns(args, w % fragments, lane);
-    const float* left = args.left.at(u);
-    const int64_t end = args.left_segments[u + 1];
-    int64_t row = args.left_segments[u];  // of the first column
-    int offset = 0;                       // of the first column within its row
+  const int number = first_fragment + static_cast<int>(blockIdx.y);
+  const auto last = static_cast<unsigned>(args.lefts());
+  const auto step = static_cast<unsigned>(simt::warps_in_grid());
+  for (auto u = static_cast<unsigned>(simt::global_warp()); u < last; u += step) {
+    const TtTableRows& table = args.table_of_left(u);
+    if (number >= fragments_of(table.left_columns) || !table.has_mma_rows()) continue;
+    const int rank = table.rank, right_columns = table.right_columns;
+    const bool vectors = table.has_vectors;
+    const float* left = args.left_of(table).at(u);
+    const int end = args.plan.left_segments[u + 1];
+    const LeftColumns columns(table.left_columns, number, lane);
+    int row = args.plan.left_segments[u];  // of the first column
+    int offset = 0;                        // of the first column within its row
     while (row < end) {
       // A column is `i` columns after the first; return its row, and its number there in `i`.
       const auto row_of = [&](int* i) {
         const auto n = static_cast<unsigned>(offset + *i);
         const unsigned rows_on = n / static_cast<unsigned>(right_columns);
         *i = static_cast<int>(n - rows_on * static_cast<unsigned>(right_columns));
-        return row + static_cast<int64_t>(rows_on);
+        return row + static_cast<int>(rows_on);
       };
-      const int64_t rest = (end - row) * right_columns - offset;  // columns
+      const int64_t columns_left = int64_t{end - row} * right_columns - offset;
+      constexpr int kMost = kFragments * 8;
+      const int rest = columns_left < kMost ? static_cast<int>(columns_left) : kMost;
       const float* right[kFragments];
       bool has_column[kFragments];
 #pragma unroll
       for (int i = 0; i < kFragments; ++i) {
         has_column[i] = i * 8 + lane.row < rest;
         int column = i * 8 + lane.row;
-        const int64_t j = row_of(&column), v = has_column[i] ? args.row_rights[j] : 0;
+        const int j = row_of(&column), v = has_column[i] ? args.plan.row_rights[j] : 0;
         right[i] = args.right + v * args.right_stride + int64_t{1} * column * rank;
       }
       float sums[kFragments][4] = {};
@@ -193,7 +226,7 @@ __global__ void __launch_bounds__(kRowThreads, 5) mma_rows_kernel(TtRowsArgs arg
 #pragma unroll
       for (int i = 0; i < kFragments * 2; ++i) {
         int column = i / 2 * 8 + lane.column * 2 + i % 2;
-        const int64_t j = row_of(&column);
+        const int j = row_of(&column);
         if (j >= end) continue;
         float* out = rows + j * args.row_stride +
                      int64_t{1} * (columns.first + lane.row) * right_columns + column;
@@ -212,29 +245,31 @@ __global__ void __launch_bounds__(kRowThreads, 5) mma_rows_kernel(TtRowsArgs arg
 // a quad; lane column c has every fourth quad, from c on. Column n of fragment i is 4 n + i.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, 5)
-    mma_left_grads_kernel(TtRowsArgs args, const float* row_grads, TtHalfRows<float> grads) {
+    mma_left_grads_kernel(TtRowsArgs args, const float* row_grads) {
   const FragmentLane lane;
-  const int rank = args.rank, quads = args.right_columns / 4;
-  const int fragments = fragments_of(args.left_columns), parts = (rank + 31) / 32;
-  const int64_t first = args.left_range[0];
-  const int64_t work = (args.left_range[1] - first) * fragments * parts;
-  const bool vectors = args.has_vectors();
+  const int64_t work = args.lefts() * args.max_fragments * args.max_parts;
   const bool has_grad_vectors = args.row_stride % 4 == 0 && is_aligned(row_grads, 16);
   for (int64_t w = simt::global_warp(); w < work; w += simt::warps_in_grid()) {
-    const int64_t number = w / parts, u = first + number / fragments;
-    const int r0 = static_cast<int>(w % parts) * 32;
-    const LeftColumns columns(args, number % fragments, lane);
-    const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
+    const int64_t part = w / args.max_parts, u = part / args.max_fragments;
+    const int64_t number = part - u * args.max_fragments;
+    const TtTableRows& table = args.table_of_left(u);
+    const int rank = table.rank, quads = table.right_columns / 4;
+    const int r0 = static_cast<int>(w - part * args.max_parts) * 32;
+    if (number >= fragments_of(table.left_columns) || r0 >= rank || !table.has_mma_grads()) {
+      continue;
+    }
+    const bool vectors = table.has_vectors;
+    const LeftColumns columns(table.left_columns, number, lane);
+    const int begin = args.plan.left_segments[u], end = args.plan.left_segments[u + 1];
     const bool has_rank = r0 + lane.row * 4 < rank;
     float sums[kFragments][4] = {};
-    int64_t row = begin + lane.column / quads;
-    int quad = lane.column % quads;
-    for (int64_t left_over = (end - begin) * quads; left_over > 0; left_over -= 4) {
+    int row = begin + lane.column / quads, quad = lane.column % quads;
+    for (int64_t left_over = int64_t{end - begin} * quads; left_over > 0; left_over -= 4) {
       const bool inside = row < end;
       float low[4], high[4], x[4][4];
-      columns.load(row_grads + row * args.row_stride, args.right_columns, quad * 4, inside,
-                   has_grad_vectors, lane, low, high);
-      const int64_t v = inside ? args.row_rights[row] : 0;
+      columns.load(row_grads + row * args.row_stride, quads * 4, quad * 4, inside, has_grad_vectors,
+                   lane, low, high);
+      const int v = inside ? args.plan.row_rights[row] : 0;
       const float* right = args.right + v * args.right_stride + r0 + lane.row * 4;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -254,8 +289,8 @@ __global__ void __launch_bounds__(kRowThreads, 5)
       row += quad / quads;
       quad %= quads;
     }
-    float* out = grads.at(u);
-    const bool has_out_vectors = grads.stride % 4 == 0 && is_aligned(grads.data, 16);
+    float* out = args.left_grads_of(table).at(u);
+    const bool has_out_vectors = table.left_stride % 4 == 0 && is_aligned(table.left_grads, 16);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // the lane's row of the fragment, then its column
       const int r = r0 + lane.column * 8 + i % 2 * 4;
@@ -267,61 +302,42 @@ __global__ void __launch_bounds__(kRowThreads, 5)
   }
 }
 
-template <int kStep>
-EMB_DEVICE float dot(const float* a, const float* b, int n) {
-  float sum = 0.0f;
-  for (int r = 0; r < n; r += kStep) {
-    RowSlice<float, kStep> x, y;
-    x.load_vector(a + r);
-    y.load_vector(b + r);
-#pragma unroll
-    for (int k = 0; k < kStep; ++k) sum += x[k] * y[k];
-  }
-  return sum;
-}
-
 // rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r]; one warp per left half.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     tt_rows_kernel(TtRowsArgs args, float* rows) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-  const int64_t dim = args.dim(), last = args.left_range[1];
-  const bool vectors = args.rank % 4 == 0 && args.left.stride % 4 == 0 &&
-                       args.right_stride % 4 == 0 && is_aligned(args.left.data, 16) &&
-                       is_aligned(args.right, 16);
-  for (int64_t u = args.left_range[0] + simt::global_warp(); u < last; u += simt::warps_in_grid()) {
-    const float* left = args.left.at(u);
-    for (int64_t j = args.left_segments[u]; j < args.left_segments[u + 1]; ++j) {
-      const float* right = args.right + args.row_rights[j] * args.right_stride;
+  const int64_t last = args.lefts();
+  for (int64_t u = simt::global_warp(); u < last; u += simt::warps_in_grid()) {
+    const TtTableRows& table = args.table_of_left(u);
+    if (table.has_mma_rows()) continue;
+    const int rank = table.rank, right_columns = table.right_columns;
+    const int64_t dim = table.dim();
+    const float* left = args.left_of(table).at(u);
+    for (int64_t j = args.plan.left_segments[u]; j < args.plan.left_segments[u + 1]; ++j) {
+      const float* right = args.right + args.plan.row_rights[j] * args.right_stride;
       for (int o = lane; o < dim; o += static_cast<int>(simt::kWarp)) {
-        const int row = o / args.right_columns;
-        const float* a = left + int64_t{1} * row * args.rank;
-        const float* b = right + int64_t{1} * (o - row * args.right_columns) * args.rank;
+        const int row = o / right_columns;
+        const float* a = left + int64_t{1} * row * rank;
+        const float* b = right + int64_t{1} * (o - row * right_columns) * rank;
         float sum = 0.0f;
-        if (vectors) {
-          sum = dot<4>(a, b, args.rank);
-        } else {
-          for (int r = 0; r < args.rank; ++r) sum += a[r] * b[r];
-        }
+        for (int r = 0; r < rank; ++r) sum += a[r] * b[r];
         rows[j * args.row_stride + o] = sum;
       }
     }
   }
 }
 
-// The elements of a result [columns, rank] that a lane owns in one pass: lane, lane + 32, .., or
-// four neighbours.
+// The elements of a result [columns, rank] that a lane owns in one pass: lane, lane + 32, ..
 struct LaneElements {
   int64_t element[kElementsPerLane];
   int column[kElementsPerLane], inner[kElementsPerLane];
   bool inside[kElementsPerLane];
 
-  EMB_DEVICE LaneElements(int64_t first, int64_t size, int rank, bool neighbours = false) {
+  EMB_DEVICE LaneElements(int64_t first, int64_t size, int rank) {
     const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
 #pragma unroll
     for (int i = 0; i < kElementsPerLane; ++i) {
-      const int own =
-          neighbours ? lane * kElementsPerLane + i : lane + i * static_cast<int>(simt::kWarp);
-      element[i] = first + own;
+      element[i] = first + lane + i * static_cast<int>(simt::kWarp);
       inside[i] = element[i] < size;
       column[i] = inside[i] ? static_cast<int>(element[i] / rank) : 0;
       inner[i] = inside[i] ? static_cast<int>(element[i] % rank) : 0;
@@ -332,24 +348,28 @@ struct LaneElements {
 inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarp);
 
 // grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]; one
-// warp per left half. With ids the results are rows of a core's gradient.
+// warp per left half.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, 6)
-    left_grads_kernel(TtRowsArgs args, const float* row_grads, TtHalfRows<float> grads) {
-  const int64_t size = args.left_size(), last = args.left_range[1];
-  for (int64_t u = args.left_range[0] + simt::global_warp(); u < last; u += simt::warps_in_grid()) {
-    float* out = grads.at(u);
-    const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
+    left_grads_kernel(TtRowsArgs args, const float* row_grads) {
+  const int64_t last = args.lefts();
+  for (int64_t u = simt::global_warp(); u < last; u += simt::warps_in_grid()) {
+    const TtTableRows& table = args.table_of_left(u);
+    if (table.has_mma_grads()) continue;
+    const int rank = table.rank, right_columns = table.right_columns;
+    const int64_t size = table.left_size();
+    float* out = args.left_grads_of(table).at(u);
+    const int64_t begin = args.plan.left_segments[u], end = args.plan.left_segments[u + 1];
     for (int64_t first = 0; first < size; first += kPass) {
-      const LaneElements elements(first, size, args.rank);
+      const LaneElements elements(first, size, rank);
       float sums[kElementsPerLane] = {};
       for (int64_t j = begin; j < end; ++j) {
-        const float* right = args.right + args.row_rights[j] * args.right_stride;
+        const float* right = args.right + args.plan.row_rights[j] * args.right_stride;
         const float* grad = row_grads + j * args.row_stride;
-        for (int jr = 0; jr < args.right_columns; ++jr) {
+        for (int jr = 0; jr < right_columns; ++jr) {
 #pragma unroll
           for (int i = 0; i < kElementsPerLane; ++i) {
-            sums[i] += grad[elements.column[i] * args.right_columns + jr] *
-                       right[jr * args.rank + elements.inner[i]];
+            sums[i] += grad[elements.column[i] * right_columns + jr] *
+                       right[jr * rank + elements.inner[i]];
           }
         }
       }
@@ -361,160 +381,100 @@ inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::k
   }
 }
 
-// A right half may be in any number of rows, so the rows are divided into chunks at multiples of
-// kTtChunk, counted from the first row of the table. Chunk c of half number v of the table has slot
-// v + c: this needs no scan, and no two chunks share a slot.
-inline constexpr int64_t kTtChunk = 64;
-
-EMB_HD int64_t tt_slots(int64_t rights, int64_t rows) { return rights + rows / kTtChunk + 1; }
-
-// partials[slot][jr, r] = sum over the rows j of the chunk and over jl of
-// row_grads[j][jl, jr] * left[jl, r]; one warp per slot and pass. With kVectors the four elements
-// of a lane are neighbours along the rank; sums have the same bits.
-template <bool kVectors>
-__global__ void __launch_bounds__(kRowThreads)
-    right_partials_kernel(TtRowsArgs args, const float* row_grads, float* partials) {
-  const int64_t size = args.right_size();
-  const int first_right = args.right_range[0], rights = args.right_range[1] - first_right;
-  const int32_t* segments = args.right_segments + first_right;
-  const int64_t first_row = segments[0];
-  const int64_t passes = (size + kPass - 1) / kPass;
-  const int64_t work = rights == 0 ? 0 : tt_slots(rights, segments[rights] - first_row) * passes;
-  for (int64_t w = simt::global_warp(); w < work; w += simt::warps_in_grid()) {
-    const int64_t slot = w / passes;
-    int low = 0, high = rights - 1;  // the last half whose first slot is <= slot
-    while (low < high) {
-      const int middle = low + (high - low + 1) / 2;
-      if (middle + (segments[middle] - first_row) / kTtChunk <= slot) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    const int64_t chunk = slot - low;
-    const int64_t segment = segments[low] - first_row, segment_end = segments[low + 1] - first_row;
-    const int64_t begin = segment > chunk * kTtChunk ? segment : chunk * kTtChunk;
-    const int64_t last = (chunk + 1) * kTtChunk, end = segment_end < last ? segment_end : last;
-    if (begin >= end) continue;
-    const LaneElements elements((w - slot * passes) * kPass, size, args.rank, kVectors);
-    float sums[kElementsPerLane] = {};
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t j = args.right_rows[first_row + t];
-      const float* left = args.left.at(args.row_lefts[j]);
-      const float* grad = row_grads + j * args.row_stride;
-#pragma unroll 4
-      for (int jl = 0; jl < args.left_columns; ++jl) {
-        const float* line = left + int64_t{1} * jl * args.rank;
-        const float* grad_line = grad + int64_t{1} * jl * args.right_columns;
-        if constexpr (kVectors) {
-          float x[4];
-          load_four(line + elements.inner[0], true, true, x);
-          const float scale = grad_line[elements.column[0]];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[i] += scale * x[i];
-        } else {
-#pragma unroll
-          for (int i = 0; i < kElementsPerLane; ++i) {
-            sums[i] += grad_line[elements.column[i]] * line[elements.inner[i]];
-          }
-        }
-      }
-    }
-    if constexpr (kVectors) {
-      if (elements.inside[0]) store_four(partials + slot * size + elements.element[0], true, sums);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kElementsPerLane; ++i) {
-        if (elements.inside[i]) partials[slot * size + elements.element[i]] = sums[i];
-      }
-    }
-  }
-}
-
-// grads[v] = sum of the chunks of v, in order.
+// right[v] = the row of the last core with its axes reversed, a warp per right half. Right halves
+// that are pairs have other values.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
-    right_sums_kernel(TtRowsArgs args, const float* partials, float* grads) {
-  const int64_t size = args.right_size();
-  const int first_right = args.right_range[0];
-  const int32_t* segments = args.right_segments + first_right;
-  const int64_t work = (args.right_range[1] - first_right) * size, first_row = segments[0];
-  for (int64_t e = simt::global_thread(); e < work; e += simt::threads_in_grid()) {
-    const int64_t v = e / size, element = e - v * size;
-    const int64_t first = v + (segments[v] - first_row) / kTtChunk;
-    const int64_t last = v + (segments[v + 1] - 1 - first_row) / kTtChunk;
-    float sum = 0.0f;
-    for (int64_t slot = first; slot <= last; ++slot) sum += partials[slot * size + element];
-    grads[(first_right + v) * args.right_stride + element] = sum;
+    right_values_kernel(TtRowsArgs args, Dtype type, float* values) {
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int64_t last = args.rights();
+  for (int64_t v = simt::global_warp(); v < last; v += simt::warps_in_grid()) {
+    const TtTableRows& table = args.table_of_right(v);
+    if (table.last_core == nullptr) continue;
+    const int size = static_cast<int>(table.right_size()), rank = table.rank;
+    const int64_t row = (int64_t{args.plan.rights[v]} - table.first_right) * size;
+    float* to = values + v * args.right_stride;
+    for (int e = lane; e < size; e += static_cast<int>(simt::kWarp)) {
+      const int column = e / rank;
+      const int64_t from = row + (e - column * rank) * table.right_columns + column;
+      to[e] = read_float(table.last_core, type, from);
+    }
   }
 }
 
-// Reverses the axes of rows, those in `range` or all `rows`; one thread per element.
-struct TtReverseArgs {
-  TtStoredRows from;     // [..][a, q, b]
-  TtHalfRows<float> to;  // [..][b, q, a]
-  const int32_t* range;  // of the rows; if null, all
-  int64_t rows, a, q, b;
+// A matrix whose rows are reversed: row [a, q, b] of `from` becomes row [b, q, a] of `to`.
+struct TtReverse {
+  const void* from;
+  float* to;
+  int64_t first_row;  // among the rows of all matrices of the launch
+  int64_t a, q, b;
 };
 
+// A block per row of all matrices.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
-    reverse_kernel(TtReverseArgs args) {
-  const int64_t size = args.a * args.q * args.b;
-  const int64_t first = args.range != nullptr ? args.range[0] : 0;
-  const int64_t rows = args.range != nullptr ? args.range[1] - first : args.rows;
-  for (int64_t e = simt::global_thread(); e < rows * size; e += simt::threads_in_grid()) {
-    const int64_t row = e / size, element = e - row * size;
-    const int64_t ai = element % args.a, j = element / args.a % args.q;
-    const int64_t bi = element / (args.a * args.q);
-    args.to.at(first + row)[element] = args.from.at(first + row, (ai * args.q + j) * args.b + bi);
+    reverse_kernel(const TtReverse* matrices, int count, int64_t rows, Dtype type) {
+  for (int64_t number = blockIdx.x; number < rows; number += gridDim.x) {
+    const TtReverse& matrix =
+        matrices[warp_search([&](int i) { return matrices[i].first_row; }, count, number)];
+    const int64_t a = matrix.a, q = matrix.q, b = matrix.b, size = a * q * b;
+    const int64_t row = (number - matrix.first_row) * size;
+    for (int64_t e = threadIdx.x; e < size; e += kRowThreads) {
+      const int64_t ai = e % a, j = e / a % q, bi = e / (a * q);
+      matrix.to[row + e] = read_float(matrix.from, type, row + (ai * q + j) * b + bi);
+    }
   }
 }
 
-template <class Launcher>
-void launch_reverse(const Launcher& launcher, const TtReverseArgs& args) {
-  const int64_t work = args.rows * args.a * args.q * args.b;
-  launcher(reverse_kernel, blocks_for(work, kRowThreads, launcher.blocks(32)), kRowThreads, args);
-}
-
+inline constexpr int kMaxGridY = 65535;
 inline constexpr int kRowWarps = kRowThreads / static_cast<int>(simt::kWarp);
 
-template <class Launcher>
-void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const TtRowsArgs& args,
-                    float* rows) {
-  const int64_t warps = args.left_capacity * fragments_of(args.left_columns);
-  const unsigned grid = blocks_for(warps, kRowWarps, launcher.blocks(64));
-  if (!args.has_mma_rows()) return launcher(tt_rows_kernel, grid, kRowThreads, args, rows);
-  with_products(precision, [&](auto products) {
-    launcher(mma_rows_kernel<decltype(products)>, grid, kRowThreads, args, rows);
-  });
-}
+// Which kernels the tables of a batch need.
+struct TtKernels {
+  bool mma_rows = false, plain_rows = false;
+  bool mma_grads = false, plain_grads = false;
+  bool right_vectors = false, right_scalars = false;
+};
 
 template <class Launcher>
-void launch_left_grads(const Launcher& launcher, MatmulPrecision precision, const TtRowsArgs& args,
-                       const float* row_grads, const TtHalfRows<float>& grads) {
-  const int64_t warps = args.left_capacity * fragments_of(args.left_columns);
-  const unsigned grid = blocks_for(warps, kRowWarps, launcher.blocks(64));
-  if (!args.has_mma_grads()) {
-    return launcher(left_grads_kernel, grid, kRowThreads, args, row_grads, grads);
+void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const TtKernels& kernels,
+                    int64_t lefts, const TtRowsArgs& args, float* rows) {
+  if (kernels.mma_rows) {
+    const unsigned blocks = blocks_for(lefts, kRowWarps, launcher.blocks(64));
+    for (int first = 0; first < args.max_fragments; first += kMaxGridY) {
+      const int rest = args.max_fragments - first;
+      const simt::Dim3 grid(blocks, static_cast<unsigned>(rest < kMaxGridY ? rest : kMaxGridY));
+      with_products(precision, [&](auto products) {
+        launcher(mma_rows_kernel<decltype(products)>, grid, kRowThreads, args, first, rows);
+      });
+    }
   }
-  with_products(precision, [&](auto products) {
-    launcher(mma_left_grads_kernel<decltype(products)>, grid, kRowThreads, args, row_grads, grads);
-  });
+  if (kernels.plain_rows) {
+    launcher(tt_rows_kernel, blocks_for(lefts, kRowWarps, launcher.blocks(64)), kRowThreads, args,
+             rows);
+  }
 }
 
-// `partials` is scratch, [tt_slots(right_capacity, row_capacity)][right_size].
 template <class Launcher>
-void launch_right_grads(const Launcher& launcher, const TtRowsArgs& args, const float* row_grads,
-                        float* partials, float* grads) {
-  const int64_t slots = tt_slots(args.right_capacity, args.row_capacity);
-  const int64_t passes = (args.right_size() + kPass - 1) / kPass;
-  const bool vectors = args.rank % 4 == 0 && args.left.stride % 4 == 0 &&
-                       is_aligned(args.left.data, 16) && is_aligned(partials, 16);
-  launcher(vectors ? right_partials_kernel<true> : right_partials_kernel<false>,
-           blocks_for(slots * passes, kRowWarps, launcher.blocks(64)), kRowThreads, args, row_grads,
-           partials);
-  launcher(right_sums_kernel,
-           blocks_for(args.right_capacity * args.right_size(), kRowThreads, launcher.blocks(32)),
-           kRowThreads, args, static_cast<const float*>(partials), grads);
+void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
+                       const TtKernels& kernels, int64_t lefts, const TtRowsArgs& args,
+                       const float* row_grads) {
+  if (kernels.mma_grads) {
+    const int64_t warps = lefts * args.max_fragments * args.max_parts;
+    const unsigned grid = blocks_for(warps, kRowWarps, launcher.blocks(64));
+    with_products(precision, [&](auto products) {
+      launcher(mma_left_grads_kernel<decltype(products)>, grid, kRowThreads, args, row_grads);
+    });
+  }
+  if (kernels.plain_grads) {
+    launcher(left_grads_kernel, blocks_for(lefts, kRowWarps, launcher.blocks(64)), kRowThreads,
+             args, row_grads);
+  }
+}
+
+template <class Launcher>
+void launch_right_values(const Launcher& launcher, int64_t rights, const TtRowsArgs& args,
+                         Dtype type, float* values) {
+  launcher(right_values_kernel, blocks_for(rights, kRowWarps, launcher.blocks(64)), kRowThreads,
+           args, type, values);
 }
 
 }  // namespace emb::cuda

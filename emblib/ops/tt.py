@@ -59,6 +59,7 @@ from emblib.ops.tt_layout import Chunk, chunks_of, is_chunked
 from emblib.ops.tt_layout import TTLayout as TTLayout
 from emblib.ops.tt_layout import TTLookup as TTLookup
 from emblib.ops.tt_layout import layout_of as layout_of
+from emblib.ops.tt_layout import row_feature as row_feature
 from emblib.specs import Pooling
 
 _ops = torch.ops.emblib
@@ -652,14 +653,17 @@ def _row_memory(made: Made, batch: TTLookup) -> tuple[list[Tensor], Tensor, Tens
 
     Rows of tables of several dims have the stride of the widest, which only rows of a cache have.
     """
-    features = batch.features.clone()  # without a host-to-device copy
-    features[:, FeatureColumn.ROW_BASE] = 0
-    features[:, FeatureColumn.ROWS] = batch.indices.numel()
+    features = batch.row_features
+    if features is None or features.device.type == "cpu":
+        features = batch.features.clone()  # without a host-to-device copy
+        features[:, FeatureColumn.ROW_BASE] = 0
+        features[:, FeatureColumn.ROWS] = batch.indices.numel()
+        if not batch.layout.has_one_dim:
+            features[:, FeatureColumn.CACHE_STRIDE] = batch.layout.dim
     assert made.rows is not None
     assert made.inverse is not None
     rows = made.rows.view(-1)
     if batch.layout.has_one_dim:
         return [rows], features, None
-    features[:, FeatureColumn.CACHE_STRIDE] = batch.layout.dim
     nothing = rows[:0]
     return [rows, nothing, nothing, rows], features, made.inverse

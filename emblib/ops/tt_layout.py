@@ -89,7 +89,8 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
 class TTLookup(NamedTuple):
     """One batch; `features` describe its tables as dense ones whose rows are the keys.
 
-    `repaired` says that `check_bounds` returned `offsets`.
+    `repaired` says that `check_bounds` returned `offsets`. `row_features` describe the distinct
+    rows that a GPU makes as a dense table, see `row_feature`; None makes them for the batch.
     """
 
     layout: TTLayout
@@ -104,11 +105,22 @@ class TTLookup(NamedTuple):
     output_dtype: torch.dtype
     repaired: bool = False
     matmul: MatmulPrecision = MatmulPrecision.FLOAT32
+    row_features: Tensor | None = None
 
     @property
     def matmul_code(self) -> int:
         """Return the precision of products as the ops take it."""
         return codes.MATMUL_PRECISION[self.matmul.value]
+
+
+def row_feature(layout: TTLayout, dim: int, column: int) -> tuple[int, ...]:
+    """Return the row of `row_features` of a feature of a table with `dim` columns.
+
+    Lookups have the number of their row, so any bound above all numbers serves every batch. Rows of
+    tables of several dims have the stride of the widest, which only rows of a cache have.
+    """
+    stride = 0 if layout.has_one_dim else layout.dim
+    return (0, 0, _MOST_HALVES, dim, column, 0, 0, stride)
 
 
 class Chunk(NamedTuple):
@@ -224,5 +236,6 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
         bag_layout=None,
         output_dim=dim,
         output_dtype=torch.float32,
+        row_features=None,
     )
     return Chunk(part, cores, lookups, bags, f, share)

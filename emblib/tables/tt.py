@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.columns import TTTableColumn
+from emblib.columns import FeatureColumn, TTTableColumn
 from emblib.ops import autograd, tt
 from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Optimizer
@@ -121,6 +121,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     has_matrix_products = True
     table_ids: Tensor
     feature_table_ids: Tensor
+    row_features: Tensor
     _frozen_cores: frozenset[int] = frozenset()
 
     def __init__(
@@ -207,11 +208,19 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         spec = self.tables[table]
         return (0, 0, spec.rows, spec.dim, column, 0, 0, 0)
 
+    def _made_feature(self, table: int, column: int) -> tuple[int, ...]:
+        """Return the row of `features` of the rows that a GPU makes of a table."""
+        return tt.row_feature(self.core_layout, self.tables[table].dim, column)
+
     def _ids(self) -> dict[str, Tensor]:
-        """Return the buffers that say how row ids become keys, by table and by feature."""
+        """Return how row ids become keys, by table and by feature, and the features of rows."""
         ids = torch.tensor(self.core_layout.tables, dtype=torch.int64, device="cpu")
         by_feature = ids[torch.tensor(self.feature_tables, dtype=torch.int64, device="cpu")]
-        return {"table_ids": ids, "feature_table_ids": by_feature}
+        rows = self._feature_rows(self._made_feature)
+        row_features = torch.tensor(rows, dtype=torch.int64, device="cpu").view(
+            -1, len(FeatureColumn)
+        )
+        return {"table_ids": ids, "feature_table_ids": by_feature, "row_features": row_features}
 
     def _restore(self) -> None:
         super()._restore()
@@ -391,6 +400,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             self.output_dtype,
             repaired=self.bounds_check is not BoundsCheck.NONE,
             matmul=self.precision.matmul,
+            row_features=self.row_features,
         )
 
     def _all_cores(self) -> list[nn.Parameter]:

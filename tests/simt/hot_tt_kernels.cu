@@ -3,22 +3,22 @@
 
 namespace emb::cuda {
 
-template __global__ void expand_kernel<Tf32x3>(TtHalves, float*);
-template __global__ void expand_kernel<Tf32>(TtHalves, float*);
-template __global__ void expand_kernel<Bf16>(TtHalves, float*);
-template __global__ void inner_grads_kernel<Tf32x3>(TtHalves, const float*, float*);
-template __global__ void inner_grads_kernel<Tf32>(TtHalves, const float*, float*);
-template __global__ void inner_grads_kernel<Bf16>(TtHalves, const float*, float*);
-template __global__ void outer_values_kernel<Tf32x3>(TtHalves, const float*, float*);
-template __global__ void outer_values_kernel<Tf32>(TtHalves, const float*, float*);
-template __global__ void outer_values_kernel<Bf16>(TtHalves, const float*, float*);
-template __global__ void mma_rows_kernel<Tf32x3>(TtRowsArgs, float*);
-template __global__ void mma_rows_kernel<Tf32>(TtRowsArgs, float*);
-template __global__ void mma_rows_kernel<Bf16>(TtRowsArgs, float*);
-template __global__ void mma_left_grads_kernel<Tf32x3>(TtRowsArgs, const float*, TtHalfRows<float>);
-template __global__ void mma_left_grads_kernel<Tf32>(TtRowsArgs, const float*, TtHalfRows<float>);
-template __global__ void mma_left_grads_kernel<Bf16>(TtRowsArgs, const float*, TtHalfRows<float>);
-template __global__ void right_partials_kernel<true>(TtRowsArgs, const float*, float*);
-template __global__ void right_partials_kernel<false>(TtRowsArgs, const float*, float*);
+template __global__ void expand_kernel<Tf32x3>(TtPairs);
+template __global__ void expand_kernel<Tf32>(TtPairs);
+template __global__ void expand_kernel<Bf16>(TtPairs);
+template __global__ void inner_grads_kernel<Tf32x3>(TtPairs);
+template __global__ void inner_grads_kernel<Tf32>(TtPairs);
+template __global__ void inner_grads_kernel<Bf16>(TtPairs);
+template __global__ void outer_values_kernel<Tf32x3>(TtPairs);
+template __global__ void outer_values_kernel<Tf32>(TtPairs);
+template __global__ void outer_values_kernel<Bf16>(TtPairs);
+template __global__ void mma_rows_kernel<Tf32x3>(TtRowsArgs, int, float*);
+template __global__ void mma_rows_kernel<Tf32>(TtRowsArgs, int, float*);
+template __global__ void mma_rows_kernel<Bf16>(TtRowsArgs, int, float*);
+template __global__ void mma_left_grads_kernel<Tf32x3>(TtRowsArgs, const float*);
+template __global__ void mma_left_grads_kernel<Tf32>(TtRowsArgs, const float*);
+template __global__ void mma_left_grads_kernel<Bf16>(TtRowsArgs, const float*);
+template __global__ void right_partials_kernel<true>(TtRowsArgs, TtRightGrads);
+template __global__ void right_partials_kernel<false>(TtRowsArgs, TtRightGrads);
 
 }  // namespace emb::cuda

@@ -9,6 +9,7 @@ from pathlib import Path
 from experiments.kernel_times import GATHER, SHAPES, Shape, model_us
 from tests.pretend.test_hash_launches import BUDGETS
 from tests.pretend.test_tbe_launches import STEPS
+from tests.pretend.test_tt_launches import BUDGET as TRAINS
 from tests.simt.compiled import ARCHITECTURES, NVCC, Compiled, compiled_kernels, cuobjdump
 from tests.simt.tt_model import byte_table, loop_table
 
@@ -56,7 +57,8 @@ _LAUNCHES = """
 What a step has the device do, forward, backward and update with row-wise Adagrad, as
 `tests/pretend/test_tbe_launches.py` and `test_hash_launches.py` count it: kernels, fills, copies
 and sorts of CUB, each of which starts one or a few kernels. Plain tables take {checked} operations,
-{unchecked} without a bounds check.
+{unchecked} without a bounds check. Tensor trains of three cores take {trains} for any number of
+tables and shapes (`test_tt_launches.py`).
 
 For dynamic tables the number does not depend on what is in the tables, as the host waits
 for nothing: only on whether tables may grow, and on how many keys the batch has per bucket. A batch
@@ -99,8 +101,7 @@ whole kernel, a loop is the instructions of the main loop and the products among
 allows, if nothing else costs time: its instructions at four per clock, or its products at the rate
 of the tensor cores (published by NVIDIA: 512 for TF32 on A100, 1,024 on H100, twice that for BF16),
 and this rate in the peak of float32 arithmetic (64 and 128). On H100 `mma.sync`, which all of them
-use, may not reach the published rate, which is that of `wgmma`. Measured on the H100, products are
-not what a step waits for: `right_partials_kernel`, which has none, takes 37 to 67 % of its time.
+use, may not reach the published rate, which is that of `wgmma`.
 
 """
 _BYTES = """
@@ -115,7 +116,8 @@ so a product needs about five MACs per byte to be bound by float32 arithmetic. L
 tensor cores and wide loads save instructions there (`tt_rows_kernel` and `left_grads_kernel`, for
 ranks or right columns that are no multiples of four, take more than twice as many). Gradients of
 right halves (`right_partials_kernel`) have about one MAC per byte, and four right columns fill
-half a fragment: they stay in float32 arithmetic, as do sums of outer rows.
+half a fragment: on an H100 tensor cores were slower there, so they stay in float32 arithmetic, with
+16 multiply-adds for two loads of 16 bytes. Sums of outer rows are float32 too.
 
 """
 
@@ -130,7 +132,7 @@ def page() -> str:
         rows.append(f"| `{name}` | {' | '.join(n for column in columns for n in column[name])} |")
     table = f"{_TABLE}\nnvcc {nvcc_release()}.\n\n"
     checked, unchecked = (STEPS[name][1] for name in ("plain", "without a bounds check"))
-    launches = _LAUNCHES.format(checked=checked, unchecked=unchecked)
+    launches = _LAUNCHES.format(checked=checked, unchecked=unchecked, trains=TRAINS)
     launches += "\n".join(_launches()) + "\n"
     parts = [_HEAD + "\n".join(models) + "\n" + _PEERS.rstrip(), launches + table + "\n".join(rows)]
     parts += [_TENSOR + "\n".join(loop_table()), _BYTES + "\n".join(byte_table())]

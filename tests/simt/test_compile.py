@@ -43,6 +43,9 @@ QUANT_LOADS = {
     "quant_short_bags_kernel<4>": 13,
 }
 
+# Two loads of 16 bytes for each of up to four lines of a lane.
+RIGHT_PARTIALS, RIGHT_LOADS, RIGHT_REGISTERS = "right_partials_kernel<true>", 6, 72
+
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
 
@@ -79,6 +82,16 @@ def test_quantised_rows_are_in_flight_before_the_first_is_used(architecture: str
         count = found[name]
         assert count is not None
         assert count >= loads, name
+
+
+@needs_nvcc
+@pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_lines_of_right_gradients_are_in_flight_together(architecture: str) -> None:
+    kernel = next(k for k in compiled_kernels(architecture) if k.name == RIGHT_PARTIALS)
+    assert kernel.in_flight is not None
+    assert kernel.in_flight >= RIGHT_LOADS, kernel
+    assert kernel.registers <= RIGHT_REGISTERS, kernel
 
 
 @needs_nvcc

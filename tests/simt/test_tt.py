@@ -232,6 +232,16 @@ def test_cores_in_16_bits_have_the_bits_of_float_ones(case: Case, dtype: torch.d
         assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("words", [1, 480, 481, 4000, 4001, 9000])
+def test_arguments_of_any_size_reach_the_device(words: int) -> None:
+    """In one launch of few words, of many, or in several; nothing is written beyond them."""
+    values = torch.randint(-(2**62), 2**62, (words,), generator=torch.Generator().manual_seed(0))
+    copy = torch.full((words + 1,), 7)
+    library().call("upload", values, words, copy)
+    assert torch.equal(copy[:words], values)
+    assert copy[words] == 7
+
+
 def test_an_empty_batch_has_no_halves() -> None:
     case = Case((3, 4, 5), (2, 2, 2), (3, 3), 4)
     batch = make_batch(case)._replace(

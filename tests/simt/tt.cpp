@@ -23,7 +23,7 @@ std::vector<TtShape> read_shapes(Words* words) {
 
 // Words: shapes, capacity, precision of products, dtype and data of the cores of all tables, eight
 // plan tensors.
-TtBatches read_batches(Words* words) {
+TtBatch read_batch(Words* words) {
   const std::vector<TtShape> shapes = read_shapes(words);
   TtPlan plan{};
   plan.capacity = words->number();
@@ -50,6 +50,7 @@ TtBatches read_batches(Words* words) {
 class Memory {
  public:
   float* operator()(int64_t floats) {
+    if (floats == 0) return nullptr;
     held_.emplace_back(floats, 1e30f);
     return held_.back().data();
   }
@@ -70,6 +71,20 @@ void group_halves(const simt::HostLauncher& launcher, HostSort<uint32_t>* sort,
 }  // namespace emb::cuda
 
 using namespace emb::cuda;
+
+// from, words, to
+extern "C" const char* simt_upload(const int64_t* call) {
+  return return_errors([&](const auto& launcher) {
+    Words words(call);
+    const auto* from = words.pointer<const uint64_t>();
+    const int64_t count = words.number();
+    Upload upload;
+    // Two arrays, of which the first may be empty.
+    upload.add(std::vector<uint64_t>(from, from + count / 3));
+    upload.add(std::vector<uint64_t>(from + count / 3, from + count));
+    upload.start(launcher, words.pointer<uint64_t>());
+  });
+}
 
 // feature tables, features, ids, is_int64, n, offsets, is_int64, bags, bag layout or 0, keys
 extern "C" const char* simt_tt_keys(const int64_t* call) {
@@ -96,20 +111,21 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
     Words words(call);
     const auto* tables = words.pointer<const emb::TtTableIds>();
     const int num_tables = static_cast<int>(words.number());
-    const int64_t left_ids = words.number(), right_ids = words.number();
+    words.number();  // left ids
+    const int64_t right_ids = words.number();
     const auto* keys = words.pointer<const int64_t>();
     const auto* count = words.pointer<const int32_t>();
     const int64_t n = words.number();
     int32_t* plan[emb::kTtPlanTensors];
     for (int32_t*& tensor : plan) tensor = words.pointer<int32_t>();
-    std::vector<int32_t> left_rows(n);
-    HostSort<uint32_t> left(n, left_ids, left_rows.data());
+    std::vector<int32_t> left_of_row(n), range_counts(kTtRanges);
     HostSort<uint32_t> right(n, right_ids, plan[6]);
     int32_t* starts = plan[7];
     launch_tt_split(launcher,
-                    {keys, count, tables, num_tables, left.buffers, right.buffers, starts});
-    group_halves(launcher, &left,
-                 {plan[0], false, plan[1], starts + 2 * num_tables + 1, nullptr, nullptr}, plan[2]);
+                    {keys, count, tables, num_tables, right.buffers, left_of_row.data(),
+                     range_counts.data(), starts},
+                    {count, left_of_row.data(), range_counts.data(), n, plan[0], plan[1], plan[2],
+                     starts + 2 * num_tables + 1});
     group_halves(launcher, &right,
                  {plan[3], false, plan[4], starts + 3 * num_tables + 2, nullptr, nullptr}, plan[5]);
     launch_tt_starts(launcher, {keys, plan[0], plan[3], tables, num_tables, starts});
@@ -120,12 +136,15 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
 extern "C" const char* simt_tt_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    TtBatches batches = read_batches(&words);
-    auto* left_values = words.pointer<float>();
+    TtBatch batch = read_batch(&words);
     Memory memory;
-    widen_left(launcher, &batches, memory);
-    forward_pass(launcher, batches, TtRightMemory(batches, memory), left_values,
-                 words.pointer<float>());
+    TtMemory buffers;
+    buffers.add_forward(&batch, memory);
+    buffers.set_left_values(words.pointer<float>());
+    TtArrays arrays(batch, buffers);
+    arrays.upload(launcher, memory);
+    arrays.make_values(launcher, buffers);
+    arrays.make_rows(launcher, words.pointer<float>());
   });
 }
 
@@ -133,17 +152,19 @@ extern "C" const char* simt_tt_rows(const int64_t* call) {
 extern "C" const char* simt_tt_core_grads(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    TtBatches batches = read_batches(&words);
-    const auto* left_values = words.pointer<const float>();
-    const auto* row_grads = words.pointer<const float>();
+    TtBatch batch = read_batch(&words);
     Memory memory;
-    widen_left(launcher, &batches, memory);
-    const TtRightMemory right(batches, memory);
-    const TtBackwardMemory scratch(batches, memory);
-    for (const TtBatch& batch : batches.tables) {
-      float* grads[emb::kMaxCores] = {};
-      for (int k = 0; k < batch.shape.cores; ++k) grads[k] = words.pointer<float>();
-      backward_pass(launcher, batch, right, scratch, left_values, row_grads, grads);
+    TtMemory buffers;
+    buffers.left_values = words.pointer<const float>();
+    const auto* row_grads = words.pointer<const float>();
+    for (TtBatchTable& table : batch.tables) {
+      for (int k = 0; k < table.shape.cores; ++k) table.grads[k] = words.pointer<float>();
     }
+    buffers.add_forward(&batch, memory);
+    buffers.add_backward(&batch, memory);
+    TtArrays arrays(batch, buffers);
+    arrays.upload(launcher, memory);
+    arrays.make_values(launcher, buffers);
+    arrays.make_grads(launcher, buffers, row_grads);
   });
 }

@@ -1,0 +1,354 @@
+// Gradients of right halves on the GPU, of all tables in one launch: grads[v][jr, r] = sum over the
+// rows j of v and over jl of row_grads[j][jl, jr] * left[jl, r].
+//
+// The rows of a half are cut into chunks of 64, counted from its first row, so that the sums do not
+// depend on the batch. A block of four warps takes a chunk and a tile of 128 ranks and four right
+// columns. Lane i of a warp looks up row i of 32 once: its number and that of its left half; the
+// loop shuffles them. The lanes of a warp take lines (row, jl) side by side, each four neighbours
+// along the rank; four lines per lane are in flight, and each is an outer product of four ranks and
+// four right columns: 16 multiply-adds for two loads of 16 bytes. Lanes and warps are summed in a
+// fixed order. A half of one chunk, as most are, is written at once; the chunks of others are
+// summed by a second kernel, in order. Ranks and columns beyond the end of a table count as zeros,
+// so all shapes have one order of sums; shapes or strides that allow no vectors run on the second
+// instantiation, with the same bits.
+#pragma once
+
+#include "tt/rows.cuh"
+
+namespace emb::cuda {
+
+inline constexpr int kChunkRows = 64;
+inline constexpr int kTileQuads = 32;   // of four ranks each, of a tile
+inline constexpr int kTileColumns = 4;  // right columns of a tile
+
+// Chunk c of half v of the batch has work item v + begin / 64 + c, where `begin` is its first
+// entry of right_rows: no scan is needed, and no two chunks have the same.
+EMB_HD int64_t chunk_items(int64_t rights, int64_t rows) { return rights + rows / kChunkRows + 1; }
+
+// The sums of chunk c of a half of several chunks are in slot 2 (begin / 64) + c: such a half has
+// more than 64 rows, so the next one begins two slots or more after its last.
+EMB_HD int64_t chunk_slots(int64_t rows) { return 2 * (rows / kChunkRows) + 2; }
+
+struct TtRightGrads {
+  const float* row_grads;
+  bool has_vectors;  // whether rows of gradients allow vectors, and 32 bits hold all offsets
+  float* partials;   // [chunk_slots][right_stride]
+  float* values;     // gradients of the values of pairs, [V][right_stride]
+  int max_tiles;     // of any table
+};
+
+EMB_HD int right_tiles(int right_columns, int rank) {
+  const int quads = (rank + 3) / 4;
+  return (quads + kTileQuads - 1) / kTileQuads * ((right_columns + 3) / 4);
+}
+
+EMB_DEVICE bool has_right_vectors(const TtTableRows& table, const TtRightGrads& out) {
+  return out.has_vectors && table.has_vectors && table.right_columns % 4 == 0;
+}
+
+// Rows of one right half that a block adds.
+struct RowChunk {
+  int64_t half;
+  int number, count;  // of this chunk, and of the chunks of the half
+  int first, rows;    // entries of right_rows
+
+  // All lanes of a warp call this.
+  EMB_DEVICE RowChunk(const int32_t* segments, int rights, int64_t item) {
+    const auto first_item = [&](int v) { return int64_t{v} + segments[v] / kChunkRows; };
+    half = warp_search(first_item, rights, item);
+    const int begin = segments[half], end = segments[half + 1];
+    number = static_cast<int>(item - half - begin / kChunkRows);
+    count = (end - begin + kChunkRows - 1) / kChunkRows;
+    first = begin + number * kChunkRows;
+    rows = end - first < kChunkRows ? end - first : kChunkRows;
+  }
+};
+
+// Where element (jr, r) of the gradient of a right half is.
+struct RightGradOf {
+  float* data;
+  int64_t column_stride, rank_stride;
+
+  EMB_DEVICE RightGradOf(const TtRowsArgs& args, const TtTableRows& table, const TtRightGrads& out,
+                         int64_t half) {
+    if (table.last_grads != nullptr) {  // the last core has [rank, right columns]
+      const int64_t id = int64_t{args.plan.rights[half]} - table.first_right;
+      data = table.last_grads + id * table.right_size();
+      column_stride = 1;
+      rank_stride = table.right_columns;
+    } else {
+      data = out.values + half * args.right_stride;
+      column_stride = table.rank;
+      rank_stride = 1;
+    }
+  }
+};
+
+// The lines (row, jl) of a lane, of up to 32 rows whose numbers the lanes of its warp have.
+class LineWalk {
+ public:
+  EMB_DEVICE LineWalk(int quads, int left_columns)
+      : left_columns_(left_columns),
+        lines_of_warp_(static_cast<int>(simt::kWarp) / quads),
+        part_(static_cast<int>(threadIdx.x % simt::kWarp) / quads) {
+    const int lines = lines_of_warp_ * kRowWarps;
+    step_rows_ = lines / left_columns;
+    step_columns_ = lines - step_rows_ * left_columns;
+  }
+
+  // Begin with the first rows; return the number of passes over `rows` rows.
+  EMB_DEVICE int begin(int rows) {
+    const int line = static_cast<int>(threadIdx.x / simt::kWarp) * lines_of_warp_ + part_;
+    rows_ = part_ < lines_of_warp_ ? rows : 0;
+    row_ = line / left_columns_;
+    column_ = line - row_ * left_columns_;
+    const int lines = lines_of_warp_ * kRowWarps;
+    return (rows * left_columns_ + lines - 1) / lines;
+  }
+  EMB_DEVICE bool inside() const { return row_ < rows_; }
+  EMB_DEVICE int row() const { return row_ & static_cast<int>(simt::kWarp - 1); }
+  EMB_DEVICE int column() const { return column_; }
+  EMB_DEVICE void next() {
+    row_ += step_rows_;
+    column_ += step_columns_;
+    if (column_ >= left_columns_) {
+      column_ -= left_columns_;
+      ++row_;
+    }
+  }
+
+ private:
+  int left_columns_, lines_of_warp_, part_, step_rows_, step_columns_;
+  int rows_ = 0, row_ = 0, column_ = 0;
+};
+
+// Sums of four right columns by four ranks.
+struct OuterSums {
+  float sum[16] = {};
+
+  EMB_DEVICE void add(const float (&x)[4], const float (&g)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) sum[j * 4 + r] += g[j] * x[r];
+    }
+  }
+
+  // Add the sums of the lane `offset` lanes away and keep half of 2 kHalf; `first` is the number of
+  // the first that is left.
+  template <int kHalf>
+  EMB_DEVICE void fold(unsigned offset, int* first) {
+    const bool upper = (threadIdx.x & offset) != 0;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float send = upper ? sum[i] : sum[i + kHalf];
+      const float keep = upper ? sum[i + kHalf] : sum[i];
+      sum[i] = keep + __shfl_xor_sync(simt::kFullMask, send, static_cast<int>(offset));
+    }
+    if (upper) *first += kHalf;
+  }
+};
+
+// Sums of the lanes of four warps, [4 right columns, quads * 4 ranks].
+class TileSums {
+ public:
+  static constexpr int kStride = 17;  // of the sums of a lane: no two lanes share a bank
+
+  // Write the sums of all lanes; ends with a barrier.
+  EMB_DEVICE void store(OuterSums* own, int quads) {
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+    const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
+    folded_ = (quads & (quads - 1)) == 0;
+    quads_ = quads;
+    if (!folded_) {
+      float* to = value_of(warp) + lane * kStride;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) to[i] = own->sum[i];
+    } else {
+      int first = 0, count = 16;
+      if (quads <= 16) own->fold<8>(16, &first), count = 8;
+      if (quads <= 8) own->fold<4>(8, &first), count = 4;
+      if (quads <= 4) own->fold<2>(4, &first), count = 2;
+      if (quads <= 2) own->fold<1>(2, &first), count = 1;
+      if (quads == 1) own->sum[0] += __shfl_xor_sync(simt::kFullMask, own->sum[0], 1);
+      // Value i is (right column (first + i) / 4, rank (first + i) % 4 of the quad).
+      float* to = value_of(warp) + lane % quads * 4;
+      const bool writes = quads > 1 || lane % 2 == 0;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        if (writes && i < count) to[(first + i) / 4 * quads * 4 + (first + i) % 4] = own->sum[i];
+      }
+    }
+    __syncthreads();
+  }
+
+  // Return the sum of element (right column j, rank r of the tile).
+  EMB_DEVICE float at(int j, int r) const {
+    float sum = 0.0f;
+    if (folded_) {
+#pragma unroll
+      for (int w = 0; w < kRowWarps; ++w) sum += value_of(w)[j * quads_ * 4 + r];
+      return sum;
+    }
+    const int parts = static_cast<int>(simt::kWarp) / quads_;
+    for (int w = 0; w < kRowWarps; ++w) {
+      for (int i = 0; i < parts; ++i) {
+        sum += value_of(w)[(i * quads_ + r / 4) * kStride + j * 4 + r % 4];
+      }
+    }
+    return sum;
+  }
+
+  EMB_DEVICE explicit TileSums(float* memory) : memory_(memory) {}
+
+  static constexpr int kFloats = kRowWarps * static_cast<int>(simt::kWarp) * kStride;
+
+ private:
+  EMB_DEVICE float* value_of(int warp) const {
+    return memory_ + warp * static_cast<int>(simt::kWarp) * kStride;
+  }
+
+  float* memory_;
+  bool folded_ = false;
+  int quads_ = 0;
+};
+
+// Add the lines of a chunk that belong to this lane: four ranks from `rank`, four columns from
+// `column` on.
+template <bool kVectors>
+EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, const float* row_grads,
+                          const RowChunk& chunk, int quads, int rank, int column, OuterSums* sums) {
+  constexpr int kLinesInFlight = kVectors ? 4 : 2;  // of a lane
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int ranks = table.rank, columns = table.right_columns;
+  const auto left = args.left_of(table);
+  LineWalk walk(quads, table.left_columns);
+  for (int done = 0; done < chunk.rows; done += static_cast<int>(simt::kWarp)) {
+    const int rest = chunk.rows - done, rows = rest < 32 ? rest : 32;
+    uint32_t own_left = 0, own_row = 0;  // with vectors in units of four floats
+    if (lane < rows) {
+      const int64_t j = args.plan.right_rows[chunk.first + done + lane];
+      const int64_t u = args.plan.row_lefts[j];
+      const int64_t number = left.ids != nullptr ? left.ids[u] - left.first_id : u;
+      own_left = static_cast<uint32_t>(kVectors ? number * (left.stride / 4) : number);
+      own_row = static_cast<uint32_t>(kVectors ? j * (args.row_stride / 4) : j);
+    }
+    const int passes = walk.begin(rows);
+#pragma unroll 1
+    for (int pass = 0; pass < passes; pass += kLinesInFlight) {
+      float x[kLinesInFlight][4], g[kLinesInFlight][4];
+#pragma unroll
+      for (int i = 0; i < kLinesInFlight; ++i) {
+        const uint32_t of_left = __shfl_sync(simt::kFullMask, own_left, walk.row());
+        const uint32_t of_row = __shfl_sync(simt::kFullMask, own_row, walk.row());
+        const bool inside = walk.inside();
+        const int jl = walk.column();
+        if constexpr (kVectors) {
+          const uint32_t a = of_left + static_cast<uint32_t>(jl * (ranks / 4));
+          const uint32_t b = of_row + static_cast<uint32_t>(jl * (columns / 4));
+          load_four(left.data + rank + uint64_t{a} * 4, inside, true, x[i]);
+          load_four(row_grads + column + uint64_t{b} * 4, inside, true, g[i]);
+        } else {
+          RowSlice<float, 4> of_x, of_g;
+          if (inside) {
+            of_x.load_scalar(left.data + of_left * left.stride + int64_t{1} * jl * ranks + rank,
+                             ranks - rank);
+            of_g.load_scalar(
+                row_grads + of_row * args.row_stride + int64_t{1} * jl * columns + column,
+                columns - column);
+          }
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            x[i][k] = of_x[k];
+            g[i][k] = of_g[k];
+          }
+        }
+        walk.next();
+      }
+#pragma unroll
+      for (int i = 0; i < kLinesInFlight; ++i) sums->add(x[i], g[i]);
+    }
+  }
+}
+
+// Seven blocks per multiprocessor allow the registers of four lines; with eight ptxas adds the
+// first lines before it asks for the others.
+template <bool kVectors>
+__global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
+    right_partials_kernel(TtRowsArgs args, TtRightGrads out) {
+  __shared__ float memory[TileSums::kFloats];
+  const int rights = static_cast<int>(args.rights());
+  const int64_t work = rights == 0 ? 0 : chunk_items(rights, args.rows()) * out.max_tiles;
+  for (int64_t w = blockIdx.x; w < work; w += gridDim.x) {
+    const int64_t item = w / out.max_tiles;
+    const RowChunk chunk(args.plan.right_segments, rights, item);
+    if (chunk.number >= chunk.count) continue;
+    const TtTableRows& table = args.table_of_right(chunk.half);
+    const int tile = static_cast<int>(w - item * out.max_tiles);
+    if (tile >= right_tiles(table.right_columns, table.rank)) continue;
+    if (has_right_vectors(table, out) != kVectors) continue;
+    const int all_quads = (table.rank + 3) / 4;
+    const int rank_tiles = (all_quads + kTileQuads - 1) / kTileQuads;
+    const int column = tile / rank_tiles * kTileColumns;
+    const int first_quad = tile % rank_tiles * kTileQuads;
+    const int quads = all_quads - first_quad < kTileQuads ? all_quads - first_quad : kTileQuads;
+    const int lane_quad = static_cast<int>(threadIdx.x % simt::kWarp) % quads;
+    OuterSums sums;
+    add_lines<kVectors>(args, table, out.row_grads, chunk, quads, (first_quad + lane_quad) * 4,
+                        column, &sums);
+    TileSums total(memory);
+    total.store(&sums, quads);
+    RightGradOf to(args, table, out, chunk.half);
+    if (chunk.count > 1) {
+      const int64_t slot = 2 * int64_t{args.plan.right_segments[chunk.half] / kChunkRows};
+      to.data = out.partials + (slot + chunk.number) * args.right_stride;
+      to.column_stride = table.rank;
+      to.rank_stride = 1;
+    }
+    const int width = quads * 4;
+    for (int e = static_cast<int>(threadIdx.x); e < kTileColumns * width; e += kRowThreads) {
+      const int j = e / width, r = e - j * width;
+      if (column + j >= table.right_columns || first_quad * 4 + r >= table.rank) continue;
+      to.data[(column + j) * to.column_stride + (first_quad * 4 + r) * to.rank_stride] =
+          total.at(j, r);
+    }
+    __syncthreads();
+  }
+}
+
+// The gradients of halves of several chunks: the sums of their chunks, in order. A warp per half.
+[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, 8)
+    right_sums_kernel(TtRowsArgs args, TtRightGrads out) {
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int64_t rights = args.rights();
+  const int32_t* segments = args.plan.right_segments;
+  for (int64_t v = simt::global_warp(); v < rights; v += simt::warps_in_grid()) {
+    const int begin = segments[v], chunks = (segments[v + 1] - begin + kChunkRows - 1) / kChunkRows;
+    if (chunks <= 1) continue;
+    const TtTableRows& table = args.table_of_right(v);
+    const RightGradOf to(args, table, out, v);
+    const float* from = out.partials + 2 * int64_t{begin / kChunkRows} * args.right_stride;
+    const int size = static_cast<int>(table.right_size());
+    for (int e = lane; e < size; e += static_cast<int>(simt::kWarp)) {
+      float sum = 0.0f;
+#pragma unroll 4
+      for (int c = 0; c < chunks; ++c) sum += from[c * args.right_stride + e];
+      const int column = e / table.rank;
+      to.data[column * to.column_stride + (e - column * table.rank) * to.rank_stride] = sum;
+    }
+  }
+}
+
+// `rights` is the most right halves that there may be; `kernels` says which instantiations.
+template <class Launcher>
+void launch_right_grads(const Launcher& launcher, bool any_vectors, bool any_scalars,
+                        int64_t rights, const TtRowsArgs& args, const TtRightGrads& out) {
+  const int64_t work = chunk_items(rights, args.plan.capacity) * out.max_tiles;
+  const unsigned grid = blocks_for(work, 1, launcher.blocks(64));
+  if (any_vectors) launcher(right_partials_kernel<true>, grid, kRowThreads, args, out);
+  if (any_scalars) launcher(right_partials_kernel<false>, grid, kRowThreads, args, out);
+  launcher(right_sums_kernel, blocks_for(rights, kRowWarps, launcher.blocks(32)), kRowThreads, args,
+           out);
+}
+
+}  // namespace emb::cuda

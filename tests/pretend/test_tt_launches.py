@@ -1,0 +1,61 @@
+"""What a training step of tensor trains starts on the device: the same for any number of tables.
+
+The budgets are exact: a step that needs fewer launches shows here too, and its budget is lowered.
+CUB's sorts count as one operation each, whatever they launch.
+"""
+
+import pytest
+import torch
+
+from emblib import Precision, TableBatchedTTEmbeddingBags, TTSpec, optim
+from tests.pretend import torch_cuda
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch_cuda.gpu is None, reason="needs the pretend GPU"),
+]
+
+SMALL = TTSpec(120, 16, (4, 4), (4, 5, 6), (2, 2, 4))
+WIDE = TTSpec(110, 32, (8, 4), (4, 5, 6), (2, 4, 4))
+LOW = TTSpec(60, 8, (4, 8), (3, 4, 5), (2, 1, 4))
+# Shapes that run on other kernels: no vectors, two cores, four cores.
+ODD = TTSpec(60, 6, (3, 3), (3, 4, 5), (2, 3, 1))
+TWO_CORES = TTSpec(60, 16, (4,), (10, 6), (4, 4))
+FOUR_CORES = TTSpec(120, 16, (4, 4, 4), (2, 3, 4, 5), (2, 2, 2, 2))
+
+BUDGET = 35
+CASES: dict[str, tuple[tuple[TTSpec, ...], torch.dtype, int]] = {
+    "three equal tables": ((SMALL,) * 3, torch.float32, BUDGET),
+    "ten equal tables": ((SMALL,) * 10, torch.float32, BUDGET),
+    "thirty equal tables": ((SMALL,) * 30, torch.float32, BUDGET),
+    "three shapes": ((SMALL, WIDE, LOW), torch.float32, BUDGET),
+    "three shapes, thirty tables": ((SMALL, WIDE, LOW) * 10, torch.float32, BUDGET),
+    "16 bits": ((SMALL, WIDE, LOW) * 2, torch.float16, BUDGET + 2),
+    # Rows, left and right gradients on two kernels each; the mirrored cores of right pairs, before
+    # either pass and after the products; their values in the backward pass.
+    "other kernels": ((SMALL, ODD, TWO_CORES, FOUR_CORES) * 2, torch.float32, BUDGET + 7),
+}
+
+
+def step_counts(specs: tuple[TTSpec, ...], dtype: torch.dtype) -> dict[str, int]:
+    """Count what the device gets to do in the second step."""
+    gpu, bags = torch_cuda.gpu, 4
+    optimizer, precision = optim.Adagrad(0.1), Precision(weights=dtype)
+    module = TableBatchedTTEmbeddingBags(specs, optimizer, device="cuda", precision=precision)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.randint(0, spec.rows, (bags,), generator=generator) for spec in specs])
+    ids, offsets = ids.cuda(), torch.arange(ids.numel() + 1).cuda()
+    gradient = torch.ones(bags, sum(spec.dim for spec in specs), device="cuda")
+    module(ids, offsets).backward(gradient)
+    gpu.reset_counts()
+    module(ids, offsets).backward(gradient)
+    counts: dict[str, int] = gpu.counts()
+    return counts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches_of_a_step(name: str) -> None:
+    specs, dtype, budget = CASES[name]
+    counts = step_counts(specs, dtype)
+    assert not [what for what in counts if what.startswith("wait ")]
+    assert sum(counts.values()) == budget, counts
