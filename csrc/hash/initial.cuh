@@ -1,6 +1,5 @@
-// `hash_initial_rows_` on the GPU: a warp takes up to 32 new rows of a table, of which each lane
-// loads one slot and key. Then a lane takes four elements of a row at a time, the words of one
-// Philox counter, and gets slot and key of that row by shuffles.
+// `hash_initial_rows_` on the GPU: a warp takes up to 32 new rows of a table, and a lane four
+// elements of a row at a time, the words of one Philox counter.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -44,33 +43,23 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& lay
   }
 }
 
-// Write one array of the rows of a warp's misses, whose slot and key each lane has: slot -1 for
-// none. Rows have far fewer than 2^29 elements, so 32 bits can number the counters of 32 rows.
-EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int count, int64_t slot,
-                              int64_t key) {
+// Write the rows of misses [begin, begin + count) of table t in one array. Rows have far fewer than
+// 2^29 elements, so 32 bits can number the counters of 32 rows.
+EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_t begin,
+                              int count) {
   const InitialLayout layout = rows.layout[int64_t{t} * rows.num_buffers + buffer];
   const InitialRule& rule = rows.rules[int64_t{t} * rows.num_buffers + buffer];
   const InitialBuffer& out = rows.buffers[buffer];
-  const auto blocks = static_cast<uint32_t>((layout.dim + 3) / 4), total = blocks * count;
-  const uint32_t lane = threadIdx.x % simt::kWarp;
-  if (blocks == 0) return;
-  uint32_t row = lane / blocks, block = lane - row * blocks;
-  for (uint32_t begin = 0; begin < total; begin += simt::kWarp) {
-    const int source = static_cast<int>(row % simt::kWarp);
-    const int64_t slot_of_row = __shfl_sync(simt::kFullMask, slot, source);
-    const int64_t key_of_row = __shfl_sync(simt::kFullMask, key, source);
-    if (begin + lane < total && slot_of_row >= 0 && slot_of_row < layout.rows) {
-      const int64_t column = int64_t{4} * block, left = layout.dim - column;
-      float values[4];
-      initial_values(rule, layout, key_of_row, rows.seed, block, values);
-      write_columns(out.data, out.type, layout.offset + slot_of_row * layout.stride + column,
-                    left < 4 ? static_cast<int>(left) : 4, values);
-    }
-    block += simt::kWarp;
-    if (block >= blocks) {
-      row += block / blocks;
-      block %= blocks;
-    }
+  const auto blocks = static_cast<uint32_t>((layout.dim + 3) / 4);
+  for (uint32_t i = threadIdx.x % simt::kWarp; i < blocks * count; i += simt::kWarp) {
+    const uint32_t row = i / blocks, block = i - row * blocks;
+    const int64_t slot = rows.slots[begin + row];
+    if (slot < 0 || slot >= layout.rows) continue;
+    const int64_t column = int64_t{4} * block, left = layout.dim - column;
+    float values[4];
+    initial_values(rule, layout, rows.ids[rows.first[begin + row]], rows.seed, block, values);
+    write_columns(out.data, out.type, layout.offset + slot * layout.stride + column,
+                  left < 4 ? static_cast<int>(left) : 4, values);
   }
 }
 
@@ -85,13 +74,8 @@ EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int co
     for (int64_t miss = tile; miss < tile_end;) {
       const int t = warp_search(start, rows.num_tables, miss);
       const int64_t next = rows.offsets[t + 1], stop = next < tile_end ? next : tile_end;
-      const int64_t mine = miss + threadIdx.x % simt::kWarp;
-      const int64_t slot = mine < stop ? rows.slots[mine] : -1;
-      const int64_t key = slot >= 0 ? rows.ids[rows.first[mine]] : 0;
-      if (__any_sync(simt::kFullMask, slot >= 0)) {
-        for (int buffer = 0; buffer < rows.num_buffers; ++buffer) {
-          write_initial(rows, t, buffer, static_cast<int>(stop - miss), slot, key);
-        }
+      for (int buffer = 0; buffer < rows.num_buffers; ++buffer) {
+        write_initial(rows, t, buffer, miss, static_cast<int>(stop - miss));
       }
       miss = stop;
     }

@@ -432,8 +432,8 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
   });
 }
 
-// Four blocks per multiprocessor: for more, the compiler would spill registers.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 4)
+// Three blocks per multiprocessor: for more, the compiler would spill registers.
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 3)
     hash_serve_kernel(Insertion insertion, int round) {
   __shared__ int range[2];
   for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool active) {
@@ -444,15 +444,15 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
 // The list of a table in the block that finishes it: [0, size) of `misses`.
 struct PendingList {
   int32_t* misses;
-  int64_t size;
+  int size;
 
-  EMB_DEVICE int64_t at(int64_t i) const { return i < size ? misses[i] : -1; }
+  EMB_DEVICE int64_t at(int i) const { return i < size ? misses[i] : -1; }
 
   // Drop the misses that are not pending. `size_of_block` is one number of the block.
   EMB_DEVICE void compact(const Insertion& insertion, int* size_of_block) {
     if (threadIdx.x == 0) *size_of_block = 0;
-    for (int64_t tile = 0; tile < size; tile += kFinishThreads) {
-      const int64_t miss = at(tile + threadIdx.x);
+    for (int tile = 0; tile < size; tile += kFinishThreads) {
+      const int64_t miss = at(tile + static_cast<int>(threadIdx.x));
       const bool stays = miss >= 0 && insertion.is_pending(miss);
       __syncthreads();  // the list ends before the tile: all of it has been read
       if (stays) misses[atomicAdd(size_of_block, 1)] = static_cast<int32_t>(miss);
@@ -473,26 +473,31 @@ struct PendingList {
   const int64_t* offsets = insertion.misses.offsets;
   for (int t = static_cast<int>(blockIdx.x); t < insertion.index.num_tables;
        t += static_cast<int>(gridDim.x)) {
-    const int64_t first = offsets[t], count = offsets[t + 1] - first;
+    const auto first = static_cast<int>(offsets[t]);
+    const int count = static_cast<int>(offsets[t + 1]) - first;
     const int64_t buckets = insertion.index.field(t, kBuckets);
     PendingList list{insertion.pending + first, insertion.num_pending[t]};
-    int64_t begun = choosers(buckets, first_round - 1);
+    const auto choosers_of = [&](int round) {
+      const int64_t choose = choosers(buckets, round);
+      return choose < count ? static_cast<int>(choose) : count;
+    };
+    int begun = choosers_of(first_round - 1);
     list.compact(insertion, &list_size);
     for (int round = first_round; list.size > 0 || begun < count; ++round) {
-      const int64_t choose = choosers(buckets, round), end = choose < count ? choose : count;
-      for (int64_t i = begun + threadIdx.x; i < end; i += kFinishThreads) {
-        list.misses[list.size + i - begun] = static_cast<int32_t>(first + i);
+      const int end = choosers_of(round);
+      for (int i = begun + static_cast<int>(threadIdx.x); i < end; i += kFinishThreads) {
+        list.misses[list.size + i - begun] = first + i;
       }
-      if (begun < end) list.size += end - begun;
-      begun = end > begun ? end : begun;
+      list.size += end - begun;
+      begun = end;
       __syncthreads();
-      for (int64_t tile = 0; tile < list.size; tile += kFinishThreads) {
+      for (int tile = 0; tile < list.size; tile += kFinishThreads) {
         const int64_t miss = list.at(tile + self);
         const bool active = miss >= 0 && insertion.is_pending(miss);
         if (__any_sync(simt::kFullMask, active)) choose_bucket(insertion, miss, t, active);
       }
       __syncthreads();
-      for (int64_t tile = 0; tile < list.size; tile += kFinishThreads) {
+      for (int tile = 0; tile < list.size; tile += kFinishThreads) {
         const int64_t miss = list.at(tile + self);
         serve_buckets(insertion, miss, t, miss >= 0);
       }
