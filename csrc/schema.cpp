@@ -81,22 +81,32 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def("hash_find(Tensor[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
       "hash_touch_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables, Tensor? counts,"
-      " Tensor? batch_scores, int order) -> Tensor");
-  m.def(
-      "hash_misses(Tensor ids, Tensor starts, Tensor tables, Tensor slots, Tensor? counts,"
-      " SymInt num_tables) -> (Tensor first, Tensor groups, Tensor totals, Tensor offsets)");
+      " Tensor? batch_scores, int order)"
+      " -> (Tensor slots, Tensor first, Tensor groups, Tensor totals, Tensor offsets)");
   m.def(
       "hash_grow_(Tensor(a!)[] index, Tensor(b!)[] rows, Tensor row_layout, Tensor ids,"
       " Tensor starts, Tensor tables, Tensor(c!) slots, Tensor offsets, Tensor? admitted) -> ()");
   m.def(
       "hash_insert_(Tensor(a!)[] index, Tensor ids, Tensor first, Tensor totals, Tensor offsets,"
-      " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy)"
-      " -> (Tensor slots, Tensor status, Tensor evicted)");
-  m.def("hash_fill_slots(Tensor slots, Tensor inserted, Tensor groups) -> Tensor");
+      " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy, Tensor? slots=None,"
+      " Tensor? groups=None) -> (Tensor inserted, Tensor status, Tensor evicted,"
+      " Tensor key_slots, Tensor key_status)");
   m.def("hash_erase_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"
       " SymInt before) -> Tensor");
+  // Rows of values by slot, [slots, dim]; slot -1 is none.
+  m.def(
+      "hash_find_rows(Tensor[] index, Tensor ids, Tensor starts, Tensor tables, Tensor values,"
+      " float default_value) -> (Tensor rows, Tensor found)");
+  m.def("hash_read_rows(Tensor values, Tensor slots, float default_value) -> Tensor");
+  m.def(
+      "hash_start_rows_(Tensor(a!) values, Tensor slots, Tensor groups, Tensor first,"
+      " Tensor starting, float default_value, bool reads) -> Tensor");
+  m.def("hash_write_rows_(Tensor(a!) values, Tensor slots, Tensor rows) -> ()");
+  m.def(
+      "hash_evicted_rows(Tensor values, Tensor slots, Tensor status, Tensor evicted)"
+      " -> (Tensor keys, Tensor rows, Tensor stamps, Tensor scores, Tensor count)");
   m.def(
       "hash_initial_rows_(Tensor(a!)[] row_buffers, Tensor layout, Tensor rules, Tensor ids,"
       " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");

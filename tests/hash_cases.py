@@ -15,6 +15,7 @@ from torch import Tensor
 from emblib.ops.codes import HASH_ORDER, INSERT_POLICY
 from emblib.reference.hash import (
     EVICTING,
+    HIT,
     NEW,
     SLOTS,
     HashModel,
@@ -27,7 +28,7 @@ from emblib.reference.hash import (
 )
 
 Op = Callable[..., Any]
-OPS = ("find", "touch_", "misses", "grow_", "insert_", "fill_slots", "erase_", "expire_")
+OPS = ("find", "touch_", "grow_", "insert_", "erase_", "expire_")
 
 # Keys at the ends of the range and around zero; -1 is also the greatest unsigned one.
 EDGE_KEYS = (*range(-4, 5), -(2**63), -(2**63) + 1, 2**63 - 2, 2**63 - 1)
@@ -265,11 +266,10 @@ class Twin:
         """A training step as far as the index goes; the misses say what became of them."""
         scores = batch.scores(len(self.tables.sizes))
         arguments = (batch.counts, batch.batch_scores, HASH_ORDER[self.tables.order])
-        slots = self.ops["touch_"](self.index, *batch.keys, *arguments)
+        slots, *found = self.ops["touch_"](self.index, *batch.keys, *arguments)
         want = self.model.touch(batch.positions, batch.uses, scores)
         assert slots.tolist() == want
         self.compare()
-        found = self.ops["misses"](*batch.keys, slots, batch.counts, len(self.tables.sizes))
         misses = self.model.misses(batch.positions, want, batch.uses)
         self._compare_misses(found, misses)
         first, groups, totals, offsets = found
@@ -279,11 +279,13 @@ class Twin:
         self._grow(batch, (slots, offsets, admitted), misses)
         ways = (admitted, batch.batch_scores, HASH_ORDER[self.tables.order])
         ways += (INSERT_POLICY[self.tables.insert_policy],)
-        placed = self.ops["insert_"](self.index, batch.ids, first, totals, offsets, *ways)
+        call = (self.index, batch.ids, first, totals, offsets, *ways, slots, groups)
+        *placed, filled, statuses = self.ops["insert_"](*call)
         self.model.insert(misses, scores)
         self._compare_placed(placed, misses)
-        filled = self.ops["fill_slots"](slots, placed[0], groups)
         assert filled.tolist() == fill_slots(slots, placed[0], groups).tolist()
+        hits = torch.full_like(statuses, HIT)
+        assert statuses.tolist() == fill_slots(hits, placed[1], groups).tolist()
         for t, missing in enumerate(misses):
             gone = [(miss.slot, miss.evicted.key) for miss in missing if miss.evicted is not None]
             # Rows of what gave way are still there to be read.
@@ -325,8 +327,8 @@ class Twin:
         gone = [miss.evicted for miss in flat]
         assert slots.tolist() == [miss.slot for miss in flat] + [-1] * left
         assert status.tolist() == [miss.status for miss in flat] + [0] * left
-        words = [[0] * 3 if e is None else [e.key, e.stamp, e.score] for e in gone]
-        assert evicted.tolist() == words + [[0] * 3] * left
+        words = [[e.key, e.stamp, e.score] for e in gone if e is not None]
+        assert evicted[status == EVICTING].tolist() == words
         assert all((miss.slot >= 0) == (miss.status in (NEW, EVICTING)) for miss in flat)
 
     def erase(self, batch: Batch) -> None:

@@ -1,14 +1,17 @@
 // The arguments of the hash ops, checked and in the form that the kernels take.
 #pragma once
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "core/check.h"
+#include "core/half.h"
 #include "hash/args.h"
 #include "hash/initial.h"
+#include "hash/rows.h"
 
 namespace emb {
 
@@ -260,7 +263,7 @@ class Misses {
   const bool* admitted_ = nullptr;
 };
 
-// The tensors that hash_misses returns, uninitialised.
+// What hash_touch_ returns about misses, uninitialised.
 struct MissTensors {
   Tensor first, groups, totals, offsets;
 
@@ -269,27 +272,38 @@ struct MissTensors {
         groups(allocate(ids, {ids.numel()}, ScalarType::Int)),
         totals(allocate(ids, {ids.numel()})),
         offsets(allocate(ids, {num_tables + 1})) {}
-
-  std::tuple<Tensor, Tensor, Tensor, Tensor> all() const {
-    return {first, groups, totals, offsets};
-  }
 };
 
-// The arguments of hash_fill_slots: slots and groups are by position, inserted is by miss.
-struct SlotsToFill {
-  const int64_t *slots, *inserted;
-  const int32_t* groups;
-  int64_t n, num_inserted;
+// The results of hash_insert_, uninitialised: by miss, and by position if `slots` and `groups`,
+// those of the batch, are passed.
+struct InsertTensors {
+  const int64_t* slots;
+  const int32_t* groups = nullptr;
+  int64_t positions;
+  Tensor inserted, status, evicted, filled, key_status;
 
-  SlotsToFill(const char* op, const Tensor& slots_, const Tensor& inserted_, const Tensor& groups_)
-      : slots(optional_longs(op, "slots", slots_, groups_.numel(), slots_)),
-        inserted(optional_longs(op, "inserted", inserted_, inserted_.numel(), slots_)),
-        n(slots_.numel()),
-        num_inserted(inserted_.numel()) {
-    check_dtype(op, "groups", groups_, ScalarType::Int, "int32");
-    check_same_device(op, "groups", groups_, slots_);
-    STD_TORCH_CHECK(groups_.is_contiguous(), op, ": groups must be contiguous");
-    groups = groups_.const_data_ptr<int32_t>();
+  InsertTensors(const char* op, const Tensor& ids, const std::optional<Tensor>& slots_,
+                const std::optional<Tensor>& groups_)
+      : slots(optional_longs(op, "slots", slots_, ids.numel(), ids)),
+        positions(slots_ ? ids.numel() : 0),
+        inserted(allocate(ids, {ids.numel()})),
+        status(allocate(ids, {ids.numel()}, ScalarType::Byte)),
+        evicted(allocate(ids, {ids.numel(), 3})),
+        filled(allocate(ids, {positions})),
+        key_status(allocate(ids, {positions}, ScalarType::Byte)) {
+    STD_TORCH_CHECK(slots_.has_value() == groups_.has_value(), op,
+                    ": slots and groups must be passed together");
+    if (!groups_) return;
+    check_dtype(op, "groups", *groups_, ScalarType::Int, "int32");
+    check_same_device(op, "groups", *groups_, ids);
+    STD_TORCH_CHECK(groups_->is_contiguous() && groups_->numel() == positions, op,
+                    ": groups must be contiguous with ", positions, " entries, got ",
+                    groups_->numel());
+    groups = groups_->const_data_ptr<int32_t>();
+  }
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all() const {
+    return {inserted, status, evicted, filled, key_status};
   }
 };
 
@@ -331,6 +345,97 @@ struct RowBuffers {
   }
 
   const RowBuffer* of(int64_t table) const { return buffers.data() + table * count; }
+};
+
+// Values by slot: [slots, dim], of which the rows are contiguous.
+struct RowMatrix {
+  const Tensor& values;
+  int64_t count, dim;
+
+  RowMatrix(const char* op, const Tensor& values_, const Tensor& like)
+      : values(values_),
+        count(values_.dim() == 2 ? values_.size(0) : 0),
+        dim(values_.dim() == 2 ? values_.size(1) : 0) {
+    const int64_t size = values.element_size();
+    STD_TORCH_CHECK(
+        values.dim() == 2 && (dim <= 1 || values.stride(1) == 1) && values.stride(0) >= dim, op,
+        ": values must be a matrix [slots, dim] with contiguous rows");
+    STD_TORCH_CHECK(size == 2 || size == 4 || size == 8, op,
+                    ": elements of values must have 2, 4 or 8 bytes, got ", size);
+    check_same_device(op, "values", values, like);
+  }
+
+  // Check that `rows` [n, dim] are of the same kind.
+  void check_rows(const char* op, const char* name, const Tensor& rows, int64_t n) const {
+    STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == n && rows.size(1) == dim &&
+                        rows.is_contiguous() && rows.scalar_type() == values.scalar_type(),
+                    op, ": ", name, " must be contiguous, of the dtype of values and of shape [", n,
+                    ", ", dim, "]");
+    check_same_device(op, name, rows, values);
+  }
+
+  // Return the rows; `with` are addresses that rows are copied from or to.
+  RowBytes bytes(std::initializer_list<const void*> with) const {
+    const int64_t size = values.element_size(), stride = count > 1 ? values.stride(0) : dim;
+    void* data = const_cast<void*>(values.const_data_ptr());
+    auto bits = reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(dim * size) |
+                static_cast<uintptr_t>(stride * size);
+    for (const void* address : with) bits |= reinterpret_cast<uintptr_t>(address);
+    return {data, dim * size, stride * size, count, alignment_of(bits)};
+  }
+
+  // Return the bits of a default value, which fill 32 bits.
+  uint32_t fill(const char* op, double value) const {
+    const auto number = static_cast<float>(value);
+    switch (float_dtype(op, "values", values.scalar_type())) {
+      case Dtype::kFloat:
+        return float_bits(number);
+      case Dtype::kHalf:
+        return from_float<half16>(number).bits * 0x10001u;
+      default:
+        return from_float<bfloat16>(number).bits * 0x10001u;
+    }
+  }
+};
+
+// The checked arguments of `hash_start_rows_` by miss and by position.
+struct StartingArguments {
+  const int64_t *slots, *first;
+  const int32_t* groups;
+  int64_t n;
+
+  StartingArguments(const char* op, const RowMatrix& matrix, const Tensor& slots_,
+                    const Tensor& groups_, const Tensor& first_, const Tensor& starting)
+      : slots(optional_longs(op, "slots", slots_, slots_.numel(), matrix.values)),
+        first(optional_longs(op, "first", first_, slots_.numel(), matrix.values)),
+        n(slots_.numel()) {
+    check_dtype(op, "groups", groups_, ScalarType::Int, "int32");
+    check_same_device(op, "groups", groups_, matrix.values);
+    STD_TORCH_CHECK(groups_.is_contiguous() && groups_.numel() == n, op,
+                    ": groups must be contiguous with ", n, " entries, got ", groups_.numel());
+    groups = groups_.const_data_ptr<int32_t>();
+    matrix.check_rows(op, "starting", starting, n);
+  }
+};
+
+// The checked arguments of `hash_evicted_rows`, and its results, uninitialised.
+struct EvictedArguments {
+  const int64_t *slots, *words;
+  const uint8_t* status;
+  int64_t n;
+
+  EvictedArguments(const char* op, const RowMatrix& matrix, const Tensor& slots_,
+                   const Tensor& status_, const Tensor& evicted)
+      : slots(optional_longs(op, "slots", slots_, slots_.numel(), matrix.values)),
+        words(optional_longs(op, "evicted", evicted, 3 * slots_.numel(), matrix.values)),
+        n(slots_.numel()) {
+    check_dtype(op, "status", status_, ScalarType::Byte, "uint8");
+    check_same_device(op, "status", status_, matrix.values);
+    check_num_keys(op, n);
+    STD_TORCH_CHECK(status_.is_contiguous() && status_.numel() == n, op,
+                    ": status must be contiguous with ", n, " entries, got ", status_.numel());
+    status = static_cast<const uint8_t*>(status_.const_data_ptr());
+  }
 };
 
 // The arguments of `hash_initial_rows_`; `check` covers everything but the contents of tensors that

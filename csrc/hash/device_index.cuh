@@ -92,6 +92,32 @@ EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
   return find_in_bucket(table, table.second(mixed), tag_of(mixed), key);
 }
 
+// Return the sum of `value` over the threads of the block before this one, and the sum over all in
+// `*total`. `shared` has one entry per warp. Called by the whole block.
+EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
+  const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
+  int64_t sum = value;
+  for (unsigned offset = 1; offset < simt::kWarp; offset *= 2) {
+    const int64_t other = __shfl_up_sync(simt::kFullMask, sum, offset);
+    if (lane >= static_cast<int>(offset)) sum += other;
+  }
+  if (lane == kSlots - 1) shared[warp] = sum;
+  __syncthreads();
+  *total = 0;
+  for (int w = 0; w < kTileThreads / kSlots; ++w) {
+    if (w == warp) sum += *total;
+    *total += shared[w];
+  }
+  __syncthreads();
+  return sum - value;
+}
+
+// Return where the part of n elements begins that a block works on, a multiple of a tile; the parts
+// of all blocks follow one another.
+EMB_DEVICE int64_t block_begin(int64_t n, unsigned block) {
+  return (n + kTileThreads - 1) / kTileThreads * block / gridDim.x * kTileThreads;
+}
+
 // Call `body(x, i)` for every x in [0, n), where i is the interval of x by `starts`, -1 for none.
 // Called by all threads of a grid of kTileThreads per block. Whole warps call `body`, so it may use
 // collectives; the last lanes have x >= n and i = -1. `shared` is two ints of the block.

@@ -1,7 +1,9 @@
-// `hash_find` and `hash_touch_` on the GPU, one thread per key.
+// `hash_find` and `hash_touch_` on the GPU, one thread per key. The thread of a missing key claims
+// a cell for it at once, from which misses.cuh makes the list of misses.
 #pragma once
 
 #include "hash/device_index.cuh"
+#include "hash/misses.cuh"
 
 namespace emb::cuda {
 
@@ -11,15 +13,22 @@ struct KeyTouch {
   const int64_t *counts, *batch_scores;  // by id and by table; null for 1 and 0
 };
 
-// Advance the clock and count positions: everything that is known before keys are looked up.
+// Advance the clock, count positions, and clear what the batch's misses are counted in: everything
+// that is known before keys are looked up.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_advance_clock_kernel(DeviceIndex index, KeyBatch batch) {
-  if (threadIdx.x == 0) *index.clock += 1;
-  for (int f = static_cast<int>(threadIdx.x); f < batch.segments; f += kTileThreads) {
+    hash_begin_batch_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, FirstCounts counts,
+                            MissOutput out) {
+  const int64_t self = simt::global_thread(), step = simt::threads_in_grid();
+  if (self == 0) *index.clock += 1;
+  for (int64_t f = self; f < batch.segments; f += step) {
+    counts.by_segment[f] = 0;
     const int64_t t = batch.tables[f];
     if (t < 0 || t >= index.num_tables) continue;
     add_to(index.counters + t * kHashCounters + kLookups, batch.starts[f + 1] - batch.starts[f]);
   }
+  if (batch.n == 0) return;
+  for (int64_t i = self; i <= keys.mask; i += step) keys.cells[i] = kEmptyCell;
+  for (int64_t i = self; i < batch.n; i += step) out.first[i] = out.totals[i] = 0;
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
@@ -51,7 +60,8 @@ EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, 
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch use, int64_t* slots) {
+    hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch use, KeyCells keys,
+                      int64_t* slots) {
   __shared__ int range[2];
   const int64_t stamp = *index.clock;
   TableTally hits = counter_tally(index, kHits);
@@ -62,7 +72,11 @@ EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, 
       slot = find_slot(table, batch.ids[position]);
       if (slot != kNoSlot) entry = table.entry(slot);
     }
-    if (position < batch.n) slots[position] = slot;
+    if (position < batch.n) {
+      slots[position] = slot;
+      const bool is_missing = t >= 0 && slot == kNoSlot;
+      keys.cell_of[position] = is_missing ? keys.claim(batch.ids, position, t) : kNoCell;
+    }
     touch_entry(use, stamp, entry, position,
                 t < 0 || use.batch_scores == nullptr ? 0 : use.batch_scores[t]);
     hits.add(t, slot != kNoSlot);
@@ -77,13 +91,21 @@ void launch_hash_find(const Launcher& launcher, const DeviceIndex& index, const 
   launcher(hash_find_kernel, key_blocks(launcher, batch.n), kTileThreads, index, batch, slots);
 }
 
-template <class Launcher>
-void launch_hash_touch(const Launcher& launcher, const DeviceIndex& index, const KeyBatch& batch,
-                       const KeyTouch& use, int64_t* slots) {
-  launcher(hash_advance_clock_kernel, 1, kTileThreads, index, batch);
-  if (batch.n == 0) return;
-  launcher(hash_touch_kernel, key_blocks(launcher, batch.n), kTileThreads, index, batch, use,
-           slots);
+template <class Work>
+void launch_hash_touch(Work& work, const DeviceIndex& index, const KeyBatch& batch,
+                       const KeyTouch& use, int64_t* slots, const MissOutput& out) {
+  const auto& launcher = work.launcher();
+  const KeyCells keys = key_cells(work, batch.n);
+  const unsigned blocks = key_blocks(launcher, batch.n);
+  const FirstCounts counts{work.template scratch<int32_t>(blocks),
+                           work.template scratch<int64_t>(batch.segments),
+                           work.template scratch<int64_t>(batch.segments),
+                           work.template scratch<int64_t>(index.num_tables)};
+  launcher(hash_begin_batch_kernel, blocks, kTileThreads, index, batch, keys, counts, out);
+  if (batch.n > 0) {
+    launcher(hash_touch_kernel, blocks, kTileThreads, index, batch, use, keys, slots);
+  }
+  launch_number_misses(work, batch, index.num_tables, keys, counts, use.counts, out);
 }
 
 }  // namespace emb::cuda

@@ -47,26 +47,6 @@ struct Growth {
   }
 }
 
-// Return the sum of `value` over the threads of the block before this one, and the sum over all in
-// `*total`. `shared` has one entry per warp. Called by the whole block.
-EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
-  const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
-  int64_t sum = value;
-  for (unsigned offset = 1; offset < simt::kWarp; offset *= 2) {
-    const int64_t other = __shfl_up_sync(simt::kFullMask, sum, offset);
-    if (lane >= static_cast<int>(offset)) sum += other;
-  }
-  if (lane == kSlots - 1) shared[warp] = sum;
-  __syncthreads();
-  *total = 0;
-  for (int w = 0; w < kTileThreads / kSlots; ++w) {
-    if (w == warp) sum += *total;
-    *total += shared[w];
-  }
-  __syncthreads();
-  return sum - value;
-}
-
 // Set the new number of buckets of every table and save the old one in scratch. Runs in one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_plan_kernel(Growth growth) {

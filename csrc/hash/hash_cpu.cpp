@@ -1,5 +1,5 @@
 // The hash index ops on the CPU: find and touch keys, list the misses of a batch, grow tables,
-// insert new keys, erase and expire.
+// insert new keys, erase and expire, and rows of values by slot.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -50,31 +50,6 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
     kernels.find(index.table(batch.tables[f]), batch.ids + begin, end - begin, nullptr,
                  out + begin);
-  });
-  return slots;
-}
-
-Tensor hash_touch_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
-                   const Tensor& tables, std::optional<Tensor> counts,
-                   std::optional<Tensor> batch_scores, int64_t order) {
-  const HashCall call("hash_touch_", tensors, ids, starts, tables);
-  call.check_contents();
-  const HashIndex& index = call.index;
-  const HashBatch& batch = call.batch;
-  const HashScoring scoring(call.op, index, order, batch_scores, ids);
-  const int64_t* uses = optional_longs(call.op, "counts", counts, batch.n, ids);
-  Tensor slots = allocate(ids, {batch.n});
-  int64_t* out = slots.mutable_data_ptr<int64_t>();
-  const int64_t stamp = ++*index.clock;
-  const HashFindKernels& kernels = hash_find_kernels();
-  parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
-    const int64_t t = batch.tables[f];
-    const HashTouch use{scoring.order, stamp, scoring.of(t),
-                        uses == nullptr ? nullptr : uses + begin};
-    const int64_t hits =
-        kernels.find(index.table(t), batch.ids + begin, end - begin, &use, out + begin);
-    __atomic_fetch_add(&index.counter(t, kLookups), end - begin, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&index.counter(t, kHits), hits, __ATOMIC_RELAXED);
   });
   return slots;
 }
@@ -140,38 +115,55 @@ int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots
   return count;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const Tensor& starts,
-                                                       const Tensor& tables, const Tensor& slots,
-                                                       std::optional<Tensor> counts,
-                                                       int64_t num_tables) {
-  const char* op = "hash_misses";
-  const HashBatch batch(op, ids, starts, tables);
-  check_num_tables(op, num_tables);
-  batch.check_segments(op, num_tables);
-  const int64_t* slot_data = optional_longs(op, "slots", slots, batch.n, ids);
-  const int64_t* uses = optional_longs(op, "counts", counts, batch.n, ids);
-  MissTensors found(ids, num_tables);
-  const MissOutput out{found.first.mutable_data_ptr<int64_t>(),
-                       found.groups.mutable_data_ptr<int32_t>(),
-                       found.totals.mutable_data_ptr<int64_t>()};
-  int64_t* end = found.offsets.mutable_data_ptr<int64_t>();
+// List the misses of a batch by table; `slots` are those of its positions.
+void list_misses(const HashBatch& batch, int64_t num_tables, const int64_t* slots,
+                 const int64_t* uses, MissTensors* found) {
+  const MissOutput out{found->first.mutable_data_ptr<int64_t>(),
+                       found->groups.mutable_data_ptr<int32_t>(),
+                       found->totals.mutable_data_ptr<int64_t>()};
+  int64_t* end = found->offsets.mutable_data_ptr<int64_t>();
   std::vector<int64_t> missing(num_tables, 0);  // by table, positions with a miss
   for (int64_t f = 0; f < batch.segments; ++f) {
-    missing[batch.tables[f]] +=
-        std::count_if(slot_data + batch.starts[f], slot_data + batch.starts[f + 1],
-                      [](int64_t slot) { return slot < 0; });
+    missing[batch.tables[f]] += std::count_if(slots + batch.starts[f], slots + batch.starts[f + 1],
+                                              [](int64_t slot) { return slot < 0; });
   }
   int64_t count = end[0] = 0;
   for (int64_t t = 0; t < num_tables; ++t) {
     MissSet set(batch.ids, out.first, missing[t]);
     for (int64_t f = 0; f < batch.segments; ++f) {
-      if (batch.tables[f] == t) count = add_misses(batch, f, slot_data, uses, count, out, &set);
+      if (batch.tables[f] == t) count = add_misses(batch, f, slots, uses, count, out, &set);
     }
     end[t + 1] = count;
   }
   std::fill(out.first + count, out.first + batch.n, 0);
   std::fill(out.totals + count, out.totals + batch.n, 0);
-  return found.all();
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
+    std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts, const Tensor& tables,
+    std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order) {
+  const HashCall call("hash_touch_", tensors, ids, starts, tables);
+  call.check_contents();
+  const HashIndex& index = call.index;
+  const HashBatch& batch = call.batch;
+  const HashScoring scoring(call.op, index, order, batch_scores, ids);
+  const int64_t* uses = optional_longs(call.op, "counts", counts, batch.n, ids);
+  Tensor slots = allocate(ids, {batch.n});
+  MissTensors misses(ids, index.num_tables);
+  int64_t* out = slots.mutable_data_ptr<int64_t>();
+  const int64_t stamp = ++*index.clock;
+  const HashFindKernels& kernels = hash_find_kernels();
+  parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
+    const int64_t t = batch.tables[f];
+    const HashTouch use{scoring.order, stamp, scoring.of(t),
+                        uses == nullptr ? nullptr : uses + begin};
+    const int64_t hits =
+        kernels.find(index.table(t), batch.ids + begin, end - begin, &use, out + begin);
+    __atomic_fetch_add(&index.counter(t, kLookups), end - begin, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&index.counter(t, kHits), hits, __ATOMIC_RELAXED);
+  });
+  list_misses(batch, index.num_tables, out, uses, &misses);
+  return {slots, misses.first, misses.groups, misses.totals, misses.offsets};
 }
 
 constexpr int64_t kKeyGrain = 1024, kBucketGrain = 256;
@@ -278,12 +270,28 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
   index.field(t, kSize) += of(InsertStatus::kNew);
 }
 
-std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, const Tensor& ids,
-                                                const Tensor& first, const Tensor& totals,
-                                                const Tensor& offsets,
-                                                std::optional<Tensor> admitted,
-                                                std::optional<Tensor> batch_scores, int64_t order,
-                                                int64_t insert_policy) {
+// Write the slot and the status of every position of the batch: those of its miss, where it has
+// one.
+void fill_positions(InsertTensors* results) {
+  const auto* inserted = results->inserted.const_data_ptr<int64_t>();
+  const auto* status = static_cast<const uint8_t*>(results->status.const_data_ptr());
+  int64_t* filled = results->filled.mutable_data_ptr<int64_t>();
+  auto* key_status = static_cast<uint8_t*>(results->key_status.mutable_data_ptr());
+  const auto each = [](int64_t i) { return i; };
+  parallel_balanced(results->positions, kGrain, each, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int32_t group = results->groups[i];
+      filled[i] = group < 0 ? results->slots[i] : inserted[group];
+      key_status[i] = group < 0 ? static_cast<uint8_t>(InsertStatus::kHit) : status[group];
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
+    std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first, const Tensor& totals,
+    const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
+    int64_t order, int64_t insert_policy, std::optional<Tensor> slots,
+    std::optional<Tensor> groups) {
   const char* op = "hash_insert_";
   const HashIndex index(op, tensors);
   index.check_tables(op);
@@ -300,12 +308,16 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
     STD_TORCH_CHECK(firsts[i] >= 0 && firsts[i] < n, op, ": first must be positions in ids, got ",
                     firsts[i], " for ", n, " ids");
   }
-  Tensor slots = allocate(ids, {n});
-  Tensor status = allocate_zeros(ids, {n}, ScalarType::Byte);
-  Tensor evicted = allocate_zeros(ids, {n, 3});
-  int64_t* slot_data = slots.mutable_data_ptr<int64_t>();
-  auto* statuses = static_cast<uint8_t*>(status.mutable_data_ptr());
+  InsertTensors results(op, ids, slots, groups);
+  for (int64_t i = 0; i < results.positions; ++i) {
+    STD_TORCH_CHECK(results.groups[i] < n, op, ": groups must be below the number of ids, ", n,
+                    ", got ", results.groups[i]);
+  }
+  int64_t* slot_data = results.inserted.mutable_data_ptr<int64_t>();
+  auto* statuses = static_cast<uint8_t*>(results.status.mutable_data_ptr());
   std::fill(slot_data, slot_data + n, kNoSlot);
+  std::fill(statuses, statuses + n, static_cast<uint8_t>(InsertStatus::kMiss));
+  torch::stable::zero_(results.evicted);  // the same bytes in every run
   for (int64_t t = 0; t < index.num_tables; ++t) {
     for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
       if (!misses.is_admitted(i)) statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
@@ -320,29 +332,12 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
                                   sums,
                                   slot_data,
                                   statuses,
-                                  evicted.mutable_data_ptr<int64_t>()};
+                                  results.evicted.mutable_data_ptr<int64_t>()};
     insert_all(insertion, misses, misses.begin(t), misses.end(t));
     count_statuses(index, t, statuses + misses.begin(t), misses.end(t) - misses.begin(t));
   }
-  return {slots, status, evicted};
-}
-
-Tensor hash_fill_slots(const Tensor& slots, const Tensor& inserted, const Tensor& groups) {
-  const char* op = "hash_fill_slots";
-  const SlotsToFill in(op, slots, inserted, groups);
-  for (int64_t i = 0; i < in.n; ++i) {
-    STD_TORCH_CHECK(in.groups[i] < in.num_inserted, op, ": groups must be below the number of ",
-                    "inserted slots, ", in.num_inserted, ", got ", in.groups[i]);
-  }
-  Tensor filled = allocate(slots, {in.n});
-  int64_t* out = filled.mutable_data_ptr<int64_t>();
-  const auto each = [](int64_t i) { return i; };
-  parallel_balanced(in.n, kGrain, each, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      out[i] = in.groups[i] < 0 ? in.slots[i] : in.inserted[in.groups[i]];
-    }
-  });
-  return filled;
+  fill_positions(&results);
+  return results.all();
 }
 
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
@@ -397,16 +392,185 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   return removed;
 }
 
+// Copy a row, or fill it with a value of 2 or 4 bytes that 32 bits repeat.
+void copy_row(char* to, const char* from, int64_t bytes, uint32_t fill) {
+  if (from != nullptr) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  for (int64_t i = 0; i < bytes; i += 2)
+    std::memcpy(to + i, reinterpret_cast<char*>(&fill) + i % 4, 2);
+}
+
+// Return the row in a slot, null for slots that are -1 or outside.
+char* row_in(const RowBytes& rows, int64_t slot) {
+  if (slot < 0 || slot >= rows.count) return nullptr;
+  return static_cast<char*>(rows.data) + slot * rows.stride;
+}
+
+constexpr int64_t kRowGrain = 1 << 15;  // bytes
+
+// Call `body(begin, end)` for ranges of n rows in parallel.
+template <class Body>
+void parallel_rows(int64_t n, const RowBytes& rows, const Body& body) {
+  parallel_balanced(n, kRowGrain, [&](int64_t i) { return i * (rows.bytes + 16); }, body);
+}
+
+constexpr int64_t kRowsAhead = 8;  // rows between a prefetch and the copy
+
+// Read the rows of slots [begin, end).
+void read_range(const RowBytes& rows, const int64_t* slots, int64_t begin, int64_t end,
+                uint32_t fill, char* out) {
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + kRowsAhead < end) __builtin_prefetch(row_in(rows, slots[i + kRowsAhead]));
+    copy_row(out + i * rows.bytes, row_in(rows, slots[i]), rows.bytes, fill);
+  }
+}
+
+std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Tensor& ids,
+                                          const Tensor& starts, const Tensor& tables,
+                                          const Tensor& values, double default_value) {
+  const HashCall call("hash_find_rows", tensors, ids, starts, tables);
+  call.check_contents();
+  const HashIndex& index = call.index;
+  const HashBatch& batch = call.batch;
+  const RowMatrix matrix(call.op, values, ids);
+  const uint32_t fill = matrix.fill(call.op, default_value);
+  Tensor rows = allocate(values, {batch.n, matrix.dim});
+  Tensor found = allocate(ids, {batch.n}, ScalarType::Bool);
+  const RowBytes source = matrix.bytes({});
+  auto* out = static_cast<char*>(rows.mutable_data_ptr());
+  bool* is_found = static_cast<bool*>(found.mutable_data_ptr());
+  const HashFindKernels& kernels = hash_find_kernels();
+  parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
+    constexpr int64_t kBlock = 512;
+    int64_t slots[kBlock];
+    const int64_t t = batch.tables[f], first = index.field(t, kFirstBucket) * kSlots;
+    for (; begin < end; begin += kBlock) {
+      const int64_t n = std::min(kBlock, end - begin);
+      kernels.find(index.table(t), batch.ids + begin, n, nullptr, slots);
+      for (int64_t i = 0; i < n; ++i) {
+        is_found[begin + i] = slots[i] >= 0;
+        if (slots[i] >= 0) slots[i] += first;
+      }
+      read_range(source, slots, 0, n, fill, out + begin * source.bytes);
+    }
+  });
+  return {rows, found};
+}
+
+Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
+  const char* op = "hash_read_rows";
+  const RowMatrix matrix(op, values, slots);
+  const uint32_t fill = matrix.fill(op, default_value);
+  const int64_t n = slots.numel();
+  const int64_t* slot_data = optional_longs(op, "slots", slots, n, values);
+  Tensor rows = allocate(values, {n, matrix.dim});
+  const RowBytes source = matrix.bytes({});
+  auto* out = static_cast<char*>(rows.mutable_data_ptr());
+  parallel_rows(n, source, [&](int64_t begin, int64_t end) {
+    read_range(source, slot_data, begin, end, fill, out);
+  });
+  return rows;
+}
+
+Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
+                        const Tensor& first, const Tensor& starting, double default_value,
+                        bool reads) {
+  const char* op = "hash_start_rows_";
+  const RowMatrix matrix(op, values, slots);
+  const uint32_t fill = matrix.fill(op, default_value);
+  const StartingArguments in(op, matrix, slots, groups, first, starting);
+  for (int64_t i = 0; i < in.n; ++i) {
+    STD_TORCH_CHECK(in.groups[i] < in.n && in.first[i] >= 0 && in.first[i] < in.n, op,
+                    ": groups must be below the number of positions, ", in.n,
+                    ", and first must be positions, got ", in.groups[i], " and ", in.first[i]);
+  }
+  Tensor rows = allocate(values, {reads ? in.n : 0, matrix.dim});
+  const RowBytes target = matrix.bytes({});
+  const auto* from = static_cast<const char*>(starting.const_data_ptr());
+  auto* out = static_cast<char*>(rows.mutable_data_ptr());
+  parallel_rows(in.n, target, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kRowsAhead < end) __builtin_prefetch(row_in(target, in.slots[i + kRowsAhead]));
+      char* row = row_in(target, in.slots[i]);
+      const char* source = row;
+      if (row != nullptr && in.groups[i] >= 0) {
+        const int64_t origin = in.first[in.groups[i]];
+        source = from + origin * target.bytes;
+        if (origin == i) copy_row(row, source, target.bytes, 0);
+      }
+      if (reads) copy_row(out + i * target.bytes, source, target.bytes, fill);
+    }
+  });
+  return rows;
+}
+
+// Every thread writes the slots of its share, so that their rows are written in order.
+void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
+  const char* op = "hash_write_rows_";
+  const RowMatrix matrix(op, values, slots);
+  const int64_t n = slots.numel();
+  check_num_keys(op, n);
+  const int64_t* slot_data = optional_longs(op, "slots", slots, n, values);
+  matrix.check_rows(op, "rows", rows, n);
+  const RowBytes target = matrix.bytes({});
+  const auto* from = static_cast<const char*>(rows.const_data_ptr());
+  const int64_t parts = std::clamp<int64_t>(n * (target.bytes + 16) / kRowGrain, 1, num_threads());
+  parallel_tasks(parts, [&](int64_t part) {
+    for (int64_t i = 0; i < n; ++i) {
+      char* row = row_in(target, slot_data[i]);
+      const bool is_mine =
+          parts == 1 || static_cast<int64_t>(mix(static_cast<uint64_t>(slot_data[i])) %
+                                             static_cast<uint64_t>(parts)) == part;
+      if (row != nullptr && is_mine) std::memcpy(row, from + i * target.bytes, target.bytes);
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_evicted_rows(const Tensor& values,
+                                                                     const Tensor& slots,
+                                                                     const Tensor& status,
+                                                                     const Tensor& evicted) {
+  const char* op = "hash_evicted_rows";
+  const RowMatrix matrix(op, values, slots);
+  const EvictedArguments in(op, matrix, slots, status, evicted);
+  std::vector<int64_t> misses;
+  for (int64_t i = 0; i < in.n; ++i) {
+    if (in.status[i] == static_cast<uint8_t>(InsertStatus::kEvicting)) misses.push_back(i);
+  }
+  const auto count = static_cast<int64_t>(misses.size());
+  Tensor keys = allocate_zeros(slots, {in.n}), stamps = allocate_zeros(slots, {in.n});
+  Tensor scores = allocate_zeros(slots, {in.n}), rows = allocate_zeros(values, {in.n, matrix.dim});
+  Tensor number = allocate(slots, {1});
+  *number.mutable_data_ptr<int64_t>() = count;
+  const RowBytes source = matrix.bytes({});
+  auto* out = static_cast<char*>(rows.mutable_data_ptr());
+  parallel_rows(count, source, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t* words = in.words + 3 * misses[i];
+      keys.mutable_data_ptr<int64_t>()[i] = words[kKey];
+      stamps.mutable_data_ptr<int64_t>()[i] = words[kStamp];
+      scores.mutable_data_ptr<int64_t>()[i] = words[kScore];
+      copy_row(out + i * source.bytes, row_in(source, in.slots[misses[i]]), source.bytes, 0);
+    }
+  });
+  return {keys, rows, stamps, scores, number};
+}
+
 }  // namespace
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, hash_find_rows);
+  EMB_IMPL(m, emb, hash_read_rows);
+  EMB_IMPL(m, emb, hash_start_rows_);
+  EMB_IMPL(m, emb, hash_write_rows_);
+  EMB_IMPL(m, emb, hash_evicted_rows);
   EMB_IMPL(m, emb, hash_find);
   EMB_IMPL(m, emb, hash_touch_);
-  EMB_IMPL(m, emb, hash_misses);
   EMB_IMPL(m, emb, hash_grow_);
   EMB_IMPL(m, emb, hash_insert_);
-  EMB_IMPL(m, emb, hash_fill_slots);
   EMB_IMPL(m, emb, hash_erase_);
   EMB_IMPL(m, emb, hash_expire_);
 }

@@ -16,6 +16,7 @@
 #include "hash/insert.cuh"
 #include "hash/misses.cuh"
 #include "hash/remove.cuh"
+#include "hash/rows.cuh"
 
 namespace emb::cuda {
 
@@ -57,36 +58,23 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   return slots;
 }
 
-Tensor hash_touch_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
-                   const Tensor& tables, std::optional<Tensor> counts,
-                   std::optional<Tensor> batch_scores, int64_t order) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
+    std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts, const Tensor& tables,
+    std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order) {
   const HashCall call("hash_touch_", tensors, ids, starts, tables);
   const HashScoring scoring(call.op, call.index, order, batch_scores, ids);
   const int64_t n = call.batch.n;
   const KeyTouch use{scoring.order, optional_longs(call.op, "counts", counts, n, ids),
                      scoring.batch_scores};
   Tensor slots = allocate(ids, {n});
-  launch_hash_touch(CudaLauncher(ids), device_index(call), key_batch(call), use,
-                    slots.mutable_data_ptr<int64_t>());
-  return slots;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> hash_misses(const Tensor& ids, const Tensor& starts,
-                                                       const Tensor& tables, const Tensor& slots,
-                                                       std::optional<Tensor> counts,
-                                                       int64_t num_tables) {
-  const char* op = "hash_misses";
-  const HashBatch batch(op, ids, starts, tables);
-  check_num_tables(op, num_tables);
-  const int64_t* slot_data = optional_longs(op, "slots", slots, batch.n, ids);
-  const int64_t* uses = optional_longs(op, "counts", counts, batch.n, ids);
-  MissTensors found(ids, num_tables);
+  MissTensors misses(ids, call.index.num_tables);
   const MissOutput out{
-      found.first.mutable_data_ptr<int64_t>(), found.totals.mutable_data_ptr<int64_t>(),
-      found.offsets.mutable_data_ptr<int64_t>(), found.groups.mutable_data_ptr<int32_t>()};
+      misses.first.mutable_data_ptr<int64_t>(), misses.totals.mutable_data_ptr<int64_t>(),
+      misses.offsets.mutable_data_ptr<int64_t>(), misses.groups.mutable_data_ptr<int32_t>()};
   DeviceWork work(ids);
-  launch_misses(work, key_batch(op, batch), static_cast<int>(num_tables), slot_data, uses, out);
-  return found.all();
+  launch_hash_touch(work, device_index(call), key_batch(call), use,
+                    slots.mutable_data_ptr<int64_t>(), out);
+  return {slots, misses.first, misses.groups, misses.totals, misses.offsets};
 }
 
 DeviceRowBuffers device_buffers(const char* op, const HashIndex& index, std::vector<Tensor>& rows,
@@ -119,21 +107,18 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Ten
               call.index.slots / kSlots);
 }
 
-std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, const Tensor& ids,
-                                                const Tensor& first, const Tensor& totals,
-                                                const Tensor& offsets,
-                                                std::optional<Tensor> admitted,
-                                                std::optional<Tensor> batch_scores, int64_t order,
-                                                int64_t insert_policy) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
+    std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first, const Tensor& totals,
+    const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
+    int64_t order, int64_t insert_policy, std::optional<Tensor> slots,
+    std::optional<Tensor> groups) {
   const char* op = "hash_insert_";
   const HashIndex index(op, tensors);
   check_same_device(op, "ids", ids, tensors[0]);
   const HashScoring scoring(op, index, order, batch_scores, ids);
   const int64_t n = ids.numel();
   check_num_keys(op, n);
-  Tensor slots = allocate(ids, {n});
-  Tensor status = allocate(ids, {n}, ScalarType::Byte);
-  Tensor evicted = allocate(ids, {n, 3});
+  InsertTensors results(op, ids, slots, groups);
   Insertion insertion{};
   insertion.index = device_index(op, index);
   insertion.order = scoring.order;
@@ -144,20 +129,15 @@ std::tuple<Tensor, Tensor, Tensor> hash_insert_(std::vector<Tensor> tensors, con
   insertion.totals = optional_longs(op, "totals", totals, n, ids);
   const Misses misses(op, index, ids, offsets, admitted);
   insertion.misses = {misses.offsets(), misses.admitted()};
-  insertion.slots = slots.mutable_data_ptr<int64_t>();
-  insertion.status = static_cast<uint8_t*>(status.mutable_data_ptr());
-  insertion.evicted = evicted.mutable_data_ptr<int64_t>();
+  insertion.slots = results.inserted.mutable_data_ptr<int64_t>();
+  insertion.status = static_cast<uint8_t*>(results.status.mutable_data_ptr());
+  insertion.evicted = results.evicted.mutable_data_ptr<int64_t>();
+  const BatchSlots batch{results.slots, results.groups, results.positions,
+                         results.filled.mutable_data_ptr<int64_t>(),
+                         static_cast<uint8_t*>(results.key_status.mutable_data_ptr())};
   DeviceWork work(ids);
-  launch_insert(work, insertion, n, index.slots / kSlots);
-  return {slots, status, evicted};
-}
-
-Tensor hash_fill_slots(const Tensor& slots, const Tensor& inserted, const Tensor& groups) {
-  const SlotsToFill in("hash_fill_slots", slots, inserted, groups);
-  Tensor filled = allocate(slots, {in.n});
-  launch_fill_slots(CudaLauncher(slots), in.slots, in.inserted, in.num_inserted, in.groups, in.n,
-                    filled.mutable_data_ptr<int64_t>());
-  return filled;
+  launch_insert(work, insertion, batch, n, index.slots / kSlots);
+  return results.all();
 }
 
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
@@ -207,16 +187,92 @@ void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const
   launch_initial_rows(CudaLauncher(ids), rows, first.numel());
 }
 
+std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Tensor& ids,
+                                          const Tensor& starts, const Tensor& tables,
+                                          const Tensor& values, double default_value) {
+  const HashCall call("hash_find_rows", tensors, ids, starts, tables);
+  const RowMatrix matrix(call.op, values, ids);
+  const uint32_t fill = matrix.fill(call.op, default_value);
+  Tensor rows = allocate(values, {call.batch.n, matrix.dim});
+  Tensor found = allocate(ids, {call.batch.n}, ScalarType::Bool);
+  void* out = rows.mutable_data_ptr();
+  launch_find_rows(CudaLauncher(ids), device_index(call), key_batch(call), matrix.bytes({out}),
+                   fill, out, static_cast<bool*>(found.mutable_data_ptr()));
+  return {rows, found};
+}
+
+Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
+  const char* op = "hash_read_rows";
+  const RowMatrix matrix(op, values, slots);
+  const uint32_t fill = matrix.fill(op, default_value);
+  const int64_t n = slots.numel();
+  Tensor rows = allocate(values, {n, matrix.dim});
+  void* out = rows.mutable_data_ptr();
+  launch_read_rows(CudaLauncher(values), matrix.bytes({out}),
+                   optional_longs(op, "slots", slots, n, values), n, {}, fill, out);
+  return rows;
+}
+
+Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
+                        const Tensor& first, const Tensor& starting, double default_value,
+                        bool reads) {
+  const char* op = "hash_start_rows_";
+  const RowMatrix matrix(op, values, slots);
+  const uint32_t fill = matrix.fill(op, default_value);
+  const StartingArguments in(op, matrix, slots, groups, first, starting);
+  Tensor rows = allocate(values, {reads ? in.n : 0, matrix.dim});
+  void* out = reads ? rows.mutable_data_ptr() : nullptr;
+  const void* from = starting.const_data_ptr();
+  launch_read_rows(CudaLauncher(values), matrix.bytes({out, from}), in.slots, in.n,
+                   {from, in.groups, in.first}, fill, out);
+  return rows;
+}
+
+void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
+  const char* op = "hash_write_rows_";
+  const RowMatrix matrix(op, values, slots);
+  const int64_t n = slots.numel();
+  check_num_keys(op, n);
+  const int64_t* slot_data = optional_longs(op, "slots", slots, n, values);
+  matrix.check_rows(op, "rows", rows, n);
+  const void* from = rows.const_data_ptr();
+  DeviceWork work(values);
+  launch_write_rows(work, matrix.bytes({from}), slot_data, n, from);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_evicted_rows(const Tensor& values,
+                                                                     const Tensor& slots,
+                                                                     const Tensor& status,
+                                                                     const Tensor& evicted) {
+  const char* op = "hash_evicted_rows";
+  const RowMatrix matrix(op, values, slots);
+  const EvictedArguments in(op, matrix, slots, status, evicted);
+  Tensor keys = allocate(slots, {in.n}), stamps = allocate(slots, {in.n});
+  Tensor scores = allocate(slots, {in.n}), rows = allocate(values, {in.n, matrix.dim});
+  Tensor number = allocate(slots, {1});
+  const EvictedEntries entries{keys.mutable_data_ptr<int64_t>(), stamps.mutable_data_ptr<int64_t>(),
+                               scores.mutable_data_ptr<int64_t>(),
+                               number.mutable_data_ptr<int64_t>()};
+  void* out = rows.mutable_data_ptr();
+  DeviceWork work(values);
+  launch_evicted_rows(work, matrix.bytes({out}), {in.slots, in.status, in.words, in.n, nullptr},
+                      entries, out);
+  return {keys, rows, stamps, scores, number};
+}
+
 }  // namespace
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  EMB_IMPL(m, emb::cuda, hash_find_rows);
+  EMB_IMPL(m, emb::cuda, hash_read_rows);
+  EMB_IMPL(m, emb::cuda, hash_start_rows_);
+  EMB_IMPL(m, emb::cuda, hash_write_rows_);
+  EMB_IMPL(m, emb::cuda, hash_evicted_rows);
   EMB_IMPL(m, emb::cuda, hash_find);
   EMB_IMPL(m, emb::cuda, hash_touch_);
-  EMB_IMPL(m, emb::cuda, hash_misses);
   EMB_IMPL(m, emb::cuda, hash_grow_);
   EMB_IMPL(m, emb::cuda, hash_insert_);
-  EMB_IMPL(m, emb::cuda, hash_fill_slots);
   EMB_IMPL(m, emb::cuda, hash_erase_);
   EMB_IMPL(m, emb::cuda, hash_expire_);
   EMB_IMPL(m, emb::cuda, hash_initial_rows_);

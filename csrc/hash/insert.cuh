@@ -4,7 +4,10 @@
 // as its share of the round goes. The keys that chose a bucket form a chain in scratch memory, in
 // no order; the founder of the chain handles the bucket. One lane assigns empty slots to a few
 // keys; for more keys, or if entries are evicted, the whole warp works on the bucket, one lane per
-// slot.
+// slot. It then has the entries of the next bucket in flight while it works on one.
+//
+// After the rounds of all multiprocessors, one block per table goes on with a list of the keys that
+// were pending in the last of them, in no order: chains are served in order of misses.
 #pragma once
 
 #include "hash/device_index.cuh"
@@ -28,9 +31,9 @@ struct Insertion {
   uint8_t* status;
   int64_t* evicted;
   // Scratch. By bucket: the last member of its chain, or what `Chain` says. By miss: the previous
-  // member of the chain, negative for its founder, and the chosen bucket. By table: the last round
-  // that left a key of a chain without a slot.
-  int32_t *chains, *before, *wanted, *left_over;
+  // member of the chain, negative for its founder, and the chosen bucket. `pending`, by miss, has a
+  // list for every table, of `num_pending` misses.
+  int32_t *chains, *before, *wanted, *pending, *num_pending;
 
   EMB_DEVICE bool is_pending(int64_t miss) const {
     return status[miss] == static_cast<uint8_t>(InsertStatus::kMiss);
@@ -68,18 +71,33 @@ EMB_DEVICE bool comes_before(const Candidate& a, const Candidate& b) {
   return a.way >= 0 && (b.way < 0 || less(a.rank, b.rank));
 }
 
-// Return the lowest candidate of all lanes, in every lane.
-EMB_DEVICE Candidate min_over_warp(Candidate candidate) {
-#pragma unroll
-  for (int offset = kSlots / 2; offset > 0; offset /= 2) {
-    Candidate other;
-    other.rank.score = __shfl_xor_sync(simt::kFullMask, candidate.rank.score, offset);
-    other.rank.stamp = __shfl_xor_sync(simt::kFullMask, candidate.rank.stamp, offset);
-    other.rank.key = __shfl_xor_sync(simt::kFullMask, candidate.rank.key, offset);
-    other.way = __shfl_xor_sync(simt::kFullMask, candidate.way, offset);
-    if (comes_before(other, candidate)) candidate = other;
+// Return the minimum over the lanes that take part, of which there is one.
+EMB_DEVICE int64_t min_of_lanes(int64_t value, bool takes_part) {
+  const auto high = static_cast<int32_t>(value >> 32);
+  const int32_t min_high = __reduce_min_sync(simt::kFullMask, takes_part ? high : INT32_MAX);
+  const bool has_min = takes_part && high == min_high;
+  const uint32_t low =
+      __reduce_min_sync(simt::kFullMask, has_min ? static_cast<uint32_t>(value) : UINT32_MAX);
+  return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(min_high)) << 32 | low);
+}
+
+// Return the lowest candidate of all lanes, in every lane. The way of a candidate is its lane.
+EMB_DEVICE Candidate min_over_warp(Order order, const Candidate& candidate) {
+  bool is_lowest = candidate.way >= 0;
+  if (__ballot_sync(simt::kFullMask, is_lowest) == 0) return {{}, -1};
+  Candidate lowest{};
+  if (has_scores(order)) {
+    lowest.rank.score = min_of_lanes(candidate.rank.score, is_lowest);
+    is_lowest = is_lowest && candidate.rank.score == lowest.rank.score;
   }
-  return candidate;
+  if (order != Order::kLfu) {
+    lowest.rank.stamp = min_of_lanes(candidate.rank.stamp, is_lowest);
+    is_lowest = is_lowest && candidate.rank.stamp == lowest.rank.stamp;
+  }
+  lowest.rank.key = min_of_lanes(candidate.rank.key, is_lowest);
+  is_lowest = is_lowest && candidate.rank.key == lowest.rank.key;
+  lowest.way = __ffs(static_cast<int>(__ballot_sync(simt::kFullMask, is_lowest))) - 1;
+  return lowest;
 }
 
 EMB_DEVICE bool can_evict(const Insertion& insertion, const Candidate& candidate,
@@ -92,17 +110,27 @@ EMB_DEVICE bool is_exhausted(const Insertion& insertion, int64_t bucket) {
   return insertion.order == Order::kNone || insertion.chains[bucket] == kExhausted;
 }
 
+// This lane's entries of the two buckets of a key.
+struct BucketPair {
+  int64_t first, second;
+  Candidate in_first, in_second;
+};
+
+EMB_DEVICE BucketPair load_pair(const Insertion& insertion, int64_t first, int64_t second,
+                                int64_t stamp) {
+  return {first, second, lane_entry(insertion, first, stamp), lane_entry(insertion, second, stamp)};
+}
+
 // Return which of two full buckets has an entry that can be evicted, -1 for neither. The whole warp
 // calls it for the key of one lane: only that lane passes `to` and uses the result.
-EMB_DEVICE int64_t full_choice(const Insertion& insertion, int64_t first, int64_t second,
+EMB_DEVICE int64_t full_choice(const Insertion& insertion, const BucketPair& buckets,
                                const NewEntry& to) {
-  const int64_t stamp = *insertion.index.clock;
-  Candidate a = min_over_warp(lane_entry(insertion, first, stamp));
-  const Candidate b = min_over_warp(lane_entry(insertion, second, stamp));
+  Candidate a = min_over_warp(insertion.order, buckets.in_first);
+  const Candidate b = min_over_warp(insertion.order, buckets.in_second);
   const bool take_second = comes_before(b, a);
   if (take_second) a = b;
   if (!can_evict(insertion, a, to)) return -1;
-  return take_second ? second : first;
+  return take_second ? buckets.second : buckets.first;
 }
 
 EMB_DEVICE int free_slots(const Insertion& insertion, int64_t bucket) {
@@ -110,8 +138,8 @@ EMB_DEVICE int free_slots(const Insertion& insertion, int64_t bucket) {
 }
 
 // Choose a bucket for this lane's miss if it is active: afterwards the miss is refused, or in the
-// chain of a bucket. Called by the whole warp.
-EMB_DEVICE void choose_bucket(const Insertion& insertion, int64_t miss, int t, bool active) {
+// chain of a bucket. Return whether it is in a chain. Called by the whole warp.
+EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool active) {
   NewEntry self{};
   int64_t first = 0, second = 0, wanted = -1;  // buckets of all tables together
   bool searches = false;
@@ -128,19 +156,30 @@ EMB_DEVICE void choose_bucket(const Insertion& insertion, int64_t miss, int t, b
     searches = wanted < 0 && !(is_exhausted(insertion, first) && is_exhausted(insertion, second));
   }
   unsigned left = __ballot_sync(simt::kFullMask, searches);
-  for (; left != 0; left &= left - 1) {
+  const int64_t stamp = *insertion.index.clock;
+  const auto pair_of = [&](unsigned lanes) {
+    const int lane = __ffs(static_cast<int>(lanes)) - 1;
+    return load_pair(insertion, __shfl_sync(simt::kFullMask, first, lane),
+                     __shfl_sync(simt::kFullMask, second, lane), stamp);
+  };
+  BucketPair next{};
+  if (left != 0) next = pair_of(left);
+  while (left != 0) {
+    const BucketPair pair = next;
     const int lane = __ffs(static_cast<int>(left)) - 1;
-    const int64_t found = full_choice(insertion, __shfl_sync(simt::kFullMask, first, lane),
-                                      __shfl_sync(simt::kFullMask, second, lane), self);
+    left &= left - 1;
+    if (left != 0) next = pair_of(left);  // in flight during the search
+    const int64_t found = full_choice(insertion, pair, self);
     if (lane_in_warp() == lane) wanted = found;
   }
-  if (!active) return;
+  if (!active) return false;
   if (wanted < 0) {
     insertion.status[miss] = static_cast<uint8_t>(InsertStatus::kRefused);
-    return;
+    return false;
   }
   insertion.wanted[miss] = static_cast<int32_t>(wanted);
   insertion.before[miss] = atomicExch(insertion.chains + wanted, static_cast<int32_t>(miss));
+  return true;
 }
 
 // Return the first 32 members of a chain that come after `last`, one per lane, in order; INT32_MAX
@@ -176,8 +215,7 @@ EMB_DEVICE void write_entry(const Insertion& insertion, int t, int64_t bucket, i
 }
 
 // Assign the share of a round of the empty slots of a bucket to the first members of its chain.
-// Return whether they are all.
-EMB_DEVICE bool fill_bucket(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
+EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   const int32_t member = next_members(insertion, bucket, -1);
   const int share = slots_of_round(__popc(empty));
   const bool gets_slot = lane_in_warp() < share && member != INT32_MAX;
@@ -186,7 +224,6 @@ EMB_DEVICE bool fill_bucket(const Insertion& insertion, int t, int64_t bucket, u
     const int way = __ffs(static_cast<int>(empty)) - 1;  // the lane-th empty slot
     write_entry(insertion, t, bucket, way, new_entry(insertion, member, t), InsertStatus::kNew);
   }
-  return !__any_sync(simt::kFullMask, member != INT32_MAX && !gets_slot);
 }
 
 // The same by one lane, for a chain of up to kFew members that all get a slot; otherwise do nothing
@@ -219,69 +256,99 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
   return true;
 }
 
-// What became of a chain: whether all members got a slot, and whether the bucket has no entry left
-// that this batch may evict.
-struct Service {
-  bool is_complete, exhausts;
+// The chain of a full bucket, in every lane: its table, its bucket and its founder, which is the
+// only member if `is_single`.
+struct FullChain {
+  int t;
+  int64_t bucket;
+  NewEntry founder;
+  bool is_single;
 };
 
+EMB_DEVICE FullChain chain_of(int lane, int t, int64_t bucket, const NewEntry& founder,
+                              bool is_single) {
+  const auto from = [&](int64_t value) { return __shfl_sync(simt::kFullMask, value, lane); };
+  return {__shfl_sync(simt::kFullMask, t, lane),
+          from(bucket),
+          {from(founder.miss), from(founder.key), founder.stamp, from(founder.score)},
+          __shfl_sync(simt::kFullMask, static_cast<int>(is_single), lane) != 0};
+}
+
 // Replace the share of a round of the entries of a full bucket by members in order, the lowest
-// entry first.
-EMB_DEVICE Service replace_in_bucket(const Insertion& insertion, int t, int64_t bucket) {
-  Candidate self = lane_entry(insertion, bucket, *insertion.index.clock);
-  Candidate candidate = min_over_warp(self);
+// entry first; `self` is this lane's entry. Return whether the bucket has no entry left that this
+// batch may evict.
+EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, const FullChain& chain,
+                                  Candidate self) {
+  Candidate candidate = min_over_warp(insertion.order, self);
   int share = slots_of_round(__popc(__ballot_sync(simt::kFullMask, self.way >= 0)));
-  bool is_complete = false;
-  for (int32_t last = -1; share > 0;) {
-    const int32_t member = next_members(insertion, bucket, last);
-    const int members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
-    int served = 0;
-    for (int k = 0; k < members && share > 0; ++k) {
-      const NewEntry to = new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), t);
-      if (!can_evict(insertion, candidate, to)) continue;
-      if (lane_in_warp() == candidate.way) {
-        write_entry(insertion, t, bucket, candidate.way, to, InsertStatus::kEvicting);
-        self.way = -1;  // belongs to this batch now
-      }
-      ++served;
-      --share;
-      candidate = min_over_warp(self);
+  const auto serve = [&](const NewEntry& to) {
+    if (!can_evict(insertion, candidate, to)) return;
+    if (lane_in_warp() == candidate.way) {
+      write_entry(insertion, chain.t, chain.bucket, candidate.way, to, InsertStatus::kEvicting);
+      self.way = -1;  // belongs to this batch now
     }
-    is_complete = last < 0 && members < kSlots && served == members;
+    --share;
+    candidate = min_over_warp(insertion.order, self);
+  };
+  if (chain.is_single) {
+    if (share > 0) serve(chain.founder);
+    return candidate.way < 0;
+  }
+  for (int32_t last = -1; share > 0;) {
+    const int32_t member = next_members(insertion, chain.bucket, last);
+    const int members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
+    for (int k = 0; k < members && share > 0; ++k) {
+      serve(new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), chain.t));
+    }
     if (members < kSlots) break;
     last = __shfl_sync(simt::kFullMask, member, kSlots - 1);
   }
-  return {is_complete, candidate.way < 0};
+  return candidate.way < 0;
 }
 
 // Serve the chains that this warp's lanes founded. Called by the whole warp.
-EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool active,
-                              int round) {
+EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool active) {
   const bool founds = active && insertion.is_pending(miss) && insertion.before[miss] < 0;
-  const int32_t wanted = founds ? insertion.wanted[miss] : 0;
-  bool served = false;
+  const int64_t wanted = founds ? insertion.wanted[miss] : 0;
+  bool served = false, is_full = false, is_single = false;
+  NewEntry founder{0, 0, *insertion.index.clock, 0};
   if (founds) {
-    const uint32_t empty = match_tags(insertion.index.tags + int64_t{wanted} * kSlots, kEmptyTag);
-    served = empty != 0 && fill_by_lane(insertion, t, wanted, empty);
+    const uint32_t empty = match_tags(insertion.index.tags + wanted * kSlots, kEmptyTag);
+    is_full = empty == 0;
+    served = !is_full && fill_by_lane(insertion, t, wanted, empty);
     if (served) insertion.chains[wanted] = kNoChain;
+    if (is_full) {
+      is_single = insertion.chains[wanted] == miss;
+      founder = new_entry(insertion, miss, t);
+    }
   }
-  unsigned left = __ballot_sync(simt::kFullMask, founds && !served);
+  unsigned left = __ballot_sync(simt::kFullMask, founds && !served && !is_full);
   for (; left != 0; left &= left - 1) {
     const int lane = __ffs(static_cast<int>(left)) - 1;
     const int64_t bucket = __shfl_sync(simt::kFullMask, wanted, lane);
     const int table = __shfl_sync(simt::kFullMask, t, lane);
     const uint32_t empty = match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag);
     __syncwarp();  // all lanes have read the tags before any lane writes one
-    Service service{false, false};
-    if (empty != 0) {
-      service.is_complete = fill_bucket(insertion, table, bucket, empty);
-    } else {
-      service = replace_in_bucket(insertion, table, bucket);
-    }
+    fill_bucket(insertion, table, bucket, empty);
     __syncwarp();
-    if (lane_in_warp() != 0) continue;
-    insertion.chains[bucket] = service.exhausts ? kExhausted : kNoChain;
-    if (!service.is_complete) insertion.left_over[table] = round;
+    if (lane_in_warp() == 0) insertion.chains[bucket] = kNoChain;
+  }
+  unsigned full = __ballot_sync(simt::kFullMask, is_full);
+  const auto entry_of = [&](unsigned lanes) {
+    const int lane = __ffs(static_cast<int>(lanes)) - 1;
+    return lane_entry(insertion, __shfl_sync(simt::kFullMask, wanted, lane), founder.stamp);
+  };
+  Candidate next{};
+  if (full != 0) next = entry_of(full);
+  while (full != 0) {
+    const Candidate self = next;
+    const FullChain chain =
+        chain_of(__ffs(static_cast<int>(full)) - 1, t, wanted, founder, is_single);
+    full &= full - 1;
+    if (full != 0) next = entry_of(full);  // in flight; no other warp changes these buckets
+    const bool exhausts = replace_in_bucket(insertion, chain, self);
+    __syncwarp();
+    if (lane_in_warp() == 0) insertion.chains[chain.bucket] = exhausts ? kExhausted : kNoChain;
   }
 }
 
@@ -292,21 +359,20 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
 inline constexpr int kFinishThreads = 512;
 inline constexpr int kMaxWideRounds = 5;
 
-// Initialise the results and the chains.
+// Initialise the results and the chains. Words of keys that are not evicted mean nothing.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_begin_kernel(Insertion insertion, int64_t n, int64_t buckets) {
   const DeviceMisses& misses = insertion.misses;
   const int64_t step = simt::threads_in_grid(), count = misses.offsets[insertion.index.num_tables];
   for (int64_t i = simt::global_thread(); i < buckets; i += step) insertion.chains[i] = kNoChain;
   for (int64_t t = simt::global_thread(); t < insertion.index.num_tables; t += step) {
-    insertion.left_over[t] = -1;
+    insertion.num_pending[t] = 0;
   }
   for (int64_t i = simt::global_thread(); i < n; i += step) {
     const bool kept_out = i < count && misses.admitted != nullptr && !misses.admitted[i];
     insertion.slots[i] = kNoSlot;
     insertion.status[i] =
         static_cast<uint8_t>(kept_out ? InsertStatus::kNotAdmitted : InsertStatus::kMiss);
-    for (int w = 0; w < 3; ++w) insertion.evicted[3 * i + w] = 0;
   }
 }
 
@@ -333,66 +399,138 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
   }
 }
 
+// Append this lane's miss to the list of its table if it is `listed`. Called by the whole warp.
+EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bool listed) {
+  unsigned left = __ballot_sync(simt::kFullMask, listed);
+  while (left != 0) {
+    const int leader = __ffs(static_cast<int>(left)) - 1;
+    const int table = __shfl_sync(simt::kFullMask, t, leader);
+    const bool is_of_table = listed && t == table;
+    const unsigned same = __ballot_sync(simt::kFullMask, is_of_table);
+    int32_t before = 0;
+    if (lane_in_warp() == leader) {
+      before = atomicAdd(insertion.num_pending + table, static_cast<int32_t>(__popc(same)));
+    }
+    before = __shfl_sync(simt::kFullMask, before, leader);
+    if (is_of_table) {
+      const int lower = __popc(same & ((1u << lane_in_warp()) - 1));
+      insertion.pending[insertion.misses.offsets[table] + before + lower] =
+          static_cast<int32_t>(miss);
+    }
+    left &= ~same;
+  }
+}
+
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_choose_kernel(Insertion insertion, int round) {
+    hash_choose_kernel(Insertion insertion, int round, bool lists) {
   __shared__ int range[2];
   for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool active) {
     active = active && insertion.is_pending(miss);
-    if (__any_sync(simt::kFullMask, active)) choose_bucket(insertion, miss, t, active);
+    if (!__any_sync(simt::kFullMask, active)) return;
+    const bool chooses = choose_bucket(insertion, miss, t, active);
+    if (lists) list_pending(insertion, miss, t, chooses);
   });
 }
 
-// Four blocks per multiprocessor: for more, the compiler would spill registers.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 4)
+// Three blocks per multiprocessor: for more, the compiler would spill registers.
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 3)
     hash_serve_kernel(Insertion insertion, int round) {
   __shared__ int range[2];
   for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool active) {
-    serve_buckets(insertion, miss, t, active, round);
+    serve_buckets(insertion, miss, t, active);
   });
 }
 
-// Run the remaining rounds of one table in one block until no key is pending. Keys before `low`,
-// the first that was pending one round ago, are skipped. Neighbouring keys go to different warps.
+// The list of a table in the block that finishes it: [0, size) of `misses`.
+struct PendingList {
+  int32_t* misses;
+  int size;
+
+  EMB_DEVICE int64_t at(int i) const { return i < size ? misses[i] : -1; }
+
+  // Drop the misses that are not pending. `size_of_block` is one number of the block.
+  EMB_DEVICE void compact(const Insertion& insertion, int* size_of_block) {
+    if (threadIdx.x == 0) *size_of_block = 0;
+    for (int tile = 0; tile < size; tile += kFinishThreads) {
+      const int64_t miss = at(tile + static_cast<int>(threadIdx.x));
+      const bool stays = miss >= 0 && insertion.is_pending(miss);
+      __syncthreads();  // the list ends before the tile: all of it has been read
+      if (stays) misses[atomicAdd(size_of_block, 1)] = static_cast<int32_t>(miss);
+    }
+    __syncthreads();
+    size = *size_of_block;
+    __syncthreads();
+  }
+};
+
+// Run the remaining rounds of one table in one block until no key is pending: those on the list,
+// and those that may choose in later rounds only. Neighbours on the list go to different warps.
 [[maybe_unused]] static __global__ void __launch_bounds__(kFinishThreads)
     hash_finish_kernel(Insertion insertion, int first_round) {
-  __shared__ int low, next_low;
+  __shared__ int list_size;
   constexpr int kWarps = kFinishThreads / kSlots;
   const auto self = static_cast<int>(threadIdx.x / simt::kWarp) + lane_in_warp() * kWarps;
   const int64_t* offsets = insertion.misses.offsets;
   for (int t = static_cast<int>(blockIdx.x); t < insertion.index.num_tables;
        t += static_cast<int>(gridDim.x)) {
-    const int64_t first = offsets[t], last = offsets[t + 1];
+    const auto first = static_cast<int>(offsets[t]);
+    const int count = static_cast<int>(offsets[t + 1]) - first;
     const int64_t buckets = insertion.index.field(t, kBuckets);
-    const bool is_done = insertion.left_over[t] < first_round - 1 &&
-                         choosers(buckets, first_round - 1) >= last - first;
-    if (threadIdx.x == 0) low = static_cast<int>(is_done ? last : first);
-    __syncthreads();
-    for (int round = first_round; low < last; ++round) {
-      const int64_t begin = low, choose = choosers(buckets, round);
-      const int64_t end = choose < last - first ? first + choose : last;
-      if (threadIdx.x == 0) next_low = static_cast<int>(end);
+    PendingList list{insertion.pending + first, insertion.num_pending[t]};
+    const auto choosers_of = [&](int round) {
+      const int64_t choose = choosers(buckets, round);
+      return choose < count ? static_cast<int>(choose) : count;
+    };
+    int begun = choosers_of(first_round - 1);
+    list.compact(insertion, &list_size);
+    for (int round = first_round; list.size > 0 || begun < count; ++round) {
+      const int end = choosers_of(round);
+      for (int i = begun + static_cast<int>(threadIdx.x); i < end; i += kFinishThreads) {
+        list.misses[list.size + i - begun] = first + i;
+      }
+      list.size += end - begun;
+      begun = end;
       __syncthreads();
-      for (int64_t tile = begin; tile < end; tile += kFinishThreads) {
-        const int64_t miss = tile + self;
-        const bool active = miss < end && insertion.is_pending(miss);
-        if (!__any_sync(simt::kFullMask, active)) continue;
-        if (active) atomicMin(&next_low, static_cast<int>(miss));
-        choose_bucket(insertion, miss, t, active);
+      for (int tile = 0; tile < list.size; tile += kFinishThreads) {
+        const int64_t miss = list.at(tile + self);
+        const bool active = miss >= 0 && insertion.is_pending(miss);
+        if (__any_sync(simt::kFullMask, active)) choose_bucket(insertion, miss, t, active);
       }
       __syncthreads();
-      for (int64_t tile = begin; tile < end; tile += kFinishThreads) {
-        serve_buckets(insertion, tile + self, t, tile + self < end, round);
+      for (int tile = 0; tile < list.size; tile += kFinishThreads) {
+        const int64_t miss = list.at(tile + self);
+        serve_buckets(insertion, miss, t, miss >= 0);
       }
-      if (threadIdx.x == 0) low = next_low;
       __syncthreads();
+      list.compact(insertion, &list_size);
     }
     __syncthreads();
   }
 }
 
-// Count what became of the misses.
+// Slots and misses of the positions of a batch, before and after the insertion; n is 0 where no one
+// asks for them.
+struct BatchSlots {
+  const int64_t* slots;
+  const int32_t* groups;
+  int64_t n;
+  int64_t* filled;
+  uint8_t* status;
+};
+
+// Write the slot and the status of every position: those of its miss, where it has one.
+EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& batch) {
+  for (int64_t i = simt::global_thread(); i < batch.n; i += simt::threads_in_grid()) {
+    const int32_t group = batch.groups[i];
+    const bool is_miss = group >= 0 && group < batch.n;
+    batch.filled[i] = is_miss ? insertion.slots[group] : batch.slots[i];
+    batch.status[i] = is_miss ? insertion.status[group] : static_cast<uint8_t>(InsertStatus::kHit);
+  }
+}
+
+// Count what became of the misses, and tell every position.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_outcome_kernel(Insertion insertion) {
+    hash_outcome_kernel(Insertion insertion, BatchSlots batch) {
   __shared__ int range[2];
   const DeviceIndex& index = insertion.index;
   TableTally inserted = counter_tally(index, kInserted), evicted = counter_tally(index, kEvicted);
@@ -411,6 +549,7 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
     sizes.add(t, status == InsertStatus::kNew);
   });
   for (TableTally* tally : {&inserted, &evicted, &refused, &not_admitted, &sizes}) tally->flush();
+  fill_positions(insertion, batch);
 }
 
 // Return the number of rounds on all multiprocessors, for n keys and `buckets` buckets of all
@@ -424,42 +563,26 @@ inline int wide_rounds(int64_t n, int64_t buckets) {
 
 // `insertion` comes without its scratch.
 template <class Work>
-void launch_insert(Work& work, Insertion insertion, int64_t n, int64_t buckets) {
+void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int64_t n,
+                   int64_t buckets) {
   if (n == 0) return;
   const auto& launcher = work.launcher();
   insertion.chains = work.template scratch<int32_t>(buckets);
   insertion.before = work.template scratch<int32_t>(n);
   insertion.wanted = work.template scratch<int32_t>(n);
-  insertion.left_over = work.template scratch<int32_t>(insertion.index.num_tables);
+  insertion.pending = work.template scratch<int32_t>(n);
+  insertion.num_pending = work.template scratch<int32_t>(insertion.index.num_tables);
   const unsigned blocks = key_blocks(launcher, n);
   launcher(hash_begin_kernel, key_blocks(launcher, n + buckets), kTileThreads, insertion, n,
            buckets);
   const int rounds = wide_rounds(n, buckets);
   for (int round = 0; round < rounds; ++round) {
-    launcher(hash_choose_kernel, blocks, kTileThreads, insertion, round);
+    launcher(hash_choose_kernel, blocks, kTileThreads, insertion, round, round + 1 == rounds);
     launcher(hash_serve_kernel, blocks, kTileThreads, insertion, round);
   }
   launcher(hash_finish_kernel, blocks_for(insertion.index.num_tables, 1, launcher.blocks(2)),
            kFinishThreads, insertion, rounds);
-  launcher(hash_outcome_kernel, blocks, kTileThreads, insertion);
-}
-
-// Write the slot of every position: that of its miss, where it has one.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_fill_slots_kernel(const int64_t* slots, const int64_t* inserted, int64_t num_inserted,
-                           const int32_t* groups, int64_t n, int64_t* out) {
-  for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
-    const int32_t group = groups[i];
-    out[i] = group >= 0 && group < num_inserted ? inserted[group] : slots[i];
-  }
-}
-
-template <class Launcher>
-void launch_fill_slots(const Launcher& launcher, const int64_t* slots, const int64_t* inserted,
-                       int64_t num_inserted, const int32_t* groups, int64_t n, int64_t* out) {
-  if (n == 0) return;
-  launcher(hash_fill_slots_kernel, key_blocks(launcher, n), kTileThreads, slots, inserted,
-           num_inserted, groups, n, out);
+  launcher(hash_outcome_kernel, blocks, kTileThreads, insertion, batch);
 }
 
 }  // namespace emb::cuda

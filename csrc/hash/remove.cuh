@@ -6,6 +6,18 @@
 
 namespace emb::cuda {
 
+// Find the keys, and claim a cell for each that is there.
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
+    hash_find_and_claim_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
+  __shared__ int range[2];
+  for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
+    if (position >= batch.n) return;
+    const int64_t slot = t < 0 ? kNoSlot : find_slot(index.table(t), batch.ids[position]);
+    slots[position] = slot;
+    keys.cell_of[position] = slot >= 0 ? keys.claim(batch.ids, position, t) : kNoCell;
+  });
+}
+
 // The first position of a key frees its slot.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_erase_kernel(DeviceIndex index, int64_t n, KeyCells keys, int64_t* slots) {
@@ -13,15 +25,14 @@ namespace emb::cuda {
   TableTally sizes(index.tables + kSize, kHashTableColumns);
   const int64_t rounded = (n + kSlots - 1) / kSlots * kSlots;
   for (int64_t i = simt::global_thread(); i < rounded; i += simt::threads_in_grid()) {
-    const int t = i < n ? keys.tables[i] : -1;
-    const bool frees = t >= 0 && keys.cells[keys.cell_of[i]] == i;
-    if (frees) {
+    const int t = i < n ? keys.table_of_first(i) : -1;
+    if (t >= 0) {
       index.tags[index.field(t, kFirstBucket) * kSlots + slots[i]] = kEmptyTag;
     } else if (i < n) {
       slots[i] = kNoSlot;
     }
-    erased.add(t, frees);
-    sizes.add_each(t, frees ? -1 : 0);
+    erased.add(t, t >= 0);
+    sizes.add_each(t, t >= 0 ? -1 : 0);
   }
   erased.flush();
   sizes.flush();
@@ -57,10 +68,11 @@ template <class Work>
 void launch_erase(Work& work, const DeviceIndex& index, const KeyBatch& batch, int64_t* slots) {
   if (batch.n == 0) return;
   const auto& launcher = work.launcher();
-  launch_hash_find(launcher, index, batch, slots);
-  const KeyCells keys = launch_cells(work, batch, index.num_tables, slots, true);
-  launcher(hash_erase_kernel, key_blocks(launcher, batch.n), kTileThreads, index, batch.n, keys,
-           slots);
+  const KeyCells keys = key_cells(work, batch.n);
+  const unsigned blocks = key_blocks(launcher, batch.n);
+  launcher(hash_clear_kernel, blocks, kTileThreads, keys.cells, int64_t{keys.mask} + 1);
+  launcher(hash_find_and_claim_kernel, blocks, kTileThreads, index, batch, keys, slots);
+  launcher(hash_erase_kernel, blocks, kTileThreads, index, batch.n, keys, slots);
 }
 
 template <class Launcher>

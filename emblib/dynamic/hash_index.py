@@ -56,11 +56,14 @@ class InsertedBatch(NamedTuple):
         slots: int64 `[L]`, -1 for keys that were not inserted.
         misses: the keys that were not in their table before; None if there are known to be none.
         result: what became of the misses; None as `misses`.
+        status: uint8 `[L]`, what became of the key of every position; None as `misses`, for `HIT`.
+            A backing store, which may change the result afterwards, does not change it.
     """
 
     slots: Tensor
     misses: Misses | None = None
     result: InsertResult | None = None
+    status: Tensor | None = None
 
 
 class LastInsertion(NamedTuple):
@@ -260,31 +263,34 @@ class HashIndex(nn.Module):
             self._settle_last()
             self.version += 1
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
-        slots = effects.once(hash.hash_touch_, index, *keys, counts, batch_scores, order)
-        if not slots.is_cuda and (not slots.numel() or int(slots.min()) >= 0):
+        slots, *found = effects.once(hash.hash_touch_, index, *keys, counts, batch_scores, order)
+        misses = Misses(*found)
+        if not slots.is_cuda and int(misses.offsets[-1]) == 0:
             return InsertedBatch(slots)
-        misses = Misses(*hash.hash_misses(*keys, slots, counts, len(self.specs)))
-        admitted = None if admit is None else admit(keys, misses)
+        admitted = None
+        if admit is not None:  # it may change the counts, also where it runs again
+            misses = misses._replace(counts=misses.counts.clone())
+            admitted = admit(keys, misses)
         if self.grows:
             self._grow(keys, slots, misses, admitted, rows, effects)
-        result = InsertResult(
-            *effects.once(
-                hash.hash_insert_,
-                index,
-                keys.ids,
-                misses.first,
-                misses.counts,
-                misses.offsets,
-                admitted,
-                batch_scores,
-                order,
-                codes.INSERT_POLICY[self.insert_policy],
-            )
+        *inserted, slots, status = effects.once(
+            hash.hash_insert_,
+            index,
+            keys.ids,
+            misses.first,
+            misses.counts,
+            misses.offsets,
+            admitted,
+            batch_scores,
+            order,
+            codes.INSERT_POLICY[self.insert_policy],
+            slots,
+            misses.groups,
         )
+        result = InsertResult(*inserted)
         if self._watchers:
             self._last = LastInsertion(self.version, keys, misses, result)
-        slots = hash.hash_fill_slots(slots, result.slots, misses.groups)
-        return InsertedBatch(slots, misses, result)
+        return InsertedBatch(slots, misses, result, status)
 
     def watch(self, watcher: object) -> None:
         """Let `has_left` answer from now on, as long as `watcher` lives."""

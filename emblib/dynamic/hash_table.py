@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK, HashIndex, InsertedBatch, RowBuffers
-from emblib.dynamic.keys import as_keys, hash_keys_of, of_insertion
+from emblib.dynamic.keys import as_keys, hash_keys_of
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, initial_rows_, rule_of
@@ -44,27 +44,20 @@ class Insertion(NamedTuple):
         status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another was evicted) or
             `REFUSED`.
         evicted: the evicted entries, where requested.
+        num_evicted: int64 `[1]`, their number, where requested; `evicted` may be padded.
     """
 
     slots: Tensor
     status: Tensor
     evicted: TableRows | None = None
+    num_evicted: Tensor | None = None
 
-
-def latest_of(groups: Tensor, count: int) -> Tensor:
-    """Return the last position of each group, -1 for empty groups; group -1 is ignored."""
-    positions = torch.arange(groups.numel(), device=groups.device)
-    latest = torch.full((count + 1,), -1, dtype=torch.int64, device=groups.device)
-    places = torch.where(groups < 0, count, groups.long())
-    return latest.scatter_reduce_(0, places, positions, "amax")[:count]
-
-
-def is_last(slots: Tensor) -> Tensor:
-    """Return which positions have a slot that no later position has, as bools."""
-    _, groups = slots.unique(return_inverse=True)
-    latest = latest_of(groups, groups.numel())
-    here = latest[groups] == torch.arange(slots.numel(), device=slots.device)
-    return here & (slots >= 0)
+    def trimmed(self) -> "Insertion":
+        """Return the same with as many evicted rows as there are (waits for the device)."""
+        if self.evicted is None or self.num_evicted is None:
+            return self
+        count = int(self.num_evicted)
+        return self._replace(evicted=TableRows(*(part[:count] for part in self.evicted)))
 
 
 class HashTable(nn.Module):
@@ -126,10 +119,13 @@ class HashTable(nn.Module):
     def _use(self, table: int, before: int, rows: int) -> None:
         memory.use(self.values.view(-1), 0, before * self.spec.dim, rows * self.spec.dim)
 
-    def _rows(self) -> RowBuffers:
-        layout = [[[0, self.spec.dim * self.values.itemsize]]]
-        device = self.values.device
-        return RowBuffers([self.values], torch.tensor(layout, device=device), self._use)
+    def _rows(self) -> RowBuffers | None:
+        """Return the rows that move when the table grows, None if it does not."""
+        if not self.index.grows:
+            return None
+        layout = torch.zeros(1, 1, 2, dtype=torch.int64, device=self.values.device)
+        layout[..., 1] = self.spec.dim * self.values.itemsize  # a kernel writes it: no wait
+        return RowBuffers([self.values], layout, self._use)
 
     def _batch(self, keys: Tensor) -> Keys:
         keys = as_keys(keys)
@@ -149,7 +145,7 @@ class HashTable(nn.Module):
             raise ValueError(
                 f"values must be of shape [n, dim] = {list(shape)}, got {list(values.shape)}"
             )
-        return values.detach().to(self.values)
+        return values.detach().to(self.values).contiguous()
 
     def _counts(self, keys: Keys, scores: Tensor | int | None) -> Tensor | None:
         """Return the counts to pass to the index, per position: uses, or the scores."""
@@ -162,9 +158,11 @@ class HashTable(nn.Module):
                 f"scores are for Eviction.CUSTOM, LFU and LRU_LFU, this table has {eviction}"
             )
         if eviction is Eviction.STEP:
-            scores = self.index.tick + 1
+            return (self.index.clock + 1).expand_as(keys.ids).contiguous()
         if scores is None:
             return None
+        if isinstance(scores, int):
+            return torch.full_like(keys.ids, scores)
         scores = torch.as_tensor(scores, dtype=torch.int64, device=keys.ids.device)
         if scores.dim() and scores.shape != keys.ids.shape:
             raise ValueError(
@@ -179,12 +177,13 @@ class HashTable(nn.Module):
 
         Keys that are not there read `spec.default_value`.
         """
-        slots = self.slots(keys)
-        return self._read(slots), slots >= 0
+        batch, index = self._batch(keys), self.index.tensors()
+        default_value = self.spec.default_value
+        return hash.hash_find_rows(index, *batch, self.values, default_value)
 
     def _read(self, slots: Tensor) -> Tensor:
-        missing = torch.full((), self.spec.default_value, dtype=self.dtype, device=slots.device)
-        return torch.where(slots[:, None] >= 0, self.values[slots.clamp(min=0)], missing)
+        rows: Tensor = hash.hash_read_rows(self.values, slots, self.spec.default_value)
+        return rows
 
     @atomic
     def slots(self, keys: Tensor) -> Tensor:
@@ -210,10 +209,24 @@ class HashTable(nn.Module):
     @torch.no_grad()
     @atomic
     def insert_and_evict(
-        self, keys: Tensor, values: Tensor, scores: Tensor | int | None = None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        scores: Tensor | int | None = None,
+        *,
+        padded: bool = False,
     ) -> Insertion:
-        """Call `insert_or_assign` and return the evicted rows in the order of the keys."""
-        return self._insert_values(keys, values, scores, with_evicted=True)
+        """Call `insert_or_assign` and return the evicted rows in the order of the keys.
+
+        Args:
+            keys: int64 `[n]`.
+            values: `[n, dim]`.
+            scores: see the class.
+            padded: whether `evicted` has n rows, of which the first `num_evicted` mean something,
+                so that the host does not wait for their number; `Insertion.trimmed` drops the rest.
+        """
+        insertion = self._insert_values(keys, values, scores, with_evicted=True)
+        return insertion if padded else insertion.trimmed()
 
     def _insert_values(
         self,
@@ -228,9 +241,11 @@ class HashTable(nn.Module):
 
         def make() -> Insertion:
             inserted = self._insert(batch, counts, effects)
-            evicted = self._evicted(inserted) if with_evicted else None
+            insertion = Insertion(inserted.slots, self._status(inserted))
+            if with_evicted:
+                insertion = self._with_evicted(insertion, inserted)
             self._write(inserted.slots, values)
-            return Insertion(inserted.slots, of_insertion(inserted), evicted)
+            return insertion
 
         return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
 
@@ -244,30 +259,42 @@ class HashTable(nn.Module):
         A new key starts with the first of its `values`; left out, with what `spec.initializer`
         gives. Keys that are refused read `spec.default_value`.
         """
-        insertion = self.find_or_insert_slots(keys, values, scores)
-        return self._read(insertion.slots), insertion
+        return self._find_or_insert(keys, values, scores, reads=True)
 
+    @torch.no_grad()
     @atomic
     def find_or_insert_slots(
         self, keys: Tensor, values: Tensor | None = None, scores: Tensor | int | None = None
     ) -> Insertion:
         """Find or insert keys as `find_or_insert` does, without copying values."""
+        return self._find_or_insert(keys, values, scores, reads=False)[1]
+
+    def _find_or_insert(
+        self, keys: Tensor, values: Tensor | None, scores: Tensor | int | None, *, reads: bool
+    ) -> tuple[Tensor, Insertion]:
+        """Find or insert keys; the rows that are returned are none if not `reads`."""
         batch, effects = self._batch(keys), Effects()
         counts = self._counts(batch, scores)
         values = None if values is None else self._checked(batch, values)
 
-        def make() -> Insertion:
+        def make() -> tuple[Tensor, Insertion]:
             inserted = self._insert(batch, counts, effects)
-            misses, placed = inserted.misses, inserted.result
-            if misses is not None and placed is not None:
-                if values is None:
-                    self._start_rows(batch, misses, placed.slots)
-                else:
-                    new = placed.slots >= 0
-                    self.values[placed.slots[new]] = values[misses.first[new]]
-            return Insertion(inserted.slots, of_insertion(inserted))
+            slots, misses, result = inserted.slots, inserted.misses, inserted.result
+            insertion = Insertion(slots, self._status(inserted))
+            if values is not None and misses is not None:
+                default_value = self.spec.default_value
+                starting = (misses.groups, misses.first, values, default_value, reads)
+                return hash.hash_start_rows_(self.values, slots, *starting), insertion
+            if misses is not None and result is not None:
+                self._start_rows(batch, misses, result.slots)
+            return self._read(slots if reads else slots[:0]), insertion
 
         return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
+
+    def _status(self, inserted: InsertedBatch) -> Tensor:
+        if inserted.status is None:
+            return torch.full_like(inserted.slots, hash.HIT, dtype=torch.uint8)
+        return inserted.status
 
     def _start_rows(self, batch: Keys, misses: Misses, slots: Tensor) -> None:
         if self._start is None or self._start[0].device != self.values.device:
@@ -291,42 +318,42 @@ class HashTable(nn.Module):
         given = counts
 
         def rank(keys: Keys, misses: Misses) -> None:
-            latest = latest_of(misses.groups, misses.groups.numel())
-            known = latest >= 0
-            misses.counts[known] = given[latest[known]]
+            self._write_last(misses.counts, misses.groups.long(), given)
 
         inserted = self.index.insert(
             batch, torch.zeros_like(given), admit=rank, rows=self._rows(), effects=effects
         )
-        self._give(inserted.slots, given)
+        self._write_last(self._entries(HashEntryColumn.SCORE), inserted.slots, given)
         return inserted
 
-    def _give(self, slots: Tensor, scores: Tensor) -> None:
-        """Set the score of each slot to the score of its last position."""
-        last = is_last(slots)
-        slots = slots[last]
-        stamps = self.index.table_entries(0)[slots, 1]
-        self.index.set_entries(0, slots, stamps, scores[last])
+    def _entries(self, column: HashEntryColumn) -> Tensor:
+        """Return a column of all entries as a view."""
+        return self.index.entries[:, column]
+
+    def _write_last(self, into: Tensor, numbers: Tensor, values: Tensor) -> None:
+        """Write the last of the values that have the same number; number -1 is none."""
+        hash.hash_write_rows_(into.unsqueeze(1), numbers, values.unsqueeze(1))
 
     def _write(self, slots: Tensor, values: Tensor) -> None:
-        last = is_last(slots)
-        self.values[slots[last]] = values[last]
+        hash.hash_write_rows_(self.values, slots, values)
 
-    def _evicted(self, inserted: InsertedBatch) -> TableRows:
-        placed = inserted.result
-        if placed is None:
-            return self._no_rows()
-        gone = placed.status == hash.EVICTING
-        keys, stamps, scores = placed.evicted[gone].unbind(1)
-        return TableRows(keys, self.values[placed.slots[gone]], stamps, scores)
+    def _with_evicted(self, insertion: Insertion, inserted: InsertedBatch) -> Insertion:
+        """Add the evicted rows to a result; they must be in their slots still."""
+        result = inserted.result
+        if result is None:
+            none = torch.zeros(1, dtype=torch.int64, device=self.values.device)
+            return insertion._replace(evicted=self._no_rows(), num_evicted=none)
+        *rows, count = hash.hash_evicted_rows(self.values, *result)
+        return insertion._replace(evicted=TableRows(*rows), num_evicted=count)
 
     @torch.no_grad()
     @atomic
     def assign(self, keys: Tensor, values: Tensor) -> Tensor:
         """Write the values of keys that are in the table; return which are, bool `[n]`."""
         batch = self._batch(keys)
+        values = self._checked(batch, values)
         slots = self.index.find(batch)
-        self._write(slots, self._checked(batch, values))
+        self._write(slots, values)
         return slots >= 0
 
     @torch.no_grad()
@@ -347,11 +374,11 @@ class HashTable(nn.Module):
     def scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores, int64 `[n]` (0 for none), and which keys are in the table, bool `[n]`."""
         slots = self.slots(keys)
-        entries = self.index.table_entries(0)[slots.clamp(min=0)]
         there = slots >= 0
         if not self._scored:
             return torch.zeros_like(slots), there
-        return torch.where(there, entries[:, HashEntryColumn.SCORE], 0), there
+        scores = self._entries(HashEntryColumn.SCORE)[slots.clamp(min=0)]
+        return torch.where(there, scores, 0), there
 
     @atomic
     def set_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
@@ -359,9 +386,12 @@ class HashTable(nn.Module):
         if self.spec.eviction in (Eviction.LRU, Eviction.NONE):
             raise ValueError(f"a table with {self.spec.eviction} has no scores")
         batch = self._batch(keys)
+        if isinstance(scores, int):
+            scores = torch.full_like(batch.ids, scores)
         scores = torch.as_tensor(scores, dtype=torch.int64, device=batch.ids.device)
+        scores = scores.expand_as(batch.ids).contiguous()
         slots = self.index.find(batch)
-        self._give(slots, scores.expand_as(slots))
+        self._write_last(self._entries(HashEntryColumn.SCORE), slots, scores)
         return slots >= 0
 
     @atomic
@@ -396,13 +426,13 @@ class HashTable(nn.Module):
         """
         batch = self._batch(rows.keys)
         values = self._checked(batch, rows.values)
-        stamps, scores = rows.stamps.to(values.device), rows.scores.to(values.device)
+        stamps = rows.stamps.to(values.device).contiguous()
+        scores = rows.scores.to(values.device).contiguous()
         if rows.keys.numel():
             self.index.set_tick(max(self.index.tick, int(stamps.max())))
 
         def rank(keys: Keys, misses: Misses) -> None:
-            count = int(misses.offsets[-1])
-            misses.counts[:count] = scores[misses.first[:count]]
+            self._write_last(misses.counts, misses.groups.long(), scores)
 
         counts, effects = torch.zeros_like(scores), Effects()
 
@@ -411,11 +441,12 @@ class HashTable(nn.Module):
             inserted = self.index.insert(
                 batch, counts, admit=rank, rows=self._rows(), effects=effects
             )
-            self._write(inserted.slots, values)
-            last = is_last(inserted.slots)
-            scored = scores[last] if self._scored else None
-            self.index.set_entries(0, inserted.slots[last], stamps[last], scored)
-            return Insertion(inserted.slots, of_insertion(inserted))
+            slots = inserted.slots
+            self._write(slots, values)
+            self._write_last(self._entries(HashEntryColumn.STAMP), slots, stamps)
+            if self._scored:
+                self._write_last(self._entries(HashEntryColumn.SCORE), slots, scores)
+            return Insertion(slots, self._status(inserted))
 
         return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
 

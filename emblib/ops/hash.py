@@ -20,10 +20,10 @@ evicted by it. Counts stop at 2^63 - 1. With `insert_policy` "competes" a key th
 every entry that it could evict is refused, with "wins" it is not. The ops take the numbers of both
 in `emblib.ops.codes`.
 
-A training step is `touch_`, which finds and stamps the keys that hit; `misses`, the distinct
-missing keys; `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and
-`insert_`, which inserts them; `fill_slots(slots, inserted, groups)` then returns the slot of each
-position: that of its miss, by `groups`, where it has one.
+A training step is `touch_`, which finds and stamps the keys that hit and lists the distinct missing
+keys (`Misses`); `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and
+`insert_`, which inserts them. With `slots` and `groups` of the batch, `insert_` also returns slot
+and status of every position: those of its miss, where it has one.
 
 The misses of a table are inserted in rounds. In the first, its first 8 misses per bucket choose
 between their buckets; in each later one four times as many, without those that are done. They
@@ -35,7 +35,7 @@ the next round. The limit keeps misses that cannot see each other from filling s
 
 `initial_rows_(row_buffers, layout, rules, ids, first, offsets, slots, seed)` writes the initial
 values of row `slots[i]` of each row buffer for missing key i, where that is not -1: missing keys
-are as `misses` returns them, the key of i is `ids[first[i]]`, and i of table t lie in [offsets[t],
+are as `touch_` returns them, the key of i is `ids[first[i]]`, and i of table t lie in [offsets[t],
 offsets[t + 1]).
 
 - `row_buffers`: float32 | float16 | bfloat16, flat: weights and states of all tables
@@ -43,6 +43,20 @@ offsets[t + 1]).
 - `rules` float64 `[T, P, 7]`: how its values are made, see `rule_of`
 
 A value depends only on seed, stream, key and element.
+
+Rows of values by slot, `values` `[slots, dim]` with contiguous rows, slot -1 for none:
+
+- `find_rows(index, keys, values, default_value)` finds keys and reads their rows; missing keys read
+  the default value. Returns the rows and which keys were found. The rows of table t begin with that
+  of its first slot
+- `read_rows(values, slots, default_value)` reads rows
+- `start_rows_(values, slots, groups, first, starting, default_value, reads)` writes the rows of the
+  new keys of a batch, each the `starting` row of its first position, and returns the rows of all
+  positions (none if not `reads`)
+- `write_rows_(values, slots, rows)` writes rows; the last one of a slot stays
+- `evicted_rows(values, slots, status, evicted)` gathers keys, rows, stamps and scores of evicted
+  keys in the order of the misses, and their number; what follows them is unspecified. Its arguments
+  are those of `InsertResult`, and it must be called before the rows are written
 
 Every op is deterministic: the same bytes on any number of threads, on any device. The definition is
 `emblib.reference.hash`. Sources: linear hashing (Litwin, 1980), the power of two choices (Azar et
@@ -78,8 +92,10 @@ class Keys(NamedTuple):
     @classmethod
     def of(cls, ids: Tensor, table: int = 0) -> "Keys":
         """Make a batch of ids, int64 `[L]`, that all belong to one table."""
-        starts = torch.tensor([0, ids.numel()], device=ids.device)
-        tables = torch.full((1,), table, dtype=torch.int64, device=ids.device)
+        n = ids.numel()
+        starts = torch.zeros(2, dtype=torch.int64, device=ids.device)
+        starts[1:].fill_(n)  # by a kernel: the host would wait for a copy
+        tables = starts[:1] if table == 0 else torch.full_like(starts[:1], table)
         return cls(ids.contiguous(), starts, tables)
 
 
@@ -115,7 +131,8 @@ class InsertResult(NamedTuple):
         slots: int64 `[L]`, -1 where a key was not inserted.
         status: uint8 `[L]`: `NEW`, `EVICTING` (took the slot of an evicted key), `REFUSED` or
             `NOT_ADMITTED`.
-        evicted: int64 `[L, 3]`: key, stamp and score of the evicted entry, else 0.
+        evicted: int64 `[L, 3]`: key, stamp and score of the evicted entry; unspecified where the
+            status is not `EVICTING`.
     """
 
     slots: Tensor
@@ -127,12 +144,15 @@ MISS, HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = map(int, InsertStatus)
 
 hash_find = torch.ops.emblib.hash_find.default
 hash_touch_ = torch.ops.emblib.hash_touch_.default
-hash_misses = torch.ops.emblib.hash_misses.default
 hash_grow_ = torch.ops.emblib.hash_grow_.default
 hash_insert_ = torch.ops.emblib.hash_insert_.default
-hash_fill_slots = torch.ops.emblib.hash_fill_slots.default
 hash_erase_ = torch.ops.emblib.hash_erase_.default
 hash_expire_ = torch.ops.emblib.hash_expire_.default
+hash_find_rows = torch.ops.emblib.hash_find_rows.default
+hash_read_rows = torch.ops.emblib.hash_read_rows.default
+hash_start_rows_ = torch.ops.emblib.hash_start_rows_.default
+hash_write_rows_ = torch.ops.emblib.hash_write_rows_.default
+hash_evicted_rows = torch.ops.emblib.hash_evicted_rows.default
 
 
 def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
@@ -162,24 +182,13 @@ def _(
     counts: Tensor | None,
     batch_scores: Tensor | None,
     order: int,
-) -> Tensor:
-    return torch.empty_like(ids)
-
-
-@torch.library.register_fake("emblib::hash_misses")
-def _(
-    ids: Tensor,
-    starts: Tensor,
-    tables: Tensor,
-    slots: Tensor,
-    counts: Tensor | None,
-    num_tables: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
+        torch.empty_like(ids),
         torch.empty_like(ids),
         torch.empty_like(ids, dtype=torch.int32),
         torch.empty_like(ids),
-        ids.new_empty(num_tables + 1),
+        ids.new_empty(index[2].size(0) + 1),
     )
 
 
@@ -209,17 +218,17 @@ def _(
     batch_scores: Tensor | None,
     order: int,
     insert_policy: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    slots: Tensor | None = None,
+    groups: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    positions = ids.new_empty(0 if slots is None else ids.numel())
     return (
         torch.empty_like(ids),
         torch.empty_like(ids, dtype=torch.uint8),
         ids.new_empty((ids.numel(), 3)),
+        positions,
+        torch.empty_like(positions, dtype=torch.uint8),
     )
-
-
-@torch.library.register_fake("emblib::hash_fill_slots")
-def _(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
-    return torch.empty_like(slots)
 
 
 @torch.library.register_fake("emblib::hash_erase_")
@@ -230,6 +239,50 @@ def _(index: list[Tensor], ids: Tensor, starts: Tensor, tables: Tensor) -> Tenso
 @torch.library.register_fake("emblib::hash_expire_")
 def _(index: list[Tensor], table: int, first_bucket: int, num_buckets: int, before: int) -> Tensor:
     return index[0].new_empty(num_buckets * SLOTS, dtype=torch.bool)
+
+
+@torch.library.register_fake("emblib::hash_find_rows")
+def _(
+    index: list[Tensor],
+    ids: Tensor,
+    starts: Tensor,
+    tables: Tensor,
+    values: Tensor,
+    default_value: float,
+) -> tuple[Tensor, Tensor]:
+    return values.new_empty(ids.numel(), values.size(1)), torch.empty_like(ids, dtype=torch.bool)
+
+
+@torch.library.register_fake("emblib::hash_read_rows")
+def _(values: Tensor, slots: Tensor, default_value: float) -> Tensor:
+    return values.new_empty(slots.numel(), values.size(1))
+
+
+@torch.library.register_fake("emblib::hash_start_rows_")
+def _(
+    values: Tensor,
+    slots: Tensor,
+    groups: Tensor,
+    first: Tensor,
+    starting: Tensor,
+    default_value: float,
+    reads: bool,
+) -> Tensor:
+    return values.new_empty(slots.numel() if reads else 0, values.size(1))
+
+
+@torch.library.register_fake("emblib::hash_write_rows_")
+def _(values: Tensor, slots: Tensor, rows: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("emblib::hash_evicted_rows")
+def _(
+    values: Tensor, slots: Tensor, status: Tensor, evicted: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n = slots.numel()
+    words = (slots.new_empty(n), slots.new_empty(n), slots.new_empty(1))
+    return torch.empty_like(slots), values.new_empty(n, values.size(1)), *words
 
 
 initial_rows_ = torch.ops.emblib.hash_initial_rows_.default

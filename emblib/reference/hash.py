@@ -38,7 +38,7 @@ COUNTERS = (
     "expired",
     "erased",
 )
-NEW, EVICTING, REFUSED, NOT_ADMITTED = 2, 3, 4, 5  # status of a miss
+HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = 1, 2, 3, 4, 5  # what became of a key
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 
 Batch = Sequence[tuple[int, int]]  # (table, key) of each position
@@ -402,10 +402,51 @@ def positions(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple
 
 
 def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
-    """Return the slot of every position; `inserted` is by miss, the others by position."""
+    """Return the slot of every position; `inserted` is by miss, the others by position.
+
+    Statuses are filled in the same way, those of hits first.
+    """
     filled = slots.clone()
     filled[groups >= 0] = inserted[groups[groups >= 0].long()]
     return filled
+
+
+def read_rows(values: Tensor, slots: Tensor, default_value: float) -> Tensor:
+    """Return the row of each slot, a row of the default value for -1."""
+    rows = torch.full((slots.numel(), values.size(1)), default_value, dtype=values.dtype)
+    rows[slots >= 0] = values[slots[slots >= 0]]
+    return rows
+
+
+def start_rows_(
+    values: Tensor,
+    slots: Tensor,
+    groups: Tensor,
+    first: Tensor,
+    starting: Tensor,
+    default_value: float,
+) -> Tensor:
+    """Write the rows of missing keys, each the first of its `starting` rows; return all rows."""
+    for position, group in enumerate(groups.tolist()):
+        if group >= 0 and int(slots[position]) >= 0 and int(first[group]) == position:
+            values[slots[position]] = starting[position]
+    return read_rows(values, slots, default_value)
+
+
+def write_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows in order: the last one of a slot stays; slot -1 is none."""
+    for slot, row in zip(slots.tolist(), rows, strict=True):
+        if slot >= 0:
+            values[slot] = row
+
+
+def evicted_rows(
+    values: Tensor, slots: Tensor, status: Tensor, evicted: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return keys, rows, stamps and scores of the evicted keys, in the order of the misses."""
+    gone = status == EVICTING
+    keys, stamps, scores = evicted[gone].unbind(1)
+    return keys, values[slots[gone]], stamps, scores
 
 
 _MASK = 0xFFFFFFFF

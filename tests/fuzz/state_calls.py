@@ -168,9 +168,10 @@ def _hash(draw: random.Random) -> _Hash:
     for _ in range(draw.randint(0, 3)):
         twin.train(draws.batch(), None)
     batch = draws.batch()
-    slots = _ops.hash_find(twin.index, *batch.keys)
-    missing = _ops.hash_misses(*batch.keys, slots, batch.counts, len(sizes))
-    return _Hash(tables, twin.index, batch, draws, slots, missing)
+    used = [tensor.clone() for tensor in twin.index]
+    scores = torch.zeros(len(sizes), dtype=torch.int64)
+    slots, *missing = _ops.hash_touch_(used, *batch.keys, batch.counts, scores, HASH_ORDER[order])
+    return _Hash(tables, twin.index, batch, draws, slots, tuple(missing))
 
 
 _HASH_OPS: dict[str, Callable[..., Any]] = {
@@ -200,8 +201,11 @@ def _hash_use(draw: random.Random) -> Call:
     model, batch = case.model, case.batch
 
     def check(arguments: Arguments, got: Any) -> None:
-        assert got.tolist() == model.touch(batch.positions, batch.uses, case.batch_scores)
+        slots, *missing = got
+        assert slots.tolist() == model.touch(batch.positions, batch.uses, case.batch_scores)
         _same_index(arguments[0], model)
+        misses = model.misses(batch.positions, slots.tolist(), batch.uses)
+        hash_cases.Twin(case.tables, {})._compare_misses(missing, misses)
 
     call = (
         case.index,
@@ -211,20 +215,6 @@ def _hash_use(draw: random.Random) -> Call:
         HASH_ORDER[case.tables.order],
     )
     return Call("hash_touch_", call, check)
-
-
-def _hash_misses(draw: random.Random) -> Call:
-    case = _hash(draw)
-    twin = hash_cases.Twin(case.tables, {})
-
-    def check(_: Arguments, got: Any) -> None:
-        batch = case.batch
-        twin._compare_misses(
-            got, case.model.misses(batch.positions, case.slots.tolist(), batch.uses)
-        )
-
-    call = (*case.batch.keys, case.slots, case.batch.counts, len(case.tables.sizes))
-    return Call("hash_misses", call, check)
 
 
 def _admitted(case: _Hash, misses: list[list[Any]]) -> Tensor | None:
@@ -262,30 +252,109 @@ def _hash_grow(draw: random.Random) -> Call:
 
 def _hash_place(draw: random.Random) -> Call:
     case = _hash(draw)
-    model, batch, (first, _, totals, offsets) = case.model, case.batch, case.missing
+    model, batch = case.model, case.batch
+    first, groups, totals, offsets = case.missing
     misses = model.misses(batch.positions, case.slots.tolist(), batch.uses)
     admitted = _admitted(case, misses)
     twin = hash_cases.Twin(case.tables, {})
 
     def check(arguments: Arguments, got: Any) -> None:
         model.insert(misses, case.batch_scores)
-        twin._compare_placed(got, misses)
+        twin._compare_placed(got[:3], misses)
         _same_index(arguments[0], model)
 
     codes = (HASH_ORDER[case.tables.order], INSERT_POLICY[case.tables.insert_policy])
     call = (case.index, batch.ids, first, totals, offsets, admitted, batch.batch_scores, *codes)
-    return Call("hash_insert_", call, check)
+    return Call("hash_insert_", (*call, case.slots, groups), check)
 
 
-def _hash_fill_slots(draw: random.Random) -> Call:
+def _values(draw: random.Random, rows: int) -> Tensor:
+    torch.manual_seed(drawn_seed(draw))
+    return torch.randn(rows, draw.choice([1, 4, 7])).to(draw.choice(FLOATS))
+
+
+def _hash_find_rows(draw: random.Random) -> Call:
     case = _hash(draw)
-    groups = case.missing[1]
-    inserted = torch.arange(groups.numel()) * 3 - 1
+    values = _values(draw, case.index[0].numel())
 
     def check(_: Arguments, got: Any) -> None:
-        same(got, hash.fill_slots(case.slots, inserted, groups))
+        firsts = case.index[2][:, 0] * hash_cases.SLOTS
+        slots = torch.tensor(case.model.find(case.batch.positions), dtype=torch.int64)
+        tables = torch.tensor([t for t, _ in case.batch.positions], dtype=torch.int64)
+        at = torch.where(slots >= 0, slots + firsts[tables], -1)
+        same(got[0], hash.read_rows(values, at, 0.5))
+        same(got[1], slots >= 0)
 
-    return Call("hash_fill_slots", (case.slots, inserted, groups), check)
+    return Call("hash_find_rows", (case.index, *case.batch.keys, values, 0.5), check)
+
+
+def _slots_of_rows(draw: random.Random, rows: int) -> Tensor:
+    count = draw.choice([0, 1, 40])
+    return torch.tensor([draw.randrange(-1, rows) for _ in range(count)], dtype=torch.int64)
+
+
+def _hash_read_rows(draw: random.Random) -> Call:
+    values = _values(draw, 9)
+    slots = _slots_of_rows(draw, 9)
+
+    def check(_: Arguments, got: Any) -> None:
+        same(got, hash.read_rows(values, slots, -2.0))
+
+    return Call("hash_read_rows", (values, slots, -2.0), check)
+
+
+def _hash_start_rows(draw: random.Random) -> Call:
+    values = _values(draw, 9)
+    slots = _slots_of_rows(draw, 9)
+    count = slots.numel()
+    starting = torch.randn(count, values.size(1)).to(values.dtype)
+    # Positions of a slot that are missing have one group; its first position comes first.
+    is_new = [draw.random() < 0.5 for _ in range(9)]
+    numbers: dict[int, int] = {}
+    groups, first = torch.full((count,), -1, dtype=torch.int32), torch.zeros(count).long()
+    for position, slot in enumerate(slots.tolist()):
+        if slot >= 0 and is_new[slot]:
+            number = numbers.setdefault(slot, len(numbers))
+            groups[position] = number
+            if int((groups == number).sum()) == 1:
+                first[number] = position
+    want, reads = values.clone(), draw.random() < 0.7
+
+    def check(arguments: Arguments, got: Any) -> None:
+        rows = hash.start_rows_(want, slots, groups, first, starting, 1.0)
+        same(got, rows if reads else rows[:0])
+        same(arguments[0], want)
+
+    call = (values, slots, groups, first, starting, 1.0, reads)
+    return Call("hash_start_rows_", call, check)
+
+
+def _hash_write_rows(draw: random.Random) -> Call:
+    values = _values(draw, 9)
+    slots = _slots_of_rows(draw, 9)
+    rows, want = torch.randn(slots.numel(), values.size(1)).to(values.dtype), values.clone()
+
+    def check(arguments: Arguments, _: Any) -> None:
+        hash.write_rows_(want, slots, rows)
+        same(arguments[0], want)
+
+    return Call("hash_write_rows_", (values, slots, rows), check)
+
+
+def _hash_evicted_rows(draw: random.Random) -> Call:
+    values = _values(draw, 64)
+    count = draw.choice([0, 1, 40])
+    slots = torch.randperm(64)[:count]
+    status = torch.randint(2, 6, (count,), dtype=torch.uint8)
+    words = torch.randint(-99, 99, (count, 3))
+
+    def check(_: Arguments, got: Any) -> None:
+        *parts, number = got
+        for part, want in zip(parts, hash.evicted_rows(values, slots, status, words), strict=True):
+            assert int(number) == want.size(0)
+            same(part[: want.size(0)], want)
+
+    return Call("hash_evicted_rows", (values, slots, status, words), check)
 
 
 def _hash_erase(draw: random.Random) -> Call:
@@ -344,11 +413,14 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "cache_flush_": _cache_flush,
     "hash_find": _hash_find,
     "hash_touch_": _hash_use,
-    "hash_misses": _hash_misses,
     "hash_grow_": _hash_grow,
     "hash_insert_": _hash_place,
-    "hash_fill_slots": _hash_fill_slots,
     "hash_erase_": _hash_erase,
     "hash_expire_": _hash_expire,
+    "hash_find_rows": _hash_find_rows,
+    "hash_read_rows": _hash_read_rows,
+    "hash_start_rows_": _hash_start_rows,
+    "hash_write_rows_": _hash_write_rows,
+    "hash_evicted_rows": _hash_evicted_rows,
     "hash_initial_rows_": _hash_initial_rows,
 }

@@ -90,11 +90,10 @@ def _large_run(threads: int, tables: Tables, batches: list[Batch]) -> list[Tenso
     rows = (twin.rows.row_buffers, twin.rows.layout)
     found: list[Tensor] = []
     for number, batch in enumerate(batches):
-        slots = ops["touch_"](
+        slots, *misses = ops["touch_"](
             twin.index, *batch.keys, batch.counts, batch.batch_scores, HASH_ORDER[tables.order]
         )
-        misses = ops["misses"](*batch.keys, slots, batch.counts, len(tables.sizes))
-        first, _, totals, offsets = misses
+        first, groups, totals, offsets = misses
         admitted = (batch.ids % 7 != number) if number % 2 else None
         ops["grow_"](twin.index, *rows, *batch.keys, slots, offsets, admitted)
         ways = (
@@ -103,7 +102,8 @@ def _large_run(threads: int, tables: Tables, batches: list[Batch]) -> list[Tenso
             HASH_ORDER[tables.order],
             INSERT_POLICY[tables.insert_policy],
         )
-        placed = ops["insert_"](twin.index, batch.ids, first, totals, offsets, *ways)
+        call = (batch.ids, first, totals, offsets, *ways, slots, groups)
+        placed = ops["insert_"](twin.index, *call)
         for start, width, plane in zip((0, 0), (5, 3), twin.rows.row_buffers, strict=True):
             table = plane[start : start + tables.sizes[0][1] * SLOTS * width].view(-1, width)
             new = placed[0][: int(offsets[1])]
@@ -353,8 +353,7 @@ def test_growth_needs_no_rows(device: torch.device) -> None:
     """An index whose rows are elsewhere grows as well."""
     ops, tables = _ops(device), Tables(((1, 8, 819),))
     index, batch = tables.index(), Batch.of((0, range(150)))
-    slots = ops["touch_"](index, *batch.keys, None, None, HASH_ORDER["lru"])
-    _, _, _, offsets = ops["misses"](*batch.keys, slots, None, 1)
+    slots, *_, offsets = ops["touch_"](index, *batch.keys, None, None, HASH_ORDER["lru"])
     layout = torch.empty(1, 0, 2, dtype=torch.int64)
     ops["grow_"](index, [], layout, *batch.keys, slots, offsets, None)
     assert index[2].tolist() == [[0, 8, 8, 0, 819, 0]]
@@ -455,11 +454,11 @@ class Index:
         """Inserts distinct keys: which of the missing ones found a place, in order."""
         batch = Batch(ids, torch.tensor([0, len(ids)]), torch.tensor([0]))
         score, order = torch.tensor([batch_scores]), HASH_ORDER[self.tables.order]
-        slots = hash.hash_touch_(self.index, *batch.keys, None, score, order)
-        first, _, totals, offsets = hash.hash_misses(*batch.keys, slots, None, 1)
+        touched = hash.hash_touch_(self.index, *batch.keys, None, score, order)
+        slots, first, _, totals, offsets = touched
         hash.hash_grow_(self.index, *NO_ROWS, *batch.keys, slots, offsets, None)
         ways = (None, score, order, INSERT_POLICY[self.tables.insert_policy])
-        placed, _, _ = hash.hash_insert_(self.index, ids, first, totals, offsets, *ways)
+        placed, *_ = hash.hash_insert_(self.index, ids, first, totals, offsets, *ways)
         return placed[: int(offsets[1])] >= 0
 
     def found(self, ids: Tensor) -> float:

@@ -23,19 +23,26 @@ def _cases() -> dict[str, tuple[Any, ...]]:
     batch = Batch.of((0, range(10, 60)), (1, [1, 2, 90, 90]), batch_scores=[6, 7])
     batch.counts = torch.arange(1, 55)
     keys, rows, scores = batch.keys, Rows(TABLES), batch.batch_scores
-    slots = hash.hash_find(index, *keys)
-    first, groups, totals, offsets = hash.hash_misses(*keys, slots, batch.counts, 2)
+    order = HASH_ORDER["assigned"]
+    used = [tensor.clone() for tensor in index]
+    slots, *misses = hash.hash_touch_(used, *keys, batch.counts, scores, order)
+    first, groups, totals, offsets = misses
     admitted = torch.arange(54) % 5 != 0
+    values = torch.randn(index[0].numel(), 3)
+    placed = hash.hash_insert_(used, batch.ids, first, totals, offsets, None, scores, order, 0)
     return {
         "hash_find": (index, *keys),
         "hash_touch_": (index, *keys, batch.counts, scores, HASH_ORDER["assigned"]),
-        "hash_misses": (*keys, slots, batch.counts, 2),
         "hash_grow_": (index, rows.row_buffers, rows.layout, *keys, slots, offsets, admitted),
         "hash_insert_": (
             *(index, batch.ids, first, totals, offsets, admitted, scores),
-            *(HASH_ORDER["assigned"], INSERT_POLICY["wins"]),
+            *(order, INSERT_POLICY["wins"], slots, groups),
         ),
-        "hash_fill_slots": (slots, torch.arange(54), groups),
+        "hash_find_rows": (index, *keys, values, 1.5),
+        "hash_read_rows": (values, slots, 1.5),
+        "hash_start_rows_": (values, slots, groups, first, torch.randn(54, 3), 1.5, True),
+        "hash_write_rows_": (values, slots, torch.randn(54, 3)),
+        "hash_evicted_rows": (values, *placed[:3]),
         "hash_erase_": (index, *keys),
         "hash_expire_": (index, 0, 0, 1, 5),
     }
@@ -129,8 +136,9 @@ def test_wrong_tables_and_keys_are_refused() -> None:
         if isinstance(arguments[0], list):
             for index, message in _wrong_index(arguments[0]):
                 _refused(name, [index, *arguments[1:]], message)
-        without_keys = dict.fromkeys(("hash_insert_", "hash_fill_slots", "hash_expire_"), -1)
-        at = {"hash_misses": 0, "hash_grow_": 3, **without_keys}.get(name, 1)
+        without_keys = ("insert_", "expire_", "read_rows", "start_rows_", "write_rows_")
+        without_keys += ("evicted_rows",)
+        at = {"hash_grow_": 3, **{f"hash_{op}": -1 for op in without_keys}}.get(name, 1)
         if at >= 0:
             for keys, message in _wrong_keys(arguments[at : at + 3]):
                 _refused(name, [*arguments[:at], *keys, *arguments[at + 3 :]], message)
@@ -147,11 +155,6 @@ def test_wrong_input_is_refused() -> None:
         ("hash_touch_", 5, short, "batch_scores must be contiguous with 2 entries, got 3"),
         ("hash_touch_", 5, None, "order assigned needs batch_scores"),
         ("hash_touch_", 6, 5, "order must be one of .*, got 5"),
-        ("hash_misses", 3, short, "slots must be contiguous with 54 entries"),
-        ("hash_misses", 4, short, "counts must be contiguous with 54 entries"),
-        ("hash_misses", 5, -1, r"num_tables must be in \[0, 2\^31\), got -1"),
-        ("hash_misses", 5, 2**63 - 1, r"num_tables must be in \[0, 2\^31\)"),
-        ("hash_misses", 5, 1, r"tables\[1\] must be in \[0, 1\), got 1"),
         ("hash_grow_", 1, cases["hash_grow_"][1][:1], r"row_layout must be a contiguous"),
         ("hash_grow_", 2, _changed(layout, (1, 0, 0), 10**6), r"table 1 lie outside rows\[0\]"),
         ("hash_grow_", 2, _changed(layout, (0, 1, 1), 10**6), r"table 0 lie outside rows\[1\]"),
@@ -170,10 +173,22 @@ def test_wrong_input_is_refused() -> None:
         ("hash_insert_", 6, None, "order assigned needs batch_scores"),
         ("hash_insert_", 7, -1, "order must be one of .*, got -1"),
         ("hash_insert_", 8, 2, "insert_policy must be one of .*, got 2"),
-        ("hash_fill_slots", 0, short, "slots must be contiguous with 54 entries, got 3"),
-        ("hash_fill_slots", 1, torch.zeros(9), "inserted must be int64, got float32"),
-        ("hash_fill_slots", 1, short, "groups must be below the number of inserted slots, 3"),
-        ("hash_fill_slots", 2, torch.zeros(54).long(), "groups must be int32, got int64"),
+        ("hash_insert_", 9, short, "slots must be contiguous with 54 entries, got 3"),
+        ("hash_insert_", 9, None, "slots and groups must be passed together"),
+        ("hash_insert_", 10, torch.full((54,), 54).int(), "groups must be below the number of ids"),
+        ("hash_insert_", 10, torch.zeros(54).long(), "groups must be int32, got int64"),
+        ("hash_find_rows", 4, torch.ones(9).long().view(3, 3), "values must be float32, float16"),
+        ("hash_find_rows", 4, torch.ones(9), r"values must be a matrix \[slots, dim\]"),
+        ("hash_find_rows", 4, torch.ones(3, 9).t(), "with contiguous rows"),
+        ("hash_read_rows", 1, torch.zeros(54), "slots must be int64, got float32"),
+        ("hash_start_rows_", 2, short.int(), "groups must be contiguous with 54 entries, got 3"),
+        ("hash_start_rows_", 2, torch.full((54,), 54).int(), "groups must be below the number"),
+        ("hash_start_rows_", 3, torch.full((54,), -1), "first must be positions"),
+        ("hash_start_rows_", 4, torch.zeros(54, 2), r"starting must .* of shape \[54, 3\]"),
+        ("hash_write_rows_", 2, torch.zeros(54, 3).double(), "rows must .* the dtype of values"),
+        ("hash_write_rows_", 0, torch.zeros(5, 3).bool(), "must have 2, 4 or 8 bytes, got 1"),
+        ("hash_evicted_rows", 2, torch.zeros(54), "status must be uint8, got float32"),
+        ("hash_evicted_rows", 3, short, "evicted must be contiguous with 162 entries, got 3"),
         ("hash_expire_", 1, 2, r"table must be in \[0, 2\), got 2"),
         ("hash_expire_", 1, -1, r"table must be in \[0, 2\), got -1"),
         ("hash_expire_", 2, -1, r"must lie in \[0, 3\), got -1 and 1"),
@@ -190,9 +205,9 @@ def test_wrong_input_is_refused() -> None:
 
 def test_uses_stop_at_the_largest_number() -> None:
     """Sums of counts are numbers of 64 bits, as scores are."""
-    keys = Batch.of((0, [5, 6, 5])).keys
-    counts, slots = torch.tensor([2**63 - 1, 1, 2]), torch.full((3,), -1)
-    totals = hash.hash_misses(*keys, slots, counts, 1)[2]
+    keys, index = Batch.of((0, [5, 6, 5])).keys, Tables().index()
+    counts = torch.tensor([2**63 - 1, 1, 2])
+    totals = hash.hash_touch_(index, *keys, counts, None, HASH_ORDER["lru"])[3]
     assert totals.tolist() == [2**63 - 1, 1, 0]
 
 

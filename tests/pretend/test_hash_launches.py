@@ -4,13 +4,14 @@ The budgets are exact: a step that needs fewer launches shows here too, and its 
 CUB's sorts count as one operation each, whatever they launch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from emblib import DynamicEmbeddingBags, DynamicSpec, optim
+from emblib import DynamicEmbeddingBags, DynamicSpec, HashTable, optim
 from tests.pretend import torch_cuda
 
 pytestmark = [
@@ -41,13 +42,7 @@ STEPS = {
     "new keys in a small table": Step((DynamicSpec(64, 8),), range(60), range(100, 1060)),
 }
 # Operations of the device in all, and the kernels of each entry of csrc/hash among them.
-ENTRIES = {
-    "hash_touch_": 2,
-    "hash_misses": 5,
-    "hash_insert_": 7,
-    "hash_fill_slots": 1,
-    "hash_initial_rows_": 1,
-}
+ENTRIES = {"hash_touch_": 6, "hash_insert_": 7, "hash_initial_rows_": 1}
 BUDGETS: Mapping[str, tuple[int, Mapping[str, int]]] = {
     "all hits": (29, ENTRIES),
     "many misses": (29, ENTRIES),
@@ -82,3 +77,93 @@ def test_launches_of_a_step(name: str) -> None:
     total, budget = BUDGETS[name]
     assert kernels == dict(budget)
     assert sum(counts.values()) == total, counts
+
+
+# A table of eight buckets, of which 400 keys need four rounds.
+INSERT = {"hash_touch_": 6, "hash_insert_": 11}
+WRITE = {"hash_write_rows_": 2, "hash_write_rows_kernel": 1}
+START = {"hash_initial_rows_": 1}
+Call = Callable[[HashTable, torch.Tensor, torch.Tensor], object]
+# The kernels of each call of a hash table, and the number of operations of torch: two that make the
+# segments of the batch, and a comparison where a call returns which keys are there.
+CALLS: Mapping[str, tuple[Call, int, Mapping[str, int]]] = {
+    "find": (lambda t, k, v: t.find(k), 2, {"hash_find_rows_kernel": 1}),
+    "slots": (lambda t, k, v: t.slots(k), 2, {"hash_find": 1}),
+    "contains": (lambda t, k, v: t.contains(k), 3, {"hash_find": 1}),
+    "assign": (lambda t, k, v: t.assign(k, v), 3, {"hash_find": 1, **WRITE}),
+    "insert slots": (lambda t, k, v: t.find_or_insert_slots(k), 2, {**INSERT, **START}),
+    "insert": (
+        lambda t, k, v: t.find_or_insert(k),
+        2,
+        {**INSERT, **START, "hash_read_rows_kernel": 1},
+    ),
+    "insert values": (
+        lambda t, k, v: t.find_or_insert(k, v),
+        2,
+        {**INSERT, "hash_read_rows_kernel": 1},
+    ),
+    "insert or assign": (lambda t, k, v: t.insert_or_assign(k, v), 2, {**INSERT, **WRITE}),
+    "insert and evict": (
+        lambda t, k, v: t.insert_and_evict(k, v, padded=True),
+        2,
+        {**INSERT, **WRITE, "hash_evicted_rows": 1, "hash_evicted_rows_kernel": 1},
+    ),
+}
+
+
+def entry_or_kernel(what: str) -> str:
+    """Return the entry of a kernel that is local to it, or the name of a template."""
+    if what.startswith(OF_ENTRY):
+        return what.removeprefix(OF_ENTRY)
+    return what.partition("emb::cuda::")[2].partition("<")[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_a_hash_table(
+    name: str, no_host_waits: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """They wait for nothing, and no operation of torch moves a row."""
+    call, operations_of_torch, budget = CALLS[name]
+    table = HashTable(DynamicSpec(256, 8), seed=1, device="cuda")
+    values = torch.randn(400, 8, device="cuda")
+    table.find_or_insert(torch.arange(200).cuda())
+    keys = torch.arange(100, 500).cuda()
+    torch_cuda.gpu.reset_counts()
+    with no_host_waits():
+        call(table, keys, values)
+    counts = torch_cuda.gpu.counts()
+    kernels = {entry_or_kernel(what): n for what, n in counts.items() if "hash_" in what}
+    assert kernels == dict(budget)
+    assert sum(counts.values()) == sum(budget.values()) + operations_of_torch, counts
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "step", "custom"])
+def test_a_hash_table_is_that_of_the_cpu(
+    eviction: str, no_host_waits: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Random calls on both devices: values, statuses and evicted rows."""
+    spec = DynamicSpec(320, 6, eviction=eviction, initial_capacity=64, default_value=3.0)
+    on_cpu, on_device = HashTable(spec, seed=1), HashTable(spec, seed=1, device="cuda")
+    some = torch.Generator().manual_seed(4)
+    for step in range(6):
+        keys = torch.randint(-200, 300, (150,), generator=some)
+        values = torch.randn(150, 6, generator=some)
+        scores = torch.randint(1, 9, (150,), generator=some)
+        given = (scores,) if eviction == "custom" else (None,)
+        there = (keys.cuda(), values.cuda(), *(x if x is None else x.cuda() for x in given))
+        want = on_cpu.insert_and_evict(keys, values, *given)
+        with no_host_waits():
+            got = on_device.insert_and_evict(*there, padded=True)
+        got = got.trimmed()
+        assert torch.equal(got.slots.cpu(), want.slots)
+        assert torch.equal(got.status.cpu(), want.status)
+        for a, b in zip(got.evicted, want.evicted, strict=True):
+            assert torch.equal(a.cpu(), b), step
+        keys = torch.randint(-200, 300, (150,), generator=some)
+        there = (keys.cuda(), *there[1:])
+        with no_host_waits():
+            read, _ = on_device.find_or_insert(*there)
+        assert torch.equal(read.cpu(), on_cpu.find_or_insert(keys, values, *given)[0])
+        keys = torch.randint(-200, 300, (150,), generator=some)
+        assert torch.equal(on_device.find(keys.cuda())[0].cpu(), on_cpu.find(keys)[0])
+    assert torch.equal(on_device.scores(keys.cuda())[0].cpu(), on_cpu.scores(keys)[0])

@@ -26,15 +26,13 @@ auto op(const char* name) {
 
 const auto find = op<Tensor(Tensors, const Tensor&, const Tensor&, const Tensor&)>;
 const auto erase = op<Tensor(Tensors, const Tensor&, const Tensor&, const Tensor&)>;
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 const auto use =
-    op<Tensor(Tensors, const Tensor&, const Tensor&, const Tensor&, Optional, Optional, int64_t)>;
-const auto misses = op<std::tuple<Tensor, Tensor, Tensor, Tensor>(
-    const Tensor&, const Tensor&, const Tensor&, const Tensor&, Optional, int64_t)>;
+    op<Five(Tensors, const Tensor&, const Tensor&, const Tensor&, Optional, Optional, int64_t)>;
 const auto grow = op<void(Tensors, Tensors, const Tensor&, const Tensor&, const Tensor&,
                           const Tensor&, Tensor, const Tensor&, Optional)>;
-const auto place =
-    op<std::tuple<Tensor, Tensor, Tensor>(Tensors, const Tensor&, const Tensor&, const Tensor&,
-                                          const Tensor&, Optional, Optional, int64_t, int64_t)>;
+const auto place = op<Five(Tensors, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           Optional, Optional, int64_t, int64_t, Optional, Optional)>;
 const auto expire = op<Tensor(Tensors, int64_t, int64_t, int64_t, int64_t)>;
 
 Tensor longs(const std::vector<int64_t>& values) {
@@ -144,18 +142,16 @@ void train(World& world, const Plan& plan, const Step& step, Record* record) {
   const auto& [ids, starts, tables, counts, batch_scores, chosen, kind] = step;
   const Optional uses = kind % 2 != 0 ? Optional(counts) : std::nullopt;
   const Optional admitted = kind % 3 != 0 ? Optional(chosen) : std::nullopt;
-  const Tensor slots = use("hash_touch_")(world.index, ids, starts, tables, uses, batch_scores,
-                                          static_cast<int64_t>(plan.order));
-  const auto found = misses("hash_misses")(ids, starts, tables, slots, uses, kTables);
-  const auto& [first, groups, totals, offsets] = found;
-  record->add(slots);
+  const auto found = use("hash_touch_")(world.index, ids, starts, tables, uses, batch_scores,
+                                        static_cast<int64_t>(plan.order));
+  const auto& [slots, first, groups, totals, offsets] = found;
+  record->add(found);
   grow("hash_grow_")(world.index, world.rows, world.layout, ids, starts, tables, slots, offsets,
                      admitted);
   const auto placed =
       place("hash_insert_")(world.index, ids, first, totals, offsets, admitted, batch_scores,
-                            static_cast<int64_t>(plan.order), plan.insert_policy);
+                            static_cast<int64_t>(plan.order), plan.insert_policy, slots, groups);
   record->add(slots);
-  record->add(found);
   record->add(placed);
 }
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops.codes import INSERT_POLICY
-from emblib.ops.hash import SLOTS, InsertResult, Misses
+from emblib.ops.hash import SLOTS
 from tests.simt.emulated import DTYPES
 from tests.simt.library import Word, library
 
@@ -36,28 +36,14 @@ def touch_(
     counts: Tensor | None,
     batch_scores: Tensor | None,
     order: int,
-) -> Tensor:
+) -> tuple[Tensor, ...]:
     """Emulated `hash_touch_`."""
-    slots = torch.full_like(ids, 7)
+    slots, first, totals = (torch.full_like(ids, 7) for _ in range(3))
+    groups = torch.full_like(ids, 7, dtype=torch.int32)
+    out = (first, groups, totals, torch.full((index[2].size(0) + 1,), 7))
     words = (*_index(index), *_batch(ids, starts, tables))
-    library().call("hash_touch", *words, slots, counts, batch_scores, order)
-    return slots
-
-
-def misses(
-    ids: Tensor,
-    starts: Tensor,
-    tables: Tensor,
-    slots: Tensor,
-    counts: Tensor | None,
-    num_tables: int,
-) -> Misses:
-    """Emulated `hash_misses`."""
-    first, totals = torch.full_like(ids, 7), torch.full_like(ids, 7)
-    groups, offsets = torch.full_like(ids, 7, dtype=torch.int32), torch.full((num_tables + 1,), 7)
-    out = (first, groups, totals, offsets)
-    library().call("hash_misses", *_batch(ids, starts, tables), num_tables, slots, counts, *out)
-    return Misses(*out)
+    library().call("hash_touch", *words, slots, counts, batch_scores, order, *out)
+    return slots, *out
 
 
 def grow_(
@@ -81,29 +67,94 @@ def insert_(
     totals: Tensor,
     offsets: Tensor,
     admitted: Tensor | None,
-    *scores_order_policy: Tensor | int | None,
-) -> InsertResult:
+    *scores_order_policy_slots_groups: Tensor | int | None,
+) -> tuple[Tensor, ...]:
     """Emulated `hash_insert_`."""
-    batch_scores, order, insert_policy = scores_order_policy
-    assert not isinstance(batch_scores, int)
-    assert isinstance(order, int)
+    batch_scores, order, insert_policy, *batch = scores_order_policy_slots_groups
     out = (
         torch.full_like(ids, 7),
         torch.full_like(ids, 7, dtype=torch.uint8),
         torch.full((ids.numel(), 3), 7),
+        torch.full_like(ids, 7),
+        torch.full_like(ids, 7, dtype=torch.uint8),
     )
     missing = (ids, ids.numel(), first, totals, offsets, admitted, batch_scores)
     ways = (order, insert_policy == INSERT_POLICY["competes"])
-    library().call("hash_insert", *_index(index), *missing, *ways, *out)
-    return InsertResult(*out)
+    library().call("hash_insert", *_index(index), *missing, *ways, *batch, ids.numel(), *out)
+    return out
 
 
-def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
-    """Emulated `hash_fill_slots`."""
-    filled = torch.full_like(slots, 7)
-    sizes = (inserted.numel(), slots.numel())
-    library().call("hash_fill_slots", slots, inserted, groups, *sizes, filled)
-    return filled
+def _rows(values: Tensor, *others: Tensor) -> tuple[Word, ...]:
+    """Return the words of rows that are copied from or to `others`."""
+    size = values.element_size()
+    bits = values.size(1) * size | values.stride(0) * size | values.data_ptr()
+    for other in others:
+        bits |= other.data_ptr()
+    alignment = min(16, bits & -bits) if bits else 16
+    pointer = values.data_ptr()  # rows may be slices of longer ones
+    return (pointer, values.size(1) * size, values.stride(0) * size, values.size(0), alignment)
+
+
+def _fill(values: Tensor, default_value: float) -> int:
+    """Return the bits of a default value, repeated in 32 bits."""
+    one = torch.full((1,), default_value, dtype=values.dtype)
+    return int(one.expand(4 // values.element_size()).contiguous().view(torch.int32))
+
+
+def find_rows(
+    index: Sequence[Tensor], ids: Tensor, starts: Tensor, tables: Tensor, *values_default: Any
+) -> tuple[Tensor, Tensor]:
+    """Emulated `hash_find_rows`."""
+    values, default_value = values_default
+    out = values.new_full((ids.numel(), values.size(1)), 7)
+    found = torch.ones_like(ids, dtype=torch.bool)
+    words = (*_index(index), *_batch(ids, starts, tables), *_rows(values, out))
+    library().call("hash_find_rows", *words, _fill(values, default_value), out, found)
+    return out, found
+
+
+def read_rows(values: Tensor, slots: Tensor, default_value: float) -> Tensor:
+    """Emulated `hash_read_rows`."""
+    out = values.new_full((slots.numel(), values.size(1)), 7)
+    fill = _fill(values, default_value)
+    none = (None, None, None)
+    library().call("hash_read_rows", *_rows(values, out), slots, slots.numel(), *none, fill, out)
+    return out
+
+
+def start_rows_(
+    values: Tensor,
+    slots: Tensor,
+    groups: Tensor,
+    first: Tensor,
+    starting: Tensor,
+    *default_reads: float,
+) -> Tensor:
+    """Emulated `hash_start_rows_`."""
+    default_value, reads = default_reads
+    out = values.new_full((slots.numel() if reads else 0, values.size(1)), 7)
+    words = (*_rows(values, out, starting), slots, slots.numel(), starting, groups, first)
+    target = out if reads else None
+    library().call("hash_read_rows", *words, _fill(values, default_value), target)
+    return out
+
+
+def write_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Emulated `hash_write_rows_`."""
+    library().call("hash_write_rows", *_rows(values, rows), slots, slots.numel(), rows)
+
+
+def evicted_rows(
+    values: Tensor, slots: Tensor, status: Tensor, evicted: Tensor
+) -> tuple[Tensor, ...]:
+    """Emulated `hash_evicted_rows`."""
+    n = slots.numel()
+    out = values.new_full((n, values.size(1)), 7)
+    keys, stamps, scores = (torch.full_like(slots, 7) for _ in range(3))
+    count = torch.full((1,), 7)
+    words = (*_rows(values, out), slots, status, evicted, n)
+    library().call("hash_evicted_rows", *words, keys, stamps, scores, count, out)
+    return keys, out, stamps, scores, count
 
 
 def erase_(index: Sequence[Tensor], *keys: Tensor) -> Tensor:
@@ -142,10 +193,15 @@ def initial_rows_(
 OPS: dict[str, Callable[..., Any]] = {
     "find": find,
     "touch_": touch_,
-    "misses": misses,
     "grow_": grow_,
     "insert_": insert_,
-    "fill_slots": fill_slots,
     "erase_": erase_,
     "expire_": expire_,
+}
+
+ROW_OPS: dict[str, Callable[..., Any]] = {
+    "read_rows": read_rows,
+    "start_rows_": start_rows_,
+    "write_rows_": write_rows_,
+    "evicted_rows": evicted_rows,
 }

@@ -1,10 +1,12 @@
-// Emulated hash index: find, touch, misses, grow, insert, erase, expire and initial values of rows.
+// Emulated hash index: find, touch, grow, insert, erase, expire, rows by slot and their initial
+// values.
 #include "hash/find.cuh"
 #include "hash/grow.cuh"
 #include "hash/initial.cuh"
 #include "hash/insert.cuh"
 #include "hash/misses.cuh"
 #include "hash/remove.cuh"
+#include "hash/rows.cuh"
 #include "host_work.h"
 
 namespace emb::cuda {
@@ -45,6 +47,17 @@ const char* worked(const int64_t* call, const Body& body) {
   });
 }
 
+// address, bytes per row, stride in bytes, rows, alignment
+emb::RowBytes read_rows(Words* words) {
+  emb::RowBytes rows{};
+  rows.data = words->pointer<void>();
+  rows.bytes = words->number();
+  rows.stride = words->number();
+  rows.count = words->number();
+  rows.alignment = words->number();
+  return rows;
+}
+
 }  // namespace
 }  // namespace emb::cuda
 
@@ -60,7 +73,7 @@ extern "C" const char* simt_hash_find(const int64_t* call) {
   });
 }
 
-// index, batch, slots, counts, batch_scores, order
+// index, batch, slots, counts, batch_scores, order, first, groups, totals, offsets
 extern "C" const char* simt_hash_touch(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     int64_t buckets;
@@ -70,23 +83,12 @@ extern "C" const char* simt_hash_touch(const int64_t* call) {
     const auto* counts = words.pointer<const int64_t>();
     const auto* batch_scores = words.pointer<const int64_t>();
     const KeyTouch use{static_cast<emb::Order>(words.number()), counts, batch_scores};
-    launch_hash_touch(work.launcher(), index, batch, use, slots);
-  });
-}
-
-// batch, number of tables, slots, counts, first, groups, totals, offsets
-extern "C" const char* simt_hash_misses(const int64_t* call) {
-  return worked(call, [](HostWork& work, Words& words) {
-    const KeyBatch batch = read_batch(&words);
-    const int num_tables = static_cast<int>(words.number());
-    const auto* slots = words.pointer<const int64_t>();
-    const auto* counts = words.pointer<const int64_t>();
     MissOutput out{};
     out.first = words.pointer<int64_t>();
     out.groups = words.pointer<int32_t>();
     out.totals = words.pointer<int64_t>();
     out.offsets = words.pointer<int64_t>();
-    launch_misses(work, batch, num_tables, slots, counts, out);
+    launch_hash_touch(work, index, batch, use, slots, out);
   });
 }
 
@@ -108,8 +110,8 @@ extern "C" const char* simt_hash_grow(const int64_t* call) {
   });
 }
 
-// index, ids, n, first, totals, offsets, admitted, batch_scores, order, competes, slots, status,
-// evicted
+// index, ids, n, first, totals, offsets, admitted, batch_scores, order, competes, slots of the
+// batch, groups, number of positions, slots, status, evicted, slots and status by position
 extern "C" const char* simt_hash_insert(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     int64_t buckets;
@@ -124,22 +126,16 @@ extern "C" const char* simt_hash_insert(const int64_t* call) {
     insertion.batch_scores = words.pointer<const int64_t>();
     insertion.order = static_cast<emb::Order>(words.number());
     insertion.competes = words.number() != 0;
+    BatchSlots batch{};
+    batch.slots = words.pointer<const int64_t>();
+    batch.groups = words.pointer<const int32_t>();
+    batch.n = words.number();
     insertion.slots = words.pointer<int64_t>();
     insertion.status = words.pointer<uint8_t>();
     insertion.evicted = words.pointer<int64_t>();
-    launch_insert(work, insertion, n, buckets);
-  });
-}
-
-// slots, inserted, groups, number of inserted, of slots, result
-extern "C" const char* simt_hash_fill_slots(const int64_t* call) {
-  return worked(call, [](HostWork& work, Words& words) {
-    const auto* slots = words.pointer<const int64_t>();
-    const auto* inserted = words.pointer<const int64_t>();
-    const auto* groups = words.pointer<const int32_t>();
-    const int64_t num_inserted = words.number(), n = words.number();
-    launch_fill_slots(work.launcher(), slots, inserted, num_inserted, groups, n,
-                      words.pointer<int64_t>());
+    batch.filled = words.pointer<int64_t>();
+    batch.status = words.pointer<uint8_t>();
+    launch_insert(work, insertion, batch, n, buckets);
   });
 }
 
@@ -187,5 +183,61 @@ extern "C" const char* simt_hash_initial_rows(const int64_t* call) {
       rows.buffers[p] = {data, words.dtype()};
     }
     launch_initial_rows(work.launcher(), rows, n);
+  });
+}
+
+// index, batch, rows, fill, out, found
+extern "C" const char* simt_hash_find_rows(const int64_t* call) {
+  return worked(call, [](HostWork& work, Words& words) {
+    int64_t buckets;
+    const DeviceIndex index = read_index(&words, &buckets);
+    const KeyBatch batch = read_batch(&words);
+    const emb::RowBytes rows = read_rows(&words);
+    const auto fill = static_cast<uint32_t>(words.number());
+    void* out = words.pointer<void>();
+    launch_find_rows(work.launcher(), index, batch, rows, fill, out, words.pointer<bool>());
+  });
+}
+
+// rows, slots, n, starting rows, groups, first, fill, out
+extern "C" const char* simt_hash_read_rows(const int64_t* call) {
+  return worked(call, [](HostWork& work, Words& words) {
+    const emb::RowBytes rows = read_rows(&words);
+    const auto* slots = words.pointer<const int64_t>();
+    const int64_t n = words.number();
+    StartingRows<void> starting{};
+    starting.data = words.pointer<const void>();
+    starting.groups = words.pointer<const int32_t>();
+    starting.first = words.pointer<const int64_t>();
+    const auto fill = static_cast<uint32_t>(words.number());
+    launch_read_rows(work.launcher(), rows, slots, n, starting, fill, words.pointer<void>());
+  });
+}
+
+// rows, slots, n, rows to write
+extern "C" const char* simt_hash_write_rows(const int64_t* call) {
+  return worked(call, [](HostWork& work, Words& words) {
+    const emb::RowBytes rows = read_rows(&words);
+    const auto* slots = words.pointer<const int64_t>();
+    const int64_t n = words.number();
+    launch_write_rows(work, rows, slots, n, words.pointer<const void>());
+  });
+}
+
+// rows, slots, status, evicted, n, keys, stamps, scores, count, out
+extern "C" const char* simt_hash_evicted_rows(const int64_t* call) {
+  return worked(call, [](HostWork& work, Words& words) {
+    const emb::RowBytes rows = read_rows(&words);
+    EvictedKeys evicted{};
+    evicted.slots = words.pointer<const int64_t>();
+    evicted.status = words.pointer<const uint8_t>();
+    evicted.words = words.pointer<const int64_t>();
+    evicted.n = words.number();
+    EvictedEntries entries{};
+    entries.keys = words.pointer<int64_t>();
+    entries.stamps = words.pointer<int64_t>();
+    entries.scores = words.pointer<int64_t>();
+    entries.count = words.pointer<int64_t>();
+    launch_evicted_rows(work, rows, evicted, entries, words.pointer<void>());
   });
 }

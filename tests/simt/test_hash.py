@@ -20,8 +20,9 @@ from tests.hash_cases import (
     Twin,
     unmix,
 )
+from tests.ops import test_hash_rows
 from tests.ops.test_initial import INITIALIZERS, SEED
-from tests.simt.emulated_hash import OPS, initial_rows_
+from tests.simt.emulated_hash import OPS, ROW_OPS, find_rows, initial_rows_
 
 
 @pytest.mark.parametrize("insert_policy", ["wins", "competes"])
@@ -153,14 +154,15 @@ def test_broken_segments() -> None:
     twin.train(Batch.of((0, range(60)), (1, range(30))))
     for starts, tables in (([7, -3, 2**40, 20], [1, -1, 5]), ([90, 80, 5], [0, 1])):
         keys = (torch.arange(50), torch.tensor(starts), torch.tensor(tables))
-        slots = OPS["touch_"](twin.index, *keys, None, None, HASH_ORDER["lfu"])
+        slots, *found = OPS["touch_"](twin.index, *keys, None, None, HASH_ORDER["lfu"])
+        offsets = found[3]
         assert torch.equal(slots, OPS["find"](twin.index, *keys))
         assert int(slots.min()) >= -1
         assert int(slots.max()) < 3 * SLOTS
-        misses = OPS["misses"](*keys, slots, None, 2)
-        assert 0 <= int(misses.offsets[2]) <= 50
+        assert 0 <= int(offsets[2]) <= 50
+        assert 0 <= int(found[0].min()) <= int(found[0].max()) < 50
         rows = (twin.rows.row_buffers, twin.rows.layout)
-        OPS["grow_"](twin.index, *rows, *keys, slots, misses.offsets, None)
+        OPS["grow_"](twin.index, *rows, *keys, slots, offsets, None)
         OPS["erase_"](twin.index, *keys)
 
 
@@ -190,3 +192,23 @@ def test_initial_rows_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     initial_rows_(got, *call)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), test_hash_rows.KINDS)
+def test_rows_are_those_of_the_reference(dtype: torch.dtype, dim: int) -> None:
+    test_hash_rows.check_reads_and_writes(ROW_OPS, dtype, dim)
+    test_hash_rows.check_starts(ROW_OPS, dtype, dim)
+    test_hash_rows.check_evicted(ROW_OPS, dtype, dim)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), test_hash_rows.KINDS[:4])
+def test_found_rows_are_those_of_the_reference(dtype: torch.dtype, dim: int) -> None:
+    test_hash_rows.check_finds(find_rows, test_hash_rows.twin_with_keys(OPS), dtype, dim)
+
+
+def test_misses_of_many_segments_are_numbered_by_table() -> None:
+    """Segments of tables in any order, more of them than a block has threads, and of one key."""
+    twin = Twin(Tables(((2, 2, 1024),) * 3), OPS)
+    segments = [(f * 7 % 3, [f % 50, f % 11, f]) for f in range(600)]
+    twin.train(Batch.of(*segments))
+    twin.train(Batch.of(*segments[::-1]))

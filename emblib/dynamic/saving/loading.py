@@ -424,7 +424,7 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
             batch_scores,
             codes.HASH_ORDER[order],
             codes.INSERT_POLICY["wins"],
-        )
+        )[:3]
     )
     return placed.slots.cpu(), int((placed.status == hash.EVICTING).sum())
 

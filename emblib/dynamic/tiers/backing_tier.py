@@ -243,7 +243,8 @@ class BackingTier:
         status[status == hash.REFUSED] = hash.NEW
         for t, found in enumerate(rows):
             status[(offsets[t] + found.positions).to(status.device)] = hash.HIT
-        positions = hash.hash_fill_slots(inserted.slots, slots, misses.groups)
+        groups = misses.groups.long()
+        positions = torch.where(groups < 0, inserted.slots, slots[groups.clamp(min=0)])
         return BatchPlacement(
             slots, status, positions, rows, slots_of_found, overflow, moves, all_counts
         )
