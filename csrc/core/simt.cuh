@@ -50,6 +50,9 @@ struct alignas(8) Pack8 {
 
 using Dim3 = dim3;
 
+// Zeros in device memory: what a load reads that has nothing to load.
+[[maybe_unused]] static __device__ const Pack16 kZeros = {};
+
 EMB_DEVICE Pack16 load(const Pack16* address) {
   const uint4 v = __ldg(reinterpret_cast<const uint4*>(address));
   return {{v.x, v.y, v.z, v.w}};
@@ -120,6 +123,8 @@ EMB_DEVICE T* dynamic_shared() {
 }
 
 #else
+
+inline const Pack16 kZeros = {};
 
 template <class Pack>
 Pack load(const Pack* address) {

@@ -72,17 +72,12 @@ class Backward {
   void set_result_stride(int64_t stride) { args_.result_stride = stride; }
 
   void run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
-    const int64_t chunks = max_chunks(args_.num_lookups);
-    if (chunks > 0) {
-      partials_ = allocate(grad_, {chunks, args_.partial_stride}, ScalarType::Float);
-      first_chunk_ = allocate(grad_, {args_.num_lookups}, ScalarType::Int);
-      // The tasks, two words each, and their number.
-      tasks_ = allocate(grad_, {2 * chunks + 1}, ScalarType::Int);
-      args_.partials = partials_->mutable_data_ptr<float>();
-      args_.first_chunk = first_chunk_->mutable_data_ptr<int32_t>();
-      args_.tasks = static_cast<ChunkTask*>(tasks_->mutable_data_ptr());
-      args_.num_tasks = tasks_->mutable_data_ptr<int32_t>() + 2 * chunks;
-      launcher.zero(args_.num_tasks, sizeof(int32_t));
+    if (const int64_t slots = max_chunks(args_.num_lookups); slots > 0) {
+      // Chunk sums, which are aligned, and the tasks behind them, two words each.
+      static_assert(sizeof(ChunkTask) == 2 * sizeof(float));
+      chunks_ = allocate(grad_, {slots * (args_.partial_stride + 2)}, ScalarType::Float);
+      args_.partials = chunks_->mutable_data_ptr<float>();
+      args_.tasks = reinterpret_cast<ChunkTask*>(args_.partials + slots * args_.partial_stride);
     }
     launch_update(launcher, args_, step, mean_dim_);
   }
@@ -123,7 +118,7 @@ class Backward {
   }
 
   Tensor grad_, offsets_;
-  std::optional<Tensor> sample_weights_, partials_, first_chunk_, tasks_;
+  std::optional<Tensor> sample_weights_, chunks_;
   GradArgs args_{};
   int64_t mean_dim_ = 0;
 };
