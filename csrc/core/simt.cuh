@@ -80,11 +80,6 @@ EMB_DEVICE void store_streaming(Pack8* address, const Pack8& value) {
   __stcs(reinterpret_cast<uint2*>(address), make_uint2(value.word[0], value.word[1]));
 }
 
-// Prefetch the line of `address`, without waiting for it or spending a register on it.
-EMB_DEVICE void prefetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // Start to copy kBytes (4, 8 or 16) from global to shared memory, both aligned to that, or to fill
 // with zeros if not `inside`; `global` must be an address of device memory in either case. Copies
 // of 16 bytes go past the first-level cache.
@@ -140,8 +135,6 @@ void store_streaming(Pack* address, const Pack& value) {
 }
 
 inline uint32_t mask_and_set(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
-
-inline void prefetch(const void*) {}
 
 template <int kBytes>
 void copy_async(void* shared, const void* global, bool inside) {
