@@ -58,6 +58,9 @@ struct alignas(8) Pack8 {
 
 using Dim3 = dim3;
 
+// Zeros in device memory: what a load reads that has nothing to load.
+[[maybe_unused]] static __device__ const Pack16 kZeros = {};
+
 EMB_DEVICE Pack16 load(const Pack16* address) {
   const uint4 v = __ldg(reinterpret_cast<const uint4*>(address));
   return {{v.x, v.y, v.z, v.w}};
@@ -90,11 +93,6 @@ EMB_DEVICE void store_streaming(Pack16* address, const Pack16& value) {
 }
 EMB_DEVICE void store_streaming(Pack8* address, const Pack8& value) {
   __stcs(reinterpret_cast<uint2*>(address), make_uint2(value.word[0], value.word[1]));
-}
-
-// Prefetch the line of `address`, without waiting for it or spending a register on it.
-EMB_DEVICE void prefetch(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // Start to copy kBytes (4, 8 or 16) from global to shared memory, both aligned to that, or to fill
@@ -162,6 +160,8 @@ EMB_DEVICE T* of_block(T* address, unsigned) {
 
 #else
 
+inline const Pack16 kZeros = {};
+
 template <class Pack>
 Pack load(const Pack* address) {
   if (reinterpret_cast<uintptr_t>(address) % alignof(Pack) != 0) {
@@ -176,8 +176,6 @@ void store_streaming(Pack* address, const Pack& value) {
 }
 
 inline uint32_t mask_and_set(uint32_t x, uint32_t mask, uint32_t bits) { return (x & mask) | bits; }
-
-inline void prefetch(const void*) {}
 
 template <class T>
 void keep_in_registers(T*&) {}

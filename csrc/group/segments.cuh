@@ -36,17 +36,15 @@ struct SortBuffers {
   Key limit;
 };
 
-// What a grouping does for the update that reads it, on the way: it counts the step, and it clears
-// a counter. Without a finite gradient there is no step: no group is counted either.
+// What a grouping does for the update that reads it, on the way: it counts the step. Without a
+// finite gradient there is no step: no group is counted either.
 struct StepCount {
   double* step = nullptr;           // to add one to
   const bool* is_finite = nullptr;  // null for a gradient that is
-  int32_t* cleared = nullptr;
 };
 
 // Count the step, and return the number of groups to update. Called by one thread of the grid.
 EMB_DEVICE int count_step(const StepCount& count, int groups) {
-  if (count.cleared != nullptr) *count.cleared = 0;
   if (count.is_finite != nullptr && !*count.is_finite) return 0;
   if (count.step != nullptr) *count.step += 1.0;
   return groups;

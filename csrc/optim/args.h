@@ -17,6 +17,19 @@ struct TierRows {
   Dtype state_types[kMaxElementStates] = {};
   int64_t elements = 0;  // of the weights
   int64_t rows = 0;      // entries of the row-wise states, a large number if there are none
+
+  // Return whether weights and element-wise states start at a multiple of `columns` elements.
+  EMB_HD bool is_aligned(int columns) const {
+    bool result = is_multiple(weights, columns * size_of(weight_type));
+    for (int s = 0; s < kMaxElementStates; ++s)
+      result = result && is_multiple(element_states[s], columns * size_of(state_types[s]));
+    return result;
+  }
+
+ private:
+  EMB_HD static bool is_multiple(const void* address, int64_t bytes) {
+    return reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) == 0;
+  }
 };
 
 // Return the location of row `row` of the table of `feature` for an update. A slot outside the

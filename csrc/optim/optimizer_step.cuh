@@ -31,17 +31,6 @@ struct OptimizerStepArgs {
 
   // Return whether the first step of a row needs all of the row.
   EMB_HD bool by_row() const { return sums > 0 || row_states > 0; }
-
-  // Return whether all weights and element-wise states are float32.
-  bool is_float32() const {
-    for (const TierRows& tier : tiers) {
-      if (tier.weights != nullptr && tier.weight_type != Dtype::kFloat) return false;
-      for (int s = 0; s < stepped_states; ++s) {
-        if (tier.element_states[s] != nullptr && tier.state_types[s] != Dtype::kFloat) return false;
-      }
-    }
-    return true;
-  }
 };
 
 // Set the properties of an optimizer. Return false if there is no such number.
@@ -62,6 +51,7 @@ struct Step {
   WeightDecay decay;
   Rounding rounding;
   TierRows tiers[kTiers];
+  bool aligned[kTiers];  // whether rows that start at a multiple of kColumns can be read in vectors
   alignas(16) unsigned char optimizer[Optimizers::max_bytes()];
 };
 
@@ -74,7 +64,7 @@ struct alignas(16) StepStorage {
 
 // Selected when the kernel runs: one kernel serves all optimizers and dtypes.
 struct AtRunTime {
-  static constexpr bool kHasOptimizer = true;
+  static constexpr bool kHasOptimizer = true, kHasSums = true, kScalesWeights = true;
   EMB_DEVICE static int stepped_states(const OptimizerStepArgs& args) {
     return args.stepped_states;
   }
@@ -83,7 +73,7 @@ struct AtRunTime {
   EMB_DEVICE static bool sums_need_gradient_only(const OptimizerStepArgs& args) {
     return args.sums_need_gradient_only;
   }
-  EMB_DEVICE static Dtype dtype(Dtype type) { return type; }
+  EMB_DEVICE static bool by_row(const OptimizerStepArgs& args) { return args.by_row(); }
 
   // Call `visit` with the optimizer of the block.
   template <class Visitor>
@@ -113,10 +103,11 @@ struct AtRunTime {
   }
 };
 
-// One optimizer over float32 rows and states, known when the kernel is compiled.
+// One optimizer, known when the kernel is compiled, over rows and states of any dtype.
 template <class Opt>
-struct Float32 {
-  static constexpr bool kHasOptimizer = true;
+struct Compiled {
+  static constexpr bool kHasOptimizer = true, kHasSums = Opt::kNumRowSums > 0;
+  static constexpr bool kScalesWeights = false;  // whether RowFactors::weight is used: not here
   EMB_DEVICE static constexpr int stepped_states(const OptimizerStepArgs&) {
     return Opt::kSteppedStates;
   }
@@ -125,7 +116,9 @@ struct Float32 {
   EMB_DEVICE static constexpr bool sums_need_gradient_only(const OptimizerStepArgs&) {
     return Opt::kSumsNeedGradientOnly;
   }
-  EMB_DEVICE static constexpr Dtype dtype(Dtype) { return Dtype::kFloat; }
+  EMB_DEVICE static constexpr bool by_row(const OptimizerStepArgs&) {
+    return Opt::kNumRowSums > 0 || Opt::kRowStates > 0;
+  }
 
   template <class Visitor>
   EMB_DEVICE static void visit(const OptimizerStepArgs&, const Step& step, const Visitor& visitor) {
@@ -139,7 +132,7 @@ struct Float32 {
 
 // No optimizer: the summed gradient itself is the result.
 struct GradientOnly {
-  static constexpr bool kHasOptimizer = false;
+  static constexpr bool kHasOptimizer = false, kHasSums = false;
   EMB_DEVICE static constexpr int sums(const OptimizerStepArgs&) { return 0; }
   EMB_DEVICE static void build(const OptimizerStepArgs&, unsigned char*) {}
 };
@@ -149,24 +142,37 @@ template <class Opt>
 inline constexpr bool kIsCommon = std::is_same_v<Opt, Sgd> || std::is_same_v<Opt, Adagrad> ||
                                   std::is_same_v<Opt, RowwiseAdagrad> || std::is_same_v<Opt, Adam>;
 
+// An optimizer for rows of at most kNarrowRow columns on average, of which a kernel of its own has
+// fewer per lane: then reading what is to be updated, which takes several loads in series, is most
+// of the work, and more warps help more than more rows per warp.
+template <class Opt>
+struct Narrow : Opt {
+  using Opt::Opt;
+};
+inline constexpr int64_t kNarrowRow = 16;
+
 // Call `visit` with the type tag of the Selection of the kernel that serves these arguments.
-// Gradients of 16 bits are served at run time.
-template <class G, class Visitor>
-void visit_selection(const OptimizerStepArgs& args, const Visitor& visit) {
+template <class Visitor>
+void visit_selection(const OptimizerStepArgs& args, bool narrow, const Visitor& visit) {
   if (args.optimizer == kNoOptimizer) {
     visit(TypeTag<GradientOnly>{});
     return;
   }
   bool found = false;
-  if (sizeof(G) == sizeof(float) && args.is_float32()) {
-    Optimizers::visit(args.optimizer, [&](auto tag) {
-      using Opt = typename decltype(tag)::type;
-      if constexpr (kIsCommon<Opt>) {
-        visit(TypeTag<Float32<Opt>>{});
+  Optimizers::visit(args.optimizer, [&](auto tag) {
+    using Opt = typename decltype(tag)::type;
+    if constexpr (std::is_same_v<Opt, Sgd>) {
+      if (narrow) {
+        visit(TypeTag<Compiled<Narrow<Opt>>>{});
         found = true;
+        return;
       }
-    });
-  }
+    }
+    if constexpr (kIsCommon<Opt>) {
+      visit(TypeTag<Compiled<Opt>>{});
+      found = true;
+    }
+  });
   if (!found) visit(TypeTag<AtRunTime>{});
 }
 
@@ -181,7 +187,10 @@ EMB_DEVICE void build_step(const OptimizerStepArgs& args, StepStorage* storage) 
       Selection::build(args, step->optimizer);
     }
 #pragma unroll
-    for (int t = 0; t < kTiers; ++t) step->tiers[t] = args.tiers[t];
+    for (int t = 0; t < kTiers; ++t) {
+      step->tiers[t] = args.tiers[t];
+      step->aligned[t] = args.tiers[t].is_aligned(kColumns);
+    }
   }
   __syncthreads();
 }
@@ -196,14 +205,12 @@ template <class Selection>
 EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierRows& tier, int64_t element,
                              int valid, Columns* x) {
   if (valid <= 0) return;
-  read_columns(tier.weights, Selection::dtype(tier.weight_type), element, valid, x->w);
+  read_columns(tier.weights, tier.weight_type, element, valid, x->w);
   if (Selection::stepped_states(args) > 0) {
-    read_columns(tier.element_states[0], Selection::dtype(tier.state_types[0]), element, valid,
-                 x->first);
+    read_columns(tier.element_states[0], tier.state_types[0], element, valid, x->first);
   }
   if (Selection::stepped_states(args) > 1) {
-    read_columns(tier.element_states[1], Selection::dtype(tier.state_types[1]), element, valid,
-                 x->second);
+    read_columns(tier.element_states[1], tier.state_types[1], element, valid, x->second);
   }
 }
 
@@ -265,15 +272,14 @@ EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const Step& step, co
           opt.step(step.decay.factor * x->w[k], gradient[k], &x->first[k], &x->second[k], scale);
     }
   });
-  store_columns(step.rounding, location, kRoundWeights, tier.weights,
-                Selection::dtype(tier.weight_type), x->w);
+  store_columns(step.rounding, location, kRoundWeights, tier.weights, tier.weight_type, x->w);
   if (Selection::stepped_states(args) > 0) {
-    store_columns(step.rounding, location, kRoundState, tier.element_states[0],
-                  Selection::dtype(tier.state_types[0]), x->first);
+    store_columns(step.rounding, location, kRoundState, tier.element_states[0], tier.state_types[0],
+                  x->first);
   }
   if (Selection::stepped_states(args) > 1) {
     store_columns(step.rounding, location, kRoundState + 1, tier.element_states[1],
-                  Selection::dtype(tier.state_types[1]), x->second);
+                  tier.state_types[1], x->second);
   }
 }
 
@@ -287,20 +293,6 @@ EMB_DEVICE RowFactors begin_row(const OptimizerStepArgs& args, const Step& step,
     scale = opt.begin_row(states, sums, static_cast<float>(dim));
   });
   return scale;
-}
-
-// Prefetch what a step reads and writes at `element`, one request per lane.
-template <class Selection>
-EMB_DEVICE void prefetch_columns(const OptimizerStepArgs& args, const TierRows& tier,
-                                 int64_t element) {
-  const auto ask = [element](const void* data, Dtype type) {
-    simt::prefetch(static_cast<const char*>(data) + element * size_of(type));
-  };
-  ask(tier.weights, Selection::dtype(tier.weight_type));
-  if (Selection::stepped_states(args) > 0)
-    ask(tier.element_states[0], Selection::dtype(tier.state_types[0]));
-  if (Selection::stepped_states(args) > 1)
-    ask(tier.element_states[1], Selection::dtype(tier.state_types[1]));
 }
 
 }  // namespace emb::cuda

@@ -1,390 +1,577 @@
 // Backward of table-batched embeddings on the GPU, fused with the optimizer.
 //
-// The gradients of rows come from the gradients of bags. Lookups are sorted by row; a segment is
-// the lookups of one row. The group of lanes that updates a row sums segments of up to
-// kShortSegment lookups. A longer segment is divided into chunks, one block each, so that a hot row
-// is spread over the device; the chunk sums are in `partials` and are added in order. The chunks
-// depend on the length of the segment only, so the same gradients give the same bits.
+// A warp takes a tile of up to 32 unique rows. Each lane reads what the grouping says
+// of one of them, and its row-wise states, into shared memory: once per row, not once per lane of a
+// group. Then groups of 4 to 32 lanes take rows of their lanes in batches, whose weights, states
+// and gradients are in registers at once (row_batch.cuh). Rows of one lookup come first. The
+// gradients of others are summed into shared memory before their batch starts, each lane its own
+// columns. The lane that holds a row computes its factors, so that roots and divisions of a batch
+// are computed together. No atomics on data.
 #pragma once
+
+#include <algorithm>
 
 #include "core/dtype.h"
 #include "core/layout.h"
 #include "core/row_slice.cuh"
 #include "core/simt.cuh"
 #include "optim/optimizer_step.cuh"
+#include "optim/row_batch.cuh"
+#include "tbe/row_gradients.cuh"
 
 namespace emb::cuda {
 
-inline constexpr int kChunkThreads = 256;
-inline constexpr int kShortSegment = 256;
-inline constexpr int kChunk = 1024;
-inline constexpr int kMaxChunks = 256;
-
-EMB_HD int chunk_length(int segment_length) {
-  return kChunk *
-         static_cast<int>((static_cast<int64_t>(segment_length) + kChunk * kMaxChunks - 1) /
-                          (kChunk * kMaxChunks));
-}
-
-EMB_HD int chunks_of(int segment_length) {
-  const int length = chunk_length(segment_length);
-  return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
-}
-
-// Return the maximum number of chunks of L lookups, whatever their segments.
-inline int64_t max_chunks(int64_t num_lookups) {
-  return num_lookups / kShortSegment + num_lookups / kChunk;
-}
-
-// Return the floats between two chunk sums, for rows of up to `columns`: a multiple of 16 bytes.
-inline int64_t partial_stride(int64_t columns) {
-  return (columns + kColumns - 1) / kColumns * kColumns;
-}
-
-// Rows of a variable batch that are wider than this are not divided into chunks.
-inline constexpr int64_t kVariableColumns = 1024;
-
-struct ChunkTask {
-  int32_t segment, chunk;
-};
-
-struct GradArgs {
-  const void* grad;  // as `map` says, or [L, stride] for NONE
-  Dtype grad_type;
-  int64_t stride;
-  const Feature* features;
-  BagMap map;
-  Bags bags_in;  // for the lengths that MEAN divides by
-  Pooling pooling;
-  const float* sample_weights;  // [L] or null
-  // As `tbe_group` returns them.
-  const int64_t* rows;
-  const int32_t *segments, *lookups, *bags, *count;
-  const int32_t* row_slots;  // [U] slots of rows in the cache, or null
-  int64_t num_lookups;
-  // Long segments: the first chunk of each, what each chunk is, their number, and their sums.
-  int32_t* first_chunk;
-  ChunkTask* tasks;
-  int32_t* num_tasks;
-  float* partials;
-  int64_t partial_stride;
-  int64_t result_stride;  // between the gradients that an op without an optimizer writes
-};
-
-// Return where the gradient of sorted lookup j starts, in elements, and set its weight.
-EMB_DEVICE int64_t grad_offset(const GradArgs& args, int j, float* scale) {
-  const auto bag = static_cast<uint32_t>(args.bags[j]);
-  *scale = 1.0f;
-  if (args.pooling == Pooling::kMean) {
-    const int64_t length = args.bags_in.end(bag) - args.bags_in.begin(bag);
-    *scale = 1.0f / static_cast<float>(length > 0 ? length : 1);
-  }
-  if (args.sample_weights != nullptr) *scale *= args.sample_weights[args.lookups[j]];
-  if (args.pooling == Pooling::kNone) return args.lookups[j] * args.stride;
-  if (args.map.layout != nullptr) return args.map.layout[bag].element;
-  return args.map.element(bag, args.features[args.map.feature(bag)].column);
-}
-
-// Return whether a segment is summed in chunks: it must be long, and its row must fit a chunk sum.
-// Chunk sums of a variable batch have a fixed size, since the host does not know the widest row.
-EMB_DEVICE bool has_chunks(const GradArgs& args, int length, int dim) {
-  return length > kShortSegment && dim <= args.partial_stride;
-}
-
-// Add this lane's columns of the gradients of sorted lookups [begin, begin + length); `longest` is
-// the maximum length in the warp. Called by all lanes.
-template <class G>
-EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin, int length,
-                          int longest, int column, int dim, float (&sum)[kColumns]) {
-  const G* base = static_cast<const G*>(args.grad) + column;
-  const bool aligned = dim % kColumns == 0 && is_aligned(args.grad, kColumns * sizeof(G));
-  for (int tile = 0; tile < longest; tile += lane.lanes) {
-    int64_t offset = -1;
-    float scale = 0.0f;
-    if (tile + lane.rank < length) offset = grad_offset(args, begin + tile + lane.rank, &scale);
-    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    const bool vector =
-        __all_sync(simt::kFullMask, offset < 0 || (aligned && offset % kColumns == 0));
-    if (vector) {
-      add_rows<G, kColumns, true>(base, offset, scale, dim - column, lane.lanes, steps, sum);
-    } else {
-      add_rows<G, kColumns, false>(base, offset, scale, dim - column, lane.lanes, steps, sum);
-    }
-  }
-}
-
-// Add the sums of a long segment's chunks, in order.
-EMB_DEVICE void add_partials(const GradArgs& args, uint32_t segment, int length, int column,
-                             int dim, float (&sum)[kColumns]) {
-  if (column >= dim) return;
-  const int chunks = chunks_of(length);
-  const float* partial = args.partials + args.first_chunk[segment] * args.partial_stride + column;
-#pragma unroll 4
-  for (int c = 0; c < chunks; ++c) {
-    float values[kColumns];
-    read_columns(partial + c * args.partial_stride, dim - column, values);
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) sum[k] += values[k];
-  }
-}
-
-// List the chunks of all long segments. Their order varies from run to run; no result depends on
-// it.
-[[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
-    plan_chunks_kernel(GradArgs args) {
-  const int count = *args.count;
-  for (int64_t u = simt::global_thread(); u < count; u += simt::threads_in_grid()) {
-    const int length = args.segments[u + 1] - args.segments[u];
-    if (length <= kShortSegment) continue;
-    const Feature& feature = args.features[args.map.feature(args.bags[args.segments[u]])];
-    if (!has_chunks(args, length, static_cast<int>(feature.dim))) continue;
-    const int chunks = chunks_of(length);
-    const int first = atomicAdd(args.num_tasks, chunks);
-    args.first_chunk[u] = first;
-    for (int c = 0; c < chunks; ++c) args.tasks[first + c] = {static_cast<int32_t>(u), c};
-  }
-}
-
-// Sum one chunk per block: every group of lanes sums a range of it, then the sums are added in
-// order. The grid's second dimension divides the columns of wide rows.
-template <class G>
-__global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, int lanes) {
-  __shared__ float stretch_sum[kChunkThreads][kColumns];
-  const LaneGroup lane(lanes);
-  const int stretches = kChunkThreads / lanes;
-  const int stretch = static_cast<int>(threadIdx.x) / lanes;
-  const int num_tasks = *args.num_tasks;
-  for (int t = static_cast<int>(blockIdx.x); t < num_tasks; t += static_cast<int>(gridDim.x)) {
-    const ChunkTask task = args.tasks[t];
-    int begin = args.segments[task.segment];
-    const int total = args.segments[task.segment + 1] - begin;
-    const int offset = task.chunk * chunk_length(total);
-    const int length = total - offset < chunk_length(total) ? total - offset : chunk_length(total);
-    const int share = (length + stretches - 1) / stretches;
-    const int rest = length - stretch * share;
-    const auto bag = static_cast<uint32_t>(args.bags[begin]);
-    const int dim = static_cast<int>(args.features[args.map.feature(bag)].dim);
-    begin += offset + stretch * share;
-    for (int base = static_cast<int>(blockIdx.y) * lanes * kColumns; base < dim;
-         base += static_cast<int>(gridDim.y) * lanes * kColumns) {
-      const int column = base + lane.rank * kColumns;
-      float sum[kColumns] = {};
-      add_grads<G>(args, lane, begin, rest < share ? rest : share, share, column, dim, sum);
-#pragma unroll
-      for (int k = 0; k < kColumns; ++k) stretch_sum[threadIdx.x][k] = sum[k];
-      __syncthreads();
-      if (static_cast<int>(threadIdx.x) < lanes && column < dim) {
-        for (int s = 1; s < stretches; ++s) {
-#pragma unroll
-          for (int k = 0; k < kColumns; ++k) sum[k] += stretch_sum[s * lanes + threadIdx.x][k];
-        }
-        write_columns(args.partials + t * args.partial_stride + column, dim - column, sum);
-      }
-      __syncthreads();
-    }
-  }
-}
-
-// The update. A group of 4 to 32 lanes takes a unique row: it asks for the row and its state, then
-// sums the gradients of the row's lookups (four in flight), updates in registers and writes the row
-// once. A kernel of one optimizer asks by loading them into registers; the kernel of all optimizers
-// has none left, and prefetches them. No atomics on data.
-
 inline constexpr int kUpdateThreads = 128;
+inline constexpr int kUpdateWarps = kUpdateThreads / static_cast<int>(simt::kWarp);
+inline constexpr int kLog2Columns = 2;
+static_assert(1 << kLog2Columns == kColumns);
 
-// Blocks per multiprocessor, which bound the registers of a thread: 7 leave 72, 6 leave 80. For
-// Blackwell, where the compiler needs more, 5 leave 96 and 4 leave 128.
+// Slices in the registers of a lane, and blocks per multiprocessor, which bound the registers of a
+// thread: 5 leave 96, 6 leave 80, 4 leave 128. The compiler needs most for Blackwell.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+inline constexpr int kMostUpdateBlocks = 4;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 inline constexpr int kMostUpdateBlocks = 5;
 #else
-inline constexpr int kMostUpdateBlocks = 7;
+inline constexpr int kMostUpdateBlocks = 6;
 #endif
 template <class Selection>
-inline constexpr int kUpdateBlocks = kMostUpdateBlocks - 1;
+struct UpdateShape {
+  static constexpr int kSlices = 2, kBlocks = kMostUpdateBlocks < 5 ? kMostUpdateBlocks : 5;
+};
 template <>
-inline constexpr int kUpdateBlocks<Float32<Sgd>> = kMostUpdateBlocks;
+struct UpdateShape<Compiled<Sgd>> : UpdateShape<void> {
+  static constexpr int kSlices = 4;
+};
 template <>
-inline constexpr int kUpdateBlocks<GradientOnly> = kMostUpdateBlocks;
+struct UpdateShape<Compiled<RowwiseAdagrad>> : UpdateShape<void> {
+  static constexpr int kSlices = 4;
+};
+template <>
+struct UpdateShape<GradientOnly> : UpdateShape<void> {
+  static constexpr int kSlices = 4;
+};
+template <>
+struct UpdateShape<Compiled<Narrow<Sgd>>> {
+  static constexpr int kSlices = 2, kBlocks = kMostUpdateBlocks;
+};
+// All optimizers in one kernel: twice the slices would take twice the code.
+template <>
+struct UpdateShape<AtRunTime> : UpdateShape<void> {
+  static constexpr int kSlices = 1;
+};
 
-// What the grouping says of one unique row. Its loads do not depend on each other, so that those of
-// the next row are in flight while a row is updated.
-struct GroupedRow {
-  int64_t id = 0;  // linear
-  int begin = 0, length = 0, slot = -1;
+// A grid has at most this many times the blocks that run at once.
+inline constexpr int kUpdateWaves = 8;
 
-  EMB_DEVICE GroupedRow(const GradArgs& args, uint32_t u, uint32_t count) {
-    if (u >= count) return;
-    begin = args.segments[u];
-    const int end = args.segments[u + 1];
-    id = args.rows[u];
-    if (args.row_slots != nullptr) slot = args.row_slots[u];
-    length = end - begin;
+// The tile of a warp. A group of lanes, those of a row of mean width, holds as many rows as lanes
+// in large batches, and fewer in small ones, to keep all warps busy. Powers of two.
+struct Tile {
+  int log2_lanes, log2_rows;
+
+  EMB_HD uint32_t all_rows() const { return simt::kWarp >> log2_lanes << log2_rows; }
+  // Return which row of the tile a lane holds; one beyond the tile if none.
+  EMB_DEVICE uint32_t row_of_lane() const {
+    const unsigned lane = threadIdx.x % simt::kWarp, rank = lane & ((1u << log2_lanes) - 1);
+    return rank >> log2_rows == 0 ? (lane >> log2_lanes << log2_rows) + rank : simt::kWarp;
   }
 };
 
-// The lookups of one unique row, and the location of the row.
-struct Segment {
-  int64_t element = 0;
-  int64_t row = 0;  // in the row-wise states of the tier
-  int64_t id = 0;   // linear
-  int begin = 0, length = 0, dim = 0, tier = 0;
+// What a warp knows of a row of its tile, in shared memory: a batch needs it for a few
+// instructions, registers would hold it all the time. Offsets are in units of four elements where
+// the row is read in vectors, otherwise of one.
+struct TileRow {
+  uint32_t weight, grad;  // low words of the offsets of the row and of its only gradient,
+  uint32_t high;          // and the lower 16 bits of their high words
+  float scale;            // of its only gradient
+  int begin, length;      // its lookups
+  int64_t id;             // linear
+  int64_t state;          // in the row-wise states
+  float states[kMaxRowStates];
+  uint32_t layout;  // of rows that are processed together: dim, tier, whether read in vectors
 
+  static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;
+
+  // Read row u.
   template <class Selection>
-  EMB_DEVICE Segment(Selection, const GradArgs& args, const Step& step, const GroupedRow& grouped,
-                     uint32_t u)
-      : id(grouped.id), begin(grouped.begin), length(grouped.length) {
-    if (length == 0) return;
-    const Feature& feature = args.features[args.map.feature(args.bags[begin])];
-    dim = static_cast<int>(feature.dim);
+  EMB_DEVICE void read(Selection, const GradArgs& args, const OptimizerStepArgs& optimizer,
+                       const Step& step, uint32_t u) {
+    // Loads first: those of a line do not depend on each other.
+    const int from = args.segments[u], to = args.segments[u + 1];
+    const int64_t row = Selection::kHasOptimizer ? args.rows[u] : 0;
+    const int slot = args.row_slots != nullptr ? args.row_slots[u] : -1;
+    const uint32_t bag = bag_of(args, from);
+    const Feature feature = args.features[args.map.feature(bag)];
+    const int64_t grad_element = to - from == 1 ? grad_offset(args, from, bag) : 0;
+    RowLocation location{0, static_cast<int64_t>(u) * args.result_stride, 0};
     if constexpr (Selection::kHasOptimizer) {
-      const RowLocation location =
-          locate_update(feature, id - feature.row_base, grouped.slot, step.tiers[kCacheTier]);
-      element = location.element;
-      row = location.row;
-      tier = location.tier;
-    } else {
-      element = static_cast<int64_t>(u) * args.result_stride;
+      location = locate_update(feature, row - feature.row_base, slot, step.tiers[kCacheTier]);
+#pragma unroll
+      for (int s = 0; s < kMaxRowStates; ++s) {
+        if (s < Selection::row_states(optimizer))
+          states[s] = step.tiers[location.tier].row_states[s][location.row];
+      }
+    }
+    const bool vectors =
+        (feature.dim | location.element | grad_element) % kColumns == 0 &&
+        is_aligned(args.grad, kColumns * static_cast<int>(size_of(args.grad_type))) &&
+        step.aligned[location.tier];
+    const int shift = vectors ? kLog2Columns : 0;
+    const int64_t row_units = location.element >> shift, grad_units = grad_element >> shift;
+    weight = static_cast<uint32_t>(row_units);
+    grad = static_cast<uint32_t>(grad_units);
+    high = static_cast<uint32_t>(row_units >> 32) | static_cast<uint32_t>(grad_units >> 32) << 16;
+    scale = to - from == 1 ? grad_weight(args, from, bag) : 1.0f;
+    begin = from;
+    length = to - from;
+    id = row;
+    state = location.row;
+    layout = static_cast<uint32_t>(feature.dim) << kDimShift |
+             static_cast<uint32_t>(location.tier) << kTierShift | (vectors ? kVectorBit : 0);
+  }
+};
+
+// A warp's rows of one layout: what all batches of them share.
+template <class Selection>
+struct TileUpdate {
+  static constexpr int kSlices = UpdateShape<Selection>::kSlices;
+
+  // The lane that holds the row of each slice of a batch, -1 if none: a byte each.
+  struct LaneOfSlice {
+    uint32_t bytes = 0;
+
+    EMB_DEVICE int operator[](int s) const {
+      return static_cast<int8_t>(static_cast<uint8_t>(bytes >> 8 * s));
+    }
+  };
+
+  const GradArgs& args;
+  const OptimizerStepArgs& optimizer;
+  const Step& step;
+  const TierRows& tier;
+  const TileRow* rows;  // of the tile, by lane
+  RowLayout layout;
+  bool wide;  // whether any offset has a high word
+  float (*row_gradient)[kUpdateThreads][kColumns];
+  float (*row_sums)[kMaxRowSums];
+
+  EMB_DEVICE static void copy(const float (&from)[kMaxRowSums], float (&to)[kMaxRowSums]) {
+#pragma unroll
+    for (int k = 0; k < kMaxRowSums; ++k) to[k] = from[k];
+  }
+
+  // Take the lowest of `lanes`, one per row, for the slices of a batch.
+  EMB_DEVICE LaneOfSlice take(uint32_t lanes) const {
+    LaneOfSlice lane;
+    int current = -1;
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      if (layout.is_first_slice(s)) {
+        current = __ffs(static_cast<int>(lanes)) - 1;
+        lanes &= lanes - 1;
+      }
+      lane.bytes |= static_cast<uint32_t>(current & 0xff) << 8 * s;
+    }
+    return lane;
+  }
+
+  // Return the row that a lane of `take` holds, of lane 0 for -1.
+  EMB_DEVICE const TileRow& row_of(int lane) const { return rows[lane < 0 ? 0 : lane]; }
+
+  // Return the columns of slice s to the end of the row, for this lane.
+  EMB_DEVICE int columns_left(int s, int lane, int base) const {
+    return lane < 0 ? 0
+                    : layout.dim - base - layout.slice_of_row(s) * layout.width() - layout.own();
+  }
+
+  // Return the element at `column` of what starts `units` units from its base.
+  EMB_DEVICE int64_t first_element(uint32_t units, uint32_t high, int column) const {
+    const uint64_t all = wide ? uint64_t{high & 0xffffu} << 32 | units : units;
+    return static_cast<int64_t>(all << (layout.vectors ? kLog2Columns : 0)) + column;
+  }
+
+  // Locate slice s of its row, or of the only gradient of the row.
+  EMB_DEVICE SliceLocation locate_row(LaneOfSlice lane, int s, int base) const {
+    const TileRow& row = row_of(lane[s]);
+    const int valid = columns_left(s, lane[s], base);
+    return {first_element(row.weight, row.high, layout.dim - valid), valid};
+  }
+  EMB_DEVICE SliceLocation locate_gradient(LaneOfSlice lane, int s, int base) const {
+    const TileRow& row = row_of(lane[s]);
+    const int valid = columns_left(s, lane[s], base);
+    return {first_element(row.grad, row.high >> 16, layout.dim - valid), valid};
+  }
+
+  // Add this lane's columns of the gradients of sorted lookups [begin, begin + length).
+  EMB_DEVICE void add_lookups(int begin, int length, int column, float (&sum)[kColumns]) const {
+    const int longest = __reduce_max_sync(simt::kFullMask, length);
+#pragma unroll 1
+    for (int tile = 0; tile < longest; tile += layout.lanes) {
+      const int j = tile + layout.rank();
+      int64_t offset = -1;
+      float scale = 1.0f;
+      if (j < length) {
+        const uint32_t bag = bag_of(args, begin + j);
+        offset = grad_offset(args, begin + j, bag);
+        scale = grad_weight(args, begin + j, bag);
+      }
+      // A gradient that is not aligned is read by element, in the columns of the row.
+      const bool vectors =
+          __all_sync(simt::kFullMask, offset < 0 || offset % kColumns == 0) && layout.vectors;
+      const int steps = longest - tile < layout.lanes ? longest - tile : layout.lanes;
+      if (!vectors) {
+        add_apart(offset, scale, column, steps, sum);
+      } else if (args.grad_type == Dtype::kFloat) {
+        add_vectors<float>(offset, scale, column, steps, sum);
+      } else if (args.grad_type == Dtype::kHalf) {
+        add_vectors<half16>(offset, scale, column, steps, sum);
+      } else {
+        add_vectors<bfloat16>(offset, scale, column, steps, sum);
+      }
     }
   }
+
+  // Add the gradients at the offsets that the first `steps` lanes of a group hold (negative: none),
+  // in their order, four in flight. Loads are unconditional, of the first gradient in place of
+  // none: the compiler would wait for each conditional one.
+  template <class G>
+  EMB_DEVICE void add_vectors(int64_t offset, float scale, int column, int steps,
+                              float (&sum)[kColumns]) const {
+    const G* grad = static_cast<const G*>(args.grad);
+    const G* zeros = reinterpret_cast<const G*>(&simt::kZeros);
+#pragma unroll 1
+    for (int i = 0; i < steps; i += kRowsInFlight) {
+      RowSlice<G, kColumns> slice[kRowsInFlight];
+#pragma unroll
+      for (int q = 0; q < kRowsInFlight; ++q) {
+        const int64_t start = __shfl_sync(simt::kFullMask, offset, i + q, layout.lanes);
+        slice[q].load_vector(start >= 0 && column < layout.dim ? grad + start + column : zeros);
+      }
+#pragma unroll
+      for (int q = 0; q < kRowsInFlight; ++q) {
+        const float factor = __shfl_sync(simt::kFullMask, scale, i + q, layout.lanes);
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) sum[k] += factor * slice[q][k];
+      }
+    }
+  }
+
+  // The same for columns that are apart or not aligned.
+  EMB_DEVICE void add_apart(int64_t offset, float scale, int column, int steps,
+                            float (&sum)[kColumns]) const {
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+      const int64_t start = __shfl_sync(simt::kFullMask, offset, i, layout.lanes);
+      const float factor = __shfl_sync(simt::kFullMask, scale, i, layout.lanes);
+      Slices<1> x = {};
+      load_slices<true, 1>(
+          false, layout.step(), args.grad, args.grad_type,
+          [&](int) { return SliceLocation{start + column, start < 0 ? 0 : layout.dim - column}; },
+          x);
+      widen<1>(args.grad_type, x);
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) sum[k] += factor * x[0][k];
+    }
+  }
+
+  // Add the sums of a long segment's chunks, in order.
+  EMB_DEVICE void add_partials(int begin, int length, int column, float (&sum)[kColumns]) const {
+    const float* partial = args.partials + first_slot(begin) * args.partial_stride + column;
+    const int chunks = chunks_of(length);
+#pragma unroll 4
+    for (int c = 0; c < chunks; ++c) {
+      float x[kColumns] = {};
+      const float* columns = partial + c * args.partial_stride;
+      if (layout.vectors) {
+        load_vector<float, true>(columns, layout.dim - column, x);
+      } else {
+        load_columns_apart(layout.step(), columns, layout.dim - column, x);
+      }
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) sum[k] += x[k];
+    }
+  }
+
+  // Sum the gradients of the rows of a batch into shared memory.
+  EMB_DEVICE void sum_lookups(LaneOfSlice lane_of, int base) const {
+#pragma unroll 1
+    for (int s = 0; s < kSlices; ++s) {
+      const int lane = lane_of[s];
+      const TileRow& row = row_of(lane);
+      float sum[kColumns] = {};
+      const int column = layout.dim - columns_left(s, lane, base);
+      const bool chunked = lane >= 0 && has_chunks(args, row.length, layout.dim);
+      add_lookups(row.begin, lane < 0 || chunked ? 0 : row.length, column, sum);
+      if (chunked) add_partials(row.begin, row.length, column, sum);
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) row_gradient[s][threadIdx.x][k] = sum[k];
+    }
+  }
+
+  // Load the gradients of a batch: summed ones, or those of the only lookup of each row.
+  EMB_DEVICE void load_gradients(LaneOfSlice lane, bool summed, int base,
+                                 Slices<kSlices>& gradient) const {
+    if (summed) {
+#pragma unroll
+      for (int s = 0; s < kSlices; ++s) {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) gradient[s][k] = row_gradient[s][threadIdx.x][k];
+      }
+      return;
+    }
+    load_slices<true, kSlices>(
+        layout.vectors, layout.step(), args.grad, args.grad_type,
+        [&](int s) { return locate_gradient(lane, s, base); }, gradient);
+  }
+
+  EMB_DEVICE void convert_gradients(LaneOfSlice lane, bool summed,
+                                    Slices<kSlices>& gradient) const {
+    if (summed) return;
+    widen<kSlices>(args.grad_type, gradient);
+    if (args.pooling != Pooling::kMean && args.sample_weights == nullptr) return;
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      const float scale = row_of(lane[s]).scale;
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) gradient[s][k] *= scale;
+    }
+  }
+
+  // Complete the sums of the rows of a batch. Return the factors of this lane's row, if it is one
+  // of them, and update its row-wise states.
+  EMB_DEVICE RowFactors start_rows(LaneOfSlice lane, float (&sums)[kSlices][kMaxRowSums]) {
+    const int own_lane = static_cast<int>(threadIdx.x % simt::kWarp);
+    float own[kMaxRowSums] = {};
+    bool mine = false;
+    for (int offset = layout.lanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int s = 0; s < kSlices; ++s) {
+#pragma unroll
+        for (int k = 0; k < kMaxRowSums; ++k) {
+          if (k < Selection::sums(optimizer))
+            sums[s][k] += __shfl_xor_sync(simt::kFullMask, sums[s][k], offset);
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      if (!layout.is_last_slice(s) || lane[s] != own_lane) continue;
+      mine = true;
+#pragma unroll
+      for (int k = 0; k < kMaxRowSums; ++k) own[k] = sums[s][k];
+    }
+    const TileRow& row = rows[own_lane];
+    float states[kMaxRowStates] = {};
+#pragma unroll
+    for (int s = 0; s < kMaxRowStates; ++s) {
+      if (s < Selection::row_states(optimizer)) states[s] = row.states[s];
+    }
+    const RowFactors factors = begin_row<Selection>(optimizer, step, states, own, layout.dim);
+#pragma unroll
+    for (int s = 0; s < kMaxRowStates; ++s) {
+      if (s < Selection::row_states(optimizer) && mine) tier.row_states[s][row.state] = states[s];
+    }
+    return factors;
+  }
+
+  // Store slices of 16 bits, rounded at random: one after the other, from shared memory, since
+  // random numbers take many registers.
+  EMB_DEVICE void store_randomly(LaneOfSlice lane_of, int base, uint32_t tensor, void* data,
+                                 Dtype type, const Slices<kSlices>& x) const {
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) row_gradient[s][threadIdx.x][k] = x[s][k];
+    }
+#pragma unroll 1
+    for (int s = 0; s < kSlices; ++s) {
+      const TileRow& row = row_of(lane_of[s]);
+      const int valid = columns_left(s, lane_of[s], base);
+      const int64_t element = first_element(row.weight, row.high, layout.dim - valid);
+      if (type == Dtype::kHalf) {
+        store_slice_randomly(layout, step.rounding, tensor, row.id,
+                             static_cast<half16*>(data) + element, valid,
+                             row_gradient[s][threadIdx.x]);
+      } else {
+        store_slice_randomly(layout, step.rounding, tensor, row.id,
+                             static_cast<bfloat16*>(data) + element, valid,
+                             row_gradient[s][threadIdx.x]);
+      }
+    }
+  }
+
+  // What to do with columns of a batch: add to the sums of the rows, complete these, update. Sums
+  // that are carried from columns to columns are in shared memory.
+  struct Pass {
+    bool sums, starts, updates, carries;
+  };
+
+  // Process the columns of a batch from `base` on.
+  EMB_DEVICE void update_columns(LaneOfSlice lane, bool summed, int base, Pass pass,
+                                 RowFactors* factors) {
+    const auto location_of = [&](int s) { return locate_row(lane, s, base); };
+    Slices<kSlices> gradient = {};
+    if constexpr (!Selection::kHasOptimizer) {
+      load_gradients(lane, summed, base, gradient);
+      convert_gradients(lane, summed, gradient);
+      store_slices_of<float, kSlices>(layout, static_cast<float*>(tier.weights), location_of,
+                                      gradient);
+    } else {
+      RowBatch<kSlices> batch;
+      batch.load(Selection{}, optimizer, layout, tier, location_of);
+      load_gradients(lane, summed, base, gradient);
+      batch.convert(Selection{}, optimizer, tier);
+      convert_gradients(lane, summed, gradient);
+#pragma unroll
+      for (int s = 0; s < kSlices; ++s) {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) gradient[s][k] += step.decay.l2 * batch.w[s][k];
+      }
+      if (pass.sums || pass.starts) {
+        float sums[kSlices][kMaxRowSums] = {};
+        if (pass.carries && !pass.sums) copy(row_sums[threadIdx.x], sums[kSlices - 1]);
+        if (pass.sums) {
+          if (pass.carries) copy(row_sums[threadIdx.x], sums[0]);
+          batch.sum_rows(Selection{}, optimizer, step, layout, gradient, sums);
+          if (pass.carries) copy(sums[kSlices - 1], row_sums[threadIdx.x]);
+        }
+        if (pass.starts) *factors = start_rows(lane, sums);
+      }
+      if (!pass.updates) return;
+      const RowFactors own = *factors;
+      batch.apply(Selection{}, optimizer, step, gradient, [&](int s) {
+        if (!Selection::by_row(optimizer)) return own;
+        const int of = lane[s] < 0 ? 0 : lane[s];
+        RowFactors factors_of_row{__shfl_sync(simt::kFullMask, own.gradient, of), 1.0f};
+        if constexpr (Selection::kScalesWeights)
+          factors_of_row.weight = __shfl_sync(simt::kFullMask, own.weight, of);
+        return factors_of_row;
+      });
+      batch.store(Selection{}, optimizer, tier,
+                  [&](uint32_t tensor, void* data, Dtype type, const Slices<kSlices>& x) {
+                    if (step.rounding.stochastic && type != Dtype::kFloat) {
+                      store_randomly(lane, base, tensor, data, type, x);
+                    } else {
+                      store_slices<kSlices>(layout, data, type, location_of, x);
+                    }
+                  });
+    }
+  }
+
+  // Update a batch of rows and return the lanes of the others. Sums over a row must be complete
+  // before its first column is updated: rows wider than a batch are processed in two passes, the
+  // second from the cache.
+  EMB_DEVICE uint32_t update_batch(uint32_t lanes, bool summed) {
+    const LaneOfSlice lane = take(lanes);
+    const bool has_sums = Selection::sums(optimizer) > 0;
+    const bool twice = has_sums && layout.dim > layout.columns();
+    if (twice) {
+#pragma unroll
+      for (int k = 0; k < kMaxRowSums; ++k) row_sums[threadIdx.x][k] = 0.0f;
+    }
+    RowFactors factors;
+    const int first = static_cast<int>(blockIdx.y) * layout.columns();
+    const int stride = static_cast<int>(gridDim.y) * layout.columns();
+#pragma unroll 1
+    for (int pass = twice ? 0 : 1; pass < 2; ++pass) {
+#pragma unroll 1
+      for (int base = first; base < layout.dim; base += stride) {
+        if (summed) sum_lookups(lane, base);
+        const bool last = pass == 1;
+        update_columns(lane, summed, base,
+                       {has_sums && last != twice, last && base == first, last, twice}, &factors);
+      }
+    }
+    const int last = lane[kSlices - 1];
+    return last < 0 ? 0 : lanes & ~1u << last;
+  }
 };
 
-// Compute this lane's columns of the gradient of the row. `longest` as in add_grads, over short
-// segments.
-template <class G>
-EMB_DEVICE void row_gradient(const GradArgs& args, const LaneGroup& lane, const Segment& segment,
-                             uint32_t u, int longest, int column, float (&sum)[kColumns]) {
-#pragma unroll
-  for (int k = 0; k < kColumns; ++k) sum[k] = 0.0f;
-  const bool chunked = has_chunks(args, segment.length, segment.dim);
-  add_grads<G>(args, lane, segment.begin, chunked ? 0 : segment.length, longest, column,
-               segment.dim, sum);
-  if (chunked) add_partials(args, u, segment.length, column, segment.dim, sum);
-}
-
-// Return the factors of a row from the sums over its lanes and its row-wise states, in every lane.
-// The first lane of an existing row writes the new states. Called by the whole warp.
+// Update the rows of a tile.
 template <class Selection>
-EMB_DEVICE RowFactors start_row(const OptimizerStepArgs& optimizer, const Step& step,
-                                const Segment& segment, const LaneGroup& lane,
-                                float (&sums)[kMaxRowSums]) {
-#pragma unroll
-  for (int k = 0; k < kMaxRowSums; ++k) {
-    if (k < Selection::sums(optimizer)) sums[k] = simt::group_sum(sums[k], lane.lanes);
+EMB_DEVICE void update_tile(const GradArgs& args, const OptimizerStepArgs& optimizer,
+                            const Step& step, TileRow* rows,
+                            float (*row_gradient)[kUpdateThreads][kColumns],
+                            float (*row_sums)[kMaxRowSums]) {
+  TileRow& own = rows[threadIdx.x % simt::kWarp];
+  while (const uint32_t pending = __ballot_sync(simt::kFullMask, own.length > 0)) {
+    const uint32_t layout = rows[__ffs(static_cast<int>(pending)) - 1].layout;
+    const bool has_high = own.length > 0 && own.layout == layout && own.high != 0;
+    TileUpdate<Selection> update{
+        args,
+        optimizer,
+        step,
+        step.tiers[layout >> TileRow::kTierShift & (kTiers - 1)],
+        rows,
+        RowLayout(static_cast<int>(layout >> TileRow::kDimShift),
+                  (layout & TileRow::kVectorBit) != 0, UpdateShape<Selection>::kSlices),
+        __any_sync(simt::kFullMask, has_high) != 0,
+        row_gradient,
+        row_sums};
+#pragma unroll 1
+    for (int summed = 0; summed < 2; ++summed) {
+      const bool now =
+          own.length > summed && own.layout == layout && (own.length > 1) == (summed != 0);
+      uint32_t lanes = __ballot_sync(simt::kFullMask, now) & update.layout.lanes_of_group();
+      while (__any_sync(simt::kFullMask, lanes != 0))
+        lanes = update.update_batch(lanes, summed != 0);
+    }
+    __syncwarp();  // no lane needs the rows any more
+    if (own.layout == layout) own.length = 0;
+    __syncwarp();
   }
-  const TierRows& tier = step.tiers[segment.tier];
-  const bool exists = segment.length > 0;
-  float states[kMaxRowStates] = {};
-#pragma unroll
-  for (int s = 0; s < kMaxRowStates; ++s) {
-    if (s < Selection::row_states(optimizer) && exists) states[s] = tier.row_states[s][segment.row];
-  }
-  const RowFactors scale = begin_row<Selection>(optimizer, step, states, sums, segment.dim);
-  __syncwarp();  // all lanes have read the old states
-#pragma unroll
-  for (int s = 0; s < kMaxRowStates; ++s) {
-    if (s < Selection::row_states(optimizer) && exists && lane.rank == 0)
-      tier.row_states[s][segment.row] = states[s];
-  }
-  return scale;
 }
 
-template <class G, class Selection>
-__global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Selection>)
-    update_kernel(GradArgs args, OptimizerStepArgs optimizer, int lanes) {
+template <class Selection>
+__global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlocks)
+    update_kernel(GradArgs args, OptimizerStepArgs optimizer, Tile tile) {
   __shared__ StepStorage storage;
+  __shared__ TileRow rows_of_warps[kUpdateThreads];
+  __shared__ uint32_t num_rows;
+  alignas(16)
+      __shared__ float row_gradient[UpdateShape<Selection>::kSlices][kUpdateThreads][kColumns];
+  __shared__ float row_sums[Selection::kHasSums ? kUpdateThreads : 1][kMaxRowSums];
+  const auto count = static_cast<uint32_t>(*args.count);
+  // The grid is sized by lookups: without repeated ones a block in vain would still build its step.
+  if (blockIdx.x * kUpdateWarps * tile.all_rows() >= count) return;
+  if (threadIdx.x == 0) num_rows = count;
   build_step<Selection>(optimizer, &storage);
   const Step& step = storage.get();
-  const LaneGroup lane(lanes);
-  const int width = lanes * kColumns;
-  // The sums of a row that is processed in two passes live through the second one: in shared
-  // memory.
-  __shared__ float sums_of_thread[kUpdateThreads][kMaxRowSums];
-  float (&sums)[kMaxRowSums] = sums_of_thread[threadIdx.x];
-  const auto count = static_cast<uint32_t>(*args.count);
-  const auto stride = static_cast<uint32_t>(simt::warps_in_grid()) * lane.groups_in_warp();
-  uint32_t base_row = static_cast<uint32_t>(simt::global_warp()) * lane.groups_in_warp();
-  constexpr bool kReadsAhead =
-      !std::is_same_v<Selection, AtRunTime>;  // which has no registers left
-  GroupedRow next(args, base_row + lane.group, count);
-  for (; base_row < count; base_row += stride) {
-    const uint32_t u = base_row + lane.group;
-    if constexpr (!kReadsAhead) next = GroupedRow(args, u, count);
-    const Segment segment(Selection{}, args, step, next, u);
-    if constexpr (kReadsAhead) next = GroupedRow(args, u + stride, count);
-    const TierRows& tier = step.tiers[segment.tier];
-    if constexpr (Selection::kHasOptimizer) {
-      if (lane.rank * kColumns < segment.dim) {
-        if constexpr (!kReadsAhead) {
-          prefetch_columns<Selection>(optimizer, tier, segment.element + lane.rank * kColumns);
-        }
-        if (lane.rank < Selection::row_states(optimizer))
-          simt::prefetch(tier.row_states[lane.rank] + segment.row);
-      }
-    }
-    const int longest = __reduce_max_sync(
-        simt::kFullMask, has_chunks(args, segment.length, segment.dim) ? 0 : segment.length);
-    const int widest = __reduce_max_sync(simt::kFullMask, segment.dim);
-    // Sums over a row must be complete before its first column is updated: rows wider than the
-    // group are processed in two passes, the second from the cache.
-    const bool twice = Selection::sums(optimizer) > 0 && widest > width;
-#pragma unroll
-    for (int k = 0; k < kMaxRowSums; ++k) sums[k] = 0.0f;
-    RowFactors scale;
-    for (int pass = twice ? 0 : 1; pass < 2; ++pass) {
-      for (int base = static_cast<int>(blockIdx.y) * width; base < widest;
-           base += static_cast<int>(gridDim.y) * width) {
-        const int column = base + lane.rank * kColumns, valid = segment.dim - column;
-        Columns x;
-        if constexpr (kReadsAhead && Selection::kHasOptimizer) {
-          load_columns<Selection>(optimizer, tier, segment.element + column, valid, &x);
-        }
-        float gradient[kColumns];
-        row_gradient<G>(args, lane, segment, u, longest, column, gradient);
-        if constexpr (!Selection::kHasOptimizer) {
-          if (valid > 0) {
-            stream_columns(static_cast<float*>(tier.weights) + segment.element + column, valid,
-                           gradient);
-          }
-        } else {
-          if constexpr (!kReadsAhead) {
-            load_columns<Selection>(optimizer, tier, segment.element + column, valid, &x);
-          }
-          add_penalty(step, x, gradient);
-          if (Selection::sums(optimizer) > 0 && (pass == 0 || !twice))
-            sum_columns<Selection>(optimizer, step, x, gradient, sums);
-          if (pass == 0) continue;
-          if (base == static_cast<int>(blockIdx.y) * width) {
-            scale = start_row<Selection>(optimizer, step, segment, lane, sums);
-          }
-          if (valid > 0) {
-            const ColumnLocation location{segment.element + column, segment.id, column, valid};
-            step_columns<Selection>(optimizer, step, tier, location, gradient, scale, &x);
-          }
-        }
-      }
-    }
+  const unsigned warp = threadIdx.x / simt::kWarp;
+  TileRow* const rows = rows_of_warps + warp * simt::kWarp;
+  for (uint32_t t = blockIdx.x * kUpdateWarps + warp; t * tile.all_rows() < num_rows;
+       t += gridDim.x * kUpdateWarps) {
+    __syncwarp();  // all lanes are done with the rows of the last tile
+    TileRow* const own = rows + threadIdx.x % simt::kWarp;
+    const uint32_t row = tile.row_of_lane(), u = t * tile.all_rows() + row;
+    own->length = 0;
+    own->layout = 0;
+    if (row < tile.all_rows() && u < num_rows) own->read(Selection{}, args, optimizer, step, u);
+    __syncwarp();
+    update_tile<Selection>(args, optimizer, step, rows, row_gradient, row_sums);
   }
+}
+
+// Divide `num_rows` rows, or fewer, into tiles of at most 32, so that `warps` warps are busy if
+// there are enough rows.
+inline Tile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
+  Tile tile{2, 0};
+  while ((1 << tile.log2_lanes) < lanes_for(mean_dim, kColumns)) ++tile.log2_lanes;
+  tile.log2_rows = tile.log2_lanes;
+  while (tile.log2_rows > 0 && num_rows < warps * tile.all_rows()) --tile.log2_rows;
+  return tile;
 }
 
 template <class G, class Launcher>
-void launch_update_of(const Launcher& launcher, const GradArgs& args,
-                      const OptimizerStepArgs& optimizer, int64_t mean_dim) {
+void launch_chunks(const Launcher& launcher, const GradArgs& args, int64_t mean_dim) {
+  const int64_t slots = max_chunks(args.num_lookups);
+  if (slots == 0) return;
+  launcher(plan_chunks_kernel, blocks_for(args.num_lookups, kChunkThreads, launcher.blocks(8)),
+           kChunkThreads, args);
   const int lanes = lanes_for(mean_dim, kColumns);
   const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, 64);
-  if (max_chunks(args.num_lookups) > 0) {
-    launcher(plan_chunks_kernel, blocks_for(args.num_lookups, kChunkThreads, launcher.blocks(8)),
-             kChunkThreads, args);
-    const unsigned blocks = blocks_for(max_chunks(args.num_lookups), 1, launcher.blocks(8));
-    launcher(chunk_kernel<G>, simt::Dim3(blocks, stripes), kChunkThreads, args, lanes);
-  }
-  const int64_t rows_of_block = kUpdateThreads / lanes;
-  const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, launcher.blocks(28));
-  // Row-wise states are read and written once per row, so one stripe takes all columns.
-  const simt::Dim3 grid(blocks, optimizer.by_row() ? 1 : stripes);
-  visit_selection<G>(optimizer, [&](auto tag) {
-    using Selection = typename decltype(tag)::type;
-    launcher(update_kernel<G, Selection>, grid, kUpdateThreads, args, optimizer, lanes);
-  });
+  launcher(chunk_kernel<G>, simt::Dim3(blocks_for(slots, 1, launcher.blocks(8)), stripes),
+           kChunkThreads, args, lanes);
 }
 
 // `mean_dim`, the mean width of the features, determines the lanes per row.
@@ -393,12 +580,25 @@ void launch_update(const Launcher& launcher, const GradArgs& args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim) {
   if (args.num_lookups == 0 || args.bags_in.count == 0) return;
   if (args.grad_type == Dtype::kFloat) {
-    launch_update_of<float>(launcher, args, optimizer, mean_dim);
+    launch_chunks<float>(launcher, args, mean_dim);
   } else if (args.grad_type == Dtype::kHalf) {
-    launch_update_of<half16>(launcher, args, optimizer, mean_dim);
+    launch_chunks<half16>(launcher, args, mean_dim);
   } else {
-    launch_update_of<bfloat16>(launcher, args, optimizer, mean_dim);
+    launch_chunks<bfloat16>(launcher, args, mean_dim);
   }
+  visit_selection(optimizer, mean_dim <= kNarrowRow, [&](auto tag) {
+    using Selection = typename decltype(tag)::type;
+    const int64_t resident = launcher.blocks(UpdateShape<Selection>::kBlocks);
+    const Tile tile = divide_rows(args.num_lookups, mean_dim, resident * kUpdateWarps);
+    const int64_t rows_of_block = int64_t{kUpdateWarps} * tile.all_rows();
+    const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, kUpdateWaves * resident);
+    // Row-wise states are read and written once per row, so one stripe takes all columns.
+    const int64_t stripes = optimizer.by_row() ? 1 : std::max<int64_t>(resident / blocks, 1);
+    const int64_t batch_columns = int64_t{UpdateShape<Selection>::kSlices} * simt::kWarp * kColumns;
+    launcher(update_kernel<Selection>,
+             simt::Dim3(blocks, blocks_for(mean_dim, batch_columns, stripes)), kUpdateThreads, args,
+             optimizer, tile);
+  });
 }
 
 }  // namespace emb::cuda

@@ -89,16 +89,11 @@ class Backward {
 
   // Reserve the scratch of `run`, whose addresses are known once it is allocated.
   void add_scratch(DeviceArrays* scratch) {
-    const int64_t chunks = max_chunks(args_.num_lookups);
-    if (chunks == 0) return;
-    scratch->add(&args_.partials, chunks * args_.partial_stride);
-    scratch->add(&args_.first_chunk, args_.num_lookups);
-    scratch->add(&args_.tasks, chunks);
-    scratch->add(&args_.num_tasks, 1);
+    const int64_t slots = max_chunks(args_.num_lookups);
+    if (slots == 0) return;
+    scratch->add(&args_.partials, slots * args_.partial_stride);
+    scratch->add(&args_.tasks, slots);
   }
-
-  // Return the counter that must be zero before `run`, null if there is none.
-  int32_t* counter() const { return args_.num_tasks; }
 
   void run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
     launch_update(launcher, args_, step, mean_dim_);
@@ -108,10 +103,7 @@ class Backward {
   void run_alone(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
     DeviceArrays scratch;
     add_scratch(&scratch);
-    if (max_chunks(args_.num_lookups) > 0) {
-      scratch.allocate(grad_);
-      launcher.zero(args_.num_tasks, sizeof(int32_t));
-    }
+    if (max_chunks(args_.num_lookups) > 0) scratch.allocate(grad_);
     run(launcher, step);
   }
 
@@ -207,10 +199,9 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
       bag_map(op, features.size(0), offset_tensor, std::nullopt, 0),
       total_rows,
       repaired};
-  group_lookups(
-      launcher, grad, batch, groups,
-      StepCount{static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
-                is_finite ? is_finite->const_data_ptr<bool>() : nullptr, backward.counter()});
+  group_lookups(launcher, grad, batch, groups,
+                StepCount{static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
+                          is_finite ? is_finite->const_data_ptr<bool>() : nullptr});
   backward.run(launcher, step);
 }
 

@@ -71,14 +71,10 @@ extern "C" const char* simt_update(const int64_t* call) {
     const OptimizerStepArgs step = read_step(&words);
     GradArgs args = read_grads(&words);
     const int64_t chunks = max_chunks(args.num_lookups);
-    std::vector<int32_t> first_chunk(args.num_lookups);
-    std::vector<ChunkTask> tasks(chunks);
+    std::vector<ChunkTask> tasks(chunks, {1 << 30, 0});  // what no kernel sets is no segment
     std::vector<float> partials(chunks * args.partial_stride);
-    int32_t num_tasks = 0;
-    args.first_chunk = first_chunk.data();
     args.tasks = tasks.data();
     args.partials = partials.data();
-    args.num_tasks = &num_tasks;
     launch_update(launcher, args, step, mean_dim);
   });
 }

@@ -1,0 +1,306 @@
+// Slices of several rows in registers. A lane that updates one slice of a row at a time waits for
+// each; a batch of kSlices slices, of as many rows as fit, has all their loads in flight at once.
+// The dtype of a tensor is known at run time: one uniform branch per tensor and batch, while values
+// still have the format of the memory.
+#pragma once
+
+#include "core/rounding.h"
+#include "core/row_slice.cuh"
+#include "optim/optimizer_step.cuh"
+
+namespace emb::cuda {
+
+// Which columns of a row a lane processes. A group of lanes takes a row in slices of four columns
+// per lane. Where rows can be read in vectors these are neighbours, otherwise `lanes` apart, so
+// that the lanes of a group read neighbours at once. The same in all lanes of a warp but for `rank`
+// and `own`.
+struct RowLayout {
+  int dim = 0, lanes = 4;
+  int log2_slices = 0;  // slices of a row in a batch
+  bool vectors;         // whether rows are read in vectors
+
+  EMB_DEVICE RowLayout(int columns, bool in_vectors, int max_slices)
+      : dim(columns), vectors(in_vectors) {
+    while (lanes < static_cast<int>(simt::kWarp) && lanes * kColumns < dim) lanes *= 2;
+    while ((1 << log2_slices) < max_slices && (width() << log2_slices) < dim) ++log2_slices;
+  }
+
+  EMB_DEVICE int rank() const { return static_cast<int>(threadIdx.x) & (lanes - 1); }
+  EMB_DEVICE int own() const {
+    return vectors ? rank() * kColumns : rank();
+  }  // first column of lane,
+  EMB_DEVICE int step() const { return vectors ? 1 : lanes; }  // and how far apart its columns are
+  EMB_DEVICE int width() const { return lanes * kColumns; }    // columns of a slice
+  EMB_DEVICE int columns() const { return width() << log2_slices; }  // of a row in a batch
+  EMB_DEVICE int slice_of_row(int s) const { return s & ((1 << log2_slices) - 1); }
+  EMB_DEVICE bool is_first_slice(int s) const { return slice_of_row(s) == 0; }
+  EMB_DEVICE bool is_last_slice(int s) const { return slice_of_row(s + 1) == 0; }
+  EMB_DEVICE unsigned lanes_of_group() const {
+    if (lanes == static_cast<int>(simt::kWarp)) return simt::kFullMask;
+    return ((1u << lanes) - 1) << (threadIdx.x % simt::kWarp & ~static_cast<unsigned>(lanes - 1));
+  }
+};
+
+// Where a lane's columns of a slice start. The functions below are passed a function of the number
+// of the slice, `location_of(s)`: locations are computed when they are used.
+struct SliceLocation {
+  int64_t element;  // in weights and element-wise states
+  int valid;        // columns from there to the end of the row; none if <= 0
+};
+
+template <int kSlices>
+using Slices = float[kSlices][kColumns];
+
+// Load the four columns of a slice as they are stored: those of 16 bits fill two words.
+template <class T, bool kReadOnly>
+EMB_DEVICE void load_vector(const T* address, int valid, float (&x)[kColumns]) {
+  using Pack = std::conditional_t<sizeof(T) == 4, simt::Pack16, simt::Pack8>;
+  if (valid <= 0) return;
+  const auto* packs = reinterpret_cast<const Pack*>(address);
+  const Pack pack = kReadOnly ? simt::load(packs) : *packs;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Pack)) / 4; ++i) x[i] = bits_float(pack.word[i]);
+}
+
+// The same one by one, `step` apart.
+template <class T>
+EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float (&x)[kColumns]) {
+  uint32_t bits[kColumns] = {};
+#pragma unroll
+  for (int k = 0; k < kColumns; ++k) {
+    if (k * step >= valid) continue;
+    if constexpr (sizeof(T) == 4) {
+      bits[k] = float_bits(address[k * step]);
+    } else {
+      bits[k] = address[k * step].bits;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kColumns * static_cast<int>(sizeof(T)) / 4; ++i) {
+    x[i] = bits_float(sizeof(T) == 4 ? bits[i] : bits[2 * i % 4] | bits[(2 * i + 1) % 4] << 16);
+  }
+}
+
+template <class T, bool kReadOnly, int kSlices, class LocationOf>
+EMB_DEVICE void load_slices_of(bool vectors, int step, const T* data, const LocationOf& location_of,
+                               Slices<kSlices>& x) {
+  if (vectors) {
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      const SliceLocation location = location_of(s);
+      load_vector<T, kReadOnly>(data + location.element, location.valid, x[s]);
+    }
+  } else {
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      const SliceLocation location = location_of(s);
+      // The branch keeps the compiler from computing the addresses of all slices at once.
+      if (!__any_sync(simt::kFullMask, location.valid > 0)) continue;
+      load_columns_apart(step, data + location.element, location.valid, x[s]);
+    }
+  }
+}
+
+// Load slices in vectors, or else columns that are `step` apart.
+template <bool kReadOnly, int kSlices, class LocationOf>
+EMB_DEVICE void load_slices(bool vectors, int step, const void* data, Dtype type,
+                            const LocationOf& location_of, Slices<kSlices>& x) {
+  if (type == Dtype::kFloat) {
+    load_slices_of<float, kReadOnly, kSlices>(vectors, step, static_cast<const float*>(data),
+                                              location_of, x);
+  } else {
+    load_slices_of<half16, kReadOnly, kSlices>(vectors, step, static_cast<const half16*>(data),
+                                               location_of, x);
+  }
+}
+
+// Convert loaded slices to floats.
+template <class T, int kSlices>
+EMB_DEVICE void widen_from(Slices<kSlices>& x) {
+#pragma unroll
+  for (int s = 0; s < kSlices; ++s) {
+    const uint32_t word[2] = {float_bits(x[s][0]), float_bits(x[s][1])};
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) {
+      x[s][k] = to_float(T{static_cast<uint16_t>(word[k / 2] >> (k % 2 * 16))});
+    }
+  }
+}
+
+template <int kSlices>
+EMB_DEVICE void widen(Dtype type, Slices<kSlices>& x) {
+  if (type == Dtype::kHalf) widen_from<half16, kSlices>(x);
+  if (type == Dtype::kBfloat16) widen_from<bfloat16, kSlices>(x);
+}
+
+template <class T, int kSlices, class LocationOf>
+EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const LocationOf& location_of,
+                                const Slices<kSlices>& x) {
+  struct alignas(sizeof(T) * kColumns) Block {
+    T element[kColumns];
+  };
+  if (layout.vectors) {
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) {
+      const SliceLocation location = location_of(s);
+      Block block;
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) block.element[k] = from_float<T>(x[s][k]);
+      if (location.valid > 0) *reinterpret_cast<Block*>(data + location.element) = block;
+    }
+    return;
+  }
+#pragma unroll
+  for (int s = 0; s < kSlices; ++s) {
+    const SliceLocation location = location_of(s);
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) {
+      if (k * layout.step() < location.valid)
+        data[location.element + k * layout.step()] = from_float<T>(x[s][k]);
+    }
+  }
+}
+
+// Store slices, rounded to nearest.
+template <int kSlices, class LocationOf>
+EMB_DEVICE void store_slices(const RowLayout& layout, void* data, Dtype type,
+                             const LocationOf& location_of, const Slices<kSlices>& x) {
+  if (type == Dtype::kFloat) {
+    store_slices_of<float, kSlices>(layout, static_cast<float*>(data), location_of, x);
+  } else if (type == Dtype::kHalf) {
+    store_slices_of<half16, kSlices>(layout, static_cast<half16*>(data), location_of, x);
+  } else {
+    store_slices_of<bfloat16, kSlices>(layout, static_cast<bfloat16*>(data), location_of, x);
+  }
+}
+
+// Store column `column` of the row with linear id `row`, rounded at random, at `data`.
+template <class T>
+EMB_DEVICE void store_randomly(const Rounding& rounding, uint32_t tensor, int64_t row, int column,
+                               T* data, float x) {
+  const auto at = static_cast<uint32_t>(column);
+  const Random4 random = rounding.words(row, at / kColumns, tensor);
+  const uint32_t low = at & 1 ? random.word[1] : random.word[0];
+  const uint32_t high = at & 1 ? random.word[3] : random.word[2];
+  *data = round_randomly<T>(x, at & 2 ? high : low);
+}
+
+// Store a slice of 16 bits, rounded at random.
+template <class T>
+EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& rounding,
+                                     uint32_t tensor, int64_t row, T* data, int valid,
+                                     const float (&x)[kColumns]) {
+  if (valid <= 0) return;
+  const int column = layout.dim - valid;
+  if (layout.vectors) {
+    const Random4 random = rounding.words(row, static_cast<uint32_t>(column) / kColumns, tensor);
+    simt::Pack8 pack;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      pack.word[i] =
+          round_randomly<T>(x[2 * i], random.word[2 * i]).bits |
+          static_cast<uint32_t>(round_randomly<T>(x[2 * i + 1], random.word[2 * i + 1]).bits) << 16;
+    }
+    *reinterpret_cast<simt::Pack8*>(data) = pack;
+  } else {
+#pragma unroll 1
+    for (int k = 0; k * layout.step() < valid; ++k) {
+      if (k >= kColumns) break;
+      store_randomly(rounding, tensor, row, column + k * layout.step(), data + k * layout.step(),
+                     x[k]);
+    }
+  }
+}
+
+// The rows and element-wise states of a batch.
+template <int kSlices>
+struct RowBatch {
+  Slices<kSlices> w = {}, first = {}, second = {};
+
+  template <class Selection, class LocationOf>
+  EMB_DEVICE void load(Selection, const OptimizerStepArgs& args, const RowLayout& layout,
+                       const TierRows& tier, const LocationOf& location_of) {
+    load_slices<false, kSlices>(layout.vectors, layout.step(), tier.weights, tier.weight_type,
+                                location_of, w);
+    if (Selection::stepped_states(args) > 0) {
+      load_slices<false, kSlices>(layout.vectors, layout.step(), tier.element_states[0],
+                                  tier.state_types[0], location_of, first);
+    }
+    if (Selection::stepped_states(args) > 1) {
+      load_slices<false, kSlices>(layout.vectors, layout.step(), tier.element_states[1],
+                                  tier.state_types[1], location_of, second);
+    }
+  }
+
+  template <class Selection>
+  EMB_DEVICE void convert(Selection, const OptimizerStepArgs& args, const TierRows& tier) {
+    widen<kSlices>(tier.weight_type, w);
+    if (Selection::stepped_states(args) > 0) widen<kSlices>(tier.state_types[0], first);
+    if (Selection::stepped_states(args) > 1) widen<kSlices>(tier.state_types[1], second);
+  }
+
+  // Compute this lane's terms of the sums over each row. A row's sums are in its last slice, those
+  // of its slices in order.
+  template <class Selection>
+  EMB_DEVICE void sum_rows(Selection, const OptimizerStepArgs& args, const Step& step,
+                           const RowLayout& layout, const Slices<kSlices>& gradient,
+                           float (&sums)[kSlices][kMaxRowSums]) const {
+    if (Selection::sums_need_gradient_only(args)) {
+#pragma unroll
+      for (int s = 0; s < kSlices; ++s) {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) sums[s][0] += gradient[s][k] * gradient[s][k];
+      }
+    } else {
+      Selection::visit(args, step, [&](const auto& opt) {
+#pragma unroll
+        for (int s = 0; s < kSlices; ++s) {
+#pragma unroll
+          for (int k = 0; k < kColumns; ++k) {
+            opt.template add_sums<ScalarMath>(w[s][k], gradient[s][k], first[s][k], second[s][k],
+                                              sums[s]);
+          }
+        }
+      });
+    }
+#pragma unroll
+    for (int s = 1; s < kSlices; ++s) {
+#pragma unroll
+      for (int k = 0; k < kMaxRowSums; ++k) {
+        if (k < Selection::sums(args) && !layout.is_first_slice(s)) sums[s][k] += sums[s - 1][k];
+      }
+    }
+  }
+
+  // Update the rows; `factors_of(s)`, called by all lanes, are the factors of the row of slice s.
+  template <class Selection, class FactorsOf>
+  EMB_DEVICE void apply(Selection, const OptimizerStepArgs& args, const Step& step,
+                        const Slices<kSlices>& gradient, const FactorsOf& factors_of) {
+    RowFactors factors[kSlices];
+#pragma unroll
+    for (int s = 0; s < kSlices; ++s) factors[s] = factors_of(s);
+    Selection::visit(args, step, [&](const auto& opt) {
+#pragma unroll
+      for (int s = 0; s < kSlices; ++s) {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+          w[s][k] = opt.step(step.decay.factor * w[s][k], gradient[s][k], &first[s][k],
+                             &second[s][k], factors[s]);
+        }
+      }
+    });
+  }
+
+  // Call `store(tensor, data, type, slices)` for each tensor that the optimizer writes.
+  template <class Selection, class Store>
+  EMB_DEVICE void store(Selection, const OptimizerStepArgs& args, const TierRows& tier,
+                        const Store& store) const {
+    store(kRoundWeights, tier.weights, tier.weight_type, w);
+    if (Selection::stepped_states(args) > 0)
+      store(kRoundState, tier.element_states[0], tier.state_types[0], first);
+    if (Selection::stepped_states(args) > 1)
+      store(kRoundState + 1, tier.element_states[1], tier.state_types[1], second);
+  }
+};
+
+}  // namespace emb::cuda

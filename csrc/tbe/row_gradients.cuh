@@ -1,0 +1,228 @@
+// Gradients of rows on the GPU, from the gradients of bags, for the fused update (update.cuh).
+//
+// The gradients of rows come from the gradients of bags. Lookups are sorted by row; a segment is
+// the lookups of one row. The lanes that update a row sum segments of up to kShortSegment lookups.
+// A longer segment is divided into chunks, one block each, so that a hot row is spread over the
+// device; the chunk sums are in `partials` and are added in order. The chunks depend on the length
+// of the segment only, so the same gradients give the same bits.
+//
+// Chunks need no counter: a chunk sum belongs to a *slot*, one for every kShortSegment sorted
+// lookups. The slots of a segment are those whose first lookup lies in it, and a long segment has
+// at least as many slots as chunks.
+#pragma once
+
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "core/row_slice.cuh"
+#include "core/simt.cuh"
+#include "optim/optimizer_step.cuh"
+
+namespace emb::cuda {
+
+inline constexpr int kChunkThreads = 256;
+inline constexpr int kShortSegment = 256;
+inline constexpr int kChunk = 1024;
+inline constexpr int kMaxChunks = 256;
+
+EMB_HD int chunk_length(int segment_length) {
+  return kChunk *
+         static_cast<int>((static_cast<int64_t>(segment_length) + kChunk * kMaxChunks - 1) /
+                          (kChunk * kMaxChunks));
+}
+
+EMB_HD int chunks_of(int segment_length) {
+  const int length = chunk_length(segment_length);
+  return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
+}
+
+// Return the number of slots of L lookups; 0 if no segment can be long.
+EMB_HD int64_t max_chunks(int64_t num_lookups) {
+  return num_lookups > kShortSegment ? (num_lookups + kShortSegment - 1) / kShortSegment : 0;
+}
+
+// Return the first slot of a segment that starts at sorted lookup `begin`.
+EMB_HD int64_t first_slot(int64_t begin) { return (begin + kShortSegment - 1) / kShortSegment; }
+
+// Return the floats between two chunk sums, for rows of up to `columns`: a multiple of 16 bytes.
+inline int64_t partial_stride(int64_t columns) {
+  return (columns + kColumns - 1) / kColumns * kColumns;
+}
+
+// Rows of a variable batch that are wider than this are not divided into chunks.
+inline constexpr int64_t kVariableColumns = 1024;
+
+// The chunk of a slot; none if `segment` is negative.
+struct ChunkTask {
+  int32_t segment, chunk;
+};
+
+struct GradArgs {
+  const void* grad;  // as `map` says, or [L, stride] for NONE
+  Dtype grad_type;
+  int64_t stride;
+  const Feature* features;
+  BagMap map;
+  Bags bags_in;  // for the lengths that MEAN divides by
+  Pooling pooling;
+  const float* sample_weights;  // [L] or null
+  // As `tbe_group` returns them.
+  const int64_t* rows;
+  const int32_t *segments, *lookups, *bags, *count;
+  const int32_t* row_slots;  // [U] slots of rows in the cache, or null
+  int64_t num_lookups;
+  // By slot: which chunk it is, and its sum.
+  ChunkTask* tasks;
+  float* partials;
+  int64_t partial_stride;
+  int64_t result_stride;  // between the gradients that an op without an optimizer writes
+};
+
+EMB_DEVICE uint32_t bag_of(const GradArgs& args, int j) {
+  return static_cast<uint32_t>(args.bags[j]);
+}
+
+// Return the feature of sorted lookup j.
+EMB_DEVICE const Feature& feature_of(const GradArgs& args, int j) {
+  return args.features[args.map.feature(bag_of(args, j))];
+}
+
+// Return where the gradient of sorted lookup j of `bag` starts, in elements.
+EMB_DEVICE int64_t grad_offset(const GradArgs& args, int j, uint32_t bag) {
+  if (args.pooling == Pooling::kNone) return args.lookups[j] * args.stride;
+  if (args.map.layout != nullptr) return args.map.layout[bag].element;
+  return args.map.element(bag, args.features[args.map.feature(bag)].column);
+}
+
+// Return its weight.
+EMB_DEVICE float grad_weight(const GradArgs& args, int j, uint32_t bag) {
+  float weight = 1.0f;
+  if (args.pooling == Pooling::kMean) {
+    const int64_t length = args.bags_in.end(bag) - args.bags_in.begin(bag);
+    weight = 1.0f / static_cast<float>(length > 0 ? length : 1);
+  }
+  if (args.sample_weights != nullptr) weight *= args.sample_weights[args.lookups[j]];
+  return weight;
+}
+
+// Return whether a segment is summed in chunks: it must be long, and its row must fit a chunk sum.
+// Chunk sums of a variable batch have a fixed size, since the host does not know the widest row.
+EMB_DEVICE bool has_chunks(const GradArgs& args, int length, int dim) {
+  return length > kShortSegment && dim <= args.partial_stride;
+}
+
+// Add this lane's columns of the gradients of sorted lookups [begin, begin + length); `longest` is
+// the maximum length in the warp. Called by all lanes.
+template <class G>
+EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin, int length,
+                          int longest, int column, int dim, float (&sum)[kColumns]) {
+  const G* base = static_cast<const G*>(args.grad) + column;
+  const bool aligned = dim % kColumns == 0 && is_aligned(args.grad, kColumns * sizeof(G));
+  for (int tile = 0; tile < longest; tile += lane.lanes) {
+    int64_t offset = -1;
+    float scale = 0.0f;
+    if (const int j = begin + tile + lane.rank; tile + lane.rank < length) {
+      offset = grad_offset(args, j, bag_of(args, j));
+      scale = grad_weight(args, j, bag_of(args, j));
+    }
+    const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
+    const bool vector =
+        __all_sync(simt::kFullMask, offset < 0 || (aligned && offset % kColumns == 0));
+    if (vector) {
+      add_rows<G, kColumns, true>(base, offset, scale, dim - column, lane.lanes, steps, sum);
+    } else {
+      add_rows<G, kColumns, false>(base, offset, scale, dim - column, lane.lanes, steps, sum);
+    }
+  }
+}
+
+// Set the tasks of the slots of all segments.
+[[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
+    plan_chunks_kernel(GradArgs args) {
+  const int count = *args.count;
+  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
+  for (int64_t base = simt::global_warp() * simt::kWarp; base < count;
+       base += simt::threads_in_grid()) {
+    const int64_t u = base + lane;
+    int begin = 0, end = 0, chunks = 0;
+    if (u < count) {
+      begin = args.segments[u];
+      end = args.segments[u + 1];
+      if (end - begin > kShortSegment &&
+          has_chunks(args, end - begin, static_cast<int>(feature_of(args, begin).dim))) {
+        chunks = chunks_of(end - begin);
+      }
+    }
+    // A short segment has one slot at most; the warp writes those of a long one together.
+    const int64_t slot = first_slot(begin);
+    const bool is_long = end - begin > kShortSegment;
+    if (!is_long && slot * kShortSegment < end) args.tasks[slot] = {-1, 0};
+    for (uint32_t left = __ballot_sync(simt::kFullMask, is_long); left != 0; left &= left - 1) {
+      const int of = __ffs(static_cast<int>(left)) - 1;
+      const int64_t first = __shfl_sync(simt::kFullMask, slot, of);
+      const int last = __shfl_sync(simt::kFullMask, end, of);
+      const int num = __shfl_sync(simt::kFullMask, chunks, of);
+      for (int64_t c = lane; (first + c) * kShortSegment < last; c += simt::kWarp) {
+        args.tasks[first + c] = {c < num ? static_cast<int32_t>(base + of) : -1,
+                                 static_cast<int32_t>(c)};
+      }
+    }
+  }
+}
+
+// Sum the chunk of slot t in a block: every group of lanes sums a range of it, then the sums are
+// added in order. The grid's second dimension divides the columns of wide rows.
+template <class G>
+EMB_DEVICE void sum_chunk(const GradArgs& args, const LaneGroup& lane, ChunkTask task, int64_t t,
+                          float (*stretch_sum)[kColumns]) {
+  const int stretches = kChunkThreads / lane.lanes;
+  const int stretch = static_cast<int>(threadIdx.x) / lane.lanes;
+  int begin = args.segments[task.segment];
+  const int total = args.segments[task.segment + 1] - begin;
+  const int offset = task.chunk * chunk_length(total);
+  const int length = total - offset < chunk_length(total) ? total - offset : chunk_length(total);
+  const int share = (length + stretches - 1) / stretches;
+  const int rest = length - stretch * share;
+  const int dim = static_cast<int>(feature_of(args, begin).dim);
+  const int width = lane.lanes * kColumns;
+  begin += offset + stretch * share;
+  for (int base = static_cast<int>(blockIdx.y) * width; base < dim;
+       base += static_cast<int>(gridDim.y) * width) {
+    const int column = base + lane.rank * kColumns;
+    float sum[kColumns] = {};
+    add_grads<G>(args, lane, begin, rest < share ? rest : share, share, column, dim, sum);
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) stretch_sum[threadIdx.x][k] = sum[k];
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < lane.lanes && column < dim) {
+      for (int s = 1; s < stretches; ++s) {
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) sum[k] += stretch_sum[s * lane.lanes + threadIdx.x][k];
+      }
+      write_columns(args.partials + t * args.partial_stride + column, dim - column, sum);
+    }
+    __syncthreads();
+  }
+}
+
+// Sum the chunks of all slots, one block per chunk. Each warp of a block reads the tasks of its
+// next 32 slots at once, since most slots have none.
+template <class G>
+__global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, int lanes) {
+  __shared__ float stretch_sum[kChunkThreads][kColumns];
+  const LaneGroup lane(lanes);
+  const int64_t slots = first_slot(args.segments[*args.count]);
+  for (int64_t first = blockIdx.x; first < slots; first += int64_t{gridDim.x} * simt::kWarp) {
+    const int64_t t = first + static_cast<int64_t>(threadIdx.x % simt::kWarp) * gridDim.x;
+    ChunkTask own{-1, 0};
+    if (t < slots) own = args.tasks[t];
+    for (uint32_t left = __ballot_sync(simt::kFullMask, own.segment >= 0); left != 0;
+         left &= left - 1) {
+      const int of = __ffs(static_cast<int>(left)) - 1;
+      const ChunkTask task{__shfl_sync(simt::kFullMask, own.segment, of),
+                           __shfl_sync(simt::kFullMask, own.chunk, of)};
+      sum_chunk<G>(args, lane, task, first + static_cast<int64_t>(of) * gridDim.x, stretch_sum);
+    }
+  }
+}
+
+}  // namespace emb::cuda
