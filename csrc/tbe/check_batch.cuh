@@ -85,6 +85,7 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
     check_batch_kernel(BoundsArgs args) {
   __shared__ int range[2];
   const bool repairs = any_of_block(finds_bad_offset(args));
+  if (repairs && args.fatal) fail_for_offsets();
   int bad_offsets = 0;
   BadIndices bad;
   for (int64_t i = simt::global_thread(); i <= args.num_bags; i += simt::threads_in_grid()) {
@@ -107,9 +108,9 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
       if (i < end) check_index(args, i, search.find(start, i), &bad);
     }
   }
-  if (args.fatal && bad_offsets + bad.lost > 0) {
-    simt::trap(
-        "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
+  if (args.fatal) {
+    __syncthreads();  // all threads have left the first any_of_block
+    if (any_of_block(bad.lost > 0)) fail_for_offsets();
   }
   if (args.fatal && bad.invalid > 0) {
     simt::trap(

@@ -84,12 +84,14 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
   return bad;
 }
 
+EMB_DEVICE void fail_for_offsets() {
+  simt::trap(
+      "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
+}
+
 // Write the counts, or end the kernel in the fatal mode; one thread calls it.
 EMB_DEVICE void report_violations(const BatchCheck& check, int64_t indices, int64_t offsets) {
-  if (check.fatal && offsets > 0) {
-    simt::trap(
-        "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
-  }
+  if (check.fatal && offsets > 0) fail_for_offsets();
   if (check.fatal && indices > 0) {
     simt::trap(
         "bounds_check: indices must be in [0, rows) of their table (or -1 for a pruned one); "
