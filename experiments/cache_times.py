@@ -121,7 +121,7 @@ def overlap(products: int) -> None:
     dense = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     side = torch.cuda.Stream()
 
-    def run(module: TableBatchedEmbeddingBags, *, ahead: bool, compute: bool = True) -> float:
+    def run(module: TableBatchedEmbeddingBags, count: int, *, ahead: bool) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
@@ -130,7 +130,7 @@ def overlap(products: int) -> None:
             if ahead and number + 1 < len(batches):
                 with torch.cuda.stream(side):
                     module.prefetch(batches[number + 1], offsets)
-            for _ in range(products if compute else 0):
+            for _ in range(count):
                 dense @ dense
             out.sum().backward()
         end.record()
@@ -139,15 +139,15 @@ def overlap(products: int) -> None:
 
     resident = TableBatchedEmbeddingBags([TableSpec(_ROWS, 64)], optim.SGD(0.01), device="cuda")
     module = cached(64, CachePolicy.LRU, 0.1)
-    parts = {
-        "compute alone": (resident, {"ahead": False}),
-        "table and copies alone": (module, {"ahead": False, "compute": False}),
-        "without prefetch": (module, {"ahead": False}),
-        "with prefetch": (module, {"ahead": True}),
-    }
-    for name, (table, options) in parts.items():
-        run(table, **options)
-        print(f"{products} products, {name}: {min(run(table, **options) for _ in range(3)):.0f} us")
+    parts = (
+        ("compute alone", resident, products, False),
+        ("table and copies alone", module, 0, False),
+        ("without prefetch", module, products, False),
+        ("with prefetch", module, products, True),
+    )
+    for name, table, count, ahead in parts:
+        us = min(run(table, count, ahead=ahead) for _ in range(4))
+        print(f"{products} products, {name}: {us:.0f} us")
 
 
 def main() -> int:
