@@ -137,9 +137,13 @@ EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& ba
   return counts;
 }
 
+// Blocks per multiprocessor, for which a thread has 40 registers; left alone the compiler takes 32
+// and spills.
+inline constexpr int kKeyBlocks = 6;
+
 // Without keys in `sort` it only checks.
 template <class Key>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
     lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> sort) {
   __shared__ KeyTile shared;
   const int64_t n = in.bags.num_lookups;

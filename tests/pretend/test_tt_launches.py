@@ -23,7 +23,7 @@ ODD = TTSpec(60, 6, (3, 3), (3, 4, 5), (2, 3, 1))
 TWO_CORES = TTSpec(60, 16, (4,), (10, 6), (4, 4))
 FOUR_CORES = TTSpec(120, 16, (4, 4, 4), (2, 3, 4, 5), (2, 2, 2, 2))
 
-BUDGET = 35
+BUDGET = 27
 CASES: dict[str, tuple[tuple[TTSpec, ...], torch.dtype, int]] = {
     "three equal tables": ((SMALL,) * 3, torch.float32, BUDGET),
     "ten equal tables": ((SMALL,) * 10, torch.float32, BUDGET),
