@@ -112,7 +112,6 @@ TORCH_HEADERS = {
     "csrc/tbe/grouping.h",
     "csrc/optim/device_states.h",
     "csrc/optim/update_matrix.h",
-    "csrc/tbe/grouping.h",
     "csrc/tbe/pass_check.h",
 }
 

@@ -146,7 +146,7 @@ class TableViews(nn.Module):
         cache = self.bags.row_cache
         if cache is None:
             return torch.empty(0, dtype=torch.int32, device=self.current_device)
-        stamps, oldest = cache.stamps, cache.clock[1]
+        stamps, oldest = cache.stamps, cache.oldest_in_flight()
         if cache.layout.policy is CachePolicy.LFU:  # the lookups so far stand above the batch
             return ((stamps >= 0) & (stamps & 0xFFFFFFFF >= oldest)).int()
         return (stamps >= oldest).int()

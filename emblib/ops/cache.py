@@ -28,8 +28,8 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
 distinct rows probe, and hits are stamped. The missing rows of a set take its ways: empty ones
 first, then LRU by age or LFU by lookups, of equal ones the row used last. LRU assigns ways to the
 missing rows in ascending order, LFU in order of their lookups, most first. Rows used by a batch in
-flight are not replaced, and LFU never replaces a row by one with fewer lookups. A row that gets no way stays in
-the tier of its table and is read from there.
+flight are not replaced, and LFU never replaces a row by one with fewer lookups. A row that gets no
+way stays in the tier of its table and is read from there.
 
 `cache_evictions`, on the CPU, returns `evicted` of such a plan and changes nothing.
 

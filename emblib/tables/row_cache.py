@@ -262,6 +262,11 @@ class RowCache(nn.Module):
         """End a batch: plans of batches that enter later may evict its rows."""
         self._in_flight.discard(ticket)
 
+    def oldest_in_flight(self) -> Tensor:
+        """Return the number of the oldest batch in flight, of the next batch if there is none."""
+        oldest = min(self._in_flight, default=self._now + 1)
+        return self.clock[0] - (self._now - oldest)
+
     def no_fetches(self, length: int) -> LaterFetches:
         """Return an empty list of rows to fetch later, for a batch of `length` lookups."""
         like = self.clock

@@ -34,8 +34,9 @@ bytes at {GATHER} TB/s, the rate of a gather on an H100 (published: [pytorch/FBG
 PR 3993](https://github.com/pytorch/FBGEMM/pull/3993)); launches, the sort of the ids and latencies
 come on top. `python run.py kernel_times` measures on the GPU that is there.
 
-Lookups reach the model. Updates take two to three times the model: `update_kernel` waits for four
-loads that depend on each other.
+Lookups reach the model. Updates took two to three times the model, because that `update_kernel`
+waited for four loads that depended on each other. The kernel below was written since, and has not
+been timed on a GPU yet: `make gpu-day` does so.
 
 | batch | forward | backward and update | forward: model | measured | update: model | measured |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: |
@@ -77,10 +78,10 @@ shows here. Instructions count the whole kernel, all branches and padding includ
 most that its registers allow on a multiprocessor, of 64.
 
 `update_kernel` and `pool_kernel` take most of a training step. An update is compiled for SGD,
-Adagrad, row-wise Adagrad and Adam over float32 rows (`Float32<...>`); `AtRunTime` serves every
-other optimizer and dtype, and selects by uniform branches. The compiled ones load what the grouping
-says of the next row while they update a row, and weights and states of a row before they sum its
-gradients.
+Adagrad, row-wise Adagrad and Adam (`Compiled<...>`; `Narrow<...>` for rows of up to 16 columns);
+`AtRunTime` serves every other optimizer. Dtypes of rows, states and gradients are selected by
+uniform branches. A warp reads what is known of up to 32 rows once and keeps several rows in
+flight.
 """
 _NUMBERS = ("registers", "warps", "instructions", "16 B")
 _TENSOR = """
