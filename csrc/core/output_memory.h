@@ -4,15 +4,18 @@
 // to 5,100 page faults per step, which took longer than the step.
 //
 // Blocks are of the process, as a tensor may die in another thread than the one that made it. A
-// tensor over a block cannot be resized. torch 2.10 cannot make one: its tensors have ordinary
-// memory in huge pages.
+// tensor over a block cannot be resized, and torch's memory profiler does not see it. torch 2.10
+// cannot make one. There, and with EMBLIB_KEEP_OUTPUTS=0 in the environment, outputs have torch's
+// memory, in huge pages.
 #pragma once
 
 #include <dlfcn.h>
 #include <pthread.h>
 
 #include <bit>
+#include <cstdlib>
 #include <mutex>
+#include <string>
 
 #include "core/entry.h"
 #include "core/huge_pages.h"
@@ -84,8 +87,13 @@ using FromBlob = AOTITorchError (*)(void* data, int64_t ndim, const int64_t* siz
                                     int64_t opaque_size, void (*deleter)(void* data, void* context),
                                     void* context);
 
+// Return null where outputs have torch's memory.
 inline FromBlob from_blob_with_deleter() {
-  static const auto function = reinterpret_cast<FromBlob>(dlsym(RTLD_DEFAULT, "torch_from_blob"));
+  static const FromBlob function = [] {
+    const char* const keep = std::getenv("EMBLIB_KEEP_OUTPUTS");
+    if (keep != nullptr && std::string(keep) == "0") return FromBlob{nullptr};
+    return reinterpret_cast<FromBlob>(dlsym(RTLD_DEFAULT, "torch_from_blob"));
+  }();
   return function;
 }
 

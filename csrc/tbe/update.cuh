@@ -77,6 +77,11 @@ struct Tile {
   }
 };
 
+// Return whether gradients that start at a multiple of kColumns can be read in vectors.
+EMB_DEVICE bool reads_vectors(const GradArgs& args) {
+  return is_aligned(args.grad, kColumns * static_cast<int>(size_of(args.grad_type)));
+}
+
 // What a warp knows of a row of its tile, in shared memory: a batch needs it for a few
 // instructions, registers would hold it all the time. Offsets are in units of four elements where
 // the row is read in vectors, otherwise of one.
@@ -85,6 +90,7 @@ struct TileRow {
   uint32_t high;          // and the lower 16 bits of their high words
   float scale;            // of its only gradient
   int begin, length;      // its lookups
+  bool is_summed;         // its gradient is a sum, or not aligned as the row is: see sum_lookups
   int64_t id;             // linear
   int64_t state;          // in the row-wise states
   float states[kMaxRowStates];
@@ -112,11 +118,13 @@ struct TileRow {
           states[s] = step.tiers[location.tier].row_states[s][location.row];
       }
     }
+    // The row alone determines the columns of a lane, so that a gradient that is a view has the
+    // bits of its copy.
     const bool vectors =
-        (feature.dim | location.element | grad_element) % kColumns == 0 &&
-        is_aligned(args.grad, kColumns * static_cast<int>(size_of(args.grad_type))) &&
-        step.aligned[location.tier];
+        (feature.dim | location.element) % kColumns == 0 && step.aligned[location.tier];
     const int shift = vectors ? kLog2Columns : 0;
+    is_summed =
+        to - from > 1 || (vectors && !(grad_element % kColumns == 0 && reads_vectors(args)));
     const int64_t row_units = location.element >> shift, grad_units = grad_element >> shift;
     weight = static_cast<uint32_t>(row_units);
     grad = static_cast<uint32_t>(grad_units);
@@ -216,8 +224,8 @@ struct TileUpdate {
         scale = grad_weight(args, begin + j, bag);
       }
       // A gradient that is not aligned is read by element, in the columns of the row.
-      const bool vectors =
-          __all_sync(simt::kFullMask, offset < 0 || offset % kColumns == 0) && layout.vectors;
+      const bool vectors = __all_sync(simt::kFullMask, offset < 0 || offset % kColumns == 0) &&
+                           layout.vectors && reads_vectors(args);
       const int steps = longest - tile < layout.lanes ? longest - tile : layout.lanes;
       if (!vectors) {
         add_apart(offset, scale, column, steps, sum);
@@ -510,8 +518,7 @@ EMB_DEVICE void update_tile(const GradArgs& args, const OptimizerStepArgs& optim
         row_sums};
 #pragma unroll 1
     for (int summed = 0; summed < 2; ++summed) {
-      const bool now =
-          own.length > summed && own.layout == layout && (own.length > 1) == (summed != 0);
+      const bool now = own.length > 0 && own.layout == layout && own.is_summed == (summed != 0);
       uint32_t lanes = __ballot_sync(simt::kFullMask, now) & update.layout.lanes_of_group();
       while (__any_sync(simt::kFullMask, lanes != 0))
         lanes = update.update_batch(lanes, summed != 0);

@@ -66,10 +66,14 @@ class Pool:
         self._server.bind(str(self._folder / "pool"))
         self._server.listen()
         self._server.settimeout(START_SECONDS)
-        path = os.pathsep.join(p for p in [os.getcwd(), *sys.path] if p)
+        environment = {
+            "PYTHONPATH": os.pathsep.join(p for p in [os.getcwd(), *sys.path] if p),
+            "OMP_NUM_THREADS": "1",
+            "EMBLIB_KEEP_OUTPUTS": "0",  # for tests that measure the memory of a step
+        }
         self._parent = subprocess.Popen(
             [sys.executable, "-m", "tests.sharding.worlds", str(self._folder)],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=os.environ | environment,
             preexec_fn=killed_with_parent,
         )
         self._orders = self._accept()
