@@ -40,6 +40,7 @@ from emblib.tables.memory import TableOffset
 
 _CACHE_WAYS = 32  # rows of one set of a cache
 _CACHE_SLOT = 16  # bytes of tag and stamp per cached row
+_CACHE_SET = 8  # bytes of the last conflict per set
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ class Dense(Storage):
         slot = _CACHE_SLOT + stride * dtype.itemsize + states
         has_counts = cache.policy is CachePolicy.LFU
         counts = part.num_rows * torch.int32.itemsize if has_counts else 0
-        return cached_rows(self, part.num_rows) * slot + counts
+        rows = cached_rows(self, part.num_rows)
+        return rows * slot + rows // _CACHE_WAYS * _CACHE_SET + counts
 
     def lookup_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
