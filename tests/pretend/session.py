@@ -48,6 +48,7 @@ SHORT = (
     "tests/ops/test_tbe_places.py::test_weights_of_skipped_lookups_do_not_matter",
     "tests/ops/test_primitives.py::test_invalid_keys_belong_to_no_group",
     "tests/ops/test_hash.py::test_growth_needs_no_rows",
+    "tests/ops/test_hash_rows.py",
     "tests/ops/test_route.py::test_combine_and_spread[cuda-out0-dtype0-sums]",
     "tests/ops/test_route.py::test_combine_and_spread[cuda-out0-dtype0-means]",
     "tests/ops/test_route.py::test_a_part_of_the_source_in_its_own_tensor[cuda-sums-True]",

@@ -413,7 +413,7 @@ def _replacements() -> dict[str, Any]:
         "mem_get_info": lambda device=None: (1 << 35, 1 << 36),
         "get_device_properties": lambda device=None: Properties(),
         "get_device_name": lambda device=None: Properties.name,
-        "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
+        "get_device_capability": lambda device=None: (gpu.settings.capability, Properties.minor),
         "empty_cache": _no_op(),
         "memory_allocated": lambda device=None: gpu.live_bytes(device),
         "max_memory_allocated": lambda device=None: gpu.live_bytes(device),
