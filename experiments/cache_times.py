@@ -2,12 +2,13 @@
 
 Three parts: the rates of pinned copies and of `move_kernel` for rows of 64 to 512 bytes, where
 every batch evicts and fetches all of its rows; forward passes of LRU and LFU; and a training step
-with `prefetch` of the next batch on a side stream, beside its copies and its compute alone.
+with `prefetch` of the next batch on a side stream, and its copies and its compute alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
 import statistics
 from collections.abc import Callable
@@ -156,7 +157,9 @@ def main() -> int:
     parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")
-    print(f"{torch.cuda.get_device_name()}, emblib {emblib.__version__}; rates in GB/s")
+    print(
+        f"{torch.cuda.get_device_name()}, emblib {importlib.metadata.version('emblib')}; rates in GB/s"
+    )
     copies()
     for dim in (16, 32, 64, 128):
         moves(dim)

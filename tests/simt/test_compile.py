@@ -29,7 +29,7 @@ from tests.simt.tt_model import PEAKS, multiply_adds
 from tests.test_schema import CPU_ONLY
 
 MOST_REGISTERS = 96
-# These run in a few blocks beside the training step: loads in flight count, occupancy does not.
+# These run in a few blocks while a training step runs: loads in flight count, occupancy does not.
 MOST_REGISTERS_OF_MOVES = {"move_kernel": 128, "flush_kernel": 128}
 # Stored and loaded bytes per thread. nvcc 13.0 spills 28 bytes or fewer in two kernels for sm_100,
 # 56 or fewer in five for sm_120.
