@@ -16,7 +16,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-import emblib
 from emblib import CacheConfig, CachePolicy, Placement, TableBatchedEmbeddingBags, TableSpec, optim
 
 _ROWS, _LOOKUPS, _POOL = 2_000_000, 200_000, 6
@@ -157,9 +156,8 @@ def main() -> int:
     parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU")
-    print(
-        f"{torch.cuda.get_device_name()}, emblib {importlib.metadata.version('emblib')}; rates in GB/s"
-    )
+    version = importlib.metadata.version("emblib")
+    print(f"{torch.cuda.get_device_name()}, emblib {version}; rates in GB/s")
     copies()
     for dim in (16, 32, 64, 128):
         moves(dim)

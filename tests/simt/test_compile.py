@@ -32,8 +32,9 @@ MOST_REGISTERS = 96
 # These run in a few blocks while a training step runs: loads in flight count, occupancy does not.
 MOST_REGISTERS_OF_MOVES = {"move_kernel": 128, "flush_kernel": 128}
 # Stored and loaded bytes per thread. nvcc 13.0 spills 28 bytes or fewer in two kernels for sm_100,
-# 56 or fewer in five for sm_120.
-MOST_SPILLS_ON_BLACKWELL = 56
+# 24 or fewer in eight for sm_120.
+MOST_SPILLS_ON_BLACKWELL = 28
+MOST_SPILLING_ON_BLACKWELL = 8
 # Quads of rows that a lane has in flight: two of each of eight rows of a bag, or of eight bags.
 # nvcc 13.0 for sm_90 begins to convert the first of these before the last three loads.
 QUANT_LOADS = {
@@ -76,7 +77,7 @@ def test_hot_kernels_spill_little_on_blackwell(architecture: str) -> None:
     kernels = [k for k in blackwell_kernels() if k.architecture == architecture]
     assert len(kernels) >= 25
     spilling = [kernel for kernel in kernels if kernel.spills]
-    assert len(spilling) <= 5, spilling
+    assert len(spilling) <= MOST_SPILLING_ON_BLACKWELL, spilling
     for kernel in kernels:
         assert kernel.spills <= MOST_SPILLS_ON_BLACKWELL, kernel
         assert kernel.registers <= 128, kernel
