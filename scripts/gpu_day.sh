@@ -82,7 +82,7 @@ part tests 80 "tests that use a GPU" "$python" -m pytest -q -k cuda "${workers[@
   --ignore tests/simt --ignore tests/pretend --ignore tests/sanitize --ignore tests/fuzz \
   --ignore tests/experiments tests || passed=0
 
-# The parts of issue size: kernels, host, peers. Each ends by itself before its limit.
+# The parts that measure: kernels, host, peers. Each ends by itself before its limit.
 bench() { # NAME SECONDS what
   part "$1" "$2" "$3" "$python" -m tests.bench.gpu "$1" --out "$perf" \
     --seconds $((($2 - 12) * minutes / 10)) || true
