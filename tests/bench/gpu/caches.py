@@ -2,7 +2,8 @@
 
 *copies* is a prefetch alone, *compute* a step whose rows are all in the cache. A step with prefetch
 on a side stream is to take at most the longer of the two plus 10 %. The bus is measured by copies
-between pinned memory and the device, each way and both at once.
+between pinned memory and the device, each way and both at once, and by `move_kernel` where every
+batch fetches and evicts all of its rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 import emblib
 from tests.bench.gpu.bench import Bench, Shape, sized
 from tests.bench.gpu.peers import LR, NotOffered, fbgemm
-from tests.bench.gpu.watch import Call, ratio
+from tests.bench.gpu.watch import POOL, Call, kernels, ratio
 
 SHAPE = Shape(10, 1_000_000, 64, 8192, 10, 1.05)
 CACHED = 0.1  # of the rows
@@ -29,6 +30,8 @@ def run(bench: Bench) -> None:
     shape = sized(bench, [SHAPE])[0]
     if bench.device.type == "cuda":
         bench.attempt("bus", functools.partial(bus, bench))
+        for dim in (16, 32, 64, 128):
+            bench.attempt(f"moves D{dim}", functools.partial(moves, bench, dim))
     bench.attempt("prefetch", functools.partial(prefetch, bench, shape))
     for policy in (emblib.CachePolicy.LFU, emblib.CachePolicy.LRU):
         bench.attempt(policy.name, functools.partial(policies, bench, shape, policy))
@@ -166,9 +169,7 @@ class _Steps:
         def work(_: int) -> None:
             ahead(0)
             for number, (ids, offsets) in enumerate(chosen):
-                ahead(number + 1)
-                if side is not None:
-                    torch.cuda.current_stream().wait_stream(side)
+                ahead(number + 1)  # the lookup waits for its own prefetch only
                 module(ids, offsets).backward(self.grad)
 
         return self._elapsed(work) / len(chosen)
@@ -221,3 +222,35 @@ def bus(bench: Bench) -> None:
             gb_s=moved / device / 1e3 if device else None,
             status=times.error or "ok",
         )
+
+
+def moves(bench: Bench, dim: int) -> None:
+    """Measure the rate at which rows of a dim move: no batch finds its rows in the cache."""
+    shape = Shape(1, bench.size(2_000_000, 4_000), dim, bench.size(200_000, 64))
+    share = 2 * shape.batch / shape.rows
+    module = cached(shape, emblib.CachePolicy.LRU, share, bench.device)
+    drawn = torch.randperm(shape.rows, device=bench.device)[: POOL * shape.batch]
+    batches, offsets = drawn.view(POOL, -1), torch.arange(shape.batch + 1, device=bench.device)
+    num_calls = 0
+
+    def look_up(number: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        _forward(module, (batches[number % POOL], offsets))
+
+    for number in range(POOL):
+        look_up(number)
+    module.reset_cache_stats()
+    num_calls = 0
+    moved = {name: us for name, (_, us) in kernels(look_up).items() if "move" in name}
+    stats, row_bytes = module.cache_stats(), 4 * (dim + 1)  # with its state
+    device_us, calls = sum(moved.values()), max(num_calls, 1)
+    numbers = {
+        "fetched": stats.unique_misses - stats.conflict_unique_misses,
+        "written back": stats.write_backs,
+    }
+    for name, rows in numbers.items():
+        rate = rows / calls * row_bytes / device_us / 1e3 if device_us else None
+        bench.row(contender=f"emblib D{dim} {name}", device_us=device_us, gb_s=rate, status="ok")
+        if rate:
+            bench.figure(f"rows of {4 * dim} bytes {name}: GB/s", rate)
