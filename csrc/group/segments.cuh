@@ -193,14 +193,6 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// Write the bag of each sorted lookup.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    gather_bags_kernel(GroupOutput out, const int32_t* lookups, int64_t n) {
-  for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
-    out.bags[i] = out.bag_of[lookups[i]];
-  }
-}
-
 // Write the group of every input position, -1 for none.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     inverse_kernel(const int32_t* segments, const int32_t* permutation, const int32_t* count,
@@ -230,14 +222,6 @@ void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort, const
   const auto ranges = static_cast<unsigned>(num_ranges(sort.n));
   if (ranges > 0) launcher(count_groups_kernel<Key>, ranges, kTileThreads, sort);
   launcher(groups_kernel<Key>, ranges > 0 ? ranges : 1, kTileThreads, sort, out);
-}
-
-template <class Launcher>
-void launch_gather_bags(const Launcher& launcher, const GroupOutput& out, const int32_t* lookups,
-                        int64_t n) {
-  if (n == 0) return;
-  launcher(gather_bags_kernel, blocks_for(n, kTileSize, launcher.blocks(32)), kTileThreads, out,
-           lookups, n);
 }
 
 template <class Launcher>

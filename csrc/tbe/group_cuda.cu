@@ -26,111 +26,66 @@ LookupKeys lookup_keys(const GroupBatch& batch, int32_t* bag_of) {
   return {batch.features, batch.indices, batch.bags, batch.map, bag_of};
 }
 
-// Return the outputs of the groups; of a sort by CUB the bags are not among them.
-GroupOutput group_output(const GroupWants& wants, const GroupArrays& arrays, const int32_t* bag_of,
-                         const StepCount& step) {
+GroupOutput group_output(const GroupArrays& arrays, const int32_t* bag_of, const StepCount& step) {
   GroupOutput out{};
+  out.unique = arrays.rows;
   out.unique_is_int64 = true;
-  if (wants.groups) {
-    out.unique = arrays.rows;
-    out.segments = arrays.segments;
-    out.count = arrays.count;
-    out.step = step;
-  }
+  out.segments = arrays.segments;
+  out.count = arrays.count;
   out.bag_of = bag_of;
-  out.bags = wants.bags ? arrays.bags : nullptr;
+  out.bags = arrays.bags;
+  out.step = step;
   return out;
+}
+
+// Group with CUB's sort.
+template <class Key>
+void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupBatch& batch,
+                  const GroupArrays& arrays, const StepCount& step) {
+  const int64_t n = batch.bags.num_lookups;
+  const auto limit = static_cast<Key>(batch.total_rows);
+  SortBuffers<Key> sort{nullptr, nullptr, nullptr, arrays.lookups, nullptr, n, limit};
+  BatchCheck check{};
+  int32_t* bag_of = nullptr;
+  char* sort_scratch = nullptr;
+  DeviceArrays scratch;
+  if (!batch.repaired) {
+    scratch.add(&check.repaired, batch.bags.count + 1);
+    scratch.add(&check.progress, 2);
+  }
+  scratch.add(&sort.keys, n);
+  scratch.add(&sort.sorted_keys, n);
+  scratch.add(&sort.positions, n);
+  scratch.add(&bag_of, n);
+  scratch.add(&sort.range_counts, 2 * kMaxRanges);
+  if (n > 0) scratch.add(&sort_scratch, sort_scratch_bytes(n, limit));
+  scratch.allocate(like);
+  launch_lookup_keys(launcher, lookup_keys(batch, bag_of), check, sort);
+  const SortPairs<Key> pairs{sort.keys, sort.sorted_keys, sort.positions, arrays.lookups, n, limit};
+  if (n > 0) sort_pairs(launcher, pairs, sort_scratch);
+  launch_groups(launcher, sort, group_output(arrays, bag_of, step));
 }
 
 }  // namespace
 
-LookupGrouping::LookupGrouping(const CudaLauncher& launcher, const GroupBatch& batch,
-                               const GroupWants& wants)
-    : launcher_(launcher),
-      batch_(batch),
-      wants_(wants),
-      is_small_(small_plan(launcher, batch).items > 0) {}
-
-void LookupGrouping::add_scratch(DeviceArrays* scratch) {
-  if (repairs_into_scratch()) scratch->add(&repaired_, batch_.bags.count + 1);
-  if (is_small_) return;
-  if (!batch_.repaired) scratch->add(&progress_, 2);
-  if (needs_wide_keys(batch_.total_rows)) {
-    add_sort<uint64_t>(scratch);
-  } else {
-    add_sort<uint32_t>(scratch);
+void group_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupBatch& batch,
+                   const GroupArrays& arrays, const StepCount& step) {
+  const SmallGroupPlan plan = small_plan(launcher, batch);
+  if (plan.items == 0) {
+    const auto sort =
+        needs_wide_keys(batch.total_rows) ? sort_lookups<uint64_t> : sort_lookups<uint32_t>;
+    return sort(launcher, like, batch, arrays, step);
   }
-}
-
-template <class Key>
-void LookupGrouping::add_sort(DeviceArrays* scratch) {
-  const int64_t n = batch_.bags.num_lookups, bytes = n * static_cast<int64_t>(sizeof(Key));
-  scratch->add(&keys_, bytes);
-  if (!wants_.sorted_rows) scratch->add(&sorted_keys_, bytes);
-  if (wants_.lookups) scratch->add(&positions_, n);
-  if (wants_.bags) scratch->add(&bag_of_, n);
-  if (wants_.groups) scratch->add(&range_counts_, 2 * kMaxRanges);
-  if (n == 0) return;
-  scratch->add(&sort_scratch_, sort_scratch_bytes(n, static_cast<Key>(batch_.total_rows)));
-}
-
-void LookupGrouping::run(const GroupArrays& arrays, const StepCount& step) {
   BatchCheck check{};
-  if (!batch_.repaired) {
-    check = batch_.check;
-    check.progress = progress_;
-    if (repairs_into_scratch()) {
-      check.repaired = repaired_;
-      check.copies = false;
-    }
-  }
-  if (is_small_) {
-    const GroupOutput out = group_output(wants_, arrays, nullptr, step);
-    SmallGroupArgs args =
-        small_group_args(batch_.bags.num_lookups, static_cast<uint32_t>(batch_.total_rows),
-                         wants_.lookups ? arrays.lookups : nullptr, out);
-    if (wants_.sorted_rows) args.sorted_keys = static_cast<uint32_t*>(arrays.sorted_rows);
-    launch_small_group(launcher_, small_plan(launcher_, batch_),
-                       SmallLookups{lookup_keys(batch_, nullptr), check}, args);
-  } else if (needs_wide_keys(batch_.total_rows)) {
-    run_sort<uint64_t>(check, arrays, step);
-  } else {
-    run_sort<uint32_t>(check, arrays, step);
-  }
-}
-
-// The payload of the sort is what is wanted of positions and bags; of both it is the positions.
-template <class Key>
-void LookupGrouping::run_sort(const BatchCheck& check, const GroupArrays& arrays,
-                              const StepCount& step) {
-  const int64_t n = batch_.bags.num_lookups;
-  const auto limit = static_cast<Key>(batch_.total_rows);
-  auto* sorted = static_cast<Key*>(wants_.sorted_rows ? arrays.sorted_rows : sorted_keys_);
-  const SortBuffers<Key> sort{
-      reinterpret_cast<Key*>(keys_), sorted, positions_, arrays.lookups, range_counts_, n, limit};
-  GroupOutput out = group_output(wants_, arrays, bag_of_, step);
-  SortPairs<Key> pairs{sort.keys, sorted, positions_, arrays.lookups, n, limit};
-  if (!wants_.lookups) {
-    pairs.positions = bag_of_;
-    pairs.sorted_positions = arrays.bags;
-    out.bags = nullptr;  // sorted already
-  }
-  launch_lookup_keys(launcher_, lookup_keys(batch_, bag_of_), check, sort);
-  if (n > 0) sort_pairs(launcher_, pairs, sort_scratch_);
-  if (wants_.groups) {
-    launch_groups(launcher_, sort, out);
-  } else if (out.bags != nullptr) {
-    launch_gather_bags(launcher_, out, arrays.lookups, n);
-  }
-}
-
-void group_lookups(const CudaLauncher& launcher, const torch::stable::Tensor& like,
-                   const GroupBatch& batch, const GroupArrays& out, const StepCount& step) {
-  LookupGrouping grouping(launcher, batch, {});
   DeviceArrays scratch;
-  grouping.add_scratch(&scratch);
-  if (grouping.needs_scratch()) scratch.allocate(like);
-  grouping.run(out, step);
+  if (!batch.repaired) {
+    scratch.add(&check.repaired, batch.bags.count + 1);
+    scratch.allocate(like);
+  }
+  const SmallGroupArgs args =
+      small_group_args(batch.bags.num_lookups, static_cast<uint32_t>(batch.total_rows),
+                       arrays.lookups, group_output(arrays, nullptr, step));
+  launch_small_group(launcher, plan, SmallLookups{lookup_keys(batch, nullptr), check}, args);
 }
 
 namespace {
