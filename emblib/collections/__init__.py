@@ -1,4 +1,4 @@
-"""Collections: tables of any storage behind keyed features, in as few kernels as possible."""
+"""Collections: tables of any storage behind keyed features, in as few modules as possible."""
 
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from emblib.collections.feature_processors import (

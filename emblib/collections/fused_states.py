@@ -25,14 +25,14 @@ class FusedTableEntry:
     Args:
         optimizer: of the table.
         names: of its parameters, within the module that has it.
-        kernels: the modules with shards of the table on this rank; may be empty.
+        modules: the modules with shards of the table on this rank; may be empty.
         parameters: of these shards, by name.
         identity: the same object in the entries of one table that several modules read.
     """
 
     optimizer: Optimizer
     names: tuple[str, ...]
-    kernels: Sequence[Any]
+    modules: Sequence[Any]
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     identity: Any = None
 
@@ -44,9 +44,9 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
         parameters = handle.fused_parameters()
         if parameters:
             named = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
-            optimizer = handle.kernel.optimizer
-            kernels = handle.fused_kernels()
-            found.append(FusedTableEntry(optimizer, tuple(named), kernels, named, handle))
+            optimizer = handle.module.optimizer
+            modules = handle.fused_modules()
+            found.append(FusedTableEntry(optimizer, tuple(named), modules, named, handle))
     return found
 
 
@@ -55,23 +55,23 @@ def optimizer_state(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer states of each parameter, as views, and a copy of `hyper`."""
     return {
-        name: {**states, HYPER: kernel.hyperparams.clone()}
-        for name, kernel, states in _states(groups, prefix, handles)
+        name: {**states, HYPER: module.hyperparams.clone()}
+        for name, module, states in _states(groups, prefix, handles)
     }
 
 
 def _states(
     groups: TableGroups, prefix: str, handles: Handles
 ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Yield name, kernel and states of each parameter that backward updates."""
+    """Yield name, module and states of each parameter that backward updates."""
     every = groups.all_views() if handles else []
     for views, (table, handle) in zip(every, handles.items(), strict=True):
-        kernel: Any = handle.kernel
-        if not autograd.is_fused(kernel.optimizer):
+        module: Any = handle.module
+        if not autograd.is_fused(module.optimizer):
             continue
         for parameter in handle.fused_parameters():
             states = handle.optimizer_states(parameter, views)
-            yield f"{prefix}.{table}.{parameter}", kernel, states
+            yield f"{prefix}.{table}.{parameter}", module, states
 
 
 @torch.no_grad()
@@ -81,24 +81,24 @@ def load_optimizer_state(
     handles: Handles,
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Write states and hyperparameters; a shared kernel takes those with the most steps."""
+    """Write states and hyperparameters; a shared module takes those with the most steps."""
     every = list(_states(groups, prefix, handles))
-    for name, kernel, states in every:
-        _check(name, {**states, HYPER: kernel.hyperparams}, state.get(name))
+    for name, module, states in every:
+        _check(name, {**states, HYPER: module.hyperparams}, state.get(name))
     newest: dict[int, tuple[Any, Tensor]] = {}
-    for name, kernel, states in every:
+    for name, module, states in every:
         given = state[name]
         for key, view in states.items():
             view.copy_(given[key])
-        before = newest.get(id(kernel))
+        before = newest.get(id(module))
         if before is None or float(given[HYPER][1]) > float(before[1][1]):
-            newest[id(kernel)] = kernel, given[HYPER]
-    handle_of = {id(handle.kernel): handle for handle in handles.values()}
-    for kernel, numbers in newest.values():
-        for updating in handle_of[id(kernel)].fused_kernels():
+            newest[id(module)] = module, given[HYPER]
+    handle_of = {id(handle.module): handle for handle in handles.values()}
+    for module, numbers in newest.values():
+        for updating in handle_of[id(module)].fused_modules():
             updating.load_hyperparams(numbers)
             updating.set_step(int(numbers[1]))
-        handle_of[id(kernel)].commit()
+        handle_of[id(module)].commit()
 
 
 def _check(name: str, states: Mapping[str, Tensor], given: Mapping[str, Tensor] | None) -> None:

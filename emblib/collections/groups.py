@@ -1,6 +1,6 @@
-"""The tables of one rank in as few kernels as possible, and the lookup of a batch in them.
+"""The tables of one rank in as few modules as possible, and the lookup of a batch in them.
 
-Slices of tables that can share a kernel are a group. A *unit* is one feature that reads one slice;
+Slices of tables that can share a module are a group. A *unit* is one feature that reads one slice;
 `TableGroups` takes the units of a batch group after group, and looks up each group in one call.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["GroupInfo", "SliceKey", "TableGroups"]
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One kernel: its module, the units that it looks up in order, and its slices."""
+    """One group: its module, the units that it looks up in order, and its slices."""
 
     units: tuple[int, ...]
     slices: tuple[int, ...]
@@ -61,7 +61,7 @@ class GroupInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Grouping:
-    """Slices that share a kernel, and the units that read them."""
+    """Slices that share a module, and the units that read them."""
 
     slices: tuple[int, ...]
     units: tuple[int, ...]
@@ -92,7 +92,7 @@ class SharedSlice(Protocol):
         """Return whether backward makes joint steps."""
 
     @property
-    def kernel(self) -> Any:
+    def module(self) -> Any:
         """Return the module that has the memory."""
 
     @property
@@ -100,17 +100,17 @@ class SharedSlice(Protocol):
         """Return the handle of the table."""
 
     def reader(self, num_features: int, pooling: Pooling) -> nn.Module:
-        """Return the kernel with which units read the table."""
+        """Return the module with which units read the table."""
 
 
 class TableGroups(nn.Module):
     """Look up units, each of which reads one slice of a table, and pool their bags.
 
-    Slices that differ in storage, dtype or optimizer have different kernels. `forward` takes the
-    units kernel after kernel, in the order `order`; with one kernel it is one call of it.
+    Slices that differ in storage, dtype or optimizer have different modules. `forward` takes the
+    units module after module, in the order `order`; with one module it is one call of it.
 
-    `handles[i]` has the parameters of slice i, which are views of the memory of its kernel, and
-    `views(i)` its optimizer states as well. The kernels are not among the modules of this one and
+    `handles[i]` has the parameters of slice i, which are views of the memory of its module, and
+    `views(i)` its optimizer states as well. The modules are not among the modules of this one and
     it has no state dict: the collection lists the handles under the names of its tables.
 
     Args:
@@ -133,8 +133,8 @@ class TableGroups(nn.Module):
         output_dim: columns of the output.
         column_of: for each unit, its first column in the output.
         dims: for each unit, its number of columns.
-        groups: the kernels, with the units of each; `active` are those that have units.
-        is_one: whether `forward` is one call of one kernel.
+        groups: the modules, with the units of each; `active` are those that have units.
+        is_one: whether `forward` is one call of one module.
         handles: for each slice, the module with its parameters.
         seeds: of the initial values, by table.
     """
@@ -172,8 +172,8 @@ class TableGroups(nn.Module):
         self._prefetched: list[tuple[Tensor, list[GroupInput]]] = []
         self._lock = (
             ModuleLock()
-        )  # prefetched batches must have the same order here and in the kernels
-        self._kernels = [self._make(g, self.device) for g in range(len(self._groupings))]
+        )  # prefetched batches must have the same order here and in the modules
+        self._table_modules = [self._make(g, self.device) for g in range(len(self._groupings))]
         self._lay_out()
         self._make_handles()
         self._bind()
@@ -212,17 +212,19 @@ class TableGroups(nn.Module):
             if shared is not None:
                 self.handles.append(shared.handle)
             else:
-                self.handles.append(self._storage_of(g).make_handle(self._kernels[g], k))
+                self.handles.append(self._storage_of(g).make_handle(self._table_modules[g], k))
 
     def _bind(self) -> None:
-        """Bind handles and parameters to the memory that the kernels have now."""
+        """Bind handles and parameters to the memory that the modules have now."""
         for s, handle in self.own_handles():
             g, k = self._locations[s]
-            handle.attach(self._kernels[g], k)
+            handle.attach(self._table_modules[g], k)
             handle.bind()
         self.groups = [
-            GroupInfo(grouping.units, grouping.slices, kernel, self._storage_of(g))
-            for g, (grouping, kernel) in enumerate(zip(self._groupings, self._kernels, strict=True))
+            GroupInfo(grouping.units, grouping.slices, table_module, self._storage_of(g))
+            for g, (grouping, table_module) in enumerate(
+                zip(self._groupings, self._table_modules, strict=True)
+            )
         ]
         self.active = [info for info in self.groups if info.units]
         self.is_one = len(self.active) == 1
@@ -335,36 +337,36 @@ class TableGroups(nn.Module):
         """Set the dtype of outputs: float32, float16 or bfloat16."""
         check_float_dtype("output_dtype", dtype)
         self.output_dtype = dtype
-        for kernel in self._kernels:
-            any_kernel: Any = kernel
-            any_kernel.output_dtype = dtype
-            if hasattr(kernel, "precision"):
-                any_kernel.precision = replace(any_kernel.precision, output=dtype)
+        for module in self._table_modules:
+            any_module: Any = module
+            any_module.output_dtype = dtype
+            if hasattr(module, "precision"):
+                any_module.precision = replace(any_module.precision, output=dtype)
 
     def set_bounds_check(self, bounds_check: BoundsCheck, features: Sequence[str]) -> None:
         """Set what happens to invalid indices, and the names of the units' features in reports."""
         self._bounds_check, self._features = BoundsCheck(bounds_check), list(features)
-        for grouping, kernel in zip(self._groupings, self._kernels, strict=True):
-            any_kernel: Any = kernel
-            any_kernel.bounds_check = self._bounds_check
-            any_kernel.feature_labels = [
+        for grouping, module in zip(self._groupings, self._table_modules, strict=True):
+            any_module: Any = module
+            any_module.bounds_check = self._bounds_check
+            any_module.feature_labels = [
                 f"feature {self._features[u]!r}, table {self.slices[self.reads[u]].config.name!r}"
                 for u in grouping.units
             ]
 
     # Tables
 
-    def table_kernels(self) -> list[nn.Module]:
+    def table_modules(self) -> list[nn.Module]:
         """Return the modules that look up and update, which are not among the submodules."""
-        return list(self._kernels)
+        return list(self._table_modules)
 
     def module_of(self, part: int) -> tuple[Any, int]:
-        """Return the kernel of a slice, and the number of the table in it."""
+        """Return the module of a slice, and the number of the table in it."""
         shared = self._shared.get(SliceKey.of(self.slices[part]))
         if shared is not None:
-            return shared.kernel, 0
+            return shared.module, 0
         g, k = self._locations[part]
-        return self._kernels[g], k
+        return self._table_modules[g], k
 
     def views(self, part: int) -> dict[str, Tensor]:
         """Return weight and optimizer states of a slice, as views: writes reach the table.
@@ -380,10 +382,10 @@ class TableGroups(nn.Module):
     def all_views(self) -> list[dict[str, Tensor]]:
         """Return the `views` of every slice."""
         owned = {self._locations[s][0] for s, _ in self.own_handles()}
-        by_kernel = {g: self._storage_of(g).views(self._kernels[g]) for g in owned}
+        by_group = {g: self._storage_of(g).views(self._table_modules[g]) for g in owned}
         locations = (self._locations[s] for s in range(len(self.slices)))
         return [
-            by_kernel[g][k] if g in owned else self.handles[s].views()
+            by_group[g][k] if g in owned else self.handles[s].views()
             for s, (g, k) in enumerate(locations)
         ]
 
@@ -405,13 +407,15 @@ class TableGroups(nn.Module):
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
         """Draw initial values, from a seed per table; reset optimizer states, steps and rates."""
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
-        for g, (grouping, kernel) in enumerate(zip(self._groupings, self._kernels, strict=True)):
+        for g, (grouping, module) in enumerate(
+            zip(self._groupings, self._table_modules, strict=True)
+        ):
             names = [self.slices[s].config.name for s in grouping.slices]
             shared = self._shared.get(SliceKey.of(self.slices[grouping.slices[0]]))
             if shared is not None:
                 shared.groups.reset_parameters({names[0]: self.seeds[names[0]]})
             else:
-                self._storage_of(g).reset(kernel, [self.seeds[name] for name in names])
+                self._storage_of(g).reset(module, [self.seeds[name] for name in names])
 
     @torch.no_grad()
     def adopt(self, other: TableGroups) -> None:
@@ -466,9 +470,9 @@ class TableGroups(nn.Module):
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights`, `optimizer_state` and other memory, by name."""
         total: dict[str, int] = {}
-        for kernel in self._kernels:
-            any_kernel: Any = kernel
-            for name, count in any_kernel.nbytes().items():
+        for module in self._table_modules:
+            any_module: Any = module
+            for name, count in any_module.nbytes().items():
                 total[name] = total.get(name, 0) + count
         return total
 
@@ -477,13 +481,13 @@ class TableGroups(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, device=self.device)).device
-        for g, kernel in enumerate(self._kernels):
-            if self._storage_of(g).is_placeholder(kernel) and device.type != "meta":
-                self._kernels[g] = self._make(g, device)
-                self._kernels[g].train(self.training)
+        for g, module in enumerate(self._table_modules):
+            if self._storage_of(g).is_placeholder(module) and device.type != "meta":
+                self._table_modules[g] = self._make(g, device)
+                self._table_modules[g].train(self.training)
             else:
-                kernel._apply(fn, recurse)
-        self.set_output_dtype(self.output_dtype)  # kernels may be new
+                module._apply(fn, recurse)
+        self.set_output_dtype(self.output_dtype)  # modules may be new
         self.set_bounds_check(self._bounds_check, self._features)
         self.device = device
         self._bind()
@@ -492,8 +496,8 @@ class TableGroups(nn.Module):
     def train(self, mode: Any = True) -> TableGroups:
         """Set the training mode: hash tables insert keys only in training."""
         super().train(mode)
-        for kernel in self._kernels:
-            kernel.train(mode)
+        for module in self._table_modules:
+            module.train(mode)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -504,12 +508,12 @@ class TableGroups(nn.Module):
         self._bind()
 
     def extra_repr(self) -> str:
-        """Return the kernels."""
-        return "\n".join(repr(kernel) for kernel in self._kernels)
+        """Return the modules."""
+        return "\n".join(repr(module) for module in self._table_modules)
 
 
 def _counted(info: GroupInfo, use_counts: Tensor) -> dict[str, Tensor]:
-    """Return the argument of a kernel that tells how often the ids of its lookups are used."""
+    """Return the argument of a module that tells how often the ids of its lookups are used."""
     return {"counts": use_counts} if info.storage.counts_uses else {}
 
 

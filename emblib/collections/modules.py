@@ -140,7 +140,7 @@ class TableCollection(nn.Module):
         )
 
     def _bag_pooling(self) -> Pooling:
-        """Return how the kernels pool a bag."""
+        """Return how the modules pool a bag."""
         return Pooling.SUM
 
     def _set_groups(self, groups: TableGroups) -> None:
@@ -171,11 +171,11 @@ class TableCollection(nn.Module):
     # Batches
 
     def _fits(self, features: Any) -> bool:
-        """Return whether a batch has the features of the kernels in their order."""
+        """Return whether a batch has the features of the modules in their order."""
         return isinstance(features, KeyedJaggedTensor) and features.keys() == self._wanted
 
     def _ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the features that tables read, in the order of the kernels."""
+        """Return the features that tables read, in the order of the modules."""
         batch = KeyedJaggedTensor.adopt(features)
         keys, places, on_device = self._permutation
         if keys != batch.keys():
@@ -256,7 +256,7 @@ class TableCollection(nn.Module):
 
         That of a shared table changes for all collections that read it.
 
-        New kernels are made, which takes the memory of all tables once more for a moment. The
+        New modules are made, which takes the memory of all tables once more for a moment. The
         parameters stay the same objects.
 
         Args:
@@ -299,7 +299,7 @@ class TableCollection(nn.Module):
     def read_shared(self, tables: Mapping[str, SharedTable]) -> None:
         """Read shared tables in place of those of this collection with their names.
 
-        New kernels are made, as by `set_optimizers`; other tables keep their rows and states.
+        New modules are made, as by `set_optimizers`; other tables keep their rows and states.
         """
         before = self.groups
         self._shared = {**self._shared, **tables}
@@ -310,8 +310,8 @@ class TableCollection(nn.Module):
             part, source = groups.slices[s], before.handles[s]
             block = (0, 1) if part.storage.is_keyed else None
             part.storage.copy_slice(part, source, handle, block)
-            if hasattr(handle.kernel, "hyperparams"):
-                handle.kernel.load_hyperparams(source.kernel.hyperparams)
+            if hasattr(handle.module, "hyperparams"):
+                handle.module.load_hyperparams(source.module.hyperparams)
         groups.adopt(before)
         groups.train(self.training)
         self._set_groups(groups)
@@ -359,7 +359,7 @@ class TableCollection(nn.Module):
             if isinstance(own.storage, Quantized) and configs[own.name].storage.has_dense_rows:
                 first = 0
                 for block in theirs.dense_blocks():
-                    handle.kernel.write_rows(handle.index, block, first)
+                    handle.module.write_rows(handle.index, block, first)
                     first += len(block)
             else:
                 handle.load_state_dict(theirs.state_dict())
@@ -397,7 +397,7 @@ class TableCollection(nn.Module):
 class EmbeddingBagCollection(TableCollection):
     """Look up the features of a batch in tables, and pool the bags of each feature.
 
-    Tables may differ in storage, dtype and optimizer; those that agree share a kernel. Without an
+    Tables may differ in storage, dtype and optimizer; those that agree share a module. Without an
     `optimizer` tables leave dense gradients on their parameters, for `torch.optim`. With an
     optimizer, of the collection or of a table, backward updates the rows of the batch at once and
     stores no gradient (see `TableBatchedEmbeddingBags`, and `emblib.collections.optimizers` for
@@ -630,7 +630,7 @@ class EmbeddingCollection(TableCollection):
         return found
 
     def _vectors(self, batch: KeyedJaggedTensor) -> Sequence[Tensor]:
-        """Return the vectors of each feature, in the order of the kernels."""
+        """Return the vectors of each feature, in the order of the modules."""
         groups, sizes = self.groups, batch.length_per_key()
         values, offsets = batch.values(), batch.offsets()
         strides = None

@@ -157,9 +157,9 @@ class SharedTable:
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
         self.groups = groups
-        kernel, index = groups.module_of(0)
-        groups.replace_handle(0, handle or SharedHandle(self.config.storage, kernel, index))
-        self.joint = JointStep(kernel)
+        module, index = groups.module_of(0)
+        groups.replace_handle(0, handle or SharedHandle(self.config.storage, module, index))
+        self.joint = JointStep(module)
 
     @property
     def handle(self) -> TableHandle:
@@ -172,7 +172,7 @@ class SharedTable:
         return self.handle.get_parameter("weight")
 
     @property
-    def kernel(self) -> Any:
+    def module(self) -> Any:
         """Return the module that has the memory."""
         return self.groups.module_of(0)[0]
 
@@ -185,7 +185,7 @@ class SharedTable:
     @property
     def is_joint(self) -> bool:
         """Return whether backward makes joint steps."""
-        return autograd.updates_in_backward(self.kernel.optimizer)
+        return autograd.updates_in_backward(self.module.optimizer)
 
     def values(self) -> dict[str, Any]:
         """Return the fields of the configuration that all collections have in common."""
@@ -226,25 +226,25 @@ class SharedTable:
     @torch.no_grad()
     def adopt(self, source: TableHandle) -> None:
         """Take the rows, the optimizer state and the parameter of a table of a collection."""
-        before, kernel = source.kernel, self.kernel
+        before, module = source.module, self.module
         views, targets = source.views(), self.handle.views()
         for name in targets.keys() & views.keys():
             targets[name].copy_(views[name])
-        if before.optimizer == kernel.optimizer:
-            kernel.load_hyperparams(before.hyperparams)
+        if before.optimizer == module.optimizer:
+            module.load_hyperparams(before.hyperparams)
         self.handle.adopt(source)
         self.groups.replace_handle(0, self.handle)
 
     def reader(self, num_features: int, pooling: Pooling) -> SharedReader:
-        """Return the kernel with which a collection reads the table."""
+        """Return the module with which a collection reads the table."""
         return SharedReader(self, num_features, pooling)
 
     def readers(self) -> list[SharedReader]:
-        """Return the kernels that read the table and are in use."""
+        """Return the modules that read the table and are in use."""
         return list(self._readers)
 
     def add_reader(self, reader: SharedReader) -> None:
-        """Count a kernel among the readers, as long as it is in use."""
+        """Count a module among the readers, as long as it is in use."""
         self._readers.add(reader)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class SharedTable:
 
 
 class SharedReader(nn.Module):
-    """The lookups of one collection in a shared table, in the form of a kernel."""
+    """The lookups of one collection in a shared table, in the form of a module."""
 
     def __init__(self, table: SharedTable, num_features: int, pooling: Pooling) -> None:
         super().__init__()
@@ -267,23 +267,23 @@ class SharedReader(nn.Module):
     @property
     def row_cache(self) -> Any:
         """Return the cache of the table, if it has one."""
-        return self.table.kernel.row_cache
+        return self.table.module.row_cache
 
     @property
     def optimizer(self) -> Optimizer:
         """Return the optimizer of the table."""
-        kernel: Any = self.table.kernel
-        found: Optimizer = kernel.optimizer
+        module: Any = self.table.module
+        found: Optimizer = module.optimizer
         return found
 
     def _reading(self) -> TableReading:
         table = self.table
-        kernel = table.kernel
-        features, device = self._features, kernel.hyperparams.device
+        module = table.module
+        features, device = self._features, module.hyperparams.device
         dim = table.dim
         if features is None or features.device != device:
             features = self._features = TableReading.features_of(
-                kernel.first_table, self._num_features, self._pooling, device
+                module.first_table, self._num_features, self._pooling, device
             )
         joint = table.joint.of_backward() if table.is_joint else None
         return TableReading(features, dim, self._pooling, joint)
@@ -296,19 +296,19 @@ class SharedReader(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Look up a batch, as a kernel does."""
+        """Look up a batch, as a module does."""
         self.table.groups.check_parameters()
-        kernel = self.table.kernel
+        module = self.table.module
         batch_id = BatchId(ids, offsets)
-        out: Tensor = kernel.look_up_as(self._reading(), batch_id, batch_sizes, weights)
+        out: Tensor = module.look_up_as(self._reading(), batch_id, batch_sizes, weights)
         return out if out.dtype is self.output_dtype else out.to(self.output_dtype)
 
     def prefetch(
         self, ids: Tensor, offsets: Tensor, *, batch_sizes: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Fetch the rows of a later batch into the cache, as a kernel does."""
-        kernel = self.table.kernel
-        kernel.prefetch_as(self._reading(), BatchId(ids, offsets), batch_sizes)
+        """Fetch the rows of a later batch into the cache, as a module does."""
+        module = self.table.module
+        module.prefetch_as(self._reading(), BatchId(ids, offsets), batch_sizes)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the table: every collection that reads it counts them."""
@@ -409,9 +409,9 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 class SharedHandle(DenseHandle):
     """A dense table that several collections list: saved once, under the first of their names."""
 
-    def __init__(self, storage: Storage, kernel: nn.Module, index: int) -> None:
+    def __init__(self, storage: Storage, module: nn.Module, index: int) -> None:
         self.entry = SharedEntry()
-        super().__init__(storage, kernel, index)
+        super().__init__(storage, module, index)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -543,8 +543,8 @@ def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
             made = SharedTable(TableSlice.whole(config), one.device, one.groups.seeds)
             continue
         _check_alike(made.config, config, first_path, path)
-        kernel = one.handles()[name].kernel
-        steps = 0 if one.device.type == "meta" else getattr(kernel, "step", 0)
+        module = one.handles()[name].module
+        steps = 0 if one.device.type == "meta" else getattr(module, "step", 0)
         if steps and not _are_equal(first.handles()[name].weight, one.handles()[name].weight):
             raise ValueError(
                 f"table {name!r} of the collection {path!r} has made {steps} steps, which would be "

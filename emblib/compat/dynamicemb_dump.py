@@ -174,9 +174,9 @@ def _dump(
             with _together(ranks):
                 found = module.saved_entries(name, ranks, left_out)
                 arguments = {**module.opt_args(name), **written_by}
-                kernel, index = module.kernel_of(name)
+                table_module, index = module.table_module_of(name)
                 stage_dynamicemb(
-                    kernel,
+                    table_module,
                     directory,
                     index,
                     replace(found, arguments=arguments),
@@ -303,7 +303,7 @@ def _load(ranks: RankGroup, root: Path, tables: Sequence[_Named], left_out: Sequ
         dynamicemb_files.check_one_dump(arguments)
     with _together(ranks, "some tables were changed already: load again"):
         for table in found:
-            set_dynamicemb(*table.module.kernel_of(table.name), table.entries)
+            set_dynamicemb(*table.module.table_module_of(table.name), table.entries)
             table.module.take_opt_args(table.name, table.saved)
 
 
@@ -317,9 +317,9 @@ def _read(
     """Read the entries of a table that this rank owns."""
     same = dynamicemb_files.world_size(directory, name) == ranks.size
     own = same and module.reads_own_files
-    kernel, index = module.kernel_of(name)
+    table_module, index = module.table_module_of(name)
     found = read_dynamicemb(
-        kernel,
+        table_module,
         directory,
         index,
         rank=ranks.rank if own else None,

@@ -170,7 +170,7 @@ class DynamicEmbTables:
         """The names of the tables."""
         raise NotImplementedError
 
-    def kernel_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
+    def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
         """Return the module that has a table, and its number there."""
         raise NotImplementedError
 
@@ -191,8 +191,8 @@ class DynamicEmbTables:
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
         """Return what this rank writes of a table; all ranks call this."""
-        kernel, index = self.kernel_of(name)
-        return export_dynamicemb(kernel, index, {}, leave_out=leave_out)
+        module, index = self.table_module_of(name)
+        return export_dynamicemb(module, index, {}, leave_out=leave_out)
 
     def owned(self, name: str, ranks: RankGroup, found: DynamicEmbTable) -> DynamicEmbTable:
         """Return the entries of a dump of other ranks whose keys this rank has."""
@@ -208,8 +208,8 @@ class DynamicEmbTables:
 
     def flush(self) -> None:
         """Have every update in the memory that it belongs to, as it always is without tiers."""
-        for kernel in {id(k): k for k, _ in map(self.kernel_of, self.table_names)}.values():
-            kernel.flush()
+        for module in {id(k): k for k, _ in map(self.table_module_of, self.table_names)}.values():
+            module.flush()
 
     def export_keys_values(
         self, table_name: str, device: torch.device | str, batch_size: int = 65536
@@ -219,14 +219,14 @@ class DynamicEmbTables:
         `batch_size` rows are copied at a time; keys are in a fixed order.
         """
         self._check_name(table_name)
-        kernel, index = self.kernel_of(table_name)
-        entries = export_dynamicemb(kernel, index, {}, leave_out=["states"]).entries
+        module, index = self.table_module_of(table_name)
+        entries = export_dynamicemb(module, index, {}, leave_out=["states"]).entries
         rows = entries.rows["weight"]
         parts = [
             rows[part].to(device, torch.float32)
             for part in torch.arange(len(entries)).split(batch_size)
         ]
-        none = torch.empty(0, kernel.tables[index].dim, device=device)
+        none = torch.empty(0, module.tables[index].dim, device=device)
         return entries.keys.to(device), torch.cat([none, *parts])
 
     def fill_tables(self, load_factor: float = 0.95, seed: int = 0) -> None:
@@ -241,11 +241,11 @@ class DynamicEmbTables:
         if not 0.0 < load_factor <= 1.0:
             raise ValueError(f"load_factor must be in (0, 1], got {load_factor}")
         for number, name in enumerate(self.table_names):
-            kernel, index = self.kernel_of(name)
+            module, index = self.table_module_of(name)
             capacity = self.options_of(name).max_capacity
             assert capacity is not None
             generator = torch.Generator().manual_seed(seed + number)
-            fill(kernel, index, int(capacity * load_factor), generator, self.owns)
+            fill(module, index, int(capacity * load_factor), generator, self.owns)
 
     def owns(self, keys: Tensor) -> Tensor:
         """Return which keys this rank may have, bool."""
@@ -289,10 +289,10 @@ class DynamicEmbTables:
             self._check_name(name)
             if score == 0:
                 raise ValueError("a score must not be 0, which DynamicEmb reserves")
-            kernel, index = self.kernel_of(name)
-            scores.setdefault(id(kernel), (kernel, {}))[1][index] = score
-        for kernel, of_kernel in scores.values():
-            kernel.set_eviction_score(of_kernel)
+            module, index = self.table_module_of(name)
+            scores.setdefault(id(module), (module, {}))[1][index] = score
+        for module, of_kernel in scores.values():
+            module.set_eviction_score(of_kernel)
         for name, score in named_score.items():
             if name in before and score < before[name] and warns_of_lower_scores():
                 warnings.warn(
@@ -304,13 +304,13 @@ class DynamicEmbTables:
         """Return the next batch's score by table; none for CUSTOMIZED tables without a score."""
         scores = {}
         for name in self.table_names:
-            kernel, index = self.kernel_of(name)
-            score = kernel.eviction_score(index)
+            module, index = self.table_module_of(name)
+            score = module.eviction_score(index)
             strategy = self.options_of(name).score_strategy
             if strategy is DynamicEmbScoreStrategy.LFU:
                 score = 1
             elif score is None and strategy is not DynamicEmbScoreStrategy.CUSTOMIZED:
-                score = kernel.num_training_steps + self.num_prefetched + 1
+                score = module.num_training_steps + self.num_prefetched + 1
             if score is not None:
                 scores[name] = score
         return scores
@@ -318,7 +318,7 @@ class DynamicEmbTables:
     def opt_args(self, table: str) -> dict[str, Any]:
         """Return what DynamicEmb saves with a table, as it is now; synchronises with the device."""
         options = self.options_of(table)
-        saved = opt_args(*self.kernel_of(table), options)
+        saved = opt_args(*self.table_module_of(table), options)
         if options.score_strategy is DynamicEmbScoreStrategy.STEP:
             saved["step_score"] = self.get_score()[table]
         return saved
@@ -338,21 +338,21 @@ class DynamicEmbTables:
             DumpError: an entry is missing, of the wrong type or out of range.
             ValueError: it was saved with another kind of table.
         """
-        options, (kernel, index) = self.options_of(table), self.kernel_of(table)
-        check_kind(table, path, content, opt_args(kernel, index, options), with_optimizer)
+        options, (module, index) = self.options_of(table), self.table_module_of(table)
+        check_kind(table, path, content, opt_args(module, index, options), with_optimizer)
         counts_steps = options.score_strategy is DynamicEmbScoreStrategy.STEP
-        rule = kernel.optimizer if with_optimizer else None
+        rule = module.optimizer if with_optimizer else None
         return checked(path, content, rule, counts_steps=counts_steps)
 
     def take_opt_args(self, table: str, saved: Saved) -> None:
         """Go on from what `check_opt_args` returned."""
-        kernel, index = self.kernel_of(table)
+        module, index = self.table_module_of(table)
         if saved.step_score is not None:
-            kernel.set_eviction_step(index, saved.step_score)
+            module.set_eviction_step(index, saved.step_score)
         if saved.hyper:
-            kernel.set_hyperparameters(**saved.hyper)
+            module.set_hyperparameters(**saved.hyper)
         if saved.step is not None:
-            kernel.set_step(saved.step)
+            module.set_step(saved.step)
 
     def incremental_dump(
         self, named_thresholds: Mapping[str, int], pg: Any = None
@@ -375,7 +375,7 @@ class DynamicEmbTables:
         return found, {name: scores[name] for name in named_thresholds if name in scores}
 
     def _rows_since(self, name: str, threshold: int) -> tuple[Tensor, Tensor]:
-        found = table_entries(*self.kernel_of(name))
+        found = table_entries(*self.table_module_of(name))
         is_timed = is_compound(self.options_of(name).score_strategy)
         scores = found.stamps if found.scores is None or is_timed else found.scores
         chosen = (scores >= threshold).nonzero().view(-1)
@@ -407,28 +407,28 @@ def agree(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
 
 
 def fill(
-    kernel: DynamicEmbeddingBags,
+    module: DynamicEmbeddingBags,
     index: int,
     size: int,
     generator: torch.Generator,
     owns: Callable[[Tensor], Tensor],
 ) -> None:
     """Insert random keys into a table until it has `size`, by training forwards without update."""
-    feature = kernel.feature_tables.index(index)
-    spec, before = kernel.tables[index], kernel.training
-    kernel.train()
+    feature = module.feature_tables.index(index)
+    spec, before = module.tables[index], module.training
+    module.train()
     try:
-        while (missing := size - kernel.size(index)) > 0:
+        while (missing := size - module.size(index)) > 0:
             keys = torch.randint(2**62, (min(2 * missing + 64, 1 << 18),), generator=generator)
             keys = keys[owns(keys)][: min(missing, BATCH_SIZE_PER_DUMP)]
-            offsets = torch.zeros(len(kernel.feature_tables) + 1, dtype=torch.int64)
+            offsets = torch.zeros(len(module.feature_tables) + 1, dtype=torch.int64)
             offsets[feature + 1 :] = keys.numel()
             uses = 1 if spec.admission is None else spec.admission.threshold
             counts = torch.full_like(keys, uses)
-            here, device = kernel.size(index), kernel.weights.device
+            here, device = module.size(index), module.weights.device
             with torch.enable_grad():
-                kernel(keys.to(device), offsets.to(device), counts=counts.to(device))
-            if kernel.size(index) <= here:
+                module(keys.to(device), offsets.to(device), counts=counts.to(device))
+            if module.size(index) <= here:
                 return
     finally:
-        kernel.train(before)
+        module.train(before)

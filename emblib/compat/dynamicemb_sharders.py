@@ -56,7 +56,7 @@ class DynamicEmbParameterSharding(ParameterSharding):
     dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
 
     def to_emblib(self) -> Any:
-        """Convert to emblib's class: the kernel is what `prepare` made of the table."""
+        """Convert to emblib's class: the module is what `prepare` made of the table."""
         names = [f.name for f in fields(ParameterSharding) if f.name != "compute_kernel"]
         return ParameterSharding(**{name: getattr(self, name) for name in names}).to_emblib()
 
@@ -295,10 +295,10 @@ class ShardedCollectionTables(DynamicEmbTables):
         """Whether as many ranks as dumped read their own files; no, as the routing differs."""
         return False
 
-    def kernel_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
+    def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
         """Return the module that has this rank's shard of a table, and its number there."""
         (shard,) = self._shards[name].values()
-        return shard.kernel, shard.index
+        return shard.module, shard.index
 
     def options_of(self, name: str) -> DynamicEmbTableOptions:
         """Return the options of a table, with what was left out."""
@@ -318,9 +318,9 @@ class ShardedCollectionTables(DynamicEmbTables):
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
         """Return what this rank writes of a table: the keys that `dist_type` gives it."""
-        kernel, index = self.kernel_of(name)
+        module, index = self.table_module_of(name)
         found = fingerprint.agree(
-            ranks, lambda: export_dynamicemb(kernel, index, {}, leave_out=leave_out)
+            ranks, lambda: export_dynamicemb(module, index, {}, leave_out=leave_out)
         )
         if ranks.size == 1:
             return found

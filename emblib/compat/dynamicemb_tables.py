@@ -309,7 +309,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         """The names of the tables."""
         return list(self._names)
 
-    def kernel_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
+    def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
         """Return the module that has a table, and its number there."""
         return self.bags, self._names.index(name)
 

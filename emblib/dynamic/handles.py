@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 
 class ShardLocation(Protocol):
-    """Where a shard is now: table `index` of the module `kernel`, which changes as it moves."""
+    """Where a shard is now: table `index` of the module `module`, which changes as it moves."""
 
     @property
-    def kernel(self) -> Any:
+    def module(self) -> Any:
         """Return the module that looks the shard up."""
 
     @property
     def index(self) -> int:
-        """Return the number of the shard in its kernel."""
+        """Return the number of the shard in its module."""
 
 
 class RankLinks(Protocol):
@@ -117,22 +117,22 @@ class DynamicTable:
 
     def size(self) -> int:
         """Return the number of keys, in all tiers."""
-        return sum(self._everywhere("size", lambda kernel, index: kernel.size(index)))
+        return sum(self._everywhere("size", lambda module, index: module.size(index)))
 
     def capacity(self) -> int:
         """Return the number of rows in use, as the table has grown, without a backing store."""
-        return sum(self._everywhere("capacity", lambda kernel, index: kernel.capacity(index)))
+        return sum(self._everywhere("capacity", lambda module, index: module.capacity(index)))
 
     def stats(self) -> dict[str, int]:
         """Return counts since the last reset, see `DynamicEmbeddingBags.stats`."""
-        return _added(self._everywhere("stats", lambda kernel, index: kernel.index.stats()[index]))
+        return _added(self._everywhere("stats", lambda module, index: module.index.stats()[index]))
 
     def tier_stats(self) -> TierStats | None:
         """Return counts of both tiers since the last reset; None without a backing store."""
 
-        def of_shard(kernel: DynamicEmbeddingBags, index: int) -> dict[str, int] | None:
-            found = kernel.tier_stats()
-            return asdict(found[kernel.table_names[index]]) if found else None
+        def of_shard(module: DynamicEmbeddingBags, index: int) -> dict[str, int] | None:
+            found = module.tier_stats()
+            return asdict(found[module.table_names[index]]) if found else None
 
         found = [
             counts for counts in self._everywhere("tier_stats", of_shard) if counts is not None
@@ -142,7 +142,7 @@ class DynamicTable:
     def step(self) -> int:
         """Return the number of training forwards of the table."""
         return max(
-            self._everywhere("step", lambda kernel, index: kernel.num_training_steps), default=0
+            self._everywhere("step", lambda module, index: module.num_training_steps), default=0
         )
 
     # Keys
@@ -154,8 +154,8 @@ class DynamicTable:
     def erase(self, keys: Tensor) -> Tensor:
         """Remove keys with their rows; return whether each was there, once per key, bool `[n]`."""
 
-        def of_shard(kernel: DynamicEmbeddingBags, index: int, asked: Tensor) -> Tensor:
-            return kernel.erase(index, asked).cpu()
+        def of_shard(module: DynamicEmbeddingBags, index: int, asked: Tensor) -> Tensor:
+            return module.erase(index, asked).cpu()
 
         return self._ask("erase", keys, of_shard, missing=False)
 
@@ -168,8 +168,8 @@ class DynamicTable:
             RuntimeError: there was no training forward, or its ids were overwritten since.
         """
 
-        def of_shard(kernel: DynamicEmbeddingBags, index: int, asked: Tensor) -> Tensor:
-            return kernel.status_of(index, asked)
+        def of_shard(module: DynamicEmbeddingBags, index: int, asked: Tensor) -> Tensor:
+            return module.status_of(index, asked)
 
         return self._ask("key_status", keys, of_shard, missing=int(routing.KeyStatus.ABSENT))
 
@@ -180,8 +180,8 @@ class DynamicTable:
 
         This does not communicate: call it with the same score on all ranks.
         """
-        for kernel, index in self._kernels():
-            kernel.set_eviction_score({index: score})
+        for module, index in self._table_modules():
+            module.set_eviction_score({index: score})
 
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
         """Give keys scores of their own, for `Eviction.CUSTOM`; return which are there, bool `[n]`.
@@ -206,30 +206,30 @@ class DynamicTable:
             )
 
         def of_shard(
-            kernel: DynamicEmbeddingBags, index: int, asked: Tensor, values: Tensor
+            module: DynamicEmbeddingBags, index: int, asked: Tensor, values: Tensor
         ) -> Tensor:
-            return assign_key_scores(kernel, index, asked, values)
+            return assign_key_scores(module, index, asked, values)
 
         own = given.reshape(-1).expand(keys.numel()).contiguous()
         return self._ask("set_key_scores", keys, of_shard, missing=False, values=own)
 
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`, on all ranks."""
-        for kernel, index in self._kernels():
-            kernel.set_eviction_step(index, step)
+        for module, index in self._table_modules():
+            module.set_eviction_step(index, step)
 
     def score(self) -> int | None:
         """Return the score of the next batch, None where eviction assigns none."""
-        scores = self._everywhere("score", lambda kernel, index: kernel.eviction_score(index))
+        scores = self._everywhere("score", lambda module, index: module.eviction_score(index))
         return scores[0] if scores else None
 
     def track_evictions(self, max_keys: int = 1 << 24) -> None:
         """Record which keys leave from now on, at most `max_keys` per shard; on all ranks.
 
-        Tables of one kernel are tracked together.
+        Tables of one module are tracked together.
         """
-        for kernel, _ in self._kernels():
-            kernel.track_evictions(max_keys)
+        for module, _ in self._table_modules():
+            module.track_evictions(max_keys)
 
     def evicted(self, since: int) -> Tensor:
         """Return the keys that left at training step `since` or later, and were not inserted again.
@@ -239,8 +239,8 @@ class DynamicTable:
             ValueError: the record does not reach back to this step.
         """
 
-        def of_shard(kernel: DynamicEmbeddingBags, index: int) -> Tensor:
-            return table_dumps.removed_since(kernel, index, since)
+        def of_shard(module: DynamicEmbeddingBags, index: int) -> Tensor:
+            return table_dumps.removed_since(module, index, since)
 
         return _cat(self._everywhere("evicted", of_shard))
 
@@ -252,7 +252,7 @@ class DynamicTable:
         Of a sharded table every rank gets all entries; `local.entries()` are those of this rank,
         and `save` writes a table of any size.
         """
-        found = self._everywhere("entries", lambda kernel, index: _copied(kernel, index, since))
+        found = self._everywhere("entries", lambda module, index: _copied(module, index, since))
         return _on_cpu(concatenate(found)) if found else _no_entries()
 
     def set_entries(self, entries: Entries) -> Loaded:
@@ -262,12 +262,12 @@ class DynamicTable:
             ValueError: entries that do not fit; then nothing is changed.
         """
 
-        def check(kernel: DynamicEmbeddingBags, index: int, number: int) -> None:
-            checkpoint.check_entries(kernel, index, self._owned(entries, number))
+        def check(module: DynamicEmbeddingBags, index: int, number: int) -> None:
+            checkpoint.check_entries(module, index, self._owned(entries, number))
 
-        def write(kernel: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
-            loaded = checkpoint.set_table_entries(kernel, index, self._owned(entries, number))
-            checkpoint.restart_eviction_log(kernel)
+        def write(module: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
+            loaded = checkpoint.set_table_entries(module, index, self._owned(entries, number))
+            checkpoint.restart_eviction_log(module)
             return loaded
 
         self._by_number("set_entries", check)
@@ -284,8 +284,8 @@ class DynamicTable:
             ValueError: the record of removed keys does not reach back to this step.
         """
 
-        def of_shard(kernel: DynamicEmbeddingBags, index: int) -> ChangeSet:
-            found = table_dumps.changes_since(kernel, step, [index])
+        def of_shard(module: DynamicEmbeddingBags, index: int) -> ChangeSet:
+            found = table_dumps.changes_since(module, step, [index])
             (changes,) = found.tables.values()
             entries = _on_cpu(changes.upserts)
             return found._replace(tables={self.name: Changes(entries, changes.removed)})
@@ -306,16 +306,16 @@ class DynamicTable:
         """
         (found,) = changes.changes.tables.values()
 
-        def owned(kernel: DynamicEmbeddingBags, index: int, number: int) -> ChangeSet:
+        def owned(module: DynamicEmbeddingBags, index: int, number: int) -> ChangeSet:
             removed = found.removed[self._owns(found.removed, number)]
             of_shard = Changes(self._owned(found.upserts, number), removed)
-            return changes.changes._replace(tables={kernel.table_names[index]: of_shard})
+            return changes.changes._replace(tables={module.table_names[index]: of_shard})
 
-        def check(kernel: DynamicEmbeddingBags, index: int, number: int) -> None:
-            table_dumps.check_changes(kernel, owned(kernel, index, number))
+        def check(module: DynamicEmbeddingBags, index: int, number: int) -> None:
+            table_dumps.check_changes(module, owned(module, index, number))
 
-        def apply(kernel: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
-            (applied,) = table_dumps.apply_changes(kernel, owned(kernel, index, number)).values()
+        def apply(module: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
+            (applied,) = table_dumps.apply_changes(module, owned(module, index, number)).values()
             return applied
 
         self._by_number("apply_changes", check)
@@ -335,9 +335,9 @@ class DynamicTable:
         identity = str(self.step())
         count = len(self.owners)
 
-        def of_shard(kernel: DynamicEmbeddingBags, index: int, number: int) -> int:
+        def of_shard(module: DynamicEmbeddingBags, index: int, number: int) -> int:
             return table_dumps.save_table(
-                kernel,
+                module,
                 index,
                 directory,
                 name=self.name,
@@ -354,7 +354,7 @@ class DynamicTable:
 
         A dump of a module with this table is read as well. Everything is checked on all ranks
         before the first shard is changed. The numbers of the optimizer are taken from the dump if
-        it has made more steps, because tables of one kernel share them.
+        it has made more steps, because tables of one module share them.
 
         Raises:
             DumpError: there is no whole dump, or it is damaged.
@@ -364,14 +364,14 @@ class DynamicTable:
 
         dumps: dict[int, table_dumps.TableDump] = {}
 
-        def read(kernel: DynamicEmbeddingBags, index: int, number: int) -> None:
+        def read(module: DynamicEmbeddingBags, index: int, number: int) -> None:
             part = Part(number, count)
             dumps[number] = table_dumps.read_table(
-                kernel, index, directory, name=self.name, part=part
+                module, index, directory, name=self.name, part=part
             )
 
-        def write(kernel: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
-            return table_dumps.set_table(kernel, index, dumps[number], report)
+        def write(module: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
+            return table_dumps.set_table(module, index, dumps[number], report)
 
         self._by_number("load", read)
         return _total(self._by_number("load", write))
@@ -379,25 +379,25 @@ class DynamicTable:
     def flush(self) -> None:
         """Commit the shards to their backing stores and wait until that is done on all ranks.
 
-        Tables of one kernel are committed together; without a store this does nothing.
+        Tables of one module are committed together; without a store this does nothing.
         """
-        self._everywhere("flush", lambda kernel, index: kernel.flush())
+        self._everywhere("flush", lambda module, index: module.flush())
 
     # Shards and ranks
 
-    def _kernels(self) -> Iterator[tuple[DynamicEmbeddingBags, int]]:
-        for _, kernel, index in self._numbered():
-            yield kernel, index
+    def _table_modules(self) -> Iterator[tuple[DynamicEmbeddingBags, int]]:
+        for _, module, index in self._numbered():
+            yield module, index
 
     def _numbered(self) -> Iterator[tuple[int, DynamicEmbeddingBags, int]]:
-        """Yield number, kernel and number in the kernel of each shard of this process."""
+        """Yield number, module and number in the module of each shard of this process."""
         for number, place in sorted(self.shards.items()):
-            if not hasattr(place.kernel, "key_status"):
+            if not hasattr(place.module, "key_status"):
                 raise RuntimeError(
                     f"table {self.name!r} has no memory on meta: move its module with "
                     "to_empty(device=...) or shard it first"
                 )
-            yield number, place.kernel, place.index
+            yield number, place.module, place.index
 
     def _gather(self, method: str, value: T) -> list[T]:
         """Return the values of all ranks, after comparing what they call."""
@@ -431,10 +431,10 @@ class DynamicTable:
     def _by_number(
         self, method: str, function: Callable[[DynamicEmbeddingBags, int, int], T]
     ) -> list[T]:
-        """Return `function(kernel, index, number)` of every shard, on all ranks by number."""
+        """Return `function(module, index, number)` of every shard, on all ranks by number."""
         found = self._together(
             method,
-            lambda: {n: function(kernel, index, n) for n, kernel, index in self._numbered()},
+            lambda: {n: function(module, index, n) for n, module, index in self._numbered()},
         )
         merged = {number: value for of_rank in found for number, value in of_rank.items()}
         return [merged[number] for number in sorted(merged)]
@@ -442,7 +442,7 @@ class DynamicTable:
     def _everywhere(
         self, method: str, function: Callable[[DynamicEmbeddingBags, int], T]
     ) -> list[T]:
-        return self._by_number(method, lambda kernel, index, number: function(kernel, index))
+        return self._by_number(method, lambda module, index, number: function(module, index))
 
     def _owns(self, keys: Tensor, number: int) -> Tensor:
         return routing.owner(keys, len(self.owners)) == number
@@ -460,7 +460,7 @@ class DynamicTable:
     ) -> Tensor:
         """Let the owner of each key answer; keys that no shard here owns are `missing`.
 
-        `answer` is called with kernel, number in it, keys, and their `values` if there are any.
+        `answer` is called with module, number in it, keys, and their `values` if there are any.
         """
         own = routing.as_keys(keys).detach().cpu().view(-1)
         asked, given = zip(*self._gather(method, (own, values)), strict=True)
@@ -471,10 +471,10 @@ class DynamicTable:
         def answers() -> Tensor:
             dtype = torch.bool if isinstance(missing, bool) else torch.uint8
             result = torch.full(every.shape, missing, dtype=dtype)
-            for number, kernel, index in self._numbered():
+            for number, module, index in self._numbered():
                 at = (owner == number).nonzero().view(-1)
                 more = [] if every_value is None else [every_value[at]]
-                result[at] = answer(kernel, index, every[at], *more).cpu()
+                result[at] = answer(module, index, every[at], *more).cpu()
             return result
 
         found = self._together(method, answers)
@@ -486,15 +486,15 @@ class DynamicTable:
         return torch.stack([part[at] for part in found])[of_rank, torch.arange(own.numel())]
 
 
-def _contains(kernel: DynamicEmbeddingBags, index: int, keys: Tensor) -> Tensor:
-    found = kernel.find(index, keys).cpu() >= 0
-    if kernel.backing is not None:
-        found |= ~torch.isin(keys, kernel.backing.absent(index, keys))
+def _contains(module: DynamicEmbeddingBags, index: int, keys: Tensor) -> Tensor:
+    found = module.find(index, keys).cpu() >= 0
+    if module.backing is not None:
+        found |= ~torch.isin(keys, module.backing.absent(index, keys))
     return found
 
 
-def _copied(kernel: DynamicEmbeddingBags, index: int, since: int | None) -> Entries:
-    return _on_cpu(checkpoint.table_entries(kernel, index, since))
+def _copied(module: DynamicEmbeddingBags, index: int, since: int | None) -> Entries:
+    return _on_cpu(checkpoint.table_entries(module, index, since))
 
 
 def _on_cpu(entries: Entries) -> Entries:
@@ -619,7 +619,7 @@ class _ShardOfModule:
     """The location of a table of a `DynamicEmbeddingBags`."""
 
     def __init__(self, module: DynamicEmbeddingBags, index: int) -> None:
-        self.kernel, self.index = module, index
+        self.module, self.index = module, index
 
 
 class ModuleTables(tuple[DynamicSpec, ...]):

@@ -224,25 +224,25 @@ def collection_description(
             "need_indices": source.need_indices() if hasattr(source, "need_indices") else None,
         }
     }
-    kernels = {part.config.name: i for i, part in enumerate(source.groups.slices)}
+    modules = {part.config.name: i for i, part in enumerate(source.groups.slices)}
     for config in configs:
         values = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "name"}
         values["optimizer"] = config.optimizer or optimizer
-        kernel = source.groups.module_of(kernels[config.name])[0]
-        precision = getattr(kernel, "precision", None)
+        module = source.groups.module_of(modules[config.name])[0]
+        precision = getattr(module, "precision", None)
         if precision is not None:
             values["stored"] = replace(precision, output=torch.float32)  # that of sharded ones
         if plan is not None and config.name in plan:
             values |= _sharding(plan[config.name])
             if not plan[config.name].is_replicated:  # copies become those of rank 0
-                values |= _values_of(kernel, source.device)
+                values |= _values_of(module, source.device)
         found[f"table {config.name}{where}"] = values
     return found
 
 
-def _values_of(kernel: Any, device: torch.device) -> dict[str, Any]:
+def _values_of(module: Any, device: torch.device) -> dict[str, Any]:
     """Return whether the table is on meta, and the current hyperparameters of its optimizer."""
-    hyper = getattr(kernel, "hyperparams", None)
+    hyper = getattr(module, "hyperparams", None)
     if device.type == "meta" or not isinstance(hyper, Tensor):
         return {"is_on_meta": device.type == "meta"}
     rate, step, *others = hyper.tolist()

@@ -216,7 +216,7 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
             continue
         if type(source.slices[whole[name]].storage) is type(part.storage):
             part.storage.copy_slice(part, from_handle, to_handle, blocks.get(name))
-        from_kernel, to_kernel = from_handle.kernel, to_handle.kernel
+        from_kernel, to_kernel = from_handle.module, to_handle.module
         trained = hasattr(to_kernel, "hyperparams") and hasattr(from_kernel, "hyperparams")
         if trained and to_kernel.optimizer == from_kernel.optimizer:
             to_kernel.load_hyperparams(from_kernel.hyperparams)
@@ -228,8 +228,8 @@ def equalise(groups: TableGroups, ranks: RankGroup) -> None:
     if ranks.size == 1:
         return
     tensors = [view for views in groups.all_views() for view in views.values()]
-    kernels = {id(kernel): kernel for kernel, _ in map(groups.module_of, range(len(groups.slices)))}
-    hypers = [kernel.hyperparams for kernel in kernels.values() if hasattr(kernel, "hyper")]
+    modules = {id(module): module for module, _ in map(groups.module_of, range(len(groups.slices)))}
+    hypers = [module.hyperparams for module in modules.values() if hasattr(module, "hyper")]
     for tensor in (*tensors, *hypers):
         sent = tensor.contiguous()
         dist.broadcast(sent, ranks.global_rank(0), group=ranks.group)

@@ -90,7 +90,7 @@ def check_shared(
 
 def _has_others(table: SharedTable, sources: Sequence[Any]) -> bool:
     """Return whether a table is read by other collections than those."""
-    readers = {kernel for source in sources for kernel in source.groups.table_kernels()}
+    readers = {module for source in sources for module in source.groups.table_modules()}
     if all(reader in readers for reader in table.readers()):
         return False
     gc.collect()  # of collections that are gone, but in a cycle

@@ -1,7 +1,7 @@
 """How a table is stored: the interface that every kind of storage implements.
 
 A `Storage` describes how the rows of one table are kept and answers every question about it. A
-collection asks it to group tables, to make the kernel and the handles, and for views of the memory;
+collection asks it to group tables, to make the module and the handles, and for views of the memory;
 sharding asks where the table can be cut; a checkpoint asks for the layout of its tensors; and the
 planner asks for bytes and time. A new kind of storage is one file with one subclass, and one call
 of `register`.
@@ -153,7 +153,7 @@ class TableSlice:
 
 
 def stored_as(part: TableSlice) -> Precision:
-    """Return dtype and rounding of the stored rows of a slice, which a kernel has for all."""
+    """Return dtype and rounding of the stored rows of a slice, which a module has for all."""
     config = part.config
     rounding = None if config.data_type is torch.float32 else config.rounding
     return Precision(weights=config.data_type, stochastic_rounding=rounding)
@@ -250,7 +250,7 @@ class Storage:
 
     @property
     def counts_uses(self) -> bool:
-        """Return whether a table counts how often an id is used; its kernel then takes `counts`."""
+        """Return whether a table counts how often an id is used; its module then takes `counts`."""
         return False
 
     def check_table(self, table: TableDescription) -> None:
@@ -277,7 +277,7 @@ class Storage:
     def group_key(
         self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key that is equal for slices that can share a kernel.
+        """Return a key that is equal for slices that can share a module.
 
         Args:
             part: a slice.
@@ -300,7 +300,7 @@ class Storage:
 
         Args:
             parts: the slices.
-            reads: for each feature of the kernel, the slice that it reads.
+            reads: for each feature of the module, the slice that it reads.
             optimizer: of the slices.
             pooling: SUM or MEAN; NONE for one vector per id.
             seeds: of the initial values, one per slice.
@@ -308,24 +308,24 @@ class Storage:
         """
         raise NotImplementedError
 
-    def is_placeholder(self, kernel: nn.Module) -> bool:
-        """Return whether `kernel` only stands for one that cannot be on meta."""
+    def is_placeholder(self, module: nn.Module) -> bool:
+        """Return whether `module` only stands for one that cannot be on meta."""
         return False
 
-    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
-        """Return the module under which a collection lists table `index` of a kernel."""
+    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
+        """Return the module under which a collection lists table `index` of a module."""
         raise NotImplementedError
 
-    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
-        """Return parameters and optimizer states of each table of a kernel, as views."""
+    def views(self, module: Any) -> list[dict[str, Tensor]]:
+        """Return parameters and optimizer states of each table of a module, as views."""
         raise NotImplementedError
 
-    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
-        """Draw the initial values of all tables of a kernel again, one seed per table."""
+    def reset(self, module: Any, seeds: Sequence[int]) -> None:
+        """Draw the initial values of all tables of a module again, one seed per table."""
         raise NotImplementedError
 
     def check_copied(self, table: TableDescription) -> None:
-        """Raise ValueError for a table whose rows a second kernel cannot have at the same time."""
+        """Raise ValueError for a table whose rows a second module cannot have at the same time."""
 
     # Sharding
 

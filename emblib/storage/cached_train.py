@@ -1,9 +1,9 @@
-"""Tensor trains with a cache of rows in a collection: their kernel, and the handles of its tables.
+"""Tensor trains with a cache of rows in a collection: their module, and the handles of its tables.
 
-The kernel is a `CachedTTEmbeddingBags` whose trains and stored rows are kernels of a collection. A
+The module is a `CachedTTEmbeddingBags` whose trains and stored rows are modules of a collection. A
 table has the handle of a tensor train, with two parts besides the cores: `cache`, its stored rows,
 and `counts`, how often its ids were looked up. All of it is in state dicts, by table, so that it
-does not depend on which tables share a kernel.
+does not depend on which tables share a module.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from emblib.specs import (
     brief,
 )
 from emblib.storage.base import MemoryBytes, TableSlice, distinct_names, stored_as
-from emblib.storage.dense import Dense, DenseHandle, DenseKernel
-from emblib.storage.tt_kernel import TTHandle, TTKernel, core_views
+from emblib.storage.dense import Dense, DenseHandle, DenseModule
+from emblib.storage.tt_module import TTHandle, TTModule, core_views
 from emblib.tables import state_dicts
 
 _WORD = 8  # bytes of a key, a stamp, a count or the number of a row
@@ -45,7 +45,7 @@ def check_cache(cache: Any) -> None:
         if given is not None and not isinstance(given, int):
             raise ValueError(
                 f"{name} of the cache of a table must be one number, got {given!r}: give each "
-                "table a TTCache of its own; tables that agree in the rest share a kernel anyway"
+                "table a TTCache of its own; tables that agree in the rest share a module anyway"
             )
 
 
@@ -66,7 +66,7 @@ def check_optimizer(parts: Sequence[TableSlice], cache: TTCache, optimizer: Opti
 
 
 def joint_cache(parts: Sequence[TableSlice]) -> TTCache:
-    """Return the cache of the tables of one kernel."""
+    """Return the cache of the tables of one module."""
     caches = [_cache_of(part) for part in parts]
     first = caches[0]
     counted = None
@@ -121,7 +121,7 @@ def _index_bytes(index: DynamicSpec, counts: DynamicSpec) -> int:
     return index.rows * (1 + 2 * _WORD) + counts.rows * (1 + 3 * _WORD)
 
 
-class CachedTTKernel(CachedTTEmbeddingBags):
+class CachedTTModule(CachedTTEmbeddingBags):
     """Cached tensor trains, each with the initial values that it has without a cache."""
 
     def __init__(
@@ -147,12 +147,12 @@ class CachedTTKernel(CachedTTEmbeddingBags):
 
     def _make_trains(
         self, optimizer: Optimizer | None, init: str, options: dict[str, Any]
-    ) -> TTKernel:
+    ) -> TTModule:
         return make_trains(
             self._parts, self._reads, optimizer, options["pooling"], self._seeds, options["device"]
         )
 
-    def _make_rows(self, optimizer: Optimizer | None, options: dict[str, Any]) -> DenseKernel:
+    def _make_rows(self, optimizer: Optimizer | None, options: dict[str, Any]) -> DenseModule:
         return make_rows(
             self._parts, self._reads, optimizer, options["pooling"], self.cache, options["device"]
         )
@@ -234,9 +234,9 @@ def make_trains(
     pooling: Pooling,
     seeds: Sequence[int],
     device: torch.device,
-) -> TTKernel:
+) -> TTModule:
     """Return the cores of cached trains; the module around them checks bounds."""
-    trains = TTKernel(parts, reads, optimizer, pooling, seeds, device)
+    trains = TTModule(parts, reads, optimizer, pooling, seeds, device)
     trains.bounds_check = BoundsCheck.NONE
     return trains
 
@@ -248,7 +248,7 @@ def make_rows(
     pooling: Pooling,
     cache: TTCache,
     device: torch.device,
-) -> DenseKernel:
+) -> DenseModule:
     """Return the stored rows of cached trains; the module around them checks bounds."""
     specs = [part.spec for part in parts]
     config = cache.row_cache(specs)
@@ -256,7 +256,7 @@ def make_rows(
         stored_rows(part, rows, Dense(cache.placement, config))
         for part, rows in zip(parts, cache.stored_rows_of(specs), strict=True)
     ]
-    rows = DenseKernel(pieces, reads, optimizer, pooling, [0] * len(pieces), config, device)
+    rows = DenseModule(pieces, reads, optimizer, pooling, [0] * len(pieces), config, device)
     rows.bounds_check = BoundsCheck.NONE
     return rows
 
@@ -288,12 +288,12 @@ class CachedTTPlaceholder(nn.Module):
         return {}
 
 
-def views(kernel: Any) -> list[dict[str, Tensor]]:
+def views(module: Any) -> list[dict[str, Tensor]]:
     """Return per table its cores, its stored rows `cache.weight`, and the states of both."""
-    kernel.rows.settle()
-    stored = kernel.rows.table_views()
+    module.rows.settle()
+    stored = module.rows.table_views()
     return [
-        {**core_views(kernel.trains, t), **{f"cache.{name}": view for name, view in own.items()}}
+        {**core_views(module.trains, t), **{f"cache.{name}": view for name, view in own.items()}}
         for t, own in enumerate(stored)
     ]
 
@@ -316,25 +316,25 @@ class CachedTTHandle(TTHandle):
     cache: StoredRowsHandle
     counts: CountsHandle
 
-    def attach(self, kernel: Any, index: int) -> None:
-        """Become the handle of table `index` of `kernel`, and have its cores and stored rows."""
-        self._cached = (kernel,)  # a tuple, so that the kernel is no child of this module
-        super().attach(kernel.trains, index)
+    def attach(self, module: Any, index: int) -> None:
+        """Become the handle of table `index` of `module`, and have its cores and stored rows."""
+        self._cached = (module,)  # a tuple, so that the module is no child of this module
+        super().attach(module.trains, index)
         if "cache" in self._modules:
-            self.cache.attach(kernel, index)
-            self.counts.attach(kernel, index)
+            self.cache.attach(module, index)
+            self.counts.attach(module, index)
         else:
-            self.cache = StoredRowsHandle(self._storage, kernel, index)
-            self.counts = CountsHandle(kernel, index)
+            self.cache = StoredRowsHandle(self._storage, module, index)
+            self.counts = CountsHandle(module, index)
 
     @property
-    def bags(self) -> CachedTTKernel:
+    def bags(self) -> CachedTTModule:
         """Return the module of the table and of others.
 
         Raises:
             RuntimeError: the table is on meta, where it has no cache.
         """
-        return made_kernel(self._cached[0])
+        return made_module(self._cached[0])
 
     def set_owner(self, owner: nn.Module, name: str) -> None:
         """Become the handle of the table `name` of a collection."""
@@ -350,9 +350,9 @@ class CachedTTHandle(TTHandle):
         """Return the module whose parameter is a view of memory."""
         return [self.cache]
 
-    def fused_kernels(self) -> list[Any]:
+    def fused_modules(self) -> list[Any]:
         """Return the module of the cores and that of the stored rows."""
-        return [self.kernel, self._cached[0].rows]
+        return [self.module, self._cached[0].rows]
 
     def views(self) -> dict[str, Tensor]:
         """Return cores, stored rows and optimizer states, as views."""
@@ -414,29 +414,29 @@ class CachedTTHandle(TTHandle):
             self.cache.clear()
 
 
-def is_made(kernel: Any) -> bool:
-    """Return whether a kernel is no placeholder."""
-    return not isinstance(kernel, CachedTTPlaceholder)
+def is_made(module: Any) -> bool:
+    """Return whether a module is no placeholder."""
+    return not isinstance(module, CachedTTPlaceholder)
 
 
-def made_kernel(kernel: Any) -> CachedTTKernel:
-    """Return a kernel that is no placeholder; raise RuntimeError for one that is."""
-    if not is_made(kernel):
+def made_module(module: Any) -> CachedTTModule:
+    """Return a module that is no placeholder; raise RuntimeError for one that is."""
+    if not is_made(module):
         raise RuntimeError(
             "a tensor train has no cache of rows on meta: move the collection with "
             "to_empty(device=...) first"
         )
-    made: CachedTTKernel = kernel
+    made: CachedTTModule = module
     return made
 
 
 class StoredRowsHandle(DenseHandle):
     """The stored rows of a cached train: `weight` `[stored rows, dim]`, in the order of `keys`."""
 
-    def attach(self, kernel: Any, index: int) -> None:
-        """Become the handle of the stored rows of table `index` of a kernel."""
-        self._cached = (kernel,)
-        super().attach(kernel.rows, index)
+    def attach(self, module: Any, index: int) -> None:
+        """Become the handle of the stored rows of table `index` of a module."""
+        self._cached = (module,)
+        super().attach(module.rows, index)
 
     def adopt(self, other: DenseHandle) -> None:
         """Make the stored rows a parameter, with a copy of their values unless on meta."""
@@ -456,7 +456,7 @@ class StoredRowsHandle(DenseHandle):
         key = f"{prefix}keys"
         if not is_made(self._cached[0]):
             return
-        bags: CachedTTKernel = self._cached[0]
+        bags: CachedTTModule = self._cached[0]
         own = self._tensors()
         if key in state_dict:
             keys = state_dict[key]
@@ -483,8 +483,8 @@ class StoredRowsHandle(DenseHandle):
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return `weight` and the optimizer states, as views that may be older than the cache."""
-        kernel: DenseKernel = self.kernel
-        return kernel.view_of(self.index)
+        module: DenseModule = self.module
+        return module.view_of(self.index)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -492,7 +492,7 @@ class StoredRowsHandle(DenseHandle):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not is_made(self._cached[0]):
             return
-        bags: CachedTTKernel = self._cached[0]
+        bags: CachedTTModule = self._cached[0]
         destination[f"{prefix}keys"] = bags.stored_ids(self.index)
         for name, view in self._tensors().items():
             if name != "weight":
@@ -517,7 +517,7 @@ class StoredRowsHandle(DenseHandle):
 
     @torch.no_grad()
     def _write(self, given: Mapping[str, Tensor]) -> None:
-        bags: CachedTTKernel = self._cached[0]
+        bags: CachedTTModule = self._cached[0]
         ids = given["keys"]
         bags.rows.settle()
         with bags.rows.overwriting():
@@ -554,45 +554,45 @@ class StoredRowsHandle(DenseHandle):
 class CountsHandle(nn.Module):
     """How often the ids of a cached train were looked up; its state dict has them by `keys`."""
 
-    def __init__(self, kernel: Any, index: int) -> None:
+    def __init__(self, module: Any, index: int) -> None:
         super().__init__()
-        self.attach(kernel, index)
+        self.attach(module, index)
 
-    def attach(self, kernel: Any, index: int) -> None:
-        """Become the counts of table `index` of a kernel."""
-        self._of = (kernel, index)
+    def attach(self, module: Any, index: int) -> None:
+        """Become the counts of table `index` of a module."""
+        self._of = (module, index)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        kernel, index = self._of
-        if is_made(kernel):
-            for name, values in kernel.counted(index).items():
+        module, index = self._of
+        if is_made(module):
+            for name, values in module.counted(index).items():
                 destination[prefix + name] = values
-            destination[f"{prefix}tick"] = kernel.counts.index.clock.clone()
+            destination[f"{prefix}tick"] = module.counts.index.clock.clone()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Replace the counts of the table."""
         _, _, missing, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        kernel, index = self._of
+        module, index = self._of
         given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         absent = [name for name in _COUNTS if name not in given]
         missing.extend(prefix + name for name in absent)
         unexpected.extend(prefix + name for name in sorted(given.keys() - set(_COUNTS)))
-        if is_made(kernel) and not absent:
-            kernel.set_counted(index, given, int(given["tick"]))
+        if is_made(module) and not absent:
+            module.set_counted(index, given, int(given["tick"]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the counts in a state dict."""
-        kernel, index = self._of
-        if not is_made(kernel):
+        module, index = self._of
+        if not is_made(module):
             return
         key, size = f"{prefix}keys", 0
         if key in state_dict:
             keys = state_dict[key]
-            problem = state_dicts.key_problem(keys, kernel.tables[index].rows)
+            problem = state_dicts.key_problem(keys, module.tables[index].rows)
             if not problem and bool((keys < 0).any()):
                 problem = f"must be ids, got {keys}"
             if problem:

@@ -3,7 +3,7 @@
 Every id reads a few rows of the *components* of its table, dense tables that are smaller than it;
 its own row is their sum, their concatenation or a product. Which rows, the subclasses say:
 `Hashed` and `QuotientRemainder`, whose ids share rows, and `Narrow`, whose rows are followed by
-zeros. The components of all such tables of one kind and optimizer are one kernel, so that a lookup
+zeros. The components of all such tables of one kind and optimizer are one module, so that a lookup
 is one call and a backward one step of the optimizer.
 """
 
@@ -38,7 +38,7 @@ from emblib.storage.base import (
     state_bytes,
     stored_as,
 )
-from emblib.storage.dense import Dense, DenseHandle, DenseKernel, view_name
+from emblib.storage.dense import Dense, DenseHandle, DenseModule, view_name
 from emblib.storage.handles import TableHandle
 from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import check_bounds, variable_batch
@@ -144,7 +144,7 @@ class ComposedStorage(Storage):
     def group_key(
         self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of what tables of one kernel have in common."""
+        """Return a key of what tables of one module have in common."""
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         unpooled = pooling is Pooling.NONE or self.joining is Combine.MULTIPLY
         dims = (part.dim, self.stored_width(part.dim)) if is_sparse or unpooled else ()
@@ -170,20 +170,20 @@ class ComposedStorage(Storage):
                 f"{parts[0].config.name!r} are multiplied first: use combine='add', or an "
                 "optimizer without global_decay"
             )
-        return ComposedKernel(parts, reads, optimizer, pooling, seeds, device)
+        return ComposedModule(parts, reads, optimizer, pooling, seeds, device)
 
-    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
         """Return the handle of a table, which has a parameter per component."""
-        return ComposedHandle(self, kernel, index)
+        return ComposedHandle(self, module, index)
 
-    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+    def views(self, module: Any) -> list[dict[str, Tensor]]:
         """Return the components of each table and their optimizer states."""
-        found: list[dict[str, Tensor]] = kernel.views()
+        found: list[dict[str, Tensor]] = module.views()
         return found
 
-    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
-        """Draw the initial values of all tables of a kernel again."""
-        kernel.redraw(seeds)
+    def reset(self, module: Any, seeds: Sequence[int]) -> None:
+        """Draw the initial values of all tables of a module again."""
+        module.redraw(seeds)
 
     # Sharding and checkpoints
 
@@ -279,8 +279,8 @@ def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
     return region
 
 
-class ComposedKernel(nn.Module):
-    """Looks up tables of one kind, in a kernel that has all their components.
+class ComposedModule(nn.Module):
+    """Looks up tables of one kind, in a module that has all their components.
 
     A batch is checked once, by the ids of the tables: invalid ids are counted and read what id 0
     reads, and invalid offsets are repaired.
@@ -311,7 +311,7 @@ class ComposedKernel(nn.Module):
             self._first[t] + self._of(parts[t]).reads[k] for k in range(self._count) for t in reads
         ]
         multiplied = first.joining is Combine.MULTIPLY
-        self.dense = DenseKernel(
+        self.dense = DenseModule(
             [piece for part in parts for piece in _pieces(part)],
             features,
             optimizer,
@@ -563,10 +563,10 @@ class ComposedKernel(nn.Module):
 class ComposedHandle(DenseHandle):
     """A table with a parameter per component; its state dict says which rows ids read."""
 
-    def attach(self, kernel: Any, index: int) -> None:
-        """Become the handle of table `index` of a `ComposedKernel`."""
-        self._layout = kernel.layout_entry(index)
-        super().attach(kernel, index)
+    def attach(self, module: Any, index: int) -> None:
+        """Become the handle of table `index` of a `ComposedModule`."""
+        self._layout = module.layout_entry(index)
+        super().attach(module, index)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -89,7 +89,7 @@ class Dense(Storage):
     def group_key(
         self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of what tables of one kernel have in common."""
+        """Return a key of what tables of one module have in common."""
         # A sparse gradient is a matrix, so its tables must be equally wide.
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         dim = part.dim if is_sparse or pooling is Pooling.NONE else 0
@@ -111,21 +111,21 @@ class Dense(Storage):
             ValueError: tables outside the device without an optimizer that backward applies.
         """
         _check_optimizer(parts, optimizer)
-        return DenseKernel(parts, reads, optimizer, pooling, seeds, self.cache, device)
+        return DenseModule(parts, reads, optimizer, pooling, seeds, self.cache, device)
 
-    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameter `weight`."""
-        return DenseHandle(self, kernel, index)
+        return DenseHandle(self, module, index)
 
-    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+    def views(self, module: Any) -> list[dict[str, Tensor]]:
         """Return `weight` and the optimizer states of each table; flushes and empties caches."""
-        kernel.settle()
-        views: list[dict[str, Tensor]] = kernel.table_views()
+        module.settle()
+        views: list[dict[str, Tensor]] = module.table_views()
         return views
 
-    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
-        """Draw the initial values of all tables of a kernel again."""
-        kernel.redraw(seeds)
+    def reset(self, module: Any, seeds: Sequence[int]) -> None:
+        """Draw the initial values of all tables of a module again."""
+        module.redraw(seeds)
 
     # Planner
 
@@ -228,8 +228,8 @@ def _check_optimizer(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
         )
 
 
-class DenseKernel(TableBatchedEmbeddingBags):
-    """The tables of one kernel, each with a parameter if backward leaves gradients.
+class DenseModule(TableBatchedEmbeddingBags):
+    """The tables of one module, each with a parameter if backward leaves gradients.
 
     `weights` is a buffer here: the parameters that users see are views of it, see `DenseHandle`.
     """
@@ -278,8 +278,8 @@ class DenseKernel(TableBatchedEmbeddingBags):
         return self._memory.view(table, self.weights.detach(), self._states())
 
     @property
-    def dense(self) -> DenseKernel:
-        """Return the kernel of the dense tables, this one; see `ComposedKernel`."""
+    def dense(self) -> DenseModule:
+        """Return the module of the dense tables, this one; see `ComposedModule`."""
         return self
 
     def tables_of(self, index: int) -> dict[str, int]:
@@ -316,31 +316,31 @@ class DenseKernel(TableBatchedEmbeddingBags):
 class DenseHandle(TableHandle):
     """A dense table: the parameter `weight` `[rows, dim]`; or one composed of several tables."""
 
-    def attach(self, kernel: Any, index: int) -> None:
-        """Become the handle of table `index` of `kernel`, which has one or more dense tables."""
-        self._tables: dict[str, int] = kernel.tables_of(index)
-        super().attach(kernel.dense, next(iter(self._tables.values())))
+    def attach(self, module: Any, index: int) -> None:
+        """Become the handle of table `index` of `module`, which has one or more dense tables."""
+        self._tables: dict[str, int] = module.tables_of(index)
+        super().attach(module.dense, next(iter(self._tables.values())))
 
     def bind(self) -> None:
         """Make the parameters the views of the tables."""
-        kernel: DenseKernel = self.kernel
+        module: DenseModule = self.module
         for name, number in self._tables.items():
-            bind_view(self, name, kernel.view_of(number)["weight"], kernel.optimizer)
-            kernel.table_parameters[number] = getattr(self, name)
+            bind_view(self, name, module.view_of(number)["weight"], module.optimizer)
+            module.table_parameters[number] = getattr(self, name)
 
     def is_trained(self, name: str) -> bool:
         """Return whether backward updates the table of a parameter."""
-        return self._tables[name] not in self.kernel.untrained
+        return self._tables[name] not in self.module.untrained
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table of a parameter, with any optimizer."""
         for name, number in self._tables.items():
             if self._parameters.get(name) is parameter:
-                self.kernel.set_table_trained(number, trained=trained)
+                self.module.set_table_trained(number, trained=trained)
 
     def before_read(self) -> None:
         """Write the rows in the cache back; prefetched batches stay valid."""
-        self.kernel.flush()
+        self.module.flush()
 
     def before_write(self) -> None:
         """Write the rows in the cache back, and empty it.
@@ -348,34 +348,34 @@ class DenseHandle(TableHandle):
         Raises:
             RuntimeError: the table is on disk, where a write must be committed as a whole.
         """
-        tables = self.kernel.tables
+        tables = self.module.tables
         if any(tables[t].placement is Placement.DISK for t in self._tables.values()):
             raise RuntimeError(
                 f"table {self.name!r} is on disk, where writes are committed: load a state dict "
                 "instead of writing its parameter"
             )
-        self.kernel.settle()
+        self.module.settle()
 
     def views(self) -> dict[str, Tensor]:
         """Return parameters and optimizer states; flushes and empties the cache."""
-        kernel: DenseKernel = self.kernel
-        kernel.settle()
+        module: DenseModule = self.module
+        module.settle()
         return {
             parameter if name == "weight" else view_name(parameter, name): view
             for parameter, number in self._tables.items()
-            for name, view in kernel.view_of(number).items()
+            for name, view in module.view_of(number).items()
         }
 
     def commit(self) -> None:
         """Make durable what was written to the views."""
-        self.kernel.commit()
+        self.module.commit()
 
     def adopt(self, other: DenseHandle) -> None:
         """Copy the rows, and take the parameter objects."""
         views = other.views()
-        with self.kernel.overwriting():
+        with self.module.overwriting():
             for name, number in self._tables.items():
-                self.kernel.view_of(number)["weight"].copy_(views[name])
+                self.module.view_of(number)["weight"].copy_(views[name])
         for name in self._tables:
             parameter = other.get_parameter(name)
             parameter.grad = None
@@ -384,21 +384,21 @@ class DenseHandle(TableHandle):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        self.kernel.flush()
+        self.module.flush()
         with torch._C.DisableTorchFunctionSubclass():  # plain tensors, of what is flushed
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         metadata, *rest = arguments
-        kernel: DenseKernel = self.kernel
+        module: DenseModule = self.module
         if state_dicts.refuses(self, state_dict, prefix, rest[-1]):
             return
         if self._is_on_meta(state_dict, prefix, rest[-1]):
             return
         # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
         metadata = {k: v for k, v in metadata.items() if k != "assign_to_params_buffers"}
-        kernel.settle()
-        with kernel.overwriting(), torch._C.DisableTorchFunctionSubclass():
+        module.settle()
+        with module.overwriting(), torch._C.DisableTorchFunctionSubclass():
             super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -30,7 +30,7 @@ def handle_of(parameter: nn.Parameter) -> TableHandle | None:
 class TableHandle(nn.Module):
     """One table of a collection, with its parameters and their names.
 
-    The memory belongs to the kernel that has the table, and the kernel moves it; parameters are
+    The memory belongs to the module that has the table, and the module moves it; parameters are
     views of it. With a fused optimizer they require a gradient and never get one: backward applies
     it at once. `_in_backward_optimizers` on a parameter tells this to code that collects parameters
     for an optimizer.
@@ -40,11 +40,11 @@ class TableHandle(nn.Module):
     checks_parameters = True
     """Whether lookups raise for a parameter that was replaced, since they would ignore it."""
 
-    def __init__(self, storage: Storage, kernel: nn.Module, index: int) -> None:
+    def __init__(self, storage: Storage, module: nn.Module, index: int) -> None:
         super().__init__()
         self._storage = storage
         self._owner: Any = None
-        self.attach(kernel, index)
+        self.attach(module, index)
 
     def set_owner(self, owner: nn.Module, name: str) -> None:
         """Become the handle of the table `name` of a collection."""
@@ -54,18 +54,18 @@ class TableHandle(nn.Module):
         """Return the collection of the table, if there is one."""
         return None if self._owner is None else self._owner()
 
-    def attach(self, kernel: nn.Module, index: int) -> None:
-        """Become the handle of table `index` of `kernel`."""
-        self._of = (kernel, index)  # a tuple, so that the kernel is no child of this module
+    def attach(self, module: nn.Module, index: int) -> None:
+        """Become the handle of table `index` of `module`."""
+        self._of = (module, index)  # a tuple, so that the module is no child of this module
 
     def is_trained(self, name: str) -> bool:
         """Return whether the table of a parameter is trained, not frozen."""
-        return self.index not in getattr(self.kernel, "_untrained", ())
+        return self.index not in getattr(self.module, "_untrained", ())
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, from the next forward on."""
-        if autograd.updates_in_backward(self.kernel.optimizer):
-            self.kernel.set_table_trained(self.index, trained=trained)
+        if autograd.updates_in_backward(self.module.optimizer):
+            self.module.set_table_trained(self.index, trained=trained)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_parameters", {}) and isinstance(value, nn.Parameter):
@@ -79,21 +79,21 @@ class TableHandle(nn.Module):
         """Bring the parameters up to date and empty the cache."""
 
     @property
-    def kernel(self) -> Any:
+    def module(self) -> Any:
         """Return the module that looks the table up."""
         return self._of[0]
 
     @property
     def index(self) -> int:
-        """Return the number of the table in its kernel."""
+        """Return the number of the table in its module."""
         return self._of[1]
 
     def bind(self) -> None:
-        """Make the parameters views of the memory that the kernel has now."""
+        """Make the parameters views of the memory that the module has now."""
 
     def views(self) -> dict[str, Tensor]:
         """Return parameters and optimizer states by name, as views."""
-        return self._storage.views(self.kernel)[self.index]
+        return self._storage.views(self.module)[self.index]
 
     def dense_rows(self) -> Tensor:
         """Return the rows as floats `[rows, dim]`; only where `Storage.has_dense_rows`."""
@@ -108,11 +108,11 @@ class TableHandle(nn.Module):
 
     def fused_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name if a fused optimizer updates them, else nothing."""
-        return dict(self.named_parameters()) if autograd.is_fused(self.kernel.optimizer) else {}
+        return dict(self.named_parameters()) if autograd.is_fused(self.module.optimizer) else {}
 
-    def fused_kernels(self) -> list[Any]:
+    def fused_modules(self) -> list[Any]:
         """Return the modules that update the parameters, each with the numbers of the optimizer."""
-        return [self.kernel]
+        return [self.module]
 
     def checked_modules(self) -> list[nn.Module]:
         """Return the modules with parameters whose replacement lookups would ignore."""
@@ -120,14 +120,14 @@ class TableHandle(nn.Module):
 
     def optimizer_states(self, parameter: str, views: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the optimizer states of a parameter, out of `views`."""
-        names = self._storage.state_views(parameter, self.kernel.optimizer)
+        names = self._storage.state_views(parameter, self.module.optimizer)
         return {state: views[name] for state, name in names.items()}
 
     def adopt(self, other: Any) -> None:
         """Take the weights and the parameter objects of another handle of the same table."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return self  # the kernel moves its memory
+        return self  # the module moves its memory
 
     def _is_on_meta(self, state_dict: Any, prefix: str, errors: list[str]) -> bool:
         """Return whether there is no memory to load into, and append an error if so."""
@@ -161,7 +161,7 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
         handle.register_parameter(name, parameter)
     if optimizer.deferred:
         parameters.ask_for_float32_gradient(parameter)
-    is_cached = getattr(handle.kernel, "row_cache", None) is not None
+    is_cached = getattr(handle.module, "row_cache", None) is not None
     kind = parameters.CachedParameter if is_cached else parameters.ViewParameter
     parameters.own(parameter, handle, kind)
     handle.set_trained(parameter, trained=parameter.requires_grad)

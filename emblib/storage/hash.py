@@ -68,7 +68,7 @@ class Hash(Storage):
             host memory with its part of the capacity, files named by table and shard.
         seed: of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where untrusted
             users choose the keys, set one that they do not know. Tables with different seeds do
-            not share a kernel. None: initial values are those of seed 0, and keys are hashed by a
+            not share a module. None: initial values are those of seed 0, and keys are hashed by a
             seed that the collection draws from torch's generator, the same on all ranks that have
             shards of the table.
     """
@@ -150,7 +150,7 @@ class Hash(Storage):
     def group_key(
         self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of what tables of one kernel have in common."""
+        """Return a key of what tables of one module have in common."""
         dim = part.dim if pooling is Pooling.NONE else 0
         # Counters, assigned scores and stores belong to a module, and so do the states of an
         # optimizer outside of it.
@@ -208,26 +208,26 @@ class Hash(Storage):
                 )
             raise
 
-    def is_placeholder(self, kernel: nn.Module) -> bool:
-        """Return whether `kernel` only stands for a hash table that cannot be on meta."""
-        return isinstance(kernel, MetaPlaceholder)
+    def is_placeholder(self, module: nn.Module) -> bool:
+        """Return whether `module` only stands for a hash table that cannot be on meta."""
+        return isinstance(module, MetaPlaceholder)
 
-    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameter `weight`."""
-        return HashHandle(self, kernel, index)
+        return HashHandle(self, module, index)
 
-    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+    def views(self, module: Any) -> list[dict[str, Tensor]]:
         """Return `weight` and the optimizer states of each table, by slot."""
-        if self.is_placeholder(kernel):
+        if self.is_placeholder(module):
             raise RuntimeError(
                 "hash tables have no memory on meta: move the module with to_empty(device=...)"
             )
-        return [kernel.table_rows(t) for t in range(len(kernel.tables))]
+        return [module.table_rows(t) for t in range(len(module.tables))]
 
-    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
+    def reset(self, module: Any, seeds: Sequence[int]) -> None:
         """Remove all keys; optimizer state, step and learning rate as at construction."""
-        if not self.is_placeholder(kernel):
-            kernel.reset_parameters()
+        if not self.is_placeholder(module):
+            module.reset_parameters()
 
     def check_copied(self, table: TableDescription) -> None:
         """Raise ValueError for a table with a backing store, which has one owner."""
@@ -242,9 +242,9 @@ class Hash(Storage):
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
         """Return whether the store of a shard has rows, and the table that is sharded has none."""
-        if self.backing is None or not target.kernel.size(target.index):
+        if self.backing is None or not target.module.size(target.index):
             return False
-        return self.is_placeholder(source.kernel) or not source.kernel.size(source.index)
+        return self.is_placeholder(source.module) or not source.module.size(source.index)
 
     def cut_units(self, table: TableDescription) -> CutUnits:
         """Return that any number of rows can be cut off, and no columns."""
@@ -255,10 +255,10 @@ class Hash(Storage):
     ) -> None:
         """Copy the keys that `target` owns, with their rows."""
         number, count = key_block or (0, 1)
-        entries = table_entries(source.kernel, source.index)
+        entries = table_entries(source.module, source.index)
         owned = (keys.owner(entries.keys, count) == number).nonzero().view(-1)
-        set_table_entries(target.kernel, target.index, entries.take(owned))
-        target.kernel.index.set_tick(source.kernel.index.tick)
+        set_table_entries(target.module, target.index, entries.take(owned))
+        target.module.index.set_tick(source.module.index.tick)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return nothing: checkpoints have the rows by key, see `HashHandle`."""
@@ -320,7 +320,7 @@ def _counter_bytes(admission: FrequencyAdmission | None) -> int:
 
 
 class MetaPlaceholder(nn.Module):
-    """Stands for a kernel that cannot be on meta, until the collection leaves it."""
+    """Stands for a module that cannot be on meta, until the collection leaves it."""
 
     def __init__(self, parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
         super().__init__()
@@ -345,21 +345,21 @@ class HashHandle(TableHandle):
 
     @property
     def _is_on_placeholder(self) -> bool:
-        return self._storage.is_placeholder(self.kernel)
+        return self._storage.is_placeholder(self.module)
 
     def bind(self) -> None:
         """Make `weight` the view of the rows, by slot."""
-        kernel: Any = self.kernel
+        module: Any = self.module
         if self._is_on_placeholder:
-            view = torch.empty(kernel.shapes[self.index], device="meta")
-            bind_view(self, "weight", view, kernel.optimizer)
+            view = torch.empty(module.shapes[self.index], device="meta")
+            bind_view(self, "weight", view, module.optimizer)
             return
-        if not autograd.updates_in_backward(kernel.optimizer):
-            self._parameters["weight"] = kernel.weights
-            mark(kernel.weights, self, kernel.optimizer)
+        if not autograd.updates_in_backward(module.optimizer):
+            self._parameters["weight"] = module.weights
+            mark(module.weights, self, module.optimizer)
             return
-        view = kernel.rows.views(kernel.row_buffers(), self.index)["weight"]
-        bind_view(self, "weight", view, kernel.optimizer)
+        view = module.rows.views(module.row_buffers(), self.index)["weight"]
+        bind_view(self, "weight", view, module.optimizer)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, once it has memory."""
@@ -371,35 +371,35 @@ class HashHandle(TableHandle):
         if self._is_on_placeholder:
             self._parameters["weight"] = other.weight
             return
-        entries = table_entries(other.kernel, other.index)
+        entries = table_entries(other.module, other.index)
         rows = {"weight": entries.rows["weight"]}
-        kernel, weight = self.kernel, other.weight
-        hash_key = other.kernel.index.hash_key(other.index)
-        set_table_entries(kernel, self.index, replace(entries, rows=rows), hash_key=hash_key)
+        module, weight = self.module, other.weight
+        hash_key = other.module.index.hash_key(other.index)
+        set_table_entries(module, self.index, replace(entries, rows=rows), hash_key=hash_key)
         weight.grad = None
-        if autograd.updates_in_backward(kernel.optimizer):
+        if autograd.updates_in_backward(module.optimizer):
             self._parameters["weight"] = weight
         else:
             parameters.disown(weight)
-            weight.data = kernel.weights.data
-            kernel.weights = weight
+            weight.data = module.weights.data
+            module.weights = weight
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        kernel: Any = self.kernel
+        module: Any = self.module
         if self._is_on_placeholder:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        entries = table_entries(kernel, self.index)
+        entries = table_entries(module, self.index)
         columns = {"keys": entries.keys, "stamps": entries.stamps, **entries.rows}
         if entries.scores is not None:
             columns["scores"] = entries.scores
         order = keys.canonical_order(entries.keys)
         for key, rows in columns.items():
             destination[prefix + key] = rows[order].cpu()
-        destination[f"{prefix}clock"] = kernel.index.clock.cpu().clone()
-        for key, value in child_state(kernel).items():
+        destination[f"{prefix}clock"] = module.index.clock.cpu().clone()
+        for key, value in child_state(module).items():
             destination[prefix + key] = value
         hash_keys = f"{prefix}index.{HASH_KEYS}"
         destination[hash_keys] = destination[hash_keys][self.index : self.index + 1]
@@ -412,14 +412,14 @@ class HashHandle(TableHandle):
         if self._is_on_meta(state_dict, prefix, errors) or self._is_on_placeholder:
             missing.append(f"{prefix}keys")
             return
-        kernel: DynamicEmbeddingBags = self.kernel
+        module: DynamicEmbeddingBags = self.module
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         names = self._names()
         missing.extend(prefix + key for key in sorted(names - entries.keys()))
         others = self._entries_of_children(entries)
         unexpected.extend(prefix + key for key in sorted(entries.keys() - names - others))
         try:
-            kernel.load_state_dict(self._state_of_kernel(entries), strict=False)
+            module.load_state_dict(self._state_of_kernel(entries), strict=False)
         except RuntimeError as error:
             errors.append(f"{prefix}: {error}")
 
@@ -428,29 +428,29 @@ class HashHandle(TableHandle):
         if not self._is_on_placeholder:
             own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
             state = self._state_of_kernel(own)
-            table = f"{self.kernel.table_names[self.index]}."
-            for problem in state_dicts.problems(self.kernel, state, ""):
+            table = f"{self.module.table_names[self.index]}."
+            for problem in state_dicts.problems(self.module, state, ""):
                 yield prefix + problem.removeprefix(table)
 
     def _state_of_kernel(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of this table as a state dict of the kernel has them."""
+        """Return the entries of this table as a state dict of the module has them."""
         others = self._entries_of_children(entries)
-        table = f"{self.kernel.table_names[self.index]}."
+        table = f"{self.module.table_names[self.index]}."
         return {
             key if key == "clock" or key in others else table + key: entries[key]
             for key in (entries.keys() & self._names()) | others
         }
 
     def _entries_of_children(self, entries: Mapping[str, Any]) -> set[str]:
-        children = self.kernel._modules
+        children = self.module._modules
         return {key for key in entries if key.partition(".")[0] in children and "." in key}
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
         """Return the entries of a state dict that are no parameters, as attributes."""
-        kernel: DynamicEmbeddingBags = self.kernel
+        module: DynamicEmbeddingBags = self.module
         others = {
-            key.split(".")[0]: getattr(kernel, key.split(".")[0]) for key in child_state(kernel)
+            key.split(".")[0]: getattr(module, key.split(".")[0]) for key in child_state(module)
         }
         return SimpleNamespace(**{**dict.fromkeys(self._names(), 0), **others})
 
@@ -460,7 +460,7 @@ class HashHandle(TableHandle):
         return dict.fromkeys(names, "_names_in_checkpoints")
 
     def _names(self) -> set[str]:
-        kernel: DynamicEmbeddingBags = self.kernel
-        table = f"{kernel.table_names[self.index]}."
-        names = {key for key in state_names(kernel) if key.startswith(table)}
+        module: DynamicEmbeddingBags = self.module
+        table = f"{module.table_names[self.index]}."
+        names = {key for key in state_names(module) if key.startswith(table)}
         return {"clock", *(key.removeprefix(table) for key in names)}

@@ -66,7 +66,7 @@ class Quantized(Storage):
     def group_key(
         self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of what tables of one kernel have in common."""
+        """Return a key of what tables of one module have in common."""
         return ("quantized", self.bits, part.dim if pooling is Pooling.NONE else 0)
 
     def make_kernel(
@@ -79,20 +79,20 @@ class Quantized(Storage):
         device: torch.device,
     ) -> nn.Module:
         """Return the module of slices with equal group keys."""
-        return QuantizedKernel(parts, reads, self.bits, pooling, seeds, device)
+        return QuantizedModule(parts, reads, self.bits, pooling, seeds, device)
 
-    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
         """Return the handle of a table, which has no parameters."""
-        return QuantizedHandle(self, kernel, index)
+        return QuantizedHandle(self, module, index)
 
-    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+    def views(self, module: Any) -> list[dict[str, Tensor]]:
         """Return the rows `packed` of each table, see `emblib.ops.quant`."""
-        views: list[dict[str, Tensor]] = kernel.table_views()
+        views: list[dict[str, Tensor]] = module.table_views()
         return views
 
-    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
-        """Draw the initial values of all tables of a kernel again."""
-        kernel.redraw(seeds)
+    def reset(self, module: Any, seeds: Sequence[int]) -> None:
+        """Draw the initial values of all tables of a module again."""
+        module.redraw(seeds)
 
     # Sharding, checkpoints, planner
 
@@ -120,7 +120,7 @@ class Quantized(Storage):
         return 0.0
 
 
-class QuantizedKernel(QuantizedEmbeddingBags):
+class QuantizedModule(QuantizedEmbeddingBags):
     """Quantised slices of tables; the initial values are those of dense tables, quantised."""
 
     optimizer: Optimizer = NO_UPDATE  # nothing is trained
@@ -166,7 +166,7 @@ class QuantizedHandle(TableHandle):
     """
 
     def bind(self) -> None:
-        """Make the buffers views of the memory that the kernel has now."""
+        """Make the buffers views of the memory that the module has now."""
         for name, view in self.views().items():
             self.register_buffer(name, view, persistent=False)
 
@@ -200,7 +200,7 @@ class QuantizedHandle(TableHandle):
         views = self.views()
         if set(entries) == {"weight"}:
             try:
-                self.kernel.write_rows(self.index, entries["weight"])
+                self.module.write_rows(self.index, entries["weight"])
             except ValueError as error:
                 errors.append(f"{prefix}weight: {error}")
             return
@@ -214,7 +214,7 @@ class QuantizedHandle(TableHandle):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the table."""
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        spec, word = self.kernel.tables[self.index], torch.empty(0)
+        spec, word = self.module.tables[self.index], torch.empty(0)
         if set(entries) == {"weight"}:
             weight, shape = entries["weight"], (spec.rows, spec.dim)
             problem = state_dicts.tensor_problem(weight, word, shape)
@@ -232,5 +232,5 @@ class QuantizedHandle(TableHandle):
     def _pack_former(self, entries: Mapping[str, Any]) -> Tensor:
         """Return packed rows of entries from before 0.1.0."""
         values, scales = (entries[name] for name in FORMER_ENTRIES)
-        dim = self.kernel.tables[self.index].dim
-        return pack_former_rows(values, scales, dim, self.kernel.bits)
+        dim = self.module.tables[self.index].dim
+        return pack_former_rows(values, scales, dim, self.module.bits)

@@ -35,7 +35,7 @@ from emblib.storage.base import (
     stored_as,
 )
 from emblib.storage.handles import TableHandle
-from emblib.storage.tt_kernel import TTHandle, TTKernel, core_views
+from emblib.storage.tt_module import TTHandle, TTModule, core_views
 from emblib.tt import layout_entry
 from emblib.tt.initializers import find_initializer
 
@@ -56,7 +56,7 @@ class TensorTrain(Storage):
         seed: of the permutation.
         cache: of the most used rows, which are stored as they are, see `TTCache`; its `rows` and
             `spill_rows` are one number. None stores no rows. Tables whose caches agree in
-            `eviction` and `every` share a kernel and the memory of their counts. Such a table is
+            `eviction` and `every` share a module and the memory of their counts. Such a table is
             not sharded.
         matmul: how exact products of cores are on a GPU, see `MatmulPrecision`.
 
@@ -253,35 +253,35 @@ class TensorTrain(Storage):
             ValueError: an optimizer that rows of a cache cannot have.
         """
         if self.cache is None:
-            return TTKernel(parts, reads, optimizer, pooling, seeds, device)
+            return TTModule(parts, reads, optimizer, pooling, seeds, device)
         cached_train.check_optimizer(parts, self.cache, optimizer)
         on_meta = device.type == "meta"
-        make = cached_train.CachedTTPlaceholder if on_meta else cached_train.CachedTTKernel
+        make = cached_train.CachedTTPlaceholder if on_meta else cached_train.CachedTTModule
         return make(parts, reads, optimizer, pooling, seeds, device)
 
-    def is_placeholder(self, kernel: nn.Module) -> bool:
-        """Return whether `kernel` only stands for cached trains, which cannot be on meta."""
-        return not cached_train.is_made(kernel)
+    def is_placeholder(self, module: nn.Module) -> bool:
+        """Return whether `module` only stands for cached trains, which cannot be on meta."""
+        return not cached_train.is_made(module)
 
-    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameters `cores.0`, `cores.1`, ..."""
         if self.cache is None:
-            return TTHandle(self, kernel, index)
-        return cached_train.CachedTTHandle(self, kernel, index)
+            return TTHandle(self, module, index)
+        return cached_train.CachedTTHandle(self, module, index)
 
-    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
+    def views(self, module: Any) -> list[dict[str, Tensor]]:
         """Return `cores.0`, `cores.1`, ... and the states `<state>.0`, `<state>.1`, ...
 
         Stored rows are `cache.weight`, and their states `cache.<state>`.
         """
         if self.cache is not None:
-            return cached_train.views(kernel)
-        return [core_views(kernel, t) for t in range(len(kernel.tables))]
+            return cached_train.views(module)
+        return [core_views(module, t) for t in range(len(module.tables))]
 
-    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
+    def reset(self, module: Any, seeds: Sequence[int]) -> None:
         """Draw the cores again; all rows leave the cache."""
-        if not self.is_placeholder(kernel):
-            kernel.redraw(seeds)
+        if not self.is_placeholder(module):
+            module.redraw(seeds)
 
     # Sharding and checkpoints
 

@@ -192,9 +192,9 @@ def report_bounds_violations(model: nn.Module) -> None:
 
 
 def _table_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model, and the kernels of its collections, which are none of them."""
+    """Yield the modules of a model, and the modules of its collections, which are none of them."""
     for module in model.modules():
         yield module
-        if (kernels := getattr(module, "table_kernels", None)) is not None:
-            for kernel in kernels():
-                yield from kernel.modules()
+        if (table_modules := getattr(module, "table_modules", None)) is not None:
+            for table_module in table_modules():
+                yield from table_module.modules()

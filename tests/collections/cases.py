@@ -63,13 +63,13 @@ def batch(
 def dense(collection: Any, table: str) -> Tensor:
     """The rows of the first `IDS` ids of a table, as they are looked up one by one, no gradient."""
     handle = collection.handles()[table]
-    kernel, index = handle.kernel, handle.index
-    if hasattr(kernel, "to_dense"):
-        return kernel.to_dense(index)[:IDS].clone()
-    if not hasattr(kernel, "find"):
+    module, index = handle.module, handle.index
+    if hasattr(module, "to_dense"):
+        return module.to_dense(index)[:IDS].clone()
+    if not hasattr(module, "find"):
         return handle.weight.detach()[:IDS].float().clone()
-    slots = kernel.find(index, torch.arange(IDS))
-    rows = kernel.table_rows(index)["weight"].float()
+    slots = module.find(index, torch.arange(IDS))
+    rows = module.table_rows(index)["weight"].float()
     return torch.where((slots >= 0).unsqueeze(1), rows[slots.clamp(min=0)], 0.0)
 
 

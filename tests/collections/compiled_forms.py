@@ -26,7 +26,7 @@ from emblib.storage import Dense, Hash, Hashed, Narrow, QuotientRemainder, Tenso
 
 KEYS = ["f0", "f1", "f2"]
 ROWS = 20
-# What the second of three tables has, so that a kernel of its own looks it up.
+# What the second of three tables has, so that a module of its own looks it up.
 MIDDLE: dict[str, dict[str, Any]] = {
     "one kind": {},
     "float16": {"data_type": torch.float16},

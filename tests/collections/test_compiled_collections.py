@@ -6,7 +6,7 @@ import torch
 from tests.collections.compiled_forms import FORMS, check_training
 
 
-# Columns in another order, with means; vectors of several kernels.
+# Columns in another order, with means; vectors of several modules.
 @pytest.mark.parametrize("name", ["bags, float16", "sequences"])
 def test_inductor_trains(name: str) -> None:
     check_training(FORMS[name], "inductor")

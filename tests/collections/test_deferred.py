@@ -113,7 +113,7 @@ def test_micro_batches_are_one_large_batch(name: str) -> None:
             one.step()
             one.zero_grad()
     tables_close(model, large, rtol=2e-4, atol=2e-5)
-    assert {kernel.step for table in model.sparse.fused_tables() for kernel in table.kernels} == {3}
+    assert {module.step for table in model.sparse.fused_tables() for module in table.modules} == {3}
 
 
 def test_gradients_are_those_of_embedding_bags() -> None:
@@ -191,8 +191,8 @@ def test_a_scheduler_sets_the_rate_of_the_next_step() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    kernels = {kernel.learning_rate for t in model.sparse.fused_tables() for kernel in t.kernels}
-    assert kernels == {0.125}
+    modules = {module.learning_rate for t in model.sparse.fused_tables() for module in t.modules}
+    assert modules == {0.125}
 
 
 @pytest.mark.parametrize("kinds", [PLAIN, KINDS])

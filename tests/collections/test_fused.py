@@ -94,9 +94,9 @@ def test_numbers_other_than_the_rate() -> None:
     assert fused.param_groups[0]["betas"] == (0.9, 0.999)
     fused.param_groups[0].update(betas=(0.8, 0.99), lr=torch.tensor(0.25))
     fused.step()
-    kernel = collection.groups.groups[0].module
-    assert kernel.optimizer == optim.Adam(0.25, betas=(0.8, 0.99))
-    assert kernel.learning_rate == 0.25
+    module = collection.groups.groups[0].module
+    assert module.optimizer == optim.Adam(0.25, betas=(0.8, 0.99))
+    assert module.learning_rate == 0.25
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`TableGroups`: the same as every table alone, in few kernels, and first values by element."""
+"""`TableGroups`: the same as every table alone, in few modules, and first values by element."""
 
 import copy
 import pickle
@@ -312,14 +312,14 @@ def test_output_dtype() -> None:
 
 
 def test_kernels_are_no_modules_of_it() -> None:
-    """What is saved and listed is up to who has the tables; moving and modes reach the kernels."""
+    """What is saved and listed is up to who has the tables; moving and modes reach the modules."""
     groups = _groups(bag_configs(("plain", "tt", "dynamic")), optim.SGD(0.1))
     assert list(groups.modules()) == [groups]
     assert groups.state_dict() == {}
     assert not list(groups.parameters())
     groups.eval()
     assert not any(info.module.training for info in groups.groups)
-    assert "DenseKernel" in repr(groups)
+    assert "DenseModule" in repr(groups)
     assert groups.nbytes()["weights"] > 0
 
 

@@ -359,7 +359,7 @@ def test_wrong_use() -> None:
 
 
 def _dynamic(seed: int | None = None, device: str | None = None) -> EmbeddingBagCollection:
-    """Two tables that share a kernel, of features of their names."""
+    """Two tables that share a module, of features of their names."""
     kind = Hash(eviction="none", seed=seed)
     configs = [EmbeddingBagConfig(10_000, 4, name, storage=kind) for name in ("users", "ads")]
     return EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1), device=device)
@@ -367,7 +367,7 @@ def _dynamic(seed: int | None = None, device: str | None = None) -> EmbeddingBag
 
 def _hash_keys(collection: EmbeddingBagCollection) -> list[int]:
     handles = collection.handles().values()
-    return [handle.kernel.index.hash_key(handle.index) for handle in handles]
+    return [handle.module.index.hash_key(handle.index) for handle in handles]
 
 
 def test_hash_keys_follow_from_torchs_generator_or_from_a_seed_of_the_kind() -> None:
@@ -405,7 +405,7 @@ def test_tables_of_unequal_seeds_are_those_of_modules_of_their_own() -> None:
 
 
 def test_hash_keys_go_with_the_tables() -> None:
-    """Into copies, state dicts, collections for inference, and kernels of another optimizer."""
+    """Into copies, state dicts, collections for inference, and modules of another optimizer."""
     one, other = _dynamic(), _dynamic()
     own = _hash_keys(one)
     assert own != _hash_keys(other)

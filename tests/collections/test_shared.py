@@ -143,7 +143,7 @@ def test_steps_are_those_of_one_parameter(
         loss_of(wanted).backward()
         reference.step()
     reference.check(model)
-    assert model.history.handles()["item"].kernel.step == 4
+    assert model.history.handles()["item"].module.step == 4
 
 
 @pytest.mark.parametrize("make_optimizer", [lambda: optim.Adagrad(0.1, eps=1e-10, deferred=True)])
@@ -189,7 +189,7 @@ def test_several_forwards_are_one_step_and_unused_outputs_none() -> None:
     wanted.backward()
     reference.steps[0].step()
     torch.testing.assert_close(weight_of(model).detach(), reference.weight.detach())
-    assert model.history.handles()["item"].kernel.step == 1
+    assert model.history.handles()["item"].module.step == 1
 
 
 def test_one_lookup_in_the_loss_has_the_bits_of_an_own_table() -> None:
@@ -300,7 +300,7 @@ def test_gradients_of_a_scaler(overflows: bool) -> None:
         reference.step()
     reference.check(model)
     assert scaler.get_scale() == (32.0 if overflows else 64.0)
-    assert model.history.handles()["item"].kernel.step == (0 if overflows else 1)
+    assert model.history.handles()["item"].module.step == (0 if overflows else 1)
 
 
 def test_names_are_those_of_the_first_collection() -> None:
@@ -344,7 +344,7 @@ def test_copies_share_as_the_original(copied: Any, storage: Any) -> None:
     assert len({id(part["item"].weight) for part in parts}) == 1
     assert len(list(other.parameters())) == 2
     loss_of(other(make_batch(0))).backward()
-    assert other.history.handles()["item"].kernel.step == 2
+    assert other.history.handles()["item"].module.step == 2
     if other is not model:
         assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
         loss_of(model(make_batch(0))).backward()
@@ -429,7 +429,7 @@ def test_prefetched_batches_of_a_cached_table() -> None:
     (wanted + loss_of(functional.embedding(late, reference.weight))).backward()
     reference.steps[0].step()
     torch.testing.assert_close(weight_of(model).detach(), reference.weight.detach())
-    assert model.history.handles()["item"].kernel.cache_stats().calls == 2
+    assert model.history.handles()["item"].module.cache_stats().calls == 2
 
 
 def _renamed(batch: KeyedJaggedTensor, name: str) -> KeyedJaggedTensor:
@@ -556,7 +556,7 @@ def test_duplicates_become_one_table(storage: Any) -> None:
     FusedOptimizer.of(made).load_state_dict(FusedOptimizer.of(model).state_dict())
     for one in (model, made):
         loss_of(one(make_batch(0))).backward()
-        assert one.history.handles()["item"].kernel.step == 2
+        assert one.history.handles()["item"].module.step == 2
     for name, value in model.state_dict().items():
         assert torch.equal(value, made.state_dict()[name])
 

@@ -150,7 +150,7 @@ def _profiled(forward: Any, gradients: list[torch.Tensor]) -> tuple[int, int]:
 def held_bytes(sharded: Any) -> int:
     """Memory of a sharded collection's tables."""
     groups = [module for module in sharded.modules() if isinstance(module, TableGroups)]
-    return sum(allocated(kernel) for group in groups for kernel in group._kernels)
+    return sum(allocated(table_module) for group in groups for table_module in group._table_modules)
 
 
 def allocated(module: Any) -> int:

@@ -175,10 +175,10 @@ def compare(model: Any, oracle: Model, tolerance: float) -> None:
         whole = oracle.get_submodule(path)
         compare_tables(part, whole, tolerance)
         for shard in part.local_shards():
-            kernel: Any = shard.groups.module_of(shard.index)[0]
-            theirs: Any = whole.handles()[shard.table].kernel  # type: ignore[operator]
-            if hasattr(kernel, "step"):
-                ours, expected = kernel.step, theirs.step
+            module: Any = shard.groups.module_of(shard.index)[0]
+            theirs: Any = whole.handles()[shard.table].module  # type: ignore[operator]
+            if hasattr(module, "step"):
+                ours, expected = module.step, theirs.step
                 assert ours == expected, f"{path}.{shard.table}: step {ours}, not {expected}"
 
 

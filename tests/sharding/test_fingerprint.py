@@ -531,8 +531,8 @@ def _may_differ(ranks: RankGroup) -> int:
     # Copies become those of rank 0, whatever the others have.
     later: Any = _bags(rate_now=0.3 if ranks.rank == 0 else None)
     copies = {name: sharding_types.data_parallel() for name in _plan()}
-    kernel = shard(later, {"": copies}, ranks).replicated.groups.module_of(0)[0]  # type: ignore[union-attr]
-    assert kernel.learning_rate == 0.3
+    module = shard(later, {"": copies}, ranks).replicated.groups.module_of(0)[0]  # type: ignore[union-attr]
+    assert module.learning_rate == 0.3
     return len(sharded.local_shards())
 
 

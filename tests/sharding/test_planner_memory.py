@@ -60,7 +60,7 @@ def _both(config: EmbeddingBagConfig, part: TableSlice, optimizer: Any) -> tuple
                 for p in handle.parameters()
                 if p.grad is not None and not p.grad.is_sparse
             )
-    return sum(need), sum(allocated(kernel) for kernel in groups._kernels) + gradients
+    return sum(need), sum(allocated(module) for module in groups._table_modules) + gradients
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +112,7 @@ def test_quantised_tables(bits: int) -> None:
     part = TableSlice.whole(config)
     groups = TableGroups([part], [0], pooled=True)
     assert sum(part.storage.nbytes(part, None, "cpu")) == pytest.approx(
-        sum(allocated(kernel) for kernel in groups._kernels), rel=TOLERANCE
+        sum(allocated(module) for module in groups._table_modules), rel=TOLERANCE
     )
 
 

@@ -83,7 +83,9 @@ def _one_overflows(ranks: RankGroup, case: Case) -> None:
         scaler.update()
         fused.zero_grad()
         compare_tables(module, oracle, case.tolerance)
-        steps = {kernel.step for entry in module.fused_tables() for kernel in entry.kernels}
+        steps = {
+            table_module.step for entry in module.fused_tables() for table_module in entry.modules
+        }
         assert steps <= {[1, 1, 2][step]}
         assert scaler.get_scale() == [64.0, 32.0, 32.0][step]
 

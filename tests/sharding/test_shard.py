@@ -40,9 +40,9 @@ def keeps_what_was_trained(ranks: RankGroup, output: str) -> None:
         flat(source(batch(case, step, 4))).sum().backward()
     sharded = make_sharded(case, ranks, source)
     compare_tables(sharded, source, 0.0)
-    kernel, _ = source.groups.module_of(0)
+    module, _ = source.groups.module_of(0)
     for part in sharded.local_shards():
-        assert part.groups.module_of(part.index)[0].step == kernel.step == 3
+        assert part.groups.module_of(part.index)[0].step == module.step == 3
 
 
 @pytest.mark.parametrize("output", ["pooled", "sequence"])
@@ -60,11 +60,11 @@ def hash_keys(ranks: RankGroup, plan: str, device: str) -> dict[str, list[int]]:
         source.to_empty(device="cpu")
     found: dict[str, list[int]] = {}
     for name, handle in source.handles().items():
-        found[name] = [handle.kernel.index.hash_key(handle.index)] if ranks.rank == 0 else []
+        found[name] = [handle.module.index.hash_key(handle.index)] if ranks.rank == 0 else []
     for part in sharded.local_shards():
-        kernel, table = part.groups.module_of(part.index)
-        sketches = kernel.state_dict()["admission.sketches.hash_keys"].tolist()
-        found[part.table] += [kernel.index.hash_key(table), sketches[table]]
+        module, table = part.groups.module_of(part.index)
+        sketches = module.state_dict()["admission.sketches.hash_keys"].tolist()
+        found[part.table] += [module.index.hash_key(table), sketches[table]]
     return found
 
 

@@ -55,25 +55,25 @@ class Modulo(storage.Storage):
         seeds: Sequence[int],
         device: torch.device,
     ) -> nn.Module:
-        kernel = ModuloKernel(
+        module = ModuloModule(
             [self.spec(self.buckets, part.dim, part.config.name) for part in parts],
             optimizer,
             pooling=pooling,
             feature_tables=reads,
             device=device,
         )
-        self.reset(kernel, seeds)
-        return kernel
+        self.reset(module, seeds)
+        return module
 
-    def make_handle(self, kernel: nn.Module, index: int) -> TableHandle:
-        return ModuloHandle(self, kernel, index)
+    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
+        return ModuloHandle(self, module, index)
 
-    def views(self, kernel: Any) -> list[dict[str, Tensor]]:
-        views: list[dict[str, Tensor]] = kernel.table_views()
+    def views(self, module: Any) -> list[dict[str, Tensor]]:
+        views: list[dict[str, Tensor]] = module.table_views()
         return views
 
-    def reset(self, kernel: Any, seeds: Sequence[int]) -> None:
-        for views in self.views(kernel):
+    def reset(self, module: Any, seeds: Sequence[int]) -> None:
+        for views in self.views(module):
             views["weight"].fill_(0.5)
 
     def copy_slice(self, part: TableSlice, source: Any, target: Any, key_block: Any) -> None:
@@ -86,7 +86,7 @@ class Modulo(storage.Storage):
         return MemoryBytes(self.buckets * part.dim * 4 + states)
 
 
-class ModuloKernel(TableBatchedEmbeddingBags):
+class ModuloModule(TableBatchedEmbeddingBags):
     """Looks up the bucket of each id."""
 
     def forward(self, indices: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -98,7 +98,7 @@ class ModuloHandle(TableHandle):
     """The parameter `weight` `[buckets, dim]`."""
 
     def bind(self) -> None:
-        bind_view(self, "weight", self.views()["weight"], self.kernel.optimizer)
+        bind_view(self, "weight", self.views()["weight"], self.module.optimizer)
 
 
 storage.register(Modulo)

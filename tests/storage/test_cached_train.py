@@ -217,7 +217,7 @@ def test_every_optimizer_trains_stored_rows(name: str, eviction: RowEviction) ->
 
 @pytest.mark.parametrize("eviction", ["project", "spill"])
 def test_tables_that_do_not_agree_have_kernels_of_their_own(eviction: str) -> None:
-    """And train as they do in one kernel."""
+    """And train as they do in one module."""
     one = collection(caches(eviction))
     own = caches(eviction)
     apart = collection([own[0], replace(own[1], every=1000)])
@@ -344,7 +344,7 @@ def test_to_dense_has_what_stored_rows_learned_and_so_has_a_quantized_collection
     train(model, range(2, 6))
     served = model.quantized()
     for name, feature, rows in zip("ab", "fg", dense(model), strict=True):
-        made = handle(model, name).kernel.to_dense(handle(model, name).index)
+        made = handle(model, name).module.to_dense(handle(model, name).index)
         assert not torch.equal(rows, made)
         ids = torch.arange(len(rows))
         lengths = torch.cat([torch.full((len(ids),), int(key == feature)) for key in FEATURES])

@@ -59,7 +59,7 @@ def test_quantising_a_collection_needs_its_result_and_a_block(storage: Storage) 
     source = collection(storage)
     with LargestTensor() as largest:
         made = source.quantized()
-    assert largest.nbytes <= RESULT + 10_000  # both tables are in one kernel
+    assert largest.nbytes <= RESULT + 10_000  # both tables are in one module
     want = QuantizedEmbeddingBags.from_float(source.handles()["t"].dense_rows().detach())
     assert torch.equal(made.handles()["t"].views()["packed"], want.table_views()[0]["packed"])
 

@@ -137,7 +137,7 @@ def test_state_dicts_from_before_0_1_0_are_converted(bits: int) -> None:
     made.load_state_dict(state)
     codes = numbers if bits == 8 else torch.stack([numbers & 15, numbers >> 4], 2).flatten(1)
     rows = codes * 0.5 - levels / 4
-    assert (made.handles()["a"].kernel.to_dense(0) - rows).abs().max() <= 0.26
+    assert (made.handles()["a"].module.to_dense(0) - rows).abs().max() <= 0.26
     for wrong in (numbers[:, 1:], numbers[1:]):
         with pytest.raises(RuntimeError, match=r"embedding_bags\.a: size mismatch"):
             made.load_state_dict({**state, "embedding_bags.a.values": wrong})
@@ -148,7 +148,7 @@ def test_weights_of_a_plain_table_are_quantised_as_they_are_loaded() -> None:
     small = EmbeddingBagCollection([EmbeddingBagConfig(60, 6, "a", storage=Quantized())])
     small.load_state_dict(plain.state_dict())
     weight = plain.state_dict()["embedding_bags.a.weight"]
-    assert torch.equal(small.handles()["a"].kernel.to_dense(0), _rounded(weight, 8))
+    assert torch.equal(small.handles()["a"].module.to_dense(0), _rounded(weight, 8))
     with pytest.raises(RuntimeError, match="must be finite"):
         small.load_state_dict({"embedding_bags.a.weight": torch.full((60, 6), torch.nan)})
 
@@ -156,13 +156,13 @@ def test_weights_of_a_plain_table_are_quantised_as_they_are_loaded() -> None:
 def test_first_values_are_those_of_plain_tables() -> None:
     config = EmbeddingBagConfig(100, 6, "a", storage=Quantized())
     plain = EmbeddingBagConfig(100, 6, "a")
-    kernels = [
+    modules = [
         TableGroups([TableSlice.whole(c)], [], pooled=True, seeds={"a": 5}).module_of(0)[0]
         for c in (config, plain)
     ]
-    assert torch.equal(kernels[0].to_dense(0), _rounded(kernels[1].table_weights()[0], 8))
+    assert torch.equal(modules[0].to_dense(0), _rounded(modules[1].table_weights()[0], 8))
     part = TableSlice(config, (30, 80), (0, 6))
     cut = TableGroups([part], [], pooled=True, seeds={"a": 5}).module_of(0)[0]
-    assert torch.equal(cut.to_dense(0), kernels[0].to_dense(0)[30:80])
+    assert torch.equal(cut.to_dense(0), modules[0].to_dense(0)[30:80])
     with pytest.raises(ValueError, match="not divided by columns"):
         TableSlice(config, (0, IDS), (0, 3))

@@ -138,12 +138,12 @@ def test_cached_trains_multiply_in_it() -> None:
 
 
 def test_trains_of_a_collection_multiply_in_it() -> None:
-    """Tables of different precision have kernels of their own."""
+    """Tables of different precision have modules of their own."""
     trains = [storage.TensorTrain((8, 8), matmul=m) for m in ("tf32", "tf32", "float32")]
     configs = [
         emblib.EmbeddingBagConfig(500, 16, f"t{i}", storage=train) for i, train in enumerate(trains)
     ]
     collection = emblib.EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1))
-    kernels = {id(h.kernel): h.kernel for h in collection.handles().values()}.values()
-    found = sorted((k.precision.matmul.value, len(k.tables)) for k in kernels)
+    modules = {id(h.module): h.module for h in collection.handles().values()}.values()
+    found = sorted((k.precision.matmul.value, len(k.tables)) for k in modules)
     assert found == [("float32", 1), ("tf32", 2)]

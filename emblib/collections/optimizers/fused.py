@@ -81,21 +81,25 @@ class FusedOptimizer(KeyedOptimizer):
                         self._first_names.update(zip(names, firsts, strict=True))
                         continue
                 found.setdefault(table.optimizer, []).append((_joined(path, ""), table))
-        self._names, self._kernels, groups = [], [], []
+        self._names, self._table_modules, groups = [], [], []
         self._optimizers = list(found)
         params: dict[str, nn.Parameter] = {}
         for tables in found.values():
             here = {prefix + k: p for prefix, t in tables for k, p in t.parameters.items()}
             params.update(here)
-            kernels = {id(kernel): kernel for _, table in tables for kernel in table.kernels}
-            self._kernels.append(list(kernels.values()))
+            table_modules = {
+                id(table_module): table_module
+                for _, table in tables
+                for table_module in table.modules
+            }
+            self._table_modules.append(list(table_modules.values()))
             self._names.append([prefix + name for prefix, t in tables for name in t.names])
-            if any(kernel.grad_anchor.is_meta for kernel in kernels.values()):
+            if any(table_module.grad_anchor.is_meta for table_module in table_modules.values()):
                 raise RuntimeError(
                     "hyperparameters of tables on meta cannot be read: make the FusedOptimizer "
                     "after to_empty(device=...) and reset_parameters()"
                 )
-            anchors = [k.grad_anchor for k in kernels.values() if not k.optimizer.deferred]
+            anchors = [k.grad_anchor for k in table_modules.values() if not k.optimizer.deferred]
             group = TableGroup({"params": [*here.values(), *anchors]})
             groups.append(group)
         super().__init__(params, groups)
@@ -164,7 +168,7 @@ class FusedOptimizer(KeyedOptimizer):
         if is_of_torch(state_dict, self.keyed_state()):
             state_dict = from_torch_states(state_dict, self.keyed_state(), self._templates())
         self._check_groups()
-        groups: list[Any] = self.param_groups[: len(self._kernels)]
+        groups: list[Any] = self.param_groups[: len(self._table_modules)]
         for group, saved in zip(groups, state_dict["param_groups"], strict=False):
             group.check({key: value for key, value in saved.items() if key != "params"})
         super().load_state_dict(state_dict)
@@ -172,15 +176,15 @@ class FusedOptimizer(KeyedOptimizer):
     def _templates(self) -> list[Template]:
         """Return per group the optimizer, and the numbers that its tables have now."""
         found = []
-        for optimizer, kernels in zip(self._optimizers, self._kernels, strict=True):
-            now = kernels[0].optimizer if kernels else optimizer
-            numbers = kernels[0].hyperparams.detach().cpu() if kernels else now.hyperparams()
+        for optimizer, modules in zip(self._optimizers, self._table_modules, strict=True):
+            now = modules[0].optimizer if modules else optimizer
+            numbers = modules[0].hyperparams.detach().cpu() if modules else now.hyperparams()
             found.append(Template(now, numbers.clone()))
         return found
 
     def _check_groups(self) -> None:
         """Connect groups that were replaced, and warn of modules that were set one by one."""
-        for number, group in enumerate(self.param_groups[: len(self._kernels)]):
+        for number, group in enumerate(self.param_groups[: len(self._table_modules)]):
             if not isinstance(group, TableGroup) or not group.is_connected:
                 self.param_groups[number] = TableGroup({"params": group["params"]})
                 self._connect(number).update({k: v for k, v in group.items() if k != "params"})
@@ -190,20 +194,22 @@ class FusedOptimizer(KeyedOptimizer):
     def _connect(self, number: int) -> TableGroup:
         """Connect a group with its tables, and return it."""
         group: Any = self.param_groups[number]
-        optimizer, kernels = self._optimizers[number], self._kernels[number]
-        rates = [kernel.learning_rate for kernel in kernels]
-        now = kernels[0].optimizer if kernels else optimizer
+        optimizer, modules = self._optimizers[number], self._table_modules[number]
+        rates = [module.learning_rate for module in modules]
+        now = modules[0].optimizer if modules else optimizer
         group.follow({"lr": rates[0] if rates else optimizer.lr, **numbers_of(now)})
-        group.connect(now, kernels, rates)
+        group.connect(now, modules, rates)
         group.show()
         return group
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         groups: list[Any] = self.param_groups
-        for group, optimizer, kernels in zip(groups, self._optimizers, self._kernels, strict=False):
+        for group, optimizer, modules in zip(
+            groups, self._optimizers, self._table_modules, strict=False
+        ):
             # Not read from the modules, which may be incomplete yet.
-            group.connect(optimizer, kernels, [group["lr"]] * len(kernels))
+            group.connect(optimizer, modules, [group["lr"]] * len(modules))
 
     def step(self, closure: Any = None) -> Any:
         """Apply the gradients of deferred tables."""
@@ -212,10 +218,10 @@ class FusedOptimizer(KeyedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_groups()
-        for kernels in self._kernels:
-            for kernel in kernels:
-                if kernel.optimizer.deferred:
-                    kernel.apply_gradients()
+        for modules in self._table_modules:
+            for module in modules:
+                if module.optimizer.deferred:
+                    module.apply_gradients()
         return loss
 
     def zero_grad(self, set_to_none: Any = True) -> None:

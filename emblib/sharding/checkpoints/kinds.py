@@ -132,7 +132,7 @@ class Table:
         """Return the shards of the table; none where every rank has a replica."""
         return self.sharding.shards
 
-    def kernels(self) -> list[Any]:
+    def table_modules(self) -> list[Any]:
         """Return the modules that store the local shards."""
         return [part.groups.module_of(part.index)[0] for part in self.local.values()]
 
@@ -145,7 +145,9 @@ class Table:
     def hyperparams(self) -> Entry:
         """Return the entry of the hyperparameters, which every rank with a shard has."""
         size = (self.optimizer.hyperparams().numel(),)
-        return self._shared(size, torch.float64, [kernel.hyperparams for kernel in self.kernels()])
+        return self._shared(
+            size, torch.float64, [module.hyperparams for module in self.table_modules()]
+        )
 
     def _shared(self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]) -> Entry:
         """Return the entry of a tensor that every rank with a shard has whole."""
@@ -382,7 +384,7 @@ def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
 def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Load the result of `optimizer_state`, or whole tensors.
 
-    Tables of one kernel share its hyperparameters: those with the most steps are loaded.
+    Tables of one module share its hyperparameters: those with the most steps are loaded.
     """
     numbers: list[tuple[Any, Tensor]] = []
     for table in _tables(tables):
@@ -393,15 +395,17 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
             table.set_states(parameter, given)
             if HYPER in given:
                 hyper_entries = table.hyperparams.parts_of(given[HYPER], HYPER)
-                numbers += [(k, hyper) for k in table.kernels() for hyper in hyper_entries.values()]
+                numbers += [
+                    (k, hyper) for k in table.table_modules() for hyper in hyper_entries.values()
+                ]
     newest: dict[int, tuple[Any, Tensor]] = {}
-    for kernel, hyper in numbers:
-        known = newest.get(id(kernel))
+    for module, hyper in numbers:
+        known = newest.get(id(module))
         if known is None or float(hyper[Hyper.STEP]) > float(known[1][Hyper.STEP]):
-            newest[id(kernel)] = kernel, hyper
-    for kernel, hyper in newest.values():
-        kernel.load_hyperparams(hyper)
-        kernel.set_step(int(hyper[Hyper.STEP]))
+            newest[id(module)] = module, hyper
+    for module, hyper in newest.values():
+        module.load_hyperparams(hyper)
+        module.set_step(int(hyper[Hyper.STEP]))
 
 
 def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
@@ -410,7 +414,7 @@ def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
         FusedTableEntry(
             table.optimizer,
             tuple(f"{prefix}{table.name}.{name}" for name in table.fused_names()),
-            table.kernels(),
+            table.table_modules(),
             {f"{prefix}{table.name}.{key}": p for key, p in table.fused_parameters().items()},
             tables.shared.get(table.name),
         )
@@ -450,7 +454,7 @@ class StateOfTables(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # The kernels of a copy have created new parameters.
+        # The modules of a copy have created new parameters.
         handles: Any = self._modules[self.handles_name]
         handles.bind()
 

@@ -1,4 +1,4 @@
-"""The kernel of tensor trains in a collection, and the handles of its tables."""
+"""The module of tensor trains in a collection, and the handles of its tables."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from emblib.tt.initializers import CoreLayout, find_initializer
 from emblib.tt.shapes import check_ranks
 
 
-def core_views(kernel: Any, table: int) -> dict[str, Tensor]:
+def core_views(module: Any, table: int) -> dict[str, Tensor]:
     """Return the cores of a table, `cores.0`, ..., and their states, `<state>.0`, ..., as views."""
-    views = {f"cores.{k}": core.detach() for k, core in enumerate(kernel.table_cores(table))}
-    for k, states in enumerate(kernel.core_optimizer_states(table)):
+    views = {f"cores.{k}": core.detach() for k, core in enumerate(module.table_cores(table))}
+    for k, states in enumerate(module.core_optimizer_states(table)):
         views.update({f"{name}.{k}": state for name, state in states.items()})
     return views
 
 
-class TTKernel(TableBatchedTTEmbeddingBags):
+class TTModule(TableBatchedTTEmbeddingBags):
     """Slices of tensor-train tables, each with the initial values that its whole table has."""
 
     def __init__(
@@ -98,44 +98,44 @@ class TTHandle(TableHandle):
 
     checks_parameters = False  # the cores are the memory, not views of it
 
-    def attach(self, kernel: nn.Module, index: int) -> None:
-        """Become the handle of table `index` of `kernel`, and have its cores."""
-        super().attach(kernel, index)
-        assert isinstance(kernel, TTKernel)
-        self.cores = Cores(kernel.table_cores(index))
-        kernel.set_cores(index, self.cores)
+    def attach(self, module: nn.Module, index: int) -> None:
+        """Become the handle of table `index` of `module`, and have its cores."""
+        super().attach(module, index)
+        assert isinstance(module, TTModule)
+        self.cores = Cores(module.table_cores(index))
+        module.set_cores(index, self.cores)
 
     @property
     def spec(self) -> TTSpec:
         """Return rows, dim, ranks and factors of the table."""
-        spec: TTSpec = self.kernel.tables[self.index]
+        spec: TTSpec = self.module.tables[self.index]
         return spec
 
     def bind(self) -> None:
         """Mark the cores as those of this table."""
-        kernel: TTKernel = self.kernel
-        frozen = kernel._frozen_cores
-        for k, core in zip(kernel._cores_of(self.index), self.cores, strict=True):
-            if autograd.updates_in_backward(kernel.optimizer):
+        module: TTModule = self.module
+        frozen = module._frozen_cores
+        for k, core in zip(module._cores_of(self.index), self.cores, strict=True):
+            if autograd.updates_in_backward(module.optimizer):
                 core.requires_grad_(k not in frozen)
-            mark(core, self, kernel.optimizer)
-        kernel._mark_parameters()
+            mark(core, self, module.optimizer)
+        module._mark_parameters()
 
     def dense_rows(self) -> Tensor:
         """Return the rows that the cores make, `[rows, dim]`."""
-        rows: Tensor = self.kernel.to_dense(self.index)
+        rows: Tensor = self.module.to_dense(self.index)
         return rows
 
     def dense_blocks(self) -> Iterator[Tensor]:
         """Yield the rows that the cores make in blocks, in order."""
-        yield from self.kernel.dense_blocks(self.index)
+        yield from self.module.dense_blocks(self.index)
 
     def adopt(self, other: TTHandle) -> None:
         """Take the cores."""
         self.cores = other.cores
-        self.kernel.set_cores(self.index, other.cores)
-        for k, core in zip(self.kernel._cores_of(self.index), other.cores, strict=True):
-            self.kernel.cores[k] = core
+        self.module.set_cores(self.index, other.cores)
+        for k, core in zip(self.module._cores_of(self.index), other.cores, strict=True):
+            self.module.cores[k] = core
             core.grad = None
 
     def _save_to_state_dict(
