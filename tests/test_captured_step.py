@@ -6,7 +6,7 @@ On the CPU steps are padded and run as they are; graphs need a GPU or the preten
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from emblib import (
     CachedTTEmbeddingBags,
@@ -104,7 +105,7 @@ class Training:
 
     def __init__(self, model: nn.ModuleDict, **options: Any) -> None:
         self.model = model
-        is_cuda = model["top"].weight.is_cuda
+        is_cuda = next(model["top"].parameters()).is_cuda
         self.optimizer = torch.optim.Adam(
             model["top"].parameters(), capturable=is_cuda, **{"lr": 0.05, **options}
         )
@@ -641,6 +642,35 @@ def test_a_grad_scaler_of_another_optimizer_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"item; at .*scaler\.step.*GradScaler fused=True"):
         step(Problem().batch(3))
     step.run_eagerly(Problem().batch(3))  # ends the step of the scaler, too
+
+
+def test_a_distributed_dense_part(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose dense part is reduced over ranks: its collectives are part of the graph."""
+    is_cuda = device.type == "cuda"
+    if is_cuda and not torch.distributed.is_nccl_available():
+        pytest.skip("needs NCCL")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    torch.distributed.init_process_group(
+        "nccl" if is_cuda else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        problem = Problem(optim.Adam(0.05))
+        trainings = twins(problem, device)
+        with torch.cuda.stream(torch.cuda.Stream()) if is_cuda else nullcontext():
+            for training in trainings:
+                top = DistributedDataParallel(training.model["top"])
+                training.model = nn.ModuleDict({"tables": training.model["tables"], "top": top})
+        one, other = trainings
+        step = CapturedStep(other.step, [24], device=device, warmup=11)
+        for size in (5, 24, 0, 8, 21, 3, 9, 8, 9, 7, 1, 22, 6, 4):
+            want, loss = one.step(problem.batch(size, device)), step(problem.batch(size))
+            assert torch.equal(want, loss)
+        check_same(one, other)
+        assert step.captured_bounds == ([24] if is_cuda else [])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @NEEDS_A_GPU
