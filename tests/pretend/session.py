@@ -36,7 +36,7 @@ SHORT = (
     "tests/test_captured_step.py::test_dynamic_tables",
     "tests/test_captured_step.py::test_a_loop_waits_for_nothing",
     "tests/test_captured_step.py::test_a_step_that_waits_is_refused",
-    "tests/test_captured_step.py::test_a_grad_scaler",
+    "tests/test_captured_optimizers.py::test_a_grad_scaler",
     "tests/tables/test_bounds_report.py",
     "tests/tables/test_mapped_memory.py",
     "tests/tables/test_tbe.py::test_dense_gradient_equals_embedding_bag",
@@ -102,7 +102,9 @@ class Room(NamedTuple):
 # What takes a device, and what takes ranks, whose device is a GPU.
 WIDE: dict[str, Room] = {
     "ops": Room(("tests/ops",)),
-    "tables": Room(("tests/tables", "tests/test_captured_step.py")),
+    "tables": Room(
+        ("tests/tables", "tests/test_captured_step.py", "tests/test_captured_optimizers.py")
+    ),
     "tt": Room(("tests/tt",)),
     "dynamic": Room(("tests/dynamic",)),
     "sharding": Room(
