@@ -45,6 +45,7 @@ from emblib.memory_plan import (
     MemoryPlan,
     plan_memory,
 )
+from emblib.migration import Migration, migrate
 from emblib.specs import (
     BoundsCheck,
     CacheConfig,
@@ -109,6 +110,7 @@ __all__ = [
     "MatmulPrecision",
     "MemoryChoice",
     "MemoryPlan",
+    "Migration",
     "MultiPassPrefetch",
     "OnInsertFailure",
     "Placement",
@@ -136,6 +138,7 @@ __all__ = [
     "dynamic",
     "init",
     "jagged",
+    "migrate",
     "ops",
     "optim",
     "plan_memory",

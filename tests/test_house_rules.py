@@ -59,7 +59,7 @@ LAYERS = (
     ("emblib.storage",),
     ("emblib.collections",),
     ("emblib.sharding",),
-    ("emblib.memory_plan", "emblib.metrics", "emblib.captured_step"),
+    ("emblib.memory_plan", "emblib.metrics", "emblib.captured_step", "emblib.migration"),
 )
 # What the library never imports: it depends on torch alone (`emblib.metrics` also on torchmetrics).
 OUTSIDE = {
@@ -74,7 +74,12 @@ OUTSIDE = {
     "scipy",
 }
 PEERS = {"fbgemm_gpu", "torchrec", "tensorly", "tltorch", "torch_tensorrt", "dynamicemb"}
-PEERS_ALLOWED_IN = ("experiments/contenders/", "tests/bench/", "tests/compat/")
+PEERS_ALLOWED_IN = (
+    "examples/torchrec_over_emblib.py",
+    "experiments/contenders/",
+    "tests/bench/",
+    "tests/compat/",
+)
 DISTRIBUTED_ALLOWED_IN = (
     "emblib/sharding/",
     "experiments/contenders/sharded.py",

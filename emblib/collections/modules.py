@@ -230,6 +230,10 @@ class TableCollection(nn.Module):
         found: Any = self._modules[self.handles_name]
         return dict(found.items())
 
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of `weights`, `optimizer_state` and other memory of all tables."""
+        return self.groups.nbytes()
+
     @property
     def tables(self) -> DynamicTables:
         """Return the handles of dynamic tables, by name (docs/dynamic.md#handles)."""

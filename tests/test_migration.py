@@ -1,0 +1,261 @@
+"""Migration: models train on as they would have, take the same calls, and can go back."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import emblib
+from emblib import optim
+from emblib.migration import MigratedEmbedding, MigratedEmbeddingBag
+
+ROWS, DIM = 50, 8
+IDS = torch.randint(ROWS, (12, 4), generator=torch.Generator().manual_seed(0))
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "decay": lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.2),
+    "adam": lambda p: torch.optim.Adam(p, 0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+}
+FUSED = {"sgd", "adagrad"}
+
+
+class Model(nn.Module):
+    """Two tables, one of bags and one of single ids, and a linear layer."""
+
+    def __init__(self, *, sparse: bool = False, padding_idx: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        options: dict[str, Any] = {"sparse": sparse, "padding_idx": padding_idx}
+        self.bags = nn.EmbeddingBag(ROWS, DIM, **options)
+        self.items = nn.Embedding(ROWS, DIM, **options)
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return one logit per line of ids."""
+        return self.top(torch.cat([self.bags(ids), self.items(ids[:, 0])], 1))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Make training steps; the ids do not depend on the model."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(IDS.roll(step, 0)[:8]).square().mean().backward()
+        optimizer.step()
+
+
+def rows_of(model: Any) -> list[Tensor]:
+    """Return the rows of both tables."""
+    return [model.bags.weight.detach(), model.items.weight.detach()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_model_trains_on(name: str, device: torch.device) -> None:
+    model = Model().to(device)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, 3)
+    other, other_optimizer = copy.deepcopy((model, optimizer))
+    migration = emblib.migrate(other, other_optimizer)
+    assert [one.is_fused for one in migration.replaced] == [name in FUSED] * 2
+    train(model, optimizer, 3)
+    train(other, other_optimizer, 3)
+    for before, after in zip(rows_of(model), rows_of(other), strict=True):
+        torch.testing.assert_close(after, before)
+    assert all(d.output < 1e-6 and d.rows < 1e-6 for d in migration.check())
+    migration.undo()
+    assert type(other.bags) is nn.EmbeddingBag
+    train(model, optimizer, 3)
+    train(other, other_optimizer, 3)
+    for before, after in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(after, before)
+    with pytest.raises(RuntimeError, match="undone already"):
+        migration.undo()
+
+
+def test_sparse_adam_trains_on() -> None:
+    """The counterpart adds eps elsewhere, so the rows are close, not equal."""
+    model = Model(sparse=True)
+    tables = [model.bags.weight, model.items.weight]
+    optimizer, dense = (
+        torch.optim.SparseAdam(tables, 0.01),
+        torch.optim.SGD(model.top.parameters(), 0.0),
+    )
+    train(model, optimizer, 3)
+    other, others = copy.deepcopy((model, [optimizer, dense]))
+    migration = emblib.migrate(other, others)
+    assert "eps" in migration.replaced[0].note
+    assert not any(group["params"] for group in others[0].param_groups)
+    train(model, optimizer, 5)
+    train(other, others[1], 5)
+    for before, after in zip(rows_of(model), rows_of(other), strict=True):
+        torch.testing.assert_close(after, before, atol=1e-4, rtol=0)
+    migration.undo()
+    (state, _) = others[0].state.values()
+    assert state["step"] == 8
+
+
+def test_an_optimizer_of_the_tables_is_chosen() -> None:
+    """Moments of torch's Adam move into the table; `check` shows that its steps differ."""
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    train(model, optimizer, 2)
+    moments = optimizer.state[model.bags.weight]["exp_avg"].clone()
+    migration = emblib.migrate(model, optimizer, tables=optim.Adam(0.01))
+    table = model.bags.table
+    assert torch.equal(table.table_optimizer_states()[0]["exp_avg"], moments)
+    assert table.step == 2
+    assert len(optimizer.param_groups[0]["params"]) == 2
+    difference = migration.check()[0]
+    assert difference.output < 1e-6
+    assert difference.rows > 1e-4
+    train(model, optimizer, 1)
+    assert table.step == 3
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bags_take_the_same_calls(mode: str, dtype: torch.dtype, padding: int | None) -> None:
+    for include_last_offset in (False, True):
+        old = nn.EmbeddingBag(
+            ROWS,
+            DIM,
+            mode=mode,
+            dtype=dtype,
+            padding_idx=padding,
+            include_last_offset=include_last_offset,
+        )
+        model = nn.ModuleDict({"bags": copy.deepcopy(old)})
+        emblib.migrate(model)
+        new = model["bags"]
+        assert isinstance(new, MigratedEmbeddingBag)
+        ids = torch.tensor([3, 1, 4, 3, 3, 9])
+        offsets = torch.tensor([0, 2, 2, 5, 6] if include_last_offset else [0, 2, 2, 5])
+        calls: list[tuple[Any, ...]] = [
+            (ids, offsets),
+            (ids.view(2, 3),),
+            (ids.int(), offsets.int()),
+        ]
+        if mode == "sum":
+            calls.append((ids, offsets, torch.rand(6, dtype=dtype)))
+        for call in calls:
+            torch.testing.assert_close(new(*call).to(dtype), old(*call))
+        with pytest.raises(ValueError, match=r"\[B, N\] without offsets"):
+            new(ids)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_embeddings_take_the_same_calls(padding: int | None) -> None:
+    old = nn.Embedding(ROWS, DIM, padding_idx=padding)
+    model = nn.ModuleDict({"rows": copy.deepcopy(old)})
+    emblib.migrate(model)
+    new = model["rows"]
+    assert isinstance(new, MigratedEmbedding)
+    for ids in (
+        torch.tensor(5),
+        torch.tensor([[3, 1], [4, 3]]),
+        torch.empty(0, 2, dtype=torch.int),
+    ):
+        torch.testing.assert_close(new(ids), old(ids))
+
+
+class Named(nn.Embedding):
+    """A subclass."""
+
+
+def with_hook(module: nn.Module) -> nn.Module:
+    """Return a module with a hook."""
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def with_padding_row(row: float) -> nn.Module:
+    """Return an embedding whose padding row has been written."""
+    module = nn.Embedding(ROWS, DIM, padding_idx=0)
+    nn.init.constant_(module.weight, row)
+    return module
+
+
+LEFT = {
+    'mode="max"': lambda: nn.EmbeddingBag(ROWS, DIM, mode="max"),
+    "max_norm": lambda: nn.Embedding(ROWS, DIM, max_norm=1.0),
+    "scale_grad_by_freq": lambda: nn.Embedding(ROWS, DIM, scale_grad_by_freq=True),
+    "torch.float64": lambda: nn.Embedding(ROWS, DIM, dtype=torch.float64),
+    "Named is a subclass": lambda: Named(ROWS, DIM),
+    "it has hooks": lambda: with_hook(nn.Embedding(ROWS, DIM)),
+    "padding row": lambda: with_padding_row(1.0),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_what_has_no_counterpart_is_left(reason: str) -> None:
+    module = LEFT[reason]()
+    model = nn.ModuleDict({"table": module})
+    migration = emblib.migrate(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert model["table"] is module
+    (left,) = migration.left
+    assert reason in left.reason
+    assert f"left table: {left.reason}" in str(migration)
+
+
+def test_a_tied_weight_is_left() -> None:
+    model = nn.ModuleDict({"rows": nn.Embedding(ROWS, DIM), "top": nn.Linear(DIM, ROWS)})
+    model["top"].weight = model["rows"].weight
+    assert "tied" in emblib.migrate(model).left[0].reason
+
+
+def test_a_module_that_occurs_twice_stays_one() -> None:
+    shared = nn.EmbeddingBag(ROWS, DIM)
+    model = nn.ModuleDict({"one": shared, "other": shared})
+    migration = emblib.migrate(model)
+    assert model["one"] is model["other"]
+    assert migration.replaced[0].paths == ("one", "other")
+    migration.undo()
+    assert model["one"] is model["other"] is shared
+
+
+def test_a_frozen_table_stays_frozen() -> None:
+    model = Model()
+    model.bags.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    before = model.bags.weight.clone()
+    migration = emblib.migrate(model, optimizer)
+    train(model, optimizer, 2)
+    assert torch.equal(model.bags.weight, before)
+    assert migration.check()[0].rows is None
+
+
+def test_what_was_done_is_told() -> None:
+    model = Model()
+    text = str(emblib.migrate(model, torch.optim.Adagrad(model.parameters(), 0.1)))
+    assert text.startswith("2 embeddings replaced, 0 left\n  bags: 50, 8; backward applies Adagrad")
+    assert "4.8 kB -> 3.2 kB" in text  # rows, sums and a gradient -> rows and sums
+    assert "looks all of them up in one kernel" in text
+
+
+def test_recorded_lookups_are_measured() -> None:
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    with emblib.TraceRecorder(model) as recorder:
+        model(IDS)
+    before = [rows.clone() for rows in rows_of(model)]
+    migration = emblib.migrate(model, optimizer)
+    speeds = migration.measure(recorder.trace, batch_size=4, rounds=3)
+    assert [speed.path for speed in speeds] == ["bags", "items"]
+    assert all(speed.lookup > 0 and speed.step is not None for speed in speeds)
+    assert all(map(torch.equal, before, rows_of(model)))
+    with pytest.raises(ValueError, match="has no 99 samples"):
+        migration.measure(recorder.trace, batch_size=99)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match="an embedding itself"):
+        emblib.migrate(nn.Embedding(3, 2))
+    with pytest.raises(TypeError, match="backward applies"):
+        emblib.migrate(Model(), tables=optim.External())
