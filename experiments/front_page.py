@@ -1,4 +1,7 @@
-"""The README's front-page tables: the time of peers ÷ emblib's on the CPU.
+"""Tables of speed, the time of peers ÷ emblib's: of README.md, and in detail of docs/benchmarks.md.
+
+The README has one table: per pass and peer the median over all measured shapes, and the worst and
+the best of them, on the CPU and on each GPU that has references.
 
 `tests/bench/cpu_peers.py` measures three large workloads against FBGEMM in one process, in
 alternating rounds. A cell of that table is the median over the rounds. Ties and losses stay in the
@@ -20,7 +23,8 @@ from typing import Any
 from experiments.paths import REFERENCE
 from experiments.timing.statistics import Summary, summarise
 
-PEERS = "<!-- peers:start -->", "<!-- peers:end -->"
+SPEED = "<!-- speed:start -->", "<!-- speed:end -->"  # in README.md
+PEERS = "<!-- peers:start -->", "<!-- peers:end -->"  # this and the next in docs/benchmarks.md
 MATRIX = "<!-- matrix:start -->", "<!-- matrix:end -->"
 DEVICE = "amd-epyc-2-threads"
 SHAPES = {
@@ -192,15 +196,85 @@ def _median(row: Mapping[str, Any]) -> float:
     return statistics.median(row["ratios"])
 
 
-def rendered(readme: str, folder: Path = REFERENCE / DEVICE) -> str:
-    """Return the README's text with the tables between the markers replaced."""
-    blocks = {
-        PEERS: table(ratios(folder), second_opinions(folder)),
-        MATRIX: matrix_table(matrix_rows(folder)),
-    }
-    for (start, end), block in blocks.items():
-        if readme.count(start) != 1 or readme.count(end) != 1:
-            raise ValueError(f"README.md must contain {start} and {end} once each")
-        before, rest = readme.split(start)
-        readme = f"{before}{start}\n{block}\n{end}{rest.split(end)[1]}"
-    return readme
+# (peer, pass, dtype) of cpu_matrix -> the row's title in the README.
+SPEED_ROWS = {
+    ("torch", "forward", "fp32"): "`nn.EmbeddingBag`, lookup",
+    ("torch", "sgd", "fp32"): "`nn.EmbeddingBag`, training step, SGD",
+    ("torch", "adam", "fp32"): "`nn.EmbeddingBag`, training step, Adam",
+    ("fbgemm", "forward", "fp32"): "FBGEMM, lookup",
+    ("fbgemm", "sgd", "fp32"): "FBGEMM, training step, SGD",
+    ("fbgemm", "rowwise_adagrad", "fp32"): "FBGEMM, training step, row-wise Adagrad",
+    ("fbgemm", "forward", "fp16"): "FBGEMM, lookup, fp16 rows",
+    ("fbgemm", "sgd", "fp16"): "FBGEMM, training step, SGD, fp16 rows",
+}
+# (pass, dtype) of cpu_matrix -> the phase of a run with the same work; its optimizer is SGD.
+GPU_PHASES = {("forward", "fp32"): "forward", ("sgd", "fp32"): "step"}
+
+
+def gpu_ratios(folder: Path = REFERENCE) -> dict[str, dict[tuple[str, str], list[float]]]:
+    """Return the peers' times ÷ emblib's by GPU, and by (contender, phase); one per shape."""
+    ratios: dict[str, dict[tuple[str, str], list[float]]] = {}
+    for path in sorted(folder.glob("nvidia-*/*/results.csv")):
+        device = json.loads((path.parent / "environment.json").read_text())["device"]
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
+        ours = {
+            (row["cell"], row["phase"]): float(row["ratio"])
+            for row in rows
+            if row["contender"] == "tbe"
+        }
+        of_device = ratios.setdefault(str(device), {})
+        for row in rows:
+            if row["contender"] in ("torch", "fbgemm") and (row["cell"], row["phase"]) in ours:
+                ratio = float(row["ratio"]) / ours[row["cell"], row["phase"]]
+                of_device.setdefault((row["contender"], row["phase"]), []).append(ratio)
+    return ratios
+
+
+def speed_table(
+    rows: Sequence[Mapping[str, Any]], gpus: Mapping[str, Mapping[tuple[str, str], list[float]]]
+) -> str:
+    """Return the Markdown table of the README: median, worst and best per pass and machine."""
+    heads = [*(f"CPU, {n} thread{'s' * (n > 1)}" for n in THREADS), *gpus]
+    lines = [
+        f"| the peer's time ÷ emblib's | {' | '.join(heads)} |",
+        f"| --- |{' ---: |' * len(heads)}",
+    ]
+    for (peer, work, dtype), title in SPEED_ROWS.items():
+        cells = []
+        for threads in THREADS:
+            column = {"peer": peer, "threads": threads, "pages": "small"}
+            wanted = {"pass": work, "dtype": dtype, **column}
+            cells.append(_speed_cell([_median(r) for r in rows if wanted.items() <= r.items()]))
+        phase = GPU_PHASES.get((work, dtype))
+        cells += [_speed_cell(gpu.get((peer, phase or ""), [])) for gpu in gpus.values()]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _speed_cell(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "–"
+    middle = f"**{statistics.median(ratios):.2f}×**"
+    return middle if len(ratios) == 1 else f"{middle} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def front_page(readme: str, folder: Path = REFERENCE) -> str:
+    """Return the text of README.md with its table of speed replaced."""
+    block = speed_table(matrix_rows(folder / DEVICE), gpu_ratios(folder))
+    return replaced(readme, SPEED, block)
+
+
+def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
+    """Return the text of docs/benchmarks.md with the tables of this module replaced."""
+    page = replaced(page, PEERS, table(ratios(folder), second_opinions(folder)))
+    return replaced(page, MATRIX, matrix_table(matrix_rows(folder)))
+
+
+def replaced(page: str, markers: tuple[str, str], block: str) -> str:
+    """Return a page with the text between two markers replaced; raise ValueError without them."""
+    start, end = markers
+    if page.count(start) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page must contain {start} and {end} once each")
+    before, rest = page.split(start)
+    return f"{before}{start}\n{block}\n{end}{rest.split(end)[1]}"

@@ -1,9 +1,9 @@
 """Store runs as committed references, and update the pages that show them.
 
-`keep` stores a finished run. `write` and `check` update or check the tables of README.md and
-reports/README.md. `add` measures the named experiments on this machine (by default those that have
-a reference), stores the finished runs, updates README.md and reports/published/README.md, and
-compares each run with the references of other machines; its arguments with `=` go to every run,
+`keep` stores a finished run. `write` and `check` update or check the tables of README.md,
+docs/benchmarks.md and reports/README.md. `add` measures the named experiments on this machine (by
+default those that have a reference), stores the finished runs, updates these pages and
+reports/published/README.md, and compares each run with the references of other machines; its arguments with `=` go to every run,
 e.g. timing=paper. Exit status: 0 done, 1 a run failed or a page is out of date, 2 wrong usage.
 """
 
@@ -26,7 +26,7 @@ from experiments.report import text
 from experiments.report.data import Run
 from experiments.results.store import POINTS, has_records, pack_records, runs_in
 
-START, END = "<!-- results:start -->", "<!-- results:end -->"
+RESULTS = "<!-- results:start -->", "<!-- results:end -->"  # in docs/benchmarks.md
 QUESTIONS = ("<!-- experiments:start -->", "<!-- experiments:end -->")  # in reports/README.md
 KEPT = ("*.yaml", "*.json", "*.jsonl", "*.xz", "*.csv", "*.md", "*.png")
 
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="action", required=True)
     commands.add_parser("keep", help="store a run as a reference").add_argument("run", type=Path)
-    commands.add_parser("write", help="update the tables of README.md")
-    commands.add_parser("check", help="check that README.md's tables are up to date")
+    commands.add_parser("write", help="update the tables of the pages")
+    commands.add_parser("check", help="check that these tables are up to date")
     adder = commands.add_parser("add", help="measure on this machine and store the runs")
     adder.add_argument("words", nargs="*", metavar="EXPERIMENT|KEY=VALUE")
 
@@ -59,7 +59,8 @@ def update(*, write: bool) -> int:
     """Update the generated tables, or return 1 if one is out of date."""
     status = 0
     for name, updated in (
-        ("README.md", lambda page: front_page.rendered(rendered(page))),
+        ("README.md", front_page.front_page),
+        ("docs/benchmarks.md", lambda page: front_page.benchmarks(rendered(page))),
         ("reports/README.md", questions),
     ):
         path = ROOT / name
@@ -92,7 +93,7 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
 
 
 def results(folder: Path = REFERENCE) -> str:
-    """Return the README's block: headline tables or answers of all references, with provenance."""
+    """Return the block of docs/benchmarks.md: tables or answers of all references, and what ran."""
     blocks, answers = [], []
     for path in runs_in(folder, "*/*"):
         run = Run.read(path)
@@ -123,15 +124,13 @@ def _line(run: Run, path: Path) -> str:
 
 def _link(path: Path) -> str:
     report = path / "report.md"
-    return f"[Full report]({report.relative_to(ROOT) if report.is_relative_to(ROOT) else report})"
+    target = f"../{report.relative_to(ROOT)}" if report.is_relative_to(ROOT) else report
+    return f"[Full report]({target})"  # as seen from docs/
 
 
-def rendered(readme: str, folder: Path = REFERENCE) -> str:
-    """Return the README's text with the block between the markers replaced."""
-    if readme.count(START) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README.md must contain {START} and {END} once each")
-    before, rest = readme.split(START)
-    return f"{before}{START}\n{results(folder)}\n{END}{rest.split(END)[1]}"
+def rendered(page: str, folder: Path = REFERENCE) -> str:
+    """Return the text of docs/benchmarks.md with the block of all references replaced."""
+    return front_page.replaced(page, RESULTS, results(folder))
 
 
 def questions(page: str) -> str:

@@ -260,7 +260,7 @@ def test_a_reference_of_traces_renders_into_a_readme(
     smoke_runs: Mapping[str, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(smoke_runs["cache_hit_rate"], tmp_path / "some-cpu" / "cache_hit_rate")
-    new = reference.rendered(f"{reference.START}\n{reference.END}\n", tmp_path)
+    new = reference.rendered(f"{reference.RESULTS[0]}\n{reference.RESULTS[1]}\n", tmp_path)
     assert "| cache | LRU | LFU | offline optimum (ideal) | static top-k (ideal) | step ÷" in new
     assert "Share of the lookups of a table of 300 rows" in new
 
@@ -270,10 +270,10 @@ def test_reference_results_render_into_a_readme(
 ) -> None:
     folder = tmp_path / "some-cpu" / "tt_vs_tbe"
     shutil.copytree(smoke_runs["tt_vs_tbe"], folder)
-    readme = f"# x\n{reference.START}\nstale\n{reference.END}\nrest\n"
+    readme = f"# x\n{reference.RESULTS[0]}\nstale\n{reference.RESULTS[1]}\nrest\n"
     new = reference.rendered(readme, tmp_path)
     assert "stale" not in new
-    assert new.endswith(f"{reference.END}\nrest\n")
+    assert new.endswith(f"{reference.RESULTS[1]}\nrest\n")
     assert reference.rendered(new, tmp_path) == new
     run = Run.read(folder)
     row = run.table[(run.table["arm"] == "tt-16") & (run.table["phase"] == "step")].iloc[0]

@@ -1,0 +1,72 @@
+"""The examples run, print their result, and are short."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+
+# The last line that each prints.
+PRINTED = {
+    "captured_step": r"mean loss 0\.\d+; graphs for \[.*\] ids",
+    "compress": r"33 MB of tables and states in 1\.\d MB",
+    "from_fbgemm": r"norm of the output [\d.]+ -> [\d.]+; 2 tables with sums",
+    "hashed_ids": r"norm of a known id 0\.[1-9]\d*, of an unknown one 0\.000",
+    "migrate_model": r"back to EmbeddingBag",
+    "quantise_and_serve": r"4 bits: 0\.14 of the memory, largest error [\d.]+% of the range",
+    "shard": r"1 ranks; the loaded model looks up the same rows: True",
+    "train_tables": r"loss 0\.69\d -> 0\.[0-5]\d+",
+}
+
+
+def example(name: str) -> Any:
+    """Return an example as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", [name for name in PRINTED if name != "shard"])
+def test_an_example_prints_its_result(
+    name: str, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example(name).main(device.type)
+    assert re.fullmatch(PRINTED[name], capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_sharded_example_in_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    example("shard").main(str(tmp_path))
+    assert re.fullmatch(PRINTED["shard"], capsys.readouterr().out.splitlines()[-1])
+
+
+def test_torchrec_runs_over_emblib() -> None:
+    """In a process of its own, since the installation lasts until the end of a process."""
+    if importlib.util.find_spec("torchrec") is None:
+        pytest.skip("torchrec is not installed")
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "torchrec_over_emblib.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "with TorchRec's collection" in done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_listed(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 60
+    assert f"[{path.name}]({path.name})" in (FOLDER / "README.md").read_text()
+    assert path.stem in {*PRINTED, "torchrec_over_emblib"}
