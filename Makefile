@@ -33,7 +33,7 @@ STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
 SOURCES := $(shell find csrc -type f) pyproject.toml
 
-.PHONY: help run test quick lint format gpu-test pretend-test gpu-day gate micro nightly dependency-test smoke native clean distclean force
+.PHONY: help run test quick lint format gpu-test pretend-test gpu-day docs gate micro nightly dependency-test smoke native clean distclean force
 
 help: ## list the targets and variables
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -60,6 +60,9 @@ pretend-test: native ## tests of a GPU on the pretend GPU, no GPU needed (ARGS=m
 
 gpu-day: native ## all that a GPU can say in ten minutes: tests, kernels against their aims, peers (ARGS=--list)
 	@VENV="$(VENV)" EMBLIB_PYTHON="$(BIN)/python" scripts/gpu_day.sh $(ARGS)
+
+docs: native ## build the documentation site into build/site, warnings as errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet $(ARGS)
 
 gate: native ## is the working tree slower than BASE=origin/main? (exit status: scripts/gate.sh)
 	@VENV="$(VENV)" scripts/gate.sh $(BASE) $(ARGS)

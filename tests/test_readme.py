@@ -15,7 +15,14 @@ from tests.bench import cpu_matrix, cpu_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
-PAGES = ("README.md", "examples/README.md", "CONTRIBUTING.md", "CHANGELOG.md", "reports/README.md", *DOCS)
+PAGES = (
+    "README.md",
+    "examples/README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "reports/README.md",
+    *DOCS,
+)
 
 
 def examples() -> list[str]:
@@ -66,7 +73,9 @@ def test_the_sharded_example_runs_in_one_process(
     assert not torch.allclose(weight[rows[:2]].sum(0), pooled[0, :64])
 
 
-@pytest.mark.parametrize("page", ["dynamic", "from_embedding_bag", "tables", "torchrec"])
+@pytest.mark.parametrize(
+    "page", ["dynamic", "from_embedding_bag", "getting_started", "tables", "torchrec"]
+)
 def test_the_examples_of_a_page_run(page: str) -> None:
     """The examples of other pages are run by the tests of their area."""
     names: dict[str, object] = {}

@@ -1,0 +1,45 @@
+"""The documentation site: every page and every public name is in it, and it builds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import emblib
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "api/tables/index.html").read_text()
+    assert 'id="emblib.TableBatchedEmbeddingBags"' in page
+    readme = (tmp_path / "getting_started/index.html").read_text()
+    assert "/blob/main/examples/README.md" in readme  # links out of docs/ lead to the repository
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = set()
+    for page in (DOCS / "api").glob("*.md"):
+        shown |= set(re.findall(r"^::: emblib\.(\w+)", page.read_text(), re.MULTILINE))
+    described = {"checkpoints", "dynamic", "ops", "reference", "trace"}  # packages, by their names
+    assert set(emblib.__all__) == shown | described
+
+
+def test_pages_of_the_reference_begin_with_a_title() -> None:
+    for page in (DOCS / "api").glob("*.md"):
+        assert page.read_text().startswith("# ")
