@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,50 @@ def test_torchrec_runs_over_emblib() -> None:
         check=True,
     )
     assert "with TorchRec's collection" in done.stdout
+
+
+@pytest.fixture
+def dlrm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return the module of `examples/dlrm/train.py`."""
+    monkeypatch.syspath_prepend(str(FOLDER / "dlrm"))
+    yield importlib.import_module("train")
+    for name in ("train", "data", "model"):
+        sys.modules.pop(name)
+
+
+DLRM = ["--batch-size", "256", "--steps"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "tensor_train", "hash", "torch", "fbgemm", "torchrec"])
+def test_a_dlrm_learns_with_every_kind_of_table(kind: str, device: torch.device, dlrm: Any) -> None:
+    if kind in ("fbgemm", "torchrec"):
+        pytest.importorskip(kind.replace("fbgemm", "fbgemm_gpu"))
+        if device.type == "cuda":
+            pytest.skip("the peers that tests install run on a CPU")
+    (area,) = dlrm.main([*DLRM, "100", "--device", device.type, "--tables", kind])
+    assert area > 0.7
+
+
+@pytest.mark.parametrize("kind", ["plain", "hash", "torch"])
+def test_a_dlrm_resumes(kind: str, tmp_path: Path, dlrm: Any) -> None:
+    """The AUC after 20 + 20 steps is that of 40 steps, to the last bit."""
+    options = ["--device", "cpu", "--tables", kind, "--checkpoint"]
+    whole = dlrm.main([*DLRM, "40", *options, str(tmp_path / "whole.pt")])
+    for steps in ("20", "40"):
+        parts = dlrm.main([*DLRM, steps, *options, str(tmp_path / "parts.pt")])
+    assert parts == whole
+
+
+def test_the_data_of_a_dlrm(tmp_path: Path, dlrm: Any) -> None:
+    lines = [["1", *["3"] * 13, *["ab"] * 26], ["0", *[""] * 13, *["cd"] * 26]]
+    (tmp_path / "day.tsv").write_text("\n".join("\t".join(line) for line in lines * 5))
+    clicks = dlrm.load(f"criteo:{tmp_path / 'day.tsv'}")
+    assert clicks.rows == (2,) * 26
+    assert clicks.ids[:2].tolist() == [[0] * 26, [1] * 26]
+    assert clicks.labels.tolist() == [1, 0] * 5
+    assert clicks.numbers.mean().abs() < 1e-6
+    scores, labels = torch.tensor([0.1, 0.9, 0.8, 0.3]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    assert dlrm.auc(scores, labels) == 0.75
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
