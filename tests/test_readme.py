@@ -74,7 +74,7 @@ def test_the_sharded_example_runs_in_one_process(
 
 
 @pytest.mark.parametrize(
-    "page", ["dynamic", "from_embedding_bag", "getting_started", "tables", "torchrec"]
+    "page", ["dynamic", "from_embedding_bag", "from_peers", "getting_started", "tables", "torchrec"]
 )
 def test_the_examples_of_a_page_run(page: str) -> None:
     """The examples of other pages are run by the tests of their area."""
