@@ -13,7 +13,7 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingCollection, dupl
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
-from emblib.sharding.exchange import CommPrecision, check_comm_precision
+from emblib.sharding.codecs import CommPrecision, check_comm_precision
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.plan import ModulePlan, ShardingPlan, module_plan
 from emblib.sharding.ranks import RankGroup

@@ -26,7 +26,7 @@ from emblib.ops.scaled_gradients import mark_nested
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
-from emblib.sharding.exchange import CommPrecision, check_comm_precision
+from emblib.sharding.codecs import CommPrecision, check_comm_precision
 from emblib.sharding.input_dist import (
     IncomingBatch,
     InputDist,
@@ -589,7 +589,7 @@ class ShardedTables(nn.Module):
         Raises:
             ValueError: lookups are weighted and no rank's batch has weights.
         """
-        # Checked after the exchange, when no rank waits for one that raised.
+        # Checked after the input_dist, when no rank waits for one that raised.
         if self._is_weighted and received.weights is None:
             raise ValueError(
                 "this collection is weighted, so batches must have weights: make the "

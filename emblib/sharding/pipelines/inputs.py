@@ -1,8 +1,8 @@
 """Inputs of sharded collections: find them in a batch, and send their ids ahead.
 
 A sharded collection sends ids to the ranks that look them up, looks up what it receives and returns
-the results (`emblib.sharding.joint_exchange`). Ids depend on nothing that a step changes, so the
-first part may run while earlier batches are computed, for all collections in one exchange. The
+the results (`emblib.sharding.lookup`). Ids depend on nothing that a step changes, so the
+first part may run while earlier batches are computed, for all collections together. The
 model is not rewritten for that: only while the pipeline runs its forward, the collections take what
 was sent ahead instead of sending it.
 """
@@ -18,7 +18,7 @@ from torch import nn
 
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.dense import unwrapped
-from emblib.sharding.joint_exchange import (
+from emblib.sharding.lookup import (
     InputCall,
     OutputCall,
     is_checkpointed,
@@ -154,10 +154,10 @@ class CallsApart:
 
 
 class Ahead:
-    """The inputs of one batch in flight to the ranks that look them up, in one exchange.
+    """The inputs of one batch in flight to the ranks that look them up, sent together.
 
     The first collection that the model calls looks up the batches of all of them, so that their
-    rows return in one exchange as well.
+    rows return together as well.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from emblib.sharding.all_to_all import Content, start_all_to_all
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
-from emblib.sharding.exchange import Content, start_all_to_all
 from emblib.sharding.pipelines.batches import (
     Lane,
     Staged,

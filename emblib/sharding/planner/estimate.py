@@ -19,7 +19,7 @@ from emblib.storage import MemoryBytes, TableSlice
 from emblib.storage.base import is_fused
 
 if TYPE_CHECKING:
-    from emblib.sharding.exchange import CommPrecision
+    from emblib.sharding.codecs import CommPrecision
 
 PHASES = ("input", "lookup", "output", "update")
 INPUT, LOOKUP, OUTPUT, UPDATE = range(4)

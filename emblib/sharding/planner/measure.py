@@ -21,7 +21,7 @@ from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
 from emblib.optim import SGD, Adam, Optimizer
-from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.all_to_all import start_all_to_all
 from emblib.sharding.plan import construct_plan
 from emblib.sharding.planner import calibration
 from emblib.sharding.planner.calibration import Calibration, Curve

@@ -23,7 +23,7 @@ from emblib.specs import check_count
 from emblib.storage import MemoryBytes
 
 if TYPE_CHECKING:
-    from emblib.sharding.exchange import CommPrecision
+    from emblib.sharding.codecs import CommPrecision
     from emblib.sharding.ranks import RankGroup
 
 

@@ -1,7 +1,14 @@
-"""One exchange for several sharded collections: their ids travel together, and their rows back.
+"""The journey of a batch through sharded collections: input_dist, lookup, output_dist.
 
-A sharded collection describes what it sends, as `JointModule`; the functions here start the
-exchange of one or several of them. All ranks call them with the same collections in the same order.
+`look_up` is the whole of it for one collection:
+
+1. `start_input_dist` sends ids to the ranks that store their rows (`emblib.sharding.input_dist`);
+2. `compute` of the collection looks up what came (`emblib.sharding.sharded_tables`);
+3. `start_output_dist` returns the rows (`emblib.sharding.output_dist`).
+
+`start_joint_input_dist` and `start_joint_output_dist` do the same for several collections, whose
+messages travel together. A collection describes what it sends, as `ShardedModule`. All ranks call
+the functions with the same collections in the same order.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from torch import Tensor
 
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, LazyAwaitable, ReadyAwaitable
 from emblib.sharding.input_dist import IncomingBatch, InputRequest, start_input_dists
-from emblib.sharding.output_exchange import OutputExchange, OutputStep
+from emblib.sharding.output_dist import OutputStep, start_output_dists
 from emblib.sharding.ranks import RankGroup
 from emblib.tables.recomputation import running_forward
 
@@ -39,14 +46,14 @@ class Outputs(NamedTuple):
     join: Callable[[list[Awaitable[Tensor]]], LazyAwaitable[Any]]
 
 
-class JointModule(Protocol):
-    """A sharded collection whose exchange may be that of other collections, too."""
+class ShardedModule(Protocol):
+    """A sharded collection whose messages may travel with those of other collections."""
 
     ranks: RankGroup
     sent_ahead: SentAhead | None
 
     def inputs(self, features: Any) -> Inputs:
-        """Return what to send of a batch; None for a rank that stops the exchange."""
+        """Return what to send of a batch; None for a rank that stops the input_dist."""
 
     def compute(self, received: Any) -> Any:
         """Look up the received ids."""
@@ -134,8 +141,8 @@ def start_joint_output_dist(
         if not sent:
             continue
         steps = [results[i][j] for i, j in sent]
-        exchange = OutputExchange(steps, ranks, is_merged=all(step.is_small for step in steps))
-        for (i, j), output in zip(sent, exchange.outputs(), strict=True):
+        pending = start_output_dists(steps, ranks, is_merged=all(step.is_small for step in steps))
+        for (i, j), output in zip(sent, pending, strict=True):
             results[i][j] = output
     return [
         partial(
@@ -155,7 +162,7 @@ def _by_group(every: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
 
 
 class SentAhead(Protocol):
-    """An exchange that a forward of the model has started for its collections."""
+    """The batches that a model has sent before its forward, for its collections."""
 
     def take(self, module: Any, features: Any) -> LazyAwaitable[Any] | None:
         """Return the output of a collection for this input, None if it was not sent."""
@@ -179,8 +186,8 @@ def start_output_dist(module: Any, rows: Any, received: Any) -> LazyAwaitable[An
     return output()
 
 
-def exchange(module: Any, features: Any) -> LazyAwaitable[Any]:
-    """Return the output of a collection, from the exchange that was started ahead if it was.
+def look_up(module: Any, features: Any) -> LazyAwaitable[Any]:
+    """Return the output of a collection: the journey of its batch, or what was sent ahead of it.
 
     A forward that backward repeats has the batch that was sent ahead for the first one.
     """

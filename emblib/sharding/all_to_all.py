@@ -1,7 +1,7 @@
 """Collectives of uneven sizes that stay in flight while the caller continues.
 
-Sharded collections send everything through this module: ids to the ranks that store their rows,
-pooled or single rows back, and gradients to the ranks that store the rows. Every backend takes
+On the journey of a batch this is the transport of every message: the sizes and ids of an
+input_dist, the rows of an output_dist, and their gradients. Every backend takes
 empty and uneven messages and any payload; the receiver sums, in float32 and in rank order. The
 gradients of replicated tables, which every rank needs, are gathered.
 
@@ -15,7 +15,7 @@ instead, such as a barrier, is not detected.
 
 Headers of all contents have the same size, so that ranks that disagree still exchange them. The
 numbers that ranks must know before they can allocate memory for ids travel in the header where they
-fit (`exchange_numbers`), and several messages for the same ranks in one collective
+fit (`start_sizes`), and several messages for the same ranks in one collective
 (`start_all_to_alls`).
 """
 
@@ -26,7 +26,6 @@ import threading
 import weakref
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
@@ -37,7 +36,6 @@ from torch import Tensor
 
 from emblib.ops.derivatives import once_differentiable
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
-from emblib.sharding.codecs import FP32, Codec
 from emblib.sharding.ranks import RankGroup
 
 
@@ -273,7 +271,7 @@ def start_all_to_alls(
     return [DeferredAwaitable(partial(part, index)) for index in range(step)]
 
 
-def exchange_numbers(
+def start_sizes(
     common: Sequence[int],
     rows: Sequence[Sequence[Sequence[int]]],
     received_sizes: Sequence[int],
@@ -572,7 +570,7 @@ def _enter_collective(ranks: RankGroup) -> _Collective:
         return _Collective(state.by)
 
 
-# Gradients and precision
+# Gradients
 
 
 class DifferentiableAllToAllAwaitable(Awaitable[Tensor]):
@@ -623,36 +621,3 @@ class _AllToAll(torch.autograd.Function):
             content=Content.GRADIENTS,
         )
         return pending.wait(), None, None, None, None
-
-
-@dataclass(frozen=True)
-class CommPrecision:
-    """The codecs of the messages between ranks: of rows (`forward`) and of gradients (`backward`).
-
-    Sums are float32 whatever the codec. Ids are always sent as they are.
-    """
-
-    forward: Codec = field(default=FP32())
-    backward: Codec = field(default=FP32())
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            if not isinstance(getattr(self, name), Codec):
-                raise TypeError(
-                    f"{name} of a CommPrecision must be a codec, e.g. FP16(), "
-                    f"got {getattr(self, name)!r}"
-                )
-
-
-def check_comm_precision(comm_precision: CommPrecision | None) -> CommPrecision:
-    """Return `comm_precision`, or float32 in both directions for None.
-
-    Raises:
-        TypeError: `comm_precision` is something else.
-    """
-    if comm_precision is not None and not isinstance(comm_precision, CommPrecision):
-        raise TypeError(
-            "comm_precision must be None or a CommPrecision, e.g. "
-            f"CommPrecision(forward=FP16(), backward=BF16()), got {comm_precision!r}"
-        )
-    return CommPrecision() if comm_precision is None else comm_precision

@@ -1,10 +1,11 @@
-"""The joint exchange of a plain training loop: one for all sharded collections of a model.
+"""The joint input_dist of a plain training loop: one for all sharded collections of a model.
 
 `DistributedModelParallel` starts it before its forward, for the inputs that are objects of the
 forward's arguments. The first forward shows which those are; afterwards the ranks compare what they
-found, and only exchange jointly what all of them found alike. A rank that does not find its inputs
-again says so in the exchange of sizes: then all ranks exchange that forward's ids collection by
-collection, and look for the inputs again.
+found, and only send together what all of them found alike. A rank that does not find its inputs
+again says so with its sizes: then all ranks send that forward's ids collection by collection, and
+look for the inputs again. The first collection that the model calls looks up the batches of all, so
+that their rows return in one output_dist.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from emblib.sharding.awaitables import Awaitable
-from emblib.sharding.joint_exchange import (
+from emblib.sharding.lookup import (
     InputCall,
     OutputCall,
     is_checkpointed,
@@ -85,8 +86,8 @@ class _Running:
     outputs: dict[int, Callable[[], Any]] = field(default_factory=dict)
 
 
-class ForwardExchange:
-    """Starts the exchange of a model's collections before its forward.
+class JointDist:
+    """Starts the input_dist of a model's collections before its forward.
 
     Args:
         model: the model inside of any wrapper.
@@ -193,7 +194,7 @@ class ForwardExchange:
         if running.versions[index] != _versions(running.calls[index].features):
             raise RuntimeError(
                 f"the model changed the input of {self._names[module]} in place, but its ids were "
-                "sent before its forward: copy the input, or set joint_exchange.enabled = False of "
+                "sent before its forward: copy the input, or set joint_dist.enabled = False of "
                 "the model on all ranks"
             )
         return self._output(running, index)
@@ -207,7 +208,7 @@ class ForwardExchange:
             raise RuntimeError(
                 f"{self._names[found[index].module]} is in a checkpointed region, and was not in "
                 "the first forward of this mode, after which it exchanges with other collections: "
-                "set joint_exchange.enabled = False of the model on all ranks"
+                "set joint_dist.enabled = False of the model on all ranks"
             )
         if not running.outputs:
             together = [i for i, one in enumerate(found) if not one.is_alone]
