@@ -461,8 +461,8 @@ class TableGroups(nn.Module):
             return None
         with self._lock:
             waiting = self._prefetched
-            for i, (known, inputs) in enumerate(waiting):
-                if known is ids:
+            for i, (prefetched, inputs) in enumerate(waiting):
+                if prefetched is ids:
                     del waiting[: i + 1]
                     return inputs
         return None
@@ -529,14 +529,14 @@ def group(
     Slices of the tables named in `shared` are groups of their own.
     """
     optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
-    for part, own in zip(slices, optimizers, strict=True):
+    for part, chosen in zip(slices, optimizers, strict=True):
         if part.config.name in shared:
             continue
-        if part.config.rounding is not None and not autograd.is_fused(own):
+        if part.config.rounding is not None and not autograd.is_fused(chosen):
             raise ValueError(
                 f"rounding of {part.config.name!r} is of updates that emblib makes, but "
-                f"{brief(own)} leaves gradients to others: give the table or its collection one of "
-                "emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
+                f"{brief(chosen)} leaves gradients to others: give the table or its collection one "
+                "of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
             )
     keys: list[Hashable] = [
         ("shared", i)
@@ -546,10 +546,10 @@ def group(
     ]
     names: dict[Hashable, set[str]] = {}
     for i, part in enumerate(slices):
-        known = names.setdefault(keys[i], set())
-        if part.storage.is_keyed and part.config.name in known:
+        names_of_group = names.setdefault(keys[i], set())
+        if part.storage.is_keyed and part.config.name in names_of_group:
             keys[i] = (keys[i], i)  # initial values of rows depend on the name of the table
-        known.add(part.config.name)
+        names_of_group.add(part.config.name)
     order = dict.fromkeys([keys[s] for s in reads] + keys)
     result = []
     for key in order:
@@ -596,12 +596,12 @@ def _split_captured(
     count, inputs = ids.numel(), []
     positions = torch.arange(count, device=ids.device)
     for info, (first, last) in zip(groups, pairwise(ends), strict=True):
-        own = offsets[first : last + 1]
-        shift = count - own[-1:]
+        group_offsets = offsets[first : last + 1]
+        shift = count - group_offsets[-1:]
         sources = positions - shift
-        sources = torch.where(sources >= own[:1], sources, -1)
+        sources = torch.where(sources >= group_offsets[:1], sources, -1)
         taken = take_or_fill(ids, sources, -1)
-        inputs.append(GroupInput(info, 0, count, taken, own + shift, None, sources))
+        inputs.append(GroupInput(info, 0, count, taken, group_offsets + shift, None, sources))
     return inputs
 
 

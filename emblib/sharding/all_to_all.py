@@ -380,13 +380,13 @@ class Headers:
         self._ranks = ranks
         self._in_flight = _enter_collective(ranks)
         fits = len(numbers) <= self.ROOM
-        own = [*kind, *(0,) * (_KIND - len(kind)), *nbytes, *received_nbytes]
-        own += [len(numbers), *numbers] if fits else [-1]
-        own += (0,) * (_KIND + 2 * ranks.size + 1 + self.ROOM - len(own))
+        header = [*kind, *(0,) * (_KIND - len(kind)), *nbytes, *received_nbytes]
+        header += [len(numbers), *numbers] if fits else [-1]
+        header += (0,) * (_KIND + 2 * ranks.size + 1 + self.ROOM - len(header))
         # From an array: of a list, every number costs as much as a small operation.
-        self._sent = torch.frombuffer(array("q", own * (ranks.size - 1)), dtype=torch.int64)
+        self._sent = torch.frombuffer(array("q", header * (ranks.size - 1)), dtype=torch.int64)
         self._received = torch.empty_like(self._sent)
-        self._own, sizes = own, [len(own)] * ranks.size
+        self._header, sizes = header, [len(header)] * ranks.size
         sizes[ranks.rank] = 0
         self._work = dist.all_to_all_single(
             self._received, self._sent, sizes, sizes, group=ranks.group, async_op=True
@@ -402,10 +402,10 @@ class Headers:
             RuntimeError: the ranks disagree about the collective, on every rank.
         """
         self._work.wait()
-        world, length = self._ranks.size, len(self._own)
+        world, length = self._ranks.size, len(self._header)
         every = self._received.tolist()
         headers = [every[i : i + length] for i in range(0, len(every), length)]
-        headers.insert(self._ranks.rank, self._own)
+        headers.insert(self._ranks.rank, self._header)
         first = _KIND + 2 * world
         sent = [header[_KIND : _KIND + world] for header in headers]
         expected = [header[_KIND + world : first] for header in headers]

@@ -150,10 +150,10 @@ def _start(
     pattern, comm_precision, gradients = how
     if not values.is_floating_point():
         raise TypeError(f"values must be floating, got {values.dtype}")
-    there, back = tuple(sizes), tuple(received)
+    sent, received = tuple(sizes), tuple(received)
     legs = (
-        _Leg(pattern, there, back, comm_precision.forward, ranks),
-        _Leg(_BACK[pattern], back, there, comm_precision.backward, ranks),
+        _Leg(pattern, sent, received, comm_precision.forward, ranks),
+        _Leg(_BACK[pattern], received, sent, comm_precision.backward, ranks),
     )
     return _CollectiveAwaitable(values, _Call(legs, GradientReduction(gradients)))
 
@@ -223,11 +223,11 @@ def alltoallv(
     tables could not know.
     """
     _check_ranks("columns", columns, ranks)
-    own = [tensor.size(-1) for tensor in values]
-    if own != list(columns[ranks.rank]):
+    widths_here = [tensor.size(-1) for tensor in values]
+    if widths_here != list(columns[ranks.rank]):
         raise ValueError(
             f"values must have the columns {list(columns[ranks.rank])} of columns[{ranks.rank}]: "
-            f"got {own}"
+            f"got {widths_here}"
         )
     if any(tensor.dtype != dtype for tensor in values):
         raise TypeError(
@@ -266,8 +266,8 @@ def variable_batch_alltoall_pooled(
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
-    own = columns[ranks.rank]
-    sizes = [sum(n * d for n, d in zip(row, own, strict=True)) for row in batch_sizes]
+    widths_here = columns[ranks.rank]
+    sizes = [sum(n * d for n, d in zip(row, widths_here, strict=True)) for row in batch_sizes]
     _check_rows("values", values, 1, sum(sizes))
     features = sum(map(len, columns))
     if len(batch_sizes_here) != features:
@@ -299,10 +299,10 @@ def alltoall_sequence(
     _check_ranks("received_sizes", received_sizes, ranks)
     _check_rows("values", values, 2, sum(sizes))
     width = values.size(1)
-    there, back = [n * width for n in sizes], [n * width for n in received_sizes]
+    sent, received = [n * width for n in sizes], [n * width for n in received_sizes]
     rows = sum(received_sizes)
     how = _Pattern.PARTS, comm_precision, gradients
-    return _start(values, there, back, ranks, how=how).then(
+    return _start(values, sent, received, ranks, how=how).then(
         lambda received_sizes: received_sizes.view(rows, width)
     )
 
@@ -377,8 +377,8 @@ def all_gather_base_pooled(
     _check_ranks("batch_sizes", sizes, ranks)
     _check_rows("values", values, 2, sizes[ranks.rank])
     width, rows = values.size(1), sum(sizes)
-    there, back = [values.numel()] * ranks.size, [n * width for n in sizes]
+    sent, received = [values.numel()] * ranks.size, [n * width for n in sizes]
     how = _Pattern.COPIES, comm_precision, gradients
-    return _start(values, there, back, ranks, how=how).then(
+    return _start(values, sent, received, ranks, how=how).then(
         lambda received_sizes: received_sizes.view(rows, width)
     )

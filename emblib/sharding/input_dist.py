@@ -261,16 +261,16 @@ class InputDist(nn.Module):
         numbers = [
             first + i
             for first, of_rank in zip(firsts, sums.units, strict=True)
-            for own in of_rank
-            for i in own
+            for of_sum in of_rank
+            for i in of_sum
         ]
         return numbers, sum(len(node.units) for node in sums.nodes)
 
-    def _segment_order(self, before: int) -> list[int]:
-        """Return the unit-major order of rank-major segments, after `before` others per rank."""
+    def _segment_order(self, num_before: int) -> list[int]:
+        """Return the unit-major order of rank-major segments, after `num_before` per rank."""
         world, units = self._ranks.size, len(self._features[self._ranks.rank])
-        step = units + before
-        return [r * step + before + unit for unit in range(units) for r in range(world)]
+        step = units + num_before
+        return [r * step + num_before + unit for unit in range(units) for r in range(world)]
 
     @property
     def header_size(self) -> int:
@@ -390,8 +390,10 @@ class InputDist(nn.Module):
         num_replicated_ids = ends[self._ends[1]] - ends[self._ends[1] - len(self._replicated)]
         if self._is_pooled and not inputs.is_variable:
             skips_sums = self._skips_sums(lengths, unit_bags)
-            kept = self._whole_units if skips_sums else self._whole_units + self._summed_units
-            lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags, kept)
+            units_to_keep = (
+                self._whole_units if skips_sums else self._whole_units + self._summed_units
+            )
+            lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags, units_to_keep)
             skips_sums &= rows is not None
         num_bags = [sum(unit_bags[a:b]) for a, b in self._spans]
         return OutgoingBatch(
@@ -419,16 +421,16 @@ class InputDist(nn.Module):
         return int(summed.count_nonzero()) <= self._num_sums * summed.size(1)
 
     def _drop_empty_bags(
-        self, lengths: Tensor, unit_bags: list[int], kept: Sequence[int]
+        self, lengths: Tensor, unit_bags: list[int], whole_units: Sequence[int]
     ) -> tuple[Tensor, Tensor | None, list[int]]:
         """Drop bags that have no id in a block of rows, if there are many: they need no row.
 
         Of a feature with one id per bag, each of W blocks of rows has one bag in W. The bags of
-        the units `kept` stay.
+        the `whole_units` stay.
         """
         droppable = lengths
-        if kept:
-            others = sorted(set(range(len(unit_bags))).difference(kept))
+        if whole_units:
+            others = sorted(set(range(len(unit_bags))).difference(whole_units))
             droppable = lengths.view(len(unit_bags), -1)[others]
         if droppable.numel() * self._mean_columns < _MIN_SAVED:
             return lengths, None, unit_bags
@@ -437,8 +439,8 @@ class InputDist(nn.Module):
         if count > _MAX_SHARE_OF_BAGS * droppable.numel() or saved < _MIN_SAVED:
             return lengths, None, unit_bags
         has_ids = (lengths > 0).view(len(unit_bags), -1)
-        if kept:
-            has_ids[kept] = True
+        if whole_units:
+            has_ids[whole_units] = True
         # The number of bags with ids until here, 0 without ids; a tenth of a masked_fill's time.
         rows = has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
         return lengths[has_ids.view(-1)], rows.view(-1), has_ids.sum(1).tolist()

@@ -147,18 +147,18 @@ def start_joint_output_dist(
     return [
         partial(
             one.join,
-            [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in own],
+            [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in of_one],
         )
-        for one, own in zip(outputs, results, strict=True)
+        for one, of_one in zip(outputs, results, strict=True)
     ]
 
 
 def _by_group(every: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
     """Return the positions of each process group, with its ranks."""
-    found: dict[Any, tuple[RankGroup, list[int]]] = {}
+    by_group: dict[Any, tuple[RankGroup, list[int]]] = {}
     for index, ranks in enumerate(every):
-        found.setdefault(ranks.group, (ranks, []))[1].append(index)
-    return list(found.values())
+        by_group.setdefault(ranks.group, (ranks, []))[1].append(index)
+    return list(by_group.values())
 
 
 class SentAhead(Protocol):

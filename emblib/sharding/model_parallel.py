@@ -188,11 +188,11 @@ class DistributedModelParallel(nn.Module):
         for part in bare.modules():
             if id(part) not in inside:
                 _move_own_tensors(part, torch.device(device))
-        made = shallow_copy(self)
-        made.__dict__.pop("fused_optimizer", None)
-        made.__dict__["_modules"] = {**self._modules, "_wrapped": bare}
-        made.__dict__["_joint_dist"] = JointDist(bare, self.ranks)
-        return made
+        copied = shallow_copy(self)
+        copied.__dict__.pop("fused_optimizer", None)
+        copied.__dict__["_modules"] = {**self._modules, "_wrapped": bare}
+        copied.__dict__["_joint_dist"] = JointDist(bare, self.ranks)
+        return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model for the batch of this rank."""
@@ -227,14 +227,14 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
     }
     named = [*module.named_parameters(), *module.named_buffers()]
     dense = {name: tensor for name, tensor in named if id(tensor) not in tables}
-    found: dict[str, dict[str, Any]] = {"the dense part": {"order": list(dense)}}
+    description: dict[str, dict[str, Any]] = {"the dense part": {"order": list(dense)}}
     for name, tensor in dense.items():
-        found[f"parameter or buffer {name}"] = {
+        description[f"parameter or buffer {name}"] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "requires_grad": tensor.requires_grad,
         }
-    return found
+    return description
 
 
 def _prepare(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -> None:

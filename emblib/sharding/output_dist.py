@@ -396,20 +396,20 @@ class NodeSumDist:
     All `ranks` make this together.
 
     Args:
-        own: the units of this rank.
+        layout: the units of this rank.
         sums: the units of all ranks that are summed.
         ranks: the processes.
     """
 
-    def __init__(self, own: RankLayout, sums: NodeSums, ranks: RankGroup) -> None:
+    def __init__(self, layout: RankLayout, sums: NodeSums, ranks: RankGroup) -> None:
         self.groups = split_by_node(ranks)
-        self._ranks, self._own = ranks, own
+        self._ranks, self._layout = ranks, layout
         self.direct, self.summed = sums.direct[ranks.rank], sums.nodes[ranks.node]
         self.has_direct = any(rank_layout.units for rank_layout in sums.direct)
         self._members = sums.units[ranks.rank]
         in_sums = {i for members in self._members for i in members}
-        self._single = [i for i in range(len(own.units)) if i not in in_sums]
-        self._known: tuple[tuple[list[list[int]], bool], _Packing] | None = None
+        self._single = [i for i in range(len(layout.units)) if i not in in_sums]
+        self._packed: tuple[tuple[list[list[int]], bool], _Packing] | None = None
 
     def direct_bags(self, bags: list[list[int]]) -> list[list[int]]:
         """Return the bags of the units whose rows go to single ranks."""
@@ -431,11 +431,11 @@ class NodeSumDist:
             comm_precision: the codecs between nodes.
             by_unit: whether rows lie unit after unit, see `IncomingBatch`.
         """
-        known = [list(of_unit) for of_unit in bags[: len(self._own.units)]], by_unit
-        if self._known is None or self._known[0] != known:
-            self._known = known, self._packing(known[0], by_unit=by_unit)
+        counts = [list(of_unit) for of_unit in bags[: len(self._layout.units)]], by_unit
+        if self._packed is None or self._packed[0] != counts:
+            self._packed = counts, self._packing(counts[0], by_unit=by_unit)
         return NodeSumStep(
-            self._known[1],
+            self._packed[1],
             self.groups,
             received,
             comm_precision,
@@ -444,7 +444,7 @@ class NodeSumDist:
 
     def _packing(self, bags: list[list[int]], *, by_unit: bool) -> _Packing:
         world, local_size = self._ranks.size, self._ranks.local_size
-        units = self._own.units
+        units = self._layout.units
         widths = [unit.columns for unit in units]
         positions = _positions(widths, bags, world, by_unit=by_unit)
         targets: list[tuple[int, ...]] = []
@@ -541,8 +541,8 @@ class NodeSumStep:
         """Return the rows for the ranks of this node to sum."""
         rows, self._rows = self._rows, None
         assert rows is not None
-        own = self.local_sizes[self.groups.local.rank]
-        received = [own] * self.groups.local.size
+        size = self.local_sizes[self.groups.local.rank]
+        received = [size] * self.groups.local.size
         return Values(rows, self.local_sizes, received, FP32(), comes_whole=True)
 
     def sums(self, received: Tensor) -> Values:
@@ -588,10 +588,10 @@ def start_sums(
 
     Waits for the ranks of this node.
     """
-    pending, own = list(direct), [step for step in steps if step is not None]
-    if not own:
+    pending, summed = list(direct), [step for step in steps if step is not None]
+    if not summed:
         return pending
-    groups, is_sent = own[0].groups, [step for step in own if step.has_sums]
+    groups, is_sent = summed[0].groups, [step for step in summed if step.has_sums]
     local = start_values(
         [step.local_rows() for step in is_sent],
         groups.local,
@@ -601,7 +601,7 @@ def start_sums(
     received = {id(step): rows.wait().values for step, rows in zip(is_sent, local, strict=True)}
     nothing = torch.empty(0, device=groups.local.device)
     sums = start_values(
-        [step.sums(received.pop(id(step), nothing)) for step in own],
+        [step.sums(received.pop(id(step), nothing)) for step in summed],
         groups.across,
         content=Content.ROWS,
         is_merged=is_merged,
@@ -616,12 +616,12 @@ def start_gradients_of_sums(
 
     They follow what `direct` receives. Waits for the ranks with the local number of this one.
     """
-    pending, own = list(direct), [step for step in steps if step is not None]
-    if not own:
+    pending, summed = list(direct), [step for step in steps if step is not None]
+    if not summed:
         return pending
-    groups = own[0].groups
+    groups = summed[0].groups
     across = start_values(
-        [step.gradients() for step in own],
+        [step.gradients() for step in summed],
         groups.across,
         content=Content.GRADIENTS,
         is_merged=is_merged,
@@ -642,7 +642,7 @@ def start_gradients_of_sums(
                 ),
             )
         )
-        for step, gradients in zip(own, received, strict=True)
+        for step, gradients in zip(summed, received, strict=True)
     ]
     return _appended(steps, pending, gathered)
 

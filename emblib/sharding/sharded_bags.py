@@ -294,8 +294,8 @@ class PooledOutputDist(nn.Module):
         self._layout, self._ranks = layout, ranks
         self._comm_precision, self._scale = comm_precision, scale
         sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
-        own = layout.ranks[ranks.rank]
-        self._node_sums = None if sums is None else NodeSumDist(own, sums, ranks)
+        layout_here = layout.ranks[ranks.rank]
+        self._node_sums = None if sums is None else NodeSumDist(layout_here, sums, ranks)
         self._flat_sources = self._sources = _Sources(layout, layout.ranks)
         if sums is not None:
             self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
@@ -428,7 +428,7 @@ class PooledOutputDist(nn.Module):
         The messages `[B, columns of the source]` of all sources follow one another.
         """
         layouts = self._sources.all_layouts
-        before = [0, *accumulate(source.columns for source in layouts)]
+        columns_before = [0, *accumulate(source.columns for source in layouts)]
         targets: list[tuple[int, ...]] = []
         targets_by_bag: list[tuple[int, ...]] = []
         sources: list[tuple[int, int, int]] = []
@@ -437,7 +437,7 @@ class PooledOutputDist(nn.Module):
             first = len(sources)
             for rank, _, column in span.units:
                 sources.append((column, layouts[rank].columns, -1))
-                sources_by_bag.append((before[rank], 0, 0))
+                sources_by_bag.append((columns_before[rank], 0, 0))
             is_mean = self._layout.features[span.feature].is_mean
             ends = first, len(sources)
             targets.append(
@@ -499,7 +499,7 @@ class PooledOutputDist(nn.Module):
         received_sizes = []
         layouts = self._sources_of(received).layouts
         for source, source_layout in enumerate(layouts):
-            before = position
+            first = position
             for unit in source_layout.units:
                 number = self._numbers.get((source, unit), -1)
                 starts[source, unit] = position, number
@@ -507,7 +507,7 @@ class PooledOutputDist(nn.Module):
                 if sent is not None and number >= 0:
                     count = sent.unit_bags[number]
                 position += count * unit.columns
-            received_sizes.append(position - before)
+            received_sizes.append(position - first)
         for unit in self._layout.replicated.units:
             starts[len(layouts), unit] = position, -1
             position += inputs.bags[unit.feature] * unit.columns

@@ -112,7 +112,7 @@ class SequenceTables(ShardedTables):
         self.dim = configs[0].embedding_dim
         every = [unit for rank in self.layout.ranks for unit in rank.all_units]
         width, device = format.width, ranks.device
-        self._pieces = [unit.columns // width for unit in self._own.units]
+        self._pieces = [unit.columns // width for unit in self._layout_here.units]
         self._equal = len({unit.columns for unit in every}) <= 1
         tables = {
             "first": torch.tensor([u.shard.columns[0] // width for u in every], dtype=torch.int64),
@@ -128,7 +128,7 @@ class SequenceTables(ShardedTables):
         """Return vectors of this rank's units, and of replicated tables for this rank's batch."""
         copies = None if self.replicated is None else self.replicated(received.inputs)
         rows = self.rows(received)
-        if not self._own.units:
+        if not self._layout_here.units:
             rows = rows.new_empty(0, self.format.width)
         return rows, copies
 
@@ -153,7 +153,7 @@ class SequenceTables(ShardedTables):
 
     def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Bring vectors that were not sent from the order of the kernels into that of the batch."""
-        order = [unit.feature for unit in self._own.units]
+        order = [unit.feature for unit in self._layout_here.units]
         if order == sorted(order):
             return local
         num_ids = received.inputs.num_ids()
@@ -163,7 +163,7 @@ class SequenceTables(ShardedTables):
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
         sent, inputs = received.sent, received.inputs
         assert sent is not None
-        units = len(self._own.units)
+        units = len(self._layout_here.units)
         counts, replica_grads = received.segments[:, :units], received.segments[:, units:]
         index = self._input_dist.positions(received)
         if self._equal and self.dim == self.format.width:
@@ -481,8 +481,8 @@ class ShardedEmbeddingCollection(StateOfTables):
             return LazyDeferredAwaitable(in_this_grad_mode(output))
 
         steps = [
-            one.output(own, batch)
-            for one, own, batch in zip(self._equal(), rows, received, strict=True)
+            one.output(vectors, batch)
+            for one, vectors, batch in zip(self._equal(), rows, received, strict=True)
         ]
         return Outputs(steps, join)
 
