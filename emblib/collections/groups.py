@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from emblib.ops.joint_step import JointStep
 from emblib.ops.route import is_captured, take_or_fill
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.specs import BoundsCheck, Pooling, brief, check_float_dtype
-from emblib.storage import Storage, TableHandle, TableSlice
+from emblib.storage import Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
 from emblib.tables.locks import ModuleLock
@@ -33,7 +33,7 @@ class GroupInfo:
 
     units: tuple[int, ...]
     slices: tuple[int, ...]
-    module: Any
+    module: TableModule
     storage: Storage
 
 
@@ -92,14 +92,14 @@ class SharedSlice(Protocol):
         """Return whether backward makes joint steps."""
 
     @property
-    def module(self) -> Any:
+    def module(self) -> TableModule:
         """Return the module that has the memory."""
 
     @property
     def handle(self) -> TableHandle:
         """Return the handle of the table."""
 
-    def reader(self, num_features: int, pooling: Pooling) -> nn.Module:
+    def reader(self, num_features: int, pooling: Pooling) -> TableModule:
         """Return the module with which units read the table."""
 
 
@@ -178,7 +178,7 @@ class TableGroups(nn.Module):
         self._make_handles()
         self._bind()
 
-    def _make(self, number: int, device: torch.device) -> nn.Module:
+    def _make(self, number: int, device: torch.device) -> TableModule:
         grouping = self._groupings[number]
         parts = [self.slices[s] for s in grouping.slices]
         shared = self._shared.get(SliceKey.of(parts[0]))
@@ -356,11 +356,11 @@ class TableGroups(nn.Module):
 
     # Tables
 
-    def table_modules(self) -> list[nn.Module]:
+    def table_modules(self) -> list[TableModule]:
         """Return the modules that look up and update, which are not among the submodules."""
         return list(self._table_modules)
 
-    def module_of(self, part: int) -> tuple[Any, int]:
+    def module_of(self, part: int) -> tuple[TableModule, int]:
         """Return the module of a slice, and the number of the table in it."""
         shared = self._shared.get(SliceKey.of(self.slices[part]))
         if shared is not None:
@@ -471,8 +471,7 @@ class TableGroups(nn.Module):
         """Return the bytes of `weights`, `optimizer_state` and other memory, by name."""
         total: dict[str, int] = {}
         for module in self._table_modules:
-            any_module: Any = module
-            for name, count in any_module.nbytes().items():
+            for name, count in module.nbytes().items():
                 total[name] = total.get(name, 0) + count
         return total
 
@@ -637,6 +636,19 @@ def by_rank(
     return torch.cat([block for of_rank in zip(*blocks, strict=True) for block in of_rank])
 
 
-def is_cached(module: Any) -> bool:
+class CachedModule(TableModule, Protocol):
+    """A table module that can load rows ahead of their lookup."""
+
+    def prefetch(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Load the rows of a batch."""
+
+
+def is_cached(module: TableModule) -> TypeGuard[CachedModule]:
     """Return whether tables of a module have a cache, or a store behind them."""
     return any(getattr(module, name, None) is not None for name in ("row_cache", "backing"))

@@ -29,6 +29,7 @@ from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
 from emblib.storage import Quantized, TableHandle, TableSlice
+from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import overwritten
 from emblib.tables import state_dicts
 
@@ -310,7 +311,7 @@ class TableCollection(nn.Module):
             part, source = groups.slices[s], old_groups.handles[s]
             block = (0, 1) if part.storage.is_keyed else None
             part.storage.copy_slice(part, source, handle, block)
-            if hasattr(handle.module, "hyperparams"):
+            if has_hyperparams(handle.module) and has_hyperparams(source.module):
                 handle.module.load_hyperparams(source.module.hyperparams)
         groups.adopt(old_groups)
         groups.train(self.training)
@@ -354,8 +355,9 @@ class TableCollection(nn.Module):
     def copy_rows(self, source: TableCollection) -> None:
         """Copy the rows of a collection that has these tables; quantised tables quantise them."""
         sources, configs = source.handles(), {config.name: config for config in source.configs}
+        handles: Mapping[str, Any] = self.handles()
         for table in self.configs:
-            handle, theirs = self.handles()[table.name], sources[table.name]
+            handle, theirs = handles[table.name], sources[table.name]
             if isinstance(table.storage, Quantized) and configs[table.name].storage.has_dense_rows:
                 first = 0
                 for block in theirs.dense_blocks():

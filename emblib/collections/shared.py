@@ -25,8 +25,9 @@ from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, brief
-from emblib.storage import Dense, Storage, TableHandle, TableSlice
-from emblib.storage.dense import DenseHandle
+from emblib.storage import Dense, Storage, TableHandle, TableModule, TableSlice
+from emblib.storage.base import has_hyperparams
+from emblib.storage.dense import DenseHandle, DenseModule
 from emblib.tables import state_dicts
 from emblib.tables.cache import BatchId
 from emblib.tables.optimizer_hooks import global_decay
@@ -157,9 +158,9 @@ class SharedTable:
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
         self.groups = groups
-        module, index = groups.module_of(0)
-        groups.replace_handle(0, handle or SharedHandle(self.config.storage, module, index))
-        self.joint = JointStep(module)
+        _, index = groups.module_of(0)
+        groups.replace_handle(0, handle or SharedHandle(self.config.storage, self.module, index))
+        self.joint = JointStep(self.module)
 
     @property
     def handle(self) -> TableHandle:
@@ -172,9 +173,11 @@ class SharedTable:
         return self.handle.get_parameter("weight")
 
     @property
-    def module(self) -> Any:
+    def module(self) -> DenseModule:
         """Return the module that has the memory."""
-        return self.groups.module_of(0)[0]
+        module, _ = self.groups.module_of(0)
+        assert isinstance(module, DenseModule)
+        return module
 
     @property
     def dim(self) -> int:
@@ -230,7 +233,7 @@ class SharedTable:
         views, targets = source.views(), self.handle.views()
         for name in targets.keys() & views.keys():
             targets[name].copy_(views[name])
-        if old_module.optimizer == module.optimizer:
+        if has_hyperparams(old_module) and old_module.optimizer == module.optimizer:
             module.load_hyperparams(old_module.hyperparams)
         self.handle.adopt(source)
         self.groups.replace_handle(0, self.handle)
@@ -272,9 +275,7 @@ class SharedReader(nn.Module):
     @property
     def optimizer(self) -> Optimizer:
         """Return the optimizer of the table."""
-        module: Any = self.table.module
-        optimizer: Optimizer = module.optimizer
-        return optimizer
+        return self.table.module.optimizer
 
     def _reading(self) -> TableReading:
         table = self.table
@@ -409,7 +410,7 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 class SharedHandle(DenseHandle):
     """A dense table that several collections list: saved once, under the first of their names."""
 
-    def __init__(self, storage: Storage, module: nn.Module, index: int) -> None:
+    def __init__(self, storage: Storage, module: TableModule, index: int) -> None:
         self.entry = SharedEntry()
         super().__init__(storage, module, index)
 

@@ -51,21 +51,91 @@ class ShardedModule(Protocol):
 
     ranks: RankGroup
     sent_ahead: SentAhead | None
+    training: bool
 
     def inputs(self, features: Any) -> Inputs:
         """Return what to send of a batch; None for a rank that stops the input_dist."""
 
+    def input_dist(self, features: Any) -> Awaitable[Awaitable[Any]]:
+        """Start to send ids to the ranks that store their rows."""
+
     def compute(self, received: Any) -> Any:
         """Look up the received ids."""
+
+    def prefetch(self, received: Any) -> None:
+        """Prefetch the rows of a batch into the caches of their tables."""
+
+    def compute_and_output_dist(self, received: Any) -> LazyAwaitable[Any]:
+        """Look up the received ids and start to return the rows."""
 
     def outputs(self, rows: Any, received: Any) -> Outputs:
         """Return the lookups of a batch."""
 
 
+class SentAhead(Protocol):
+    """The batches that a model has sent before its forward, for its collections."""
+
+    def take(self, module: ShardedModule, features: Any) -> LazyAwaitable[Any] | None:
+        """Return the output of a collection for this input, None if it was not sent."""
+
+
+def look_up(module: ShardedModule, features: Any) -> LazyAwaitable[Any]:
+    """Return the output of a collection: the journey of its batch, or what was sent ahead of it.
+
+    A forward that backward repeats has the batch that was sent ahead for the first one.
+    """
+    running = running_forward(training=module.training)
+    if running is not None and running.is_repeated:
+        received = running.noted(module)
+        if received is not None:
+            return module.compute_and_output_dist(received)
+    elif module.sent_ahead is not None:
+        output = module.sent_ahead.take(module, features)
+        if output is not None:
+            return output
+    if running is not None:
+        running.note(module, None)
+    return module.compute_and_output_dist(module.input_dist(features).wait().wait())
+
+
+def is_checkpointed(module: ShardedModule) -> bool:
+    """Return whether the running forward of a collection is in a checkpointed region."""
+    return running_forward(training=module.training) is not None
+
+
+def look_up_apart(module: ShardedModule, received: Any) -> LazyAwaitable[Any]:
+    """Look up a batch that was sent ahead, alone, as a checkpointed region repeats it."""
+    running = running_forward(training=module.training)
+    if running is not None:
+        running.note(module, received)
+    return module.compute_and_output_dist(received)
+
+
+def start_input_dist(module: ShardedModule, features: Any) -> Awaitable[Awaitable[Any]]:
+    """Send the sizes of the batch of one collection, see `start_joint_input_dist`."""
+    sizes = start_joint_input_dist([InputCall(module, features)])
+
+    def send_ids() -> Awaitable[Any]:
+        ids = sizes.wait()
+        assert ids is not None
+        return ids[0]
+
+    return DeferredAwaitable(send_ids)
+
+
+def start_output_dist(module: ShardedModule, rows: Any, received: Any) -> LazyAwaitable[Any]:
+    """Start to return the rows of one collection."""
+    (output,) = start_joint_output_dist([OutputCall(module, rows, received)])
+    return output()
+
+
+# Several collections
+
+
 class InputCall(NamedTuple):
     """A sharded collection and the batch that it gets, None for none."""
 
-    module: Any
+    module: ShardedModule
     features: Any
 
 
@@ -82,22 +152,22 @@ def start_joint_input_dist(
     pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [
-            (i, j)
+            ((i, j), one)
             for i in indices
             for j, one in enumerate(inputs[i].requests)
             if isinstance(one, InputRequest)
         ]
         if sent:
-            requests = [inputs[i].requests[j] for i, j in sent]
-            pending.append((sent, start_input_dists(requests, ranks)))
+            places, requests = zip(*sent, strict=True)
+            pending.append((list(places), start_input_dists(requests, ranks)))
 
     def send_ids() -> list[Awaitable[Any]] | None:
         received: list[list[Any]] = [list(one.requests) for one in inputs]
-        for sent, sizes in pending:
+        for places, sizes in pending:
             batches = sizes.wait()
             if batches is None:
                 return None
-            for (i, j), batch in zip(sent, batches, strict=True):
+            for (i, j), batch in zip(places, batches, strict=True):
                 received[i][j] = batch
         return [
             DeferredAwaitable(partial(_joined, one.join, batches))
@@ -116,7 +186,7 @@ def _joined(
 class OutputCall(NamedTuple):
     """A sharded collection, its rows, and the batch that it received."""
 
-    module: Any
+    module: ShardedModule
     rows: Any
     received: Any
 
@@ -159,64 +229,3 @@ def _by_group(every: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
     for index, ranks in enumerate(every):
         by_group.setdefault(ranks.group, (ranks, []))[1].append(index)
     return list(by_group.values())
-
-
-class SentAhead(Protocol):
-    """The batches that a model has sent before its forward, for its collections."""
-
-    def take(self, module: Any, features: Any) -> LazyAwaitable[Any] | None:
-        """Return the output of a collection for this input, None if it was not sent."""
-
-
-def start_input_dist(module: Any, features: Any) -> Awaitable[Awaitable[Any]]:
-    """Send the sizes of the batch of one collection, see `start_joint_input_dist`."""
-    sizes = start_joint_input_dist([InputCall(module, features)])
-
-    def send_ids() -> Awaitable[Any]:
-        ids = sizes.wait()
-        assert ids is not None
-        return ids[0]
-
-    return DeferredAwaitable(send_ids)
-
-
-def start_output_dist(module: Any, rows: Any, received: Any) -> LazyAwaitable[Any]:
-    """Start to return the rows of one collection."""
-    (output,) = start_joint_output_dist([OutputCall(module, rows, received)])
-    return output()
-
-
-def look_up(module: Any, features: Any) -> LazyAwaitable[Any]:
-    """Return the output of a collection: the journey of its batch, or what was sent ahead of it.
-
-    A forward that backward repeats has the batch that was sent ahead for the first one.
-    """
-    running = running_forward(training=module.training)
-    result: LazyAwaitable[Any]
-    if running is not None and running.is_repeated:
-        received = running.noted(module)
-        if received is not None:
-            result = module.compute_and_output_dist(received)
-            return result
-    elif module.sent_ahead is not None:
-        output: LazyAwaitable[Any] | None = module.sent_ahead.take(module, features)
-        if output is not None:
-            return output
-    if running is not None:
-        running.note(module, None)
-    result = module.compute_and_output_dist(module.input_dist(features).wait().wait())
-    return result
-
-
-def is_checkpointed(module: Any) -> bool:
-    """Return whether the running forward of a collection is in a checkpointed region."""
-    return running_forward(training=module.training) is not None
-
-
-def look_up_apart(module: Any, received: Any) -> LazyAwaitable[Any]:
-    """Look up a batch that was sent ahead, alone, as a checkpointed region repeats it."""
-    running = running_forward(training=module.training)
-    if running is not None:
-        running.note(module, received)
-    result: LazyAwaitable[Any] = module.compute_and_output_dist(received)
-    return result

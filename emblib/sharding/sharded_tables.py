@@ -53,6 +53,7 @@ from emblib.sharding.shared_shards import Shared
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import Choice, Pooling
 from emblib.storage import TableSlice
+from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import new_seeds
 
 
@@ -217,8 +218,11 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
         if type(source.slices[index_of[name]].storage) is type(part.storage):
             part.storage.copy_slice(part, from_handle, to_handle, blocks.get(name))
         source_module, module = from_handle.module, to_handle.module
-        is_trained = hasattr(module, "hyperparams") and hasattr(source_module, "hyperparams")
-        if is_trained and module.optimizer == source_module.optimizer:
+        if (
+            has_hyperparams(module)
+            and has_hyperparams(source_module)
+            and module.optimizer == source_module.optimizer
+        ):
             module.load_hyperparams(source_module.hyperparams)
 
 
@@ -229,7 +233,7 @@ def equalise(groups: TableGroups, ranks: RankGroup) -> None:
         return
     tensors = [view for views in groups.all_views() for view in views.values()]
     modules = {id(module): module for module, _ in map(groups.module_of, range(len(groups.slices)))}
-    hypers = [module.hyperparams for module in modules.values() if hasattr(module, "hyperparams")]
+    hypers = [module.hyperparams for module in modules.values() if has_hyperparams(module)]
     for tensor in (*tensors, *hypers):
         sent = tensor.contiguous()
         dist.broadcast(sent, ranks.global_rank(0), group=ranks.group)

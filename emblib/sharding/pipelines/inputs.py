@@ -113,7 +113,7 @@ class GivenInputs:
         calls = []
         for key, given in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
-            if not any(module is collection for collection in self._modules.values()):
+            if module is None or all(module is not one for one in self._modules.values()):
                 raise ValueError(
                     f"inputs must be of the sharded collections {sorted(self._modules)}, got "
                     f"{key if isinstance(key, str) else type(key).__name__!r}"
