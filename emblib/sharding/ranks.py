@@ -248,7 +248,7 @@ def split_by_node(ranks: RankGroup) -> NodeRanks:
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of a group's collectives in host memory; None where it is not known."""
     try:
-        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001 (of torch)
     except (AttributeError, RuntimeError):
         return None
     return timeout
