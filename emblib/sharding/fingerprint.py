@@ -168,10 +168,9 @@ def versions() -> dict[str, Any]:
 
     A checkout has the same version before and after a change.
     """
-    import emblib
-
+    package = sys.modules["emblib"]  # not imported: it imports this module
     return {
-        "emblib": emblib.__version__,
+        "emblib": package.__version__,
         "emblib_sources": _SOURCES,
         "torch": torch.__version__.partition("+")[0],  # +cpu and +cu126 are one version
     }

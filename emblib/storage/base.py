@@ -171,7 +171,7 @@ class TableModule(Protocol):
     ) -> Tensor:
         """Look up a batch: pooled bags, or one vector per id."""
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: Any = True) -> Any:
         """Set the training mode."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
