@@ -1,4 +1,4 @@
-"""The sharded embedding bag collection, and its pooled rows in an output_dist.
+"""The sharded embedding bag collection, which begins and ends the journey of a batch.
 
 One all-to-all returns the rows (`emblib.sharding.output_dist`), then one pass over the received
 rows assembles the output: every feature's columns are copied from the rank that pooled them, or

@@ -1,5 +1,6 @@
 """The sharded embedding collection: one vector per id.
 
+It begins and ends the journey of a batch, as `emblib.sharding.sharded_bags` does for pooled rows.
 Tables of one dim share messages: `SequenceTables` sends the vectors back to the positions of their
 ids. `ShardedEmbeddingCollection` has one `SequenceTables` per class of dims and widths.
 """

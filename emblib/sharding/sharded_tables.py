@@ -1,8 +1,9 @@
 """The tables of one sharded collection: the base of pooled and sequence collections.
 
-`ShardedTables` makes the shards of this rank, fills them from the unsharded collection and sends
-the ids of a batch to the ranks that store their rows. `ReplicatedTables` are the tables that every
-rank has: each rank looks up its own batch, and equal updates keep the replicas equal.
+`ShardedTables` makes the shards of this rank and fills them from the unsharded collection. On the
+journey of a batch it is the lookup: `input_request` is what to send of a batch, `rows` looks up
+what came. `ReplicatedTables` are the tables that every rank has: each rank looks up its own batch,
+and equal updates keep the replicas equal.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

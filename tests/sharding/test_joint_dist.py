@@ -293,3 +293,5 @@ def test_one_rank_exchanges_nothing() -> None:
     batch: Batch = make_batch(0, 2)
     model(batch)
     assert model.joint_dist.together == []
+    with pytest.raises(RuntimeError, match="is called joint_dist"):
+        _ = model.joint_exchange
