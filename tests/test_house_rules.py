@@ -11,7 +11,7 @@ import pkgutil
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -300,10 +300,7 @@ def test_layers_of_the_library() -> None:
         bad += [
             f"{name} imports {used}"
             for used in _imports(name)
-            if _is_in(used, "emblib")
-            and not any(_is_in(used, p) for p in (*below, own))
-            # The package object alone, to ask where it lies.
-            and used != "emblib"
+            if _is_in(used, "emblib") and not any(_is_in(used, p) for p in (*below, own))
         ]
         bad += [f"{name} imports {u}" for u in _imports(name) if u.split(".")[0] in OUTSIDE]
     assert not bad, "\n".join(bad)
@@ -410,17 +407,9 @@ def _top_level_imports(name: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("package", ["emblib", "experiments"])
-def test_imports_have_no_circles(package: str) -> None:
-    modules = {
-        ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__"): name
-        for name in _with_suffix(".py", under=f"{package}/")
-    }
+def _check_for_circles(modules: dict[str, str], imports: Callable[[str], set[str]]) -> None:
     graph = {
-        module: {
-            used if used in modules else used.rpartition(".")[0]
-            for used in _top_level_imports(name)
-        }
+        module: {used if used in modules else used.rpartition(".")[0] for used in imports(name)}
         & modules.keys() - {module}
         for module, name in modules.items()
     }
@@ -428,6 +417,23 @@ def test_imports_have_no_circles(package: str) -> None:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail("import circle: " + " -> ".join(error.args[1]))
+
+
+def _modules(*folders: str) -> dict[str, str]:
+    names = [name for folder in folders for name in _with_suffix(".py", under=f"{folder}/")]
+    return {
+        ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__"): name for name in names
+    }
+
+
+@pytest.mark.parametrize("package", ["emblib", "experiments"])
+def test_imports_have_no_circles(package: str) -> None:
+    _check_for_circles(_modules(package), _top_level_imports)
+
+
+def test_rooms_without_circles_stay_so() -> None:
+    """Imports within functions and those for type checkers included."""
+    _check_for_circles(_modules("emblib/sharding", "emblib/collections"), _imports)
 
 
 def test_calls_do_not_pack_arguments() -> None:

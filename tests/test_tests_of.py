@@ -13,13 +13,13 @@ def find_tests(*names: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_module_has_its_mirror() -> None:
-    found = find_tests("emblib/sharding/exchange.py").stdout.split()
-    assert found == ["tests/sharding/test_exchange.py"]
+    found = find_tests("emblib/sharding/all_to_all.py").stdout.split()
+    assert found == ["tests/sharding/test_all_to_all.py"]
 
 
 def test_a_helper_has_the_tests_that_import_it() -> None:
     found = find_tests("tests/sharding/worlds.py").stdout.split()
-    assert "tests/sharding/test_exchange.py" in found
+    assert "tests/sharding/test_all_to_all.py" in found
 
 
 def test_native_code_has_the_tests_of_its_ops() -> None:

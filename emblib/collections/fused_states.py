@@ -39,15 +39,15 @@ class FusedTableEntry:
 
 def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
     """Return the tables that backward updates."""
-    found = []
+    entries = []
     for table, handle in handles.items():
         parameters = handle.fused_parameters()
         if parameters:
             named = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
             optimizer = handle.module.optimizer
             modules = handle.fused_modules()
-            found.append(FusedTableEntry(optimizer, tuple(named), modules, named, handle))
-    return found
+            entries.append(FusedTableEntry(optimizer, tuple(named), modules, named, handle))
+    return entries
 
 
 def optimizer_state(
@@ -90,8 +90,8 @@ def load_optimizer_state(
         given = state[name]
         for key, view in states.items():
             view.copy_(given[key])
-        before = newest.get(id(module))
-        if before is None or float(given[HYPER][1]) > float(before[1][1]):
+        previous = newest.get(id(module))
+        if previous is None or float(given[HYPER][1]) > float(previous[1][1]):
             newest[id(module)] = module, given[HYPER]
     handle_of = {id(handle.module): handle for handle in handles.values()}
     for module, numbers in newest.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from emblib.ops.joint_step import JointStep
 from emblib.ops.route import is_captured, take_or_fill
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.specs import BoundsCheck, Pooling, brief, check_float_dtype
-from emblib.storage import Storage, TableHandle, TableSlice
+from emblib.storage import Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
 from emblib.tables.locks import ModuleLock
@@ -33,7 +33,7 @@ class GroupInfo:
 
     units: tuple[int, ...]
     slices: tuple[int, ...]
-    module: Any
+    module: TableModule
     storage: Storage
 
 
@@ -92,14 +92,14 @@ class SharedSlice(Protocol):
         """Return whether backward makes joint steps."""
 
     @property
-    def module(self) -> Any:
+    def module(self) -> TableModule:
         """Return the module that has the memory."""
 
     @property
     def handle(self) -> TableHandle:
         """Return the handle of the table."""
 
-    def reader(self, num_features: int, pooling: Pooling) -> nn.Module:
+    def reader(self, num_features: int, pooling: Pooling) -> TableModule:
         """Return the module with which units read the table."""
 
 
@@ -178,7 +178,7 @@ class TableGroups(nn.Module):
         self._make_handles()
         self._bind()
 
-    def _make(self, number: int, device: torch.device) -> nn.Module:
+    def _make(self, number: int, device: torch.device) -> TableModule:
         grouping = self._groupings[number]
         parts = [self.slices[s] for s in grouping.slices]
         shared = self._shared.get(SliceKey.of(parts[0]))
@@ -356,11 +356,11 @@ class TableGroups(nn.Module):
 
     # Tables
 
-    def table_modules(self) -> list[nn.Module]:
+    def table_modules(self) -> list[TableModule]:
         """Return the modules that look up and update, which are not among the submodules."""
         return list(self._table_modules)
 
-    def module_of(self, part: int) -> tuple[Any, int]:
+    def module_of(self, part: int) -> tuple[TableModule, int]:
         """Return the module of a slice, and the number of the table in it."""
         shared = self._shared.get(SliceKey.of(self.slices[part]))
         if shared is not None:
@@ -461,8 +461,8 @@ class TableGroups(nn.Module):
             return None
         with self._lock:
             waiting = self._prefetched
-            for i, (known, inputs) in enumerate(waiting):
-                if known is ids:
+            for i, (prefetched, inputs) in enumerate(waiting):
+                if prefetched is ids:
                     del waiting[: i + 1]
                     return inputs
         return None
@@ -471,8 +471,7 @@ class TableGroups(nn.Module):
         """Return the bytes of `weights`, `optimizer_state` and other memory, by name."""
         total: dict[str, int] = {}
         for module in self._table_modules:
-            any_module: Any = module
-            for name, count in any_module.nbytes().items():
+            for name, count in module.nbytes().items():
                 total[name] = total.get(name, 0) + count
         return total
 
@@ -529,14 +528,14 @@ def group(
     Slices of the tables named in `shared` are groups of their own.
     """
     optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
-    for part, own in zip(slices, optimizers, strict=True):
+    for part, chosen in zip(slices, optimizers, strict=True):
         if part.config.name in shared:
             continue
-        if part.config.rounding is not None and not autograd.is_fused(own):
+        if part.config.rounding is not None and not autograd.is_fused(chosen):
             raise ValueError(
                 f"rounding of {part.config.name!r} is of updates that emblib makes, but "
-                f"{brief(own)} leaves gradients to others: give the table or its collection one of "
-                "emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
+                f"{brief(chosen)} leaves gradients to others: give the table or its collection one "
+                "of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
             )
     keys: list[Hashable] = [
         ("shared", i)
@@ -546,10 +545,10 @@ def group(
     ]
     names: dict[Hashable, set[str]] = {}
     for i, part in enumerate(slices):
-        known = names.setdefault(keys[i], set())
-        if part.storage.is_keyed and part.config.name in known:
+        names_of_group = names.setdefault(keys[i], set())
+        if part.storage.is_keyed and part.config.name in names_of_group:
             keys[i] = (keys[i], i)  # initial values of rows depend on the name of the table
-        known.add(part.config.name)
+        names_of_group.add(part.config.name)
     order = dict.fromkeys([keys[s] for s in reads] + keys)
     result = []
     for key in order:
@@ -596,12 +595,12 @@ def _split_captured(
     count, inputs = ids.numel(), []
     positions = torch.arange(count, device=ids.device)
     for info, (first, last) in zip(groups, pairwise(ends), strict=True):
-        own = offsets[first : last + 1]
-        shift = count - own[-1:]
+        group_offsets = offsets[first : last + 1]
+        shift = count - group_offsets[-1:]
         sources = positions - shift
-        sources = torch.where(sources >= own[:1], sources, -1)
+        sources = torch.where(sources >= group_offsets[:1], sources, -1)
         taken = take_or_fill(ids, sources, -1)
-        inputs.append(GroupInput(info, 0, count, taken, own + shift, None, sources))
+        inputs.append(GroupInput(info, 0, count, taken, group_offsets + shift, None, sources))
     return inputs
 
 
@@ -637,6 +636,19 @@ def by_rank(
     return torch.cat([block for of_rank in zip(*blocks, strict=True) for block in of_rank])
 
 
-def is_cached(module: Any) -> bool:
+class CachedModule(TableModule, Protocol):
+    """A table module that can load rows ahead of their lookup."""
+
+    def prefetch(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Load the rows of a batch."""
+
+
+def is_cached(module: TableModule) -> TypeGuard[CachedModule]:
     """Return whether tables of a module have a cache, or a store behind them."""
     return any(getattr(module, name, None) is not None for name in ("row_cache", "backing"))

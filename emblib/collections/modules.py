@@ -29,6 +29,7 @@ from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
 from emblib.storage import Quantized, TableHandle, TableSlice
+from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import overwritten
 from emblib.tables import state_dicts
 
@@ -227,8 +228,8 @@ class TableCollection(nn.Module):
 
     def handles(self) -> Mapping[str, TableHandle]:
         """Return the handle of each table, by its name."""
-        found: Any = self._modules[self.handles_name]
-        return dict(found.items())
+        handles: Any = self._modules[self.handles_name]
+        return dict(handles.items())
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights`, `optimizer_state` and other memory of all tables."""
@@ -281,7 +282,7 @@ class TableCollection(nn.Module):
             return
         for config in self.configs:
             config.storage.check_copied(config)
-        before, configs = self.groups, self.configs
+        old_groups, configs = self.groups, self.configs
         self.configs = tuple(
             replace(config, optimizer=optimizers[config.name])
             if config.name in optimizers
@@ -290,12 +291,12 @@ class TableCollection(nn.Module):
         )
         try:
             with overwritten():
-                groups = self._make_groups(before.device, before.seeds)
+                groups = self._make_groups(old_groups.device, old_groups.seeds)
         except Exception:
             self.configs = configs
             raise
-        groups.set_output_dtype(before.output_dtype)
-        groups.adopt(before)
+        groups.set_output_dtype(old_groups.output_dtype)
+        groups.adopt(old_groups)
         groups.train(self.training)
         self._set_groups(groups)
 
@@ -305,18 +306,18 @@ class TableCollection(nn.Module):
 
         New modules are made, as by `set_optimizers`; other tables keep their rows and states.
         """
-        before = self.groups
+        old_groups = self.groups
         self._shared = {**self._shared, **tables}
         with overwritten():
-            groups = self._make_groups(before.device, before.seeds)
-        groups.set_output_dtype(before.output_dtype)
-        for s, handle in groups.own_handles() if before.device.type != "meta" else ():
-            part, source = groups.slices[s], before.handles[s]
+            groups = self._make_groups(old_groups.device, old_groups.seeds)
+        groups.set_output_dtype(old_groups.output_dtype)
+        for s, handle in groups.own_handles() if old_groups.device.type != "meta" else ():
+            part, source = groups.slices[s], old_groups.handles[s]
             block = (0, 1) if part.storage.is_keyed else None
             part.storage.copy_slice(part, source, handle, block)
-            if hasattr(handle.module, "hyperparams"):
+            if has_hyperparams(handle.module) and has_hyperparams(source.module):
                 handle.module.load_hyperparams(source.module.hyperparams)
-        groups.adopt(before)
+        groups.adopt(old_groups)
         groups.train(self.training)
         self._set_groups(groups)
 
@@ -336,10 +337,10 @@ class TableCollection(nn.Module):
         for config in self.configs:
             config.storage.check_copied(config)
         with overwritten():
-            made = self._like(self.quantized_configs(bits))
-        made.groups.set_output_dtype(self.groups.output_dtype)
-        made.copy_rows(self)
-        return made.eval()
+            copied = self._like(self.quantized_configs(bits))
+        copied.groups.set_output_dtype(self.groups.output_dtype)
+        copied.copy_rows(self)
+        return copied.eval()
 
     def quantized_configs(self, bits: int | Mapping[str, int] = 8) -> list[Any]:
         """Return the configurations of `quantized(bits)`."""
@@ -358,9 +359,10 @@ class TableCollection(nn.Module):
     def copy_rows(self, source: TableCollection) -> None:
         """Copy the rows of a collection that has these tables; quantised tables quantise them."""
         sources, configs = source.handles(), {config.name: config for config in source.configs}
-        for own in self.configs:
-            handle, theirs = self.handles()[own.name], sources[own.name]
-            if isinstance(own.storage, Quantized) and configs[own.name].storage.has_dense_rows:
+        handles: Mapping[str, Any] = self.handles()
+        for table in self.configs:
+            handle, theirs = handles[table.name], sources[table.name]
+            if isinstance(table.storage, Quantized) and configs[table.name].storage.has_dense_rows:
                 first = 0
                 for block in theirs.dense_blocks():
                     handle.module.write_rows(handle.index, block, first)
@@ -558,19 +560,19 @@ class _ColumnOrder:
         self._columns, self._divides = columns, any(means)
         self._targets = torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn))
         self._pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn))
-        self._made: tuple[int, Tensor, Tensor] | None = None
+        self._batch_tables: tuple[int, Tensor, Tensor] | None = None
 
     def _tables(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        made = self._made
-        if made is None or made[0] != batch or made[1].device != device:
+        tables = self._batch_tables
+        if tables is None or tables[0] != batch or tables[1].device != device:
             targets = self._targets.clone()
             targets[:, TargetColumn.ROWS] = batch
             divided = targets[:, TargetColumn.FIRST_BAG] >= 0
             targets[:, TargetColumn.FIRST_BAG] = torch.where(
                 divided, targets[:, TargetColumn.FIRST_BAG] * batch, -1
             )
-            made = self._made = batch, targets.to(device), self._pieces.to(device)
-        return made[1], made[2]
+            tables = self._batch_tables = batch, targets.to(device), self._pieces.to(device)
+        return tables[1], tables[2]
 
     def __call__(self, out: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Return `out` `[B, columns]` in the order of the configurations."""
@@ -627,11 +629,11 @@ class EmbeddingCollection(TableCollection):
         ids: Sequence[Tensor | None] = [None] * len(vectors)
         if self._need_indices:
             ids = batch.values().split(batch.length_per_key())
-        found = {}
+        result = {}
         for place in self._places:
             name = self._names_in_order[place]
-            found[name] = JaggedTensor.from_valid(vectors[place], ids[place], lengths[place], None)
-        return found
+            result[name] = JaggedTensor.from_valid(vectors[place], ids[place], lengths[place], None)
+        return result
 
     def _vectors(self, batch: KeyedJaggedTensor) -> Sequence[Tensor]:
         """Return the vectors of each feature, in the order of the modules."""

@@ -25,8 +25,9 @@ from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, brief
-from emblib.storage import Dense, Storage, TableHandle, TableSlice
-from emblib.storage.dense import DenseHandle
+from emblib.storage import Dense, Storage, TableHandle, TableModule, TableSlice
+from emblib.storage.base import has_hyperparams
+from emblib.storage.dense import DenseHandle, DenseModule
 from emblib.tables import state_dicts
 from emblib.tables.cache import BatchId
 from emblib.tables.optimizer_hooks import global_decay
@@ -108,11 +109,11 @@ class SharedTables:
         Raises:
             ValueError: a configuration of this name is of another table.
         """
-        found = {c.name: self._tables[c.name] for c in configs if c.name in self._tables}
+        tables = {c.name: self._tables[c.name] for c in configs if c.name in self._tables}
         for config in configs:
-            if config.name in found:
-                found[config.name].check_reader(config)
-        return found
+            if config.name in tables:
+                tables[config.name].check_reader(config)
+        return tables
 
 
 class SharedTable:
@@ -157,9 +158,9 @@ class SharedTable:
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
         self.groups = groups
-        module, index = groups.module_of(0)
-        groups.replace_handle(0, handle or SharedHandle(self.config.storage, module, index))
-        self.joint = JointStep(module)
+        _, index = groups.module_of(0)
+        groups.replace_handle(0, handle or SharedHandle(self.config.storage, self.module, index))
+        self.joint = JointStep(self.module)
 
     @property
     def handle(self) -> TableHandle:
@@ -172,9 +173,11 @@ class SharedTable:
         return self.handle.get_parameter("weight")
 
     @property
-    def module(self) -> Any:
+    def module(self) -> DenseModule:
         """Return the module that has the memory."""
-        return self.groups.module_of(0)[0]
+        module, _ = self.groups.module_of(0)
+        assert isinstance(module, DenseModule)
+        return module
 
     @property
     def dim(self) -> int:
@@ -211,27 +214,27 @@ class SharedTable:
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
         """Change the optimizer, for all collections; weights are kept, states are reset."""
-        before, config = self.groups, self.config
+        old_groups, config = self.groups, self.config
         self.config = replace(config, optimizer=optimizer)
         try:
             self._check_optimizer()
-            made = self._make(before.device, before.seeds)
+            groups = self._make(old_groups.device, old_groups.seeds)
         except Exception:
             self.config = config
             raise
-        made.adopt(before)
-        handle = before.handles[0]
-        self._set_groups(made, handle)
+        groups.adopt(old_groups)
+        handle = old_groups.handles[0]
+        self._set_groups(groups, handle)
 
     @torch.no_grad()
     def adopt(self, source: TableHandle) -> None:
         """Take the rows, the optimizer state and the parameter of a table of a collection."""
-        before, module = source.module, self.module
+        old_module, module = source.module, self.module
         views, targets = source.views(), self.handle.views()
         for name in targets.keys() & views.keys():
             targets[name].copy_(views[name])
-        if before.optimizer == module.optimizer:
-            module.load_hyperparams(before.hyperparams)
+        if has_hyperparams(old_module) and old_module.optimizer == module.optimizer:
+            module.load_hyperparams(old_module.hyperparams)
         self.handle.adopt(source)
         self.groups.replace_handle(0, self.handle)
 
@@ -272,9 +275,7 @@ class SharedReader(nn.Module):
     @property
     def optimizer(self) -> Optimizer:
         """Return the optimizer of the table."""
-        module: Any = self.table.module
-        found: Optimizer = module.optimizer
-        return found
+        return self.table.module.optimizer
 
     def _reading(self) -> TableReading:
         table = self.table
@@ -365,23 +366,23 @@ class SharedEntry:
             errors: the list of errors by which a load is known; other rows than at the first key
                 are one.
         """
-        before = self._loading
-        if before is None or before.errors is not errors or before.key == key:
+        previous = self._loading
+        if previous is None or previous.errors is not errors or previous.key == key:
             self._loading = _FirstLoad(errors, key, None if given is None else weakref.ref(given))
             return False
         if given is None:
             return True
-        if before.given is None:
-            if before.key in missing:
-                missing.remove(before.key)
+        if previous.given is None:
+            if previous.key in missing:
+                missing.remove(previous.key)
             self._loading = _FirstLoad(errors, key, weakref.ref(given))
             return False
-        first = before.given()
+        first = previous.given()
         if first is not None and not _are_equal(first, given):
             errors.append(
-                f"{key}: the state dict has other rows here than at {before.key}, but both are one "
-                "shared table now: remove one of the two entries from the state dict, or average "
-                "them"
+                f"{key}: the state dict has other rows here than at {previous.key}, but both are "
+                "one shared table now: remove one of the two entries from the state dict, or "
+                "average them"
             )
         return True
 
@@ -409,7 +410,7 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 class SharedHandle(DenseHandle):
     """A dense table that several collections list: saved once, under the first of their names."""
 
-    def __init__(self, storage: Storage, module: nn.Module, index: int) -> None:
+    def __init__(self, storage: Storage, module: TableModule, index: int) -> None:
         self.entry = SharedEntry()
         super().__init__(storage, module, index)
 
@@ -442,16 +443,18 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
 
 def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
     """Return the names of tables that are not shared, and the collections by path."""
-    found: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
+    collections: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
     for path, part in model.named_modules():
         handles: Any = getattr(part, "handles", None)
         for config in getattr(part, "configs", ()) if callable(handles) else ():
             if isinstance(config, TableConfig):
                 key = (config.name, config.num_embeddings, config.embedding_dim)
                 table = _identity(part, handles(), config.name)
-                found.setdefault(key, {}).setdefault(id(table), (path, part))
+                collections.setdefault(key, {}).setdefault(id(table), (path, part))
     return [
-        (name, dict(tables.values())) for (name, _, _), tables in found.items() if len(tables) > 1
+        (name, dict(tables.values()))
+        for (name, _, _), tables in collections.items()
+        if len(tables) > 1
     ]
 
 
@@ -495,15 +498,15 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     unknown = sorted(set(wanted) - every.keys())
     if unknown:
         raise KeyError(f"no two collections have tables {unknown}; duplicates are {sorted(every)}")
-    made = {name: _shared_by(name, every[name]) for name in wanted}
+    shared_tables = {name: _shared_by(name, every[name]) for name in wanted}
     of_collection: dict[int, tuple[Any, dict[str, SharedTable]]] = {}
-    for name, table in made.items():
+    for name, table in shared_tables.items():
         for one in every[name].values():
             of_collection.setdefault(id(one), (one, {}))[1][name] = table
     for collection, _ in of_collection.values():
         for config in collection.configs:
             config.storage.check_copied(config)
-    for name, table in made.items():
+    for name, table in shared_tables.items():
         first = next(iter(every[name].values()))
         table.adopt(first.handles()[name])
     for collection, tables in of_collection.values():
@@ -529,7 +532,7 @@ def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path:
 
 def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
     """Return the shared table for the tables of a name, without their rows."""
-    made: SharedTable | None = None
+    table: SharedTable | None = None
     for path, one in readers.items():
         if not callable(getattr(one, "read_shared", None)):
             raise TypeError(
@@ -538,11 +541,11 @@ def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
             )
         config = next(config for config in one.configs if config.name == name)
         config = replace(config, optimizer=config.optimizer or one.optimizer)
-        if made is None:
+        if table is None:
             first_path, first = path, one
-            made = SharedTable(TableSlice.whole(config), one.device, one.groups.seeds)
+            table = SharedTable(TableSlice.whole(config), one.device, one.groups.seeds)
             continue
-        _check_alike(made.config, config, first_path, path)
+        _check_alike(table.config, config, first_path, path)
         module = one.handles()[name].module
         steps = 0 if one.device.type == "meta" else getattr(module, "step", 0)
         if steps and not _are_equal(first.handles()[name].weight, one.handles()[name].weight):
@@ -550,5 +553,5 @@ def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
                 f"table {name!r} of the collection {path!r} has made {steps} steps, which would be "
                 "lost: share tables before training; or load one state dict into all first"
             )
-    assert made is not None
-    return made
+    assert table is not None
+    return table

@@ -168,8 +168,8 @@ def register_classes() -> None:
             (KeyedTensor, ScriptKeyedTensor),
         ):
             torch.jit.script(scripted)
-            compiled = torch.jit._state._get_script_class(scripted)
-            torch.jit._state._add_script_class(theirs, compiled)
+            compiled = torch.jit._state._get_script_class(scripted)  # noqa: SLF001 (a module of torch)
+            torch.jit._state._add_script_class(theirs, compiled)  # noqa: SLF001 (a module of torch)
 
 
 class ScriptableKernel(nn.Module):

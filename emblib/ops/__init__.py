@@ -1,5 +1,6 @@
 """Loads the native library and is the Python face of `torch.ops.emblib`: shapes and gradients."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,9 +26,8 @@ def _load() -> None:
 
 def _find(name: str) -> Path | None:
     """Find the shared library `name`: next to the package, or where an editable install put it."""
-    import emblib
-
-    for folder in (_PACKAGE, *(Path(p) for p in emblib.__path__)):
+    package = sys.modules["emblib"]  # not imported: it imports this module
+    for folder in (_PACKAGE, *map(Path, package.__path__)):
         path = folder / f"lib{name}.so"
         if path.exists():
             return path

@@ -1,8 +1,7 @@
 """Collections spread over the ranks of a process group."""
 
-from emblib.sharding.codecs import BF16, FP8, FP16, FP32, INT8
+from emblib.sharding.codecs import BF16, FP8, FP16, FP32, INT8, CommPrecision
 from emblib.sharding.dense import DDP, FullyShard
-from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.failures import RankFailure, detect_rank_failures, init_distributed
 from emblib.sharding.model_parallel import DistributedModelParallel
 from emblib.sharding.parameters import clip_grad_norm_

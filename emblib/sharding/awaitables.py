@@ -1,8 +1,8 @@
 """Awaitables: results of operations that are still in flight.
 
 `Awaitable.wait()` returns the result, and the same object on every call. A `LazyAwaitable` also
-waits by itself wherever it is used in place of its result. The awaitables of all-to-alls are in
-`emblib.sharding.exchange`.
+waits by itself wherever it is used in place of its result. On the journey of a batch every stage
+returns one: the input_dist, and the output of a collection, which waits when it is used.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Each call starts a collective and returns an `Awaitable`; between the call and its `wait` other work
 overlaps. Backward overlaps too: the gradient is sent once that of the output is known, and waited
 for when that of the input is needed. All of them are one all-to-all of uneven messages, that of
-`emblib.sharding.exchange`: messages may be empty, and sums are float32 (float64 for float64) in
-rank order, so that they are the same on every run.
+`emblib.sharding.all_to_all`: messages may be empty, and sums are float32 (float64 for float64) in
+rank order, so that they are the same on every run. They are for modules that are no sharded
+collections; those send their batches by `emblib.sharding.lookup`.
 
 Every rank calls the same collectives in the same order, and either all ranks pass tensors that
 require gradients or none: a rank whose tensor is empty passes an empty one that does.
@@ -25,9 +26,9 @@ import torch
 from torch import Tensor
 
 from emblib.ops.derivatives import once_differentiable
+from emblib.sharding.all_to_all import start_all_gather, start_all_to_all
 from emblib.sharding.awaitables import Awaitable
-from emblib.sharding.codecs import Codec
-from emblib.sharding.exchange import CommPrecision, start_all_gather, start_all_to_all
+from emblib.sharding.codecs import Codec, CommPrecision
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.specs import Choice
@@ -138,7 +139,7 @@ class _CollectiveAwaitable(Awaitable[Tensor]):
         return result
 
 
-def _exchange(
+def _start(
     values: Tensor,
     sizes: Sequence[int],
     received: Sequence[int],
@@ -149,10 +150,10 @@ def _exchange(
     pattern, comm_precision, gradients = how
     if not values.is_floating_point():
         raise TypeError(f"values must be floating, got {values.dtype}")
-    there, back = tuple(sizes), tuple(received)
+    sent, received = tuple(sizes), tuple(received)
     legs = (
-        _Leg(pattern, there, back, comm_precision.forward, ranks),
-        _Leg(_BACK[pattern], back, there, comm_precision.backward, ranks),
+        _Leg(pattern, sent, received, comm_precision.forward, ranks),
+        _Leg(_BACK[pattern], received, sent, comm_precision.backward, ranks),
     )
     return _CollectiveAwaitable(values, _Call(legs, GradientReduction(gradients)))
 
@@ -200,7 +201,7 @@ def alltoall_pooled(
         return torch.cat([piece.view(batch, n) for piece, n in pieces], 1)
 
     how = _Pattern.PARTS, comm_precision, gradients
-    return _exchange(values, [n * width for n in batch_sizes], received_sizes, ranks, how=how).then(
+    return _start(values, [n * width for n in batch_sizes], received_sizes, ranks, how=how).then(
         join_columns
     )
 
@@ -222,11 +223,11 @@ def alltoallv(
     tables could not know.
     """
     _check_ranks("columns", columns, ranks)
-    own = [tensor.size(-1) for tensor in values]
-    if own != list(columns[ranks.rank]):
+    widths_here = [tensor.size(-1) for tensor in values]
+    if widths_here != list(columns[ranks.rank]):
         raise ValueError(
             f"values must have the columns {list(columns[ranks.rank])} of columns[{ranks.rank}]: "
-            f"got {own}"
+            f"got {widths_here}"
         )
     if any(tensor.dtype != dtype for tensor in values):
         raise TypeError(
@@ -265,8 +266,8 @@ def variable_batch_alltoall_pooled(
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
-    own = columns[ranks.rank]
-    sizes = [sum(n * d for n, d in zip(row, own, strict=True)) for row in batch_sizes]
+    widths_here = columns[ranks.rank]
+    sizes = [sum(n * d for n, d in zip(row, widths_here, strict=True)) for row in batch_sizes]
     _check_rows("values", values, 1, sum(sizes))
     features = sum(map(len, columns))
     if len(batch_sizes_here) != features:
@@ -276,7 +277,7 @@ def variable_batch_alltoall_pooled(
         )
     rows = iter(batch_sizes_here)
     received_sizes = [sum(next(rows) * d for d in row) for row in columns]
-    return _exchange(
+    return _start(
         values, sizes, received_sizes, ranks, how=(_Pattern.PARTS, comm_precision, gradients)
     )
 
@@ -298,10 +299,10 @@ def alltoall_sequence(
     _check_ranks("received_sizes", received_sizes, ranks)
     _check_rows("values", values, 2, sum(sizes))
     width = values.size(1)
-    there, back = [n * width for n in sizes], [n * width for n in received_sizes]
+    sent, received = [n * width for n in sizes], [n * width for n in received_sizes]
     rows = sum(received_sizes)
     how = _Pattern.PARTS, comm_precision, gradients
-    return _exchange(values, there, back, ranks, how=how).then(
+    return _start(values, sent, received, ranks, how=how).then(
         lambda received_sizes: received_sizes.view(rows, width)
     )
 
@@ -355,7 +356,7 @@ def reduce_scatter_v_pooled(
     width, batch = values.size(1), batch_sizes[ranks.rank]
     sizes, received_sizes = [n * width for n in batch_sizes], [batch * width] * ranks.size
     how = _Pattern.SUMS, comm_precision, gradients
-    return _exchange(values, sizes, received_sizes, ranks, how=how).then(
+    return _start(values, sizes, received_sizes, ranks, how=how).then(
         lambda sums: sums.view(batch, width)
     )
 
@@ -376,8 +377,8 @@ def all_gather_base_pooled(
     _check_ranks("batch_sizes", sizes, ranks)
     _check_rows("values", values, 2, sizes[ranks.rank])
     width, rows = values.size(1), sum(sizes)
-    there, back = [values.numel()] * ranks.size, [n * width for n in sizes]
+    sent, received = [values.numel()] * ranks.size, [n * width for n in sizes]
     how = _Pattern.COPIES, comm_precision, gradients
-    return _exchange(values, there, back, ranks, how=how).then(
+    return _start(values, sent, received, ranks, how=how).then(
         lambda received_sizes: received_sizes.view(rows, width)
     )

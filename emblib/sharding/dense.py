@@ -55,13 +55,13 @@ def _reduce_in(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]:
     """
 
     def reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        whole = bucket.buffer()
-        sent = whole.to(dtype).div_(dist.get_world_size(group))
+        buffer = bucket.buffer()
+        sent = buffer.to(dtype).div_(dist.get_world_size(group))
         pending = dist.all_reduce(sent, group=group, async_op=True).get_future()
 
         def write_back(done: Any) -> Tensor:
-            whole.copy_(done.value()[0])
-            return whole
+            buffer.copy_(done.value()[0])
+            return buffer
 
         return pending.then(write_back)
 

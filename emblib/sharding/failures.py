@@ -369,8 +369,8 @@ def init_distributed(
         RankFailure: a collective failed, and other ranks are at fault.
         TimeoutError: some ranks did not start in time.
     """
-    own = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if own:
+    joins = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if joins:
         _join(backend, timedelta(seconds=timeout_seconds))
     ranks = RankGroup(device=None if dist.is_initialized() else _device_alone())
     beat = min(1.0, heartbeat_timeout_s / 5)
@@ -379,7 +379,7 @@ def init_distributed(
     ):
         yield ranks
     # Skipped after a failure: the process ends, and the other ranks may not answer.
-    if own:
+    if joins:
         dist.destroy_process_group()
         _wait_for_gloo_threads()
 
@@ -392,22 +392,22 @@ def _wait_for_gloo_threads(seconds: float = 2.0) -> None:
     without an active exception"), and torchrun would restart a job that has finished.
     """
     end, seen = time.monotonic() + seconds, None
-    while (found := _gloo_threads()) and time.monotonic() < end:
-        if found == seen and all(state == "S" for state, _ in found.values()):
+    while (threads := _gloo_threads()) and time.monotonic() < end:
+        if threads == seen and all(state == "S" for state, _ in threads.values()):
             return  # none has run since the last look, so none waits for the interpreter's lock
-        seen = found
+        seen = threads
         time.sleep(_MEET_POLL_SECONDS / 4)
 
 
 def _gloo_threads() -> dict[str, tuple[str, str]]:
     """Return by thread id: its state, and its number of voluntary context switches."""
-    found = {}
+    threads = {}
     for path in Path("/proc/self/task").glob("*/status"):
         with suppress(OSError):  # the thread has just ended
             facts = dict(re.findall(r"^(\w+):\s*(\S*)", path.read_text(), re.MULTILINE))
             if facts["Name"].startswith("pt_gloo"):
-                found[path.parent.name] = facts["State"], facts["voluntary_ctxt_switches"]
-    return found
+                threads[path.parent.name] = facts["State"], facts["voluntary_ctxt_switches"]
+    return threads
 
 
 def _device_alone() -> torch.device:

@@ -105,7 +105,7 @@ def _raise(differences: list[str], failures: Mapping[int, str], error: Exception
 
 def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
     """Return a text per value that differs between ranks; ranks that failed may lack values."""
-    found = []
+    texts = []
     for subject in dict.fromkeys(subject for leaves in by_rank for subject in leaves):
         lacking = [
             rank
@@ -113,7 +113,7 @@ def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
             if subject not in leaves and rank not in failed
         ]
         if lacking:
-            found.append(f"{subject} is missing on {_ranks_text(lacking)}")
+            texts.append(f"{subject} is missing on {_ranks_text(lacking)}")
             continue
         described = {
             rank: leaves[subject] for rank, leaves in enumerate(by_rank) if subject in leaves
@@ -130,8 +130,8 @@ def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
             if len(set(values.values())) > 1:
                 differing.append(name)
                 prefix = f"{subject}: " if subject else ""
-                found.append(f"{prefix}{name} is {_values_text(values)}")
-    return found
+                texts.append(f"{prefix}{name} is {_values_text(values)}")
+    return texts
 
 
 def _values_text(values: Mapping[int, str]) -> str:
@@ -156,11 +156,11 @@ def _shortened(text: str) -> str:
 
 def merged(*descriptions: Description) -> dict[str, dict[str, Any]]:
     """Return one description with the values of several."""
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for description in descriptions:
         for subject, values in description.items():
-            found.setdefault(subject, {}).update(values)
-    return found
+            result.setdefault(subject, {}).update(values)
+    return result
 
 
 def versions() -> dict[str, Any]:
@@ -168,10 +168,9 @@ def versions() -> dict[str, Any]:
 
     A checkout has the same version before and after a change.
     """
-    import emblib
-
+    package = sys.modules["emblib"]  # not imported: it imports this module
     return {
-        "emblib": emblib.__version__,
+        "emblib": package.__version__,
         "emblib_sources": _SOURCES,
         "torch": torch.__version__.partition("+")[0],  # +cpu and +cu126 are one version
     }
@@ -216,7 +215,7 @@ def collection_description(
         path: of the collection in the model; without it, errors name tables only.
     """
     where = f" of {path}" if path else ""
-    found: dict[str, dict[str, Any]] = {
+    description: dict[str, dict[str, Any]] = {
         f"collection {path}" if path else "": {
             "type": type(source).__name__,
             "tables": [config.name for config in configs],
@@ -236,8 +235,8 @@ def collection_description(
             values |= _sharding(plan[config.name])
             if not plan[config.name].is_replicated:  # copies become those of rank 0
                 values |= _values_of(module, source.device)
-        found[f"table {config.name}{where}"] = values
-    return found
+        description[f"table {config.name}{where}"] = values
+    return description
 
 
 def _values_of(module: Any, device: torch.device) -> dict[str, Any]:
@@ -250,11 +249,11 @@ def _values_of(module: Any, device: torch.device) -> dict[str, Any]:
 
 
 def _sharding(sharding: ParameterSharding) -> dict[str, Any]:
-    found = {"sharding": sharding.type, "planned_storage": sharding.storage}
+    description = {"sharding": sharding.type, "planned_storage": sharding.storage}
     for number, shard in enumerate(sharding.shards):
         (first, end), (left, right) = shard.rows, shard.columns
-        found[f"shard {number}"] = f"[{first}:{end}, {left}:{right}] on rank {shard.rank}"
-    return found
+        description[f"shard {number}"] = f"[{first}:{end}, {left}:{right}] on rank {shard.rank}"
+    return description
 
 
 # Leaves
@@ -297,15 +296,15 @@ def _parts(value: Any, used: _Used) -> list[tuple[Any, Any, _Used]]:
     if isinstance(value, Mapping):
         return [(key, one, used) for key, one in _named(dict(value), used).items()]
     if is_dataclass(value) and not isinstance(value, type):
-        own = {f.name: getattr(value, f.name) for f in fields(value)}
-        return [(key, one, used) for key, one in _named(own, used).items()]
+        attributes = {f.name: getattr(value, f.name) for f in fields(value)}
+        return [(key, one, used) for key, one in _named(attributes, used).items()]
     if isinstance(value, list | tuple | set | frozenset):
         if isinstance(value, list | tuple) and any(map(_has_parts, value)):
             return [(i, one, used) for i, one in enumerate(value)]
         return []
     if isinstance(value, functools.partial):
-        own = {"args": list(value.args), "keywords": value.keywords}
-        return [*_parts(value.func, used), *((key, one, None) for key, one in own.items())]
+        attributes = {"args": list(value.args), "keywords": value.keywords}
+        return [*_parts(value.func, used), *((key, one, None) for key, one in attributes.items())]
     if callable(value):
         return _parts_of_callable(value)
     if used is None or _plain_text(value) is not None:
@@ -375,13 +374,13 @@ def _codes(function: FunctionType, kind: type | None) -> list[CodeType]:
 
     The latter are functions of its module, and methods of `kind` that are defined there.
     """
-    found: list[CodeType] = []
+    codes: list[CodeType] = []
     waiting = [function.__code__]
     while waiting:
         code = waiting.pop()
-        if any(code is other for other in found):
+        if any(code is other for other in codes):
             continue
-        found.append(code)
+        codes.append(code)
         waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
         named = [function.__globals__.get(name) for name in sorted(_globals_read_by(code))]
         if kind is not None:
@@ -390,7 +389,7 @@ def _codes(function: FunctionType, kind: type | None) -> list[CodeType]:
             other = getattr(one, "fget", None) or getattr(one, "__func__", one)
             if isinstance(other, FunctionType) and other.__module__ == function.__module__:
                 waiting.append(other.__code__)
-    return found
+    return codes
 
 
 def _names(code: CodeType) -> Iterator[str]:

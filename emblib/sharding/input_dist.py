@@ -1,16 +1,19 @@
-"""The input dist of sharded lookups: send the ids of a batch to the ranks that store their rows.
+"""The input_dist: send the ids of a batch to the ranks that store their rows.
 
-`start_input_dists` sends the batches of several collections together, in two exchanges; the caller
-waits for neither of them there. The first one has the number of bags and ids that each rank will
-get, which the host must know to allocate memory. The second one has the lengths of the bags
-followed by the ids, in one message per rank and collection, and the weights, and the counts of ids
-that were deduplicated, where there are any.
+It is the first part of the journey of a batch. `InputDist` brings the ids of one collection into
+the order of sending, and what comes into the order of its lookups. `start_input_dists` sends the
+batches of several collections together, in two collectives; the caller waits for neither of them
+there. The first one has the number of bags and ids that each rank will get, which the host must
+know to allocate memory. The second one has the lengths of the bags followed by the ids, in one
+message per rank and collection, and the weights, and the counts of ids that were deduplicated,
+where there are any.
 Small messages of several collections travel in one collective.
 """
 
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +22,14 @@ from torch import Tensor, nn
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.jagged.keyed_layout import bounds_of
 from emblib.ops import route
-from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
-from emblib.sharding.exchange import (
+from emblib.sharding.all_to_all import (
     Content,
     DifferentiableAllToAllAwaitable,
     Message,
-    exchange_numbers,
     start_all_to_alls,
+    start_sizes,
 )
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
 from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
@@ -154,7 +157,7 @@ class IncomingBatch(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """A batch between the exchange of the sizes and its end.
+    """A batch between the collective of the sizes and its end.
 
     `num_bags` and `sizes` are bags and elements of the message from each rank.
     """
@@ -221,9 +224,10 @@ class InputDist(nn.Module):
         columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
         self._mean_columns = sum(columns) / max(len(columns), 1)
         self._ends = [0, *accumulate(len(features) for features in self._features)]
+        self._spans = list(pairwise(self._ends))  # the numbers of the units of each rank
         # The gradients of replicated tables have a row for every bag.
         self._whole_units = [
-            number for _, end in self._spans() for number in range(end - len(self._replicated), end)
+            number for _, end in self._spans for number in range(end - len(self._replicated), end)
         ]
         self._summed_units, self._num_sums = self._units_of_sums(layout)
         self._dims = [feature.dim for feature in layout.features]
@@ -253,20 +257,20 @@ class InputDist(nn.Module):
         sums = sum_in_nodes(layout, self._ranks.local_size)
         if sums is None:
             return [], 0
-        firsts = [first for first, _ in self._spans()]
+        firsts = [first for first, _ in self._spans]
         numbers = [
             first + i
             for first, of_rank in zip(firsts, sums.units, strict=True)
-            for own in of_rank
-            for i in own
+            for of_sum in of_rank
+            for i in of_sum
         ]
         return numbers, sum(len(node.units) for node in sums.nodes)
 
-    def _segment_order(self, before: int) -> list[int]:
-        """Return the unit-major order of rank-major segments, after `before` others per rank."""
+    def _segment_order(self, num_before: int) -> list[int]:
+        """Return the unit-major order of rank-major segments, after `num_before` per rank."""
         world, units = self._ranks.size, len(self._features[self._ranks.rank])
-        step = units + before
-        return [r * step + before + unit for unit in range(units) for r in range(world)]
+        step = units + num_before
+        return [r * step + num_before + unit for unit in range(units) for r in range(world)]
 
     @property
     def header_size(self) -> int:
@@ -306,18 +310,18 @@ class InputDist(nn.Module):
                 by_unit + batch.skips_sums,
                 *batch.unit_bags[first:end],
             ]
-            for (first, end), ids in zip(self._spans(), batch.num_ids, strict=True)
+            for (first, end), ids in zip(self._spans, batch.num_ids, strict=True)
         ]
 
     def empty_headers(self) -> list[list[int]]:
         """Return headers that `headers` might return, of no batch."""
-        return [[0] * (_HEADER + end - first) for first, end in self._spans()]
+        return [[0] * (_HEADER + end - first) for first, end in self._spans]
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
         """Return the bytes of the rows that the ranks return for a batch, without codecs."""
         if not self._is_pooled:
             return 4 * inputs.ids.numel() * max(self._dims, default=0)
-        return 4 * sum(count * dim for count, dim in zip(inputs.bags, self._dims, strict=True))
+        return 4 * sum(map(mul, inputs.bags, self._dims))
 
     def _gather(self, inputs: LocalBatch) -> OutgoingBatch:
         """Copy the segments of whole features into the order of sending."""
@@ -325,7 +329,7 @@ class InputDist(nn.Module):
         starts = inputs.starts()
         ends = starts.tolist()
         num_ids = [ends[f + 1] - ends[f] for f in order]
-        by_rank = [sum(num_ids[a:b]) for a, b in self._spans()]
+        by_rank = [sum(num_ids[a:b]) for a, b in self._spans]
         lengths, ids, weights = inputs.lengths, inputs.ids, inputs.weights
         if not (self._in_order and ends[0] == 0 and ends[-1] == ids.numel()):
             lengths = self._lengths_in_order(inputs)
@@ -333,11 +337,11 @@ class InputDist(nn.Module):
             if weights is not None:
                 with torch.enable_grad():
                     weights = route.gather_segments(weights, starts, self.order, sum(by_rank))
-        num_bags = [sum(bags[f] for f in order[a:b]) for a, b in self._spans()]
+        unit_bags = [bags[f] for f in order]
+        num_bags = [sum(unit_bags[a:b]) for a, b in self._spans]
         num_replicated_ids = sum(ends[f + 1] - ends[f] for f in self._replicated)
         unit_starts = [0, *accumulate(num_ids)]
         lengths = lengths.to(ids.dtype)
-        unit_bags = [bags[f] for f in order]
         return OutgoingBatch(
             lengths=lengths,
             ids=ids,
@@ -382,14 +386,16 @@ class InputDist(nn.Module):
                 total=ends[-1],
                 weights=inputs.weights,
             )
-        num_ids = [ends[b] - ends[a] for a, b in self._spans()]
+        num_ids = [ends[b] - ends[a] for a, b in self._spans]
         num_replicated_ids = ends[self._ends[1]] - ends[self._ends[1] - len(self._replicated)]
         if self._is_pooled and not inputs.is_variable:
             skips_sums = self._skips_sums(lengths, unit_bags)
-            kept = self._whole_units if skips_sums else self._whole_units + self._summed_units
-            lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags, kept)
+            units_to_keep = (
+                self._whole_units if skips_sums else self._whole_units + self._summed_units
+            )
+            lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags, units_to_keep)
             skips_sums &= rows is not None
-        num_bags = [sum(unit_bags[a:b]) for a, b in self._spans()]
+        num_bags = [sum(unit_bags[a:b]) for a, b in self._spans]
         return OutgoingBatch(
             lengths=lengths,
             ids=ids,
@@ -415,16 +421,16 @@ class InputDist(nn.Module):
         return int(summed.count_nonzero()) <= self._num_sums * summed.size(1)
 
     def _drop_empty_bags(
-        self, lengths: Tensor, unit_bags: list[int], kept: Sequence[int]
+        self, lengths: Tensor, unit_bags: list[int], whole_units: Sequence[int]
     ) -> tuple[Tensor, Tensor | None, list[int]]:
         """Drop bags that have no id in a block of rows, if there are many: they need no row.
 
         Of a feature with one id per bag, each of W blocks of rows has one bag in W. The bags of
-        the units `kept` stay.
+        the `whole_units` stay.
         """
         droppable = lengths
-        if kept:
-            others = sorted(set(range(len(unit_bags))).difference(kept))
+        if whole_units:
+            others = sorted(set(range(len(unit_bags))).difference(whole_units))
             droppable = lengths.view(len(unit_bags), -1)[others]
         if droppable.numel() * self._mean_columns < _MIN_SAVED:
             return lengths, None, unit_bags
@@ -433,14 +439,11 @@ class InputDist(nn.Module):
         if count > _MAX_SHARE_OF_BAGS * droppable.numel() or saved < _MIN_SAVED:
             return lengths, None, unit_bags
         has_ids = (lengths > 0).view(len(unit_bags), -1)
-        if kept:
-            has_ids[kept] = True
+        if whole_units:
+            has_ids[whole_units] = True
         # The number of bags with ids until here, 0 without ids; a tenth of a masked_fill's time.
         rows = has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
         return lengths[has_ids.view(-1)], rows.view(-1), has_ids.sum(1).tolist()
-
-    def _spans(self) -> list[tuple[int, int]]:
-        return list(pairwise(self._ends))
 
     def positions(self, received: IncomingBatch) -> Tensor:
         """Return the position in the batch of each id sent, without those for replicated tables."""
@@ -521,7 +524,7 @@ class InputDist(nn.Module):
 
 
 class InputRequest(NamedTuple):
-    """A batch to send, and how; None for a rank that has none and stops the exchange."""
+    """A batch to send, and how; None for a rank that has none and stops the input_dist."""
 
     input_dist: InputDist
     inputs: LocalBatch | None
@@ -556,7 +559,7 @@ def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> Inp
     else:
         headers = [one.input_dist.empty_headers() for one in requests]
         common = [0, 0, 0]
-    pending = exchange_numbers(
+    pending = start_sizes(
         common,
         list(zip(*headers, strict=True)),
         [one.input_dist.header_size for one in requests],

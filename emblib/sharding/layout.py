@@ -100,13 +100,13 @@ class NodeSums(NamedTuple):
 
 def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
     """Find the units whose rows nodes of `local_size` ranks can sum; None if there are none."""
-    found: dict[tuple[int, Span], list[tuple[int, int]]] = {}
+    units_of_columns: dict[tuple[int, Span], list[tuple[int, int]]] = {}
     for rank, rank_layout in enumerate(layout.ranks):
         for i, unit in enumerate(rank_layout.units):
-            found.setdefault((unit.feature, unit.shard.columns), []).append((rank, i))
+            units_of_columns.setdefault((unit.feature, unit.shard.columns), []).append((rank, i))
     sums: list[list[LookupUnit]] = [[] for _ in range(len(layout.ranks) // local_size)]
     units: list[list[tuple[int, ...]]] = [[] for _ in layout.ranks]
-    for (feature, columns), members in sorted(found.items()):
+    for (feature, columns), members in sorted(units_of_columns.items()):
         node = members[0][0] // local_size
         ranks = range(node * local_size, (node + 1) * local_size)
         if {rank for rank, _ in members} != set(ranks):
@@ -116,8 +116,8 @@ def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
         span = min(first for first, _ in rows), max(end for _, end in rows)
         sums[node].append(LookupUnit(feature, Shard(-1, span, columns), -1))
         for rank in ranks:
-            own = sorted((shards[r, i].rows, i) for r, i in members if r == rank)
-            units[rank].append(tuple(i for _, i in own))
+            rows_of_rank = sorted((shards[r, i].rows, i) for r, i in members if r == rank)
+            units[rank].append(tuple(i for _, i in rows_of_rank))
     if not any(sums):
         return None
     direct = []
@@ -176,9 +176,9 @@ def lay_out(
     copies: list[TableShard] = []
     for t, config in enumerate(configs):
         sharding = plan[config.name]
-        whole = Shard(-1, (0, config.num_embeddings), (0, config.embedding_dim))
+        full = Shard(-1, (0, config.num_embeddings), (0, config.embedding_dim))
         if sharding.is_replicated:
-            copies.append(TableShard(t, whole))
+            copies.append(TableShard(t, full))
         for shard in sharding.shards:
             parts[shard.rank].append(TableShard(t, shard))
 
@@ -186,7 +186,7 @@ def lay_out(
         return _rank_layout(configs, plan, features, parts, arrange)
 
     replicated = rank_layout(copies)
-    ranks = tuple(rank_layout(own) for own in parts)
+    ranks = tuple(rank_layout(of_rank) for of_rank in parts)
     return CollectionLayout(features, sum(feature.dim for feature in features), ranks, replicated)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from emblib.dynamic import DynamicTables, tables_of
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
+from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.dense import (
     Wrapping,
     copy_from_first,
@@ -21,10 +22,9 @@ from emblib.sharding.dense import (
     unwrapped,
     wrapping,
 )
-from emblib.sharding.exchange import CommPrecision
-from emblib.sharding.forward_exchange import ForwardExchange
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.pipelines.inputs import sharded_modules
+from emblib.sharding.pipelines.joint_dist import JointDist
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import Rules, collections_of, shard
@@ -110,7 +110,7 @@ class DistributedModelParallel(nn.Module):
         copy_from_first(bare, self.ranks, names_of_tables(bare))
         mark_dense(bare, self.ranks)
         self._wrapped = bare
-        self._joint_exchange = ForwardExchange(bare, self.ranks)
+        self._joint_dist = JointDist(bare, self.ranks)
         if how is not None:
             self.wrap_dense(how)
 
@@ -149,9 +149,14 @@ class DistributedModelParallel(nn.Module):
         return self._wrapped
 
     @property
-    def joint_exchange(self) -> ForwardExchange:
-        """The exchange of all collections before the forward, and which of them take part."""
-        return self._joint_exchange
+    def joint_dist(self) -> JointDist:
+        """The input_dist of all collections before the forward, and which of them take part."""
+        return self._joint_dist
+
+    @property
+    def joint_exchange(self) -> JointDist:
+        """Raise RuntimeError that names `joint_dist`, as this was called before."""
+        raise RuntimeError("DistributedModelParallel.joint_exchange is called joint_dist")
 
     @property
     def plan(self) -> ShardingPlan:
@@ -183,17 +188,17 @@ class DistributedModelParallel(nn.Module):
         for part in bare.modules():
             if id(part) not in inside:
                 _move_own_tensors(part, torch.device(device))
-        made = shallow_copy(self)
-        made.__dict__.pop("fused_optimizer", None)
-        made.__dict__["_modules"] = {**self._modules, "_wrapped": bare}
-        made.__dict__["_joint_exchange"] = ForwardExchange(bare, self.ranks)
-        return made
+        copied = shallow_copy(self)
+        copied.__dict__.pop("fused_optimizer", None)
+        copied.__dict__["_modules"] = {**self._modules, "_wrapped": bare}
+        copied.__dict__["_joint_dist"] = JointDist(bare, self.ranks)
+        return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model for the batch of this rank."""
-        self._joint_exchange.start((args, kwargs))
+        self._joint_dist.start((args, kwargs))
         output = self._wrapped(*args, **kwargs)
-        self._joint_exchange.end()
+        self._joint_dist.end()
         return output
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,14 +227,14 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
     }
     named = [*module.named_parameters(), *module.named_buffers()]
     dense = {name: tensor for name, tensor in named if id(tensor) not in tables}
-    found: dict[str, dict[str, Any]] = {"the dense part": {"order": list(dense)}}
+    description: dict[str, dict[str, Any]] = {"the dense part": {"order": list(dense)}}
     for name, tensor in dense.items():
-        found[f"parameter or buffer {name}"] = {
+        description[f"parameter or buffer {name}"] = {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "requires_grad": tensor.requires_grad,
         }
-    return found
+    return description
 
 
 def _prepare(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -> None:

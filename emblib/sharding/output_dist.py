@@ -1,461 +1,672 @@
-"""The output dist of a sharded lookup: return pooled rows to the ranks that own the bags.
+"""The output_dist: pooled or single rows return to the ranks that own the bags, and gradients back.
 
-One all-to-all returns the rows, then one pass over the received rows assembles the output: every
-feature's columns are copied from the rank that pooled them, or summed over the ranks that store
-blocks of the table's rows, in float32 and in rank order. MEAN pooling divides in this pass, by the
-lengths that this rank knows itself, so that the result does not depend on the plan. Backward does
-the same in the opposite direction.
+It is the last part of the journey of a batch. `start_output_dists` takes the lookups of one or
+several collections, as `OutputStep`s, and starts them together. Their rows return in one message
+per rank where they are few, otherwise in one per lookup; the step assembles its output of what
+comes. In backward, one header announces the gradients of all outputs that the loss uses, and they
+travel in the same way in the opposite direction.
+
+In autograd every lookup has two nodes. `_OutputNode`, made when the output is used, passes on the
+gradient of the output; `_RowsNode`, made when the rows are sent, waits for the gradients of the
+rows from all ranks. Autograd runs nodes that were made later first, so that every `_OutputNode`
+that takes part in a backward pass has run before the first `_RowsNode`: by then it is known which
+outputs the loss uses, on all ranks alike, and outputs that no loss uses are left alone. If all are
+used, gradients are sent as soon as the last one is known.
+
+A loss that a `GradScaler` has scaled may overflow on one rank alone. The ranks agree about that
+while the gradients are under way, so that all of them skip the step (`_Scaling`).
+
+A table whose rows are divided over the ranks of one node (`table_row_wise`, `grid`) has a partial
+sum per bag on each of them. `NodeSumDist` adds these up within the node before they are sent to
+other nodes. Rank k of a node adds up the partial sums for the bags of every rank that has number k
+on its node: an all-to-all within the node, and a sum in float32 and in the order of ranks. Ranks
+with equal local numbers then exchange the sums between nodes. One row per bag and node crosses the
+network, where one per bag and rank would without sums. The result has the same bits. In backward,
+gradients take the same way in the opposite direction: between ranks with equal local numbers, then
+to all ranks of the node, as they are. The codecs of a `CommPrecision` apply between nodes; within a
+node values are float32. `NodeSums` of `emblib.sharding.layout` finds the units that are summed;
+the batches of these units have all bags.
 """
 
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from emblib.ops import route
-from emblib.sharding.exchange import CommPrecision
-from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout, sum_in_nodes
-from emblib.sharding.node_sums import NodeSumDist, NodeSumStep
-from emblib.sharding.output_exchange import OutputStep
-from emblib.sharding.ranks import RankGroup, sums_in_nodes
-from emblib.sharding.values import Received, Values, local_part, without_local
+from emblib.ops.derivatives import once_differentiable
+from emblib.ops.scaled_gradients import known_scale, note_finite
+from emblib.sharding.all_to_all import (
+    Content,
+    Headers,
+    gradient_headers,
+    start_all_gather,
+    start_minimum,
+)
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
+from emblib.sharding.codecs import FP32, CommPrecision, Received, Values, start_values
+from emblib.sharding.layout import NodeSums, RankLayout
+from emblib.sharding.ranks import NodeRanks, RankGroup, split_by_node
 
 
-class _CopyTables(NamedTuple):
-    """The arguments of `route.combine` for one batch.
+def start_output_dists(
+    steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool
+) -> list[Awaitable[Tensor]]:
+    """Start to return the rows of several lookups; return their outputs.
+
+    Args:
+        steps: the lookups, in the same order on all ranks.
+        ranks: the processes.
+        is_merged: whether the messages of all lookups travel in one collective.
+    """
+    in_flight = _RowsInFlight(steps, ranks, is_merged=is_merged)
+    return [DeferredAwaitable(partial(in_flight.connect, index)) for index in range(len(steps))]
+
+
+class OutputStep(ABC):
+    """One lookup of a batch, whose rows return to the ranks that own the bags.
 
     Attributes:
-        targets: `[spans, 7]`, where each span of columns goes in the output.
-        sources: `[sources, 3]`, where the rows that are added up for a span begin.
-        rows: see `OutgoingBatch.rows`.
-        received_sizes: elements received from each rank, then from each node that sums rows.
-        num_replicated: elements of the rows of replicated tables, which follow the received ones.
-        num_outputs: elements of the output.
+        local: the rows that this rank looked up for all ranks.
+        replica_rows: the rows of replicated tables for the batch of this rank.
+        gradient_sink: gets the gradients of replicated tables' rows of all ranks in backward, see
+            `ReplicatedTables.gradient_sink`.
+        replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
+            a `gradient_sink`.
+        is_small: whether the rows may travel with those of other lookups, see `IncomingBatch`.
+        node_sums: the rows that the node sums before they are sent; None for none. `rows` passes
+            them on, and `assemble` gets the sums after the rows of single ranks.
+    """
+
+    node_sums: NodeSumStep | None = None
+
+    def __init__(
+        self,
+        local: Tensor,
+        replica_rows: Tensor | None,
+        gradient_sink: Tensor | None,
+        replica_sizes: Sequence[int],
+        *,
+        is_small: bool,
+    ) -> None:
+        self.is_small = is_small
+        self.local: Tensor | None = local
+        self.local_shape = local.shape
+        self.replica_rows, self.gradient_sink = replica_rows, gradient_sink
+        self.replica_shape = None if replica_rows is None else replica_rows.shape
+        self.sink_shape = None if gradient_sink is None else gradient_sink.shape
+        self.replica_sizes = list(replica_sizes)
+
+    @abstractmethod
+    def rows(self) -> Values:
+        """Return the rows to send."""
+
+    @abstractmethod
+    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
+        """Return the output."""
+
+    @abstractmethod
+    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+        """Return the gradients of rows to send, and those of replicated tables' rows, flat.
+
+        With `keeps_local`, the gradients of rows of this rank are not sent, where that is possible.
+        """
+
+    @abstractmethod
+    def gradient_nbytes(self) -> tuple[list[int], list[int]]:
+        """Return the bytes of the gradients to each rank, and of those from each rank."""
+
+    @abstractmethod
+    def local_gradient(self, received: Tensor) -> Tensor:
+        """Return the gradient of `local`, of what other ranks or all of them sent."""
+
+    def sink_gradient(self, gathered: Tensor) -> Tensor:
+        """Return the gradient of `gradient_sink`."""
+        assert self.sink_shape is not None
+        return gathered.view(self.sink_shape)
+
+
+class _RowsInFlight:
+    """The rows of the lookups of one `start_output_dists` in flight, and their gradients."""
+
+    def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
+        self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged
+        sums = [step.node_sums for step in steps]
+        rows = self._start([step.rows() for step in steps], sums, Content.ROWS)
+        self._rows: list[Awaitable[Received] | None] = [
+            *start_sums(sums, rows, is_merged=is_merged)
+        ]
+        self._headers: Headers | None = None
+        self._announced: set[int] = set()
+        self._ready: dict[int, tuple[Values, Tensor | None]] = {}
+        self._coming: dict[int, tuple[Awaitable[Received], Awaitable[Tensor] | None]] = {}
+        self._scaling: _Scaling | None = None
+        # A rank without tables takes part in backward too: the anchor requires a gradient.
+        anchor = torch.empty((), device=ranks.device, requires_grad=True)
+        self._tokens: list[Tensor | None] = [
+            _RowsNode.apply(anchor, step.local, step.gradient_sink, self, index)
+            for index, step in enumerate(self._steps)
+        ]
+        for step in self._steps:
+            step.local = step.gradient_sink = None
+
+    def _start(
+        self, values: Sequence[Values], sums: Sequence[NodeSumStep | None], content: Content
+    ) -> list[Awaitable[Received]]:
+        """Start to send values to single ranks, where any rank has some."""
+        is_sent = [step is None or step.has_direct for step in sums]
+        received = iter(
+            start_values(
+                [one for one, here in zip(values, is_sent, strict=True) if here],
+                self._ranks,
+                content=content,
+                is_merged=self._is_merged,
+            )
+        )
+        return [
+            next(received) if here else ReadyAwaitable(Received(one.values))
+            for one, here in zip(values, is_sent, strict=True)
+        ]
+
+    def connect(self, index: int) -> Tensor:
+        """Return the output of a lookup, connected to autograd."""
+        step, token = self._steps[index], self._tokens[index]
+        replica_rows, step.replica_rows, self._tokens[index] = step.replica_rows, None, None
+        result: Tensor = _OutputNode.apply(token, replica_rows, self, index)
+        return result
+
+    def assemble(self, index: int, replica_rows: Tensor | None) -> Tensor:
+        """Wait for the rows of a lookup and assemble its output."""
+        rows = self._rows[index]
+        assert rows is not None
+        self._rows[index] = None
+        return self._steps[index].assemble(rows.wait(), replica_rows)
+
+    def send_gradient(self, index: int, grad: Tensor) -> Tensor | None:
+        """Take the gradient of an output; return that of this rank's replicated tables' rows.
+
+        The gradients are sent when the outputs of all lookups have theirs.
+        """
+        step = self._steps[index]
+        self._add_to_scaling(grad)
+        self._announced.add(index)
+        is_last = len(self._announced) == len(self._steps)
+        if is_last:
+            self._headers = self._start_headers()
+        self._ready[index] = step.backward(grad, keeps_local=not self._is_merged)
+        replica_grads = self._ready[index][1]
+        if is_last:
+            self._send()
+        if step.sink_shape is not None or step.replica_shape is None:
+            return None
+        assert replica_grads is not None
+        return replica_grads.view(step.replica_shape)
+
+    def receive_gradient(self, index: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of a lookup's rows, and of its `gradient_sink`."""
+        if self._ready:
+            self._headers = self._start_headers()
+            self._send()
+        if self._scaling is not None:
+            self._scaling.agree()
+            self._scaling = None
+        local, gathered = self._coming.pop(index)
+        step = self._steps[index]
+        return (
+            step.local_gradient(local.wait().values),
+            None if gathered is None else step.sink_gradient(gathered.wait()),
+        )
+
+    def _start_headers(self) -> Headers | None:
+        """Announce the gradients to the other ranks."""
+        indices = sorted(self._announced)
+        self._announced = set()
+        sizes = [self._steps[index].gradient_nbytes() for index in indices]
+        is_scaled = self._scaling is not None
+        return gradient_headers(indices, sizes, self._ranks, is_scaled=is_scaled)
+
+    def _add_to_scaling(self, grad: Tensor) -> None:
+        scale = known_scale()
+        if scale is None:
+            return
+        if self._scaling is None:
+            self._scaling = _Scaling(scale.to(grad.device), self._ranks)
+        self._scaling.add(grad)
+
+    def _send(self) -> None:
+        """Start to send the gradients that are ready."""
+        ready, self._ready = self._ready, {}
+        headers, self._headers = self._headers, None
+        if headers is not None:
+            headers.check()
+        if self._scaling is not None:
+            self._scaling.start()
+        indices = sorted(ready)
+        sums = [self._steps[index].node_sums for index in indices]
+        pending = start_gradients_of_sums(
+            sums,
+            self._start([ready[index][0] for index in indices], sums, Content.GRADIENTS),
+            is_merged=self._is_merged,
+        )
+        for index, local in zip(indices, pending, strict=True):
+            gathered, replica_grads = None, ready[index][1]
+            if self._steps[index].sink_shape is not None:
+                assert replica_grads is not None
+                gathered = start_all_gather(
+                    replica_grads,
+                    self._steps[index].replica_sizes,
+                    self._ranks,
+                    content=Content.GRADIENTS,
+                    has_header=False,
+                )
+            self._coming[index] = local, gathered
+
+
+class _Scaling:
+    """What ranks agree about where a `GradScaler` has scaled their losses, in one backward.
+
+    Args:
+        scale: of this rank.
+        ranks: the processes.
+    """
+
+    def __init__(self, scale: Tensor, ranks: RankGroup) -> None:
+        self._scale, self._ranks = scale.float(), ranks
+        self._finite: list[Tensor] = []
+        self._pending: Awaitable[Tensor] | None = None
+
+    def add(self, grad: Tensor) -> None:
+        """Add the gradient of an output of this rank."""
+        self._finite.append(grad.isfinite().all())
+
+    def start(self) -> None:
+        """Start to tell the other ranks."""
+        is_finite = torch.stack(self._finite).all().float()
+        numbers = torch.stack([is_finite, self._scale, -self._scale])
+        self._pending = start_minimum(numbers, self._ranks)
+
+    def agree(self) -> None:
+        """Note for updates of this backward whether the gradients of all ranks are finite.
+
+        Where the host need not wait for the device to know it, scales that differ between ranks
+        raise; elsewhere the step is skipped, as after an overflow.
+
+        Raises:
+            RuntimeError: the scales differ, on every rank.
+        """
+        assert self._pending is not None
+        is_finite, least, most = self._pending.wait().unbind()
+        if is_finite.device.type == "cpu" and least != -most:
+            raise RuntimeError(
+                f"the torch.amp.GradScalers of the ranks have different scales, {float(least)} to "
+                f"{float(-most)}, and a gradient has one: make them with equal arguments, give "
+                "scaler.step the FusedOptimizer on every rank, or use "
+                "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+            )
+        note_finite((is_finite > 0.0) & (least == -most))
+
+
+class _RowsNode(torch.autograd.Function):
+    """Connects rows to their token; backward waits for their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        local: Tensor,
+        gradient_sink: Tensor | None,
+        in_flight: _RowsInFlight,
+        index: int,
+    ) -> Tensor:
+        ctx.in_flight, ctx.index = in_flight, index
+        return anchor.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        local, sink = ctx.in_flight.receive_gradient(ctx.index)
+        return None, local, sink, None, None
+
+
+class _OutputNode(torch.autograd.Function):
+    """Connects the output of a lookup to its token and to replicated tables' rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        replica_rows: Tensor | None,
+        in_flight: _RowsInFlight,
+        index: int,
+    ) -> Tensor:
+        ctx.in_flight, ctx.index = in_flight, index
+        ctx.save_for_backward(token)
+        return in_flight.assemble(index, replica_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # A checkpointed region is repeated, with its collectives, at the first tensor that it
+        # saved: here on every rank, also on one whose lookups save none.
+        assert len(ctx.saved_tensors) == 1
+        replica_grads = ctx.in_flight.send_gradient(ctx.index, grad)
+        return grad.new_empty(0), replica_grads, None, None
+
+
+# Sums within nodes
+
+
+class _Packing(NamedTuple):
+    """How the rows of this rank are ordered for sending, for one set of batch sizes.
+
+    The rows for single ranks come first, then those that the node sums: for each local rank k, the
+    bags of the ranks with local number k, node after node.
+
+    Attributes:
+        targets: `[targets, 7]` and
+        pieces: `[pieces, 3]` of `route.combine`, which orders the rows.
+        local_numel: elements of the rows of this rank.
+        numel: elements of all rows that are sent.
+        num_direct: elements for single ranks.
+        local_sizes: elements that each rank of this node sums.
+        sent: elements of the sums of this rank that go to each node.
+        row: elements of the rows in which sums are computed; 0 where the node sums none.
     """
 
     targets: Tensor
-    sources: Tensor
-    rows: Tensor | None
-    received_sizes: list[int]
-    num_replicated: int
-    num_outputs: int
+    pieces: Tensor
+    local_numel: int
+    numel: int
+    num_direct: int
+    local_sizes: list[int]
+    sent: list[int]
+    row: int
 
 
-class _Span(NamedTuple):
-    """Columns of a feature in the output, and the units whose rows add up to them."""
+class NodeSumDist:
+    """Sums rows within the node of this rank and exchanges the sums between nodes.
 
-    feature: int
-    column: int
-    width: int
-    units: list[tuple[int, LookupUnit, int]]  # source, unit, column in the message of the source
-
-
-class _Sources:
-    """What rows are received of: all ranks; or ranks, then nodes that sum rows.
-
-    Attributes:
-        layouts: the layout of each.
-        all_layouts: these, then that of the replicated tables.
-        spans: how they make up the columns of the output.
-        columns: where the columns of each unit begin in the rows of its source.
-    """
-
-    def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
-        self.layouts = layouts
-        self.all_layouts: list[RankLayout] = [*layouts, layout.replicated]
-        self.spans = [
-            span
-            for f in range(len(layout.features))
-            for span in _spans_of(layout, self.all_layouts, f)
-        ]
-        self.columns = {
-            (source, unit): column
-            for source, source_layout in enumerate(self.all_layouts)
-            for unit, column in zip(
-                source_layout.units,
-                accumulate((u.columns for u in source_layout.units), initial=0),
-                strict=False,
-            )
-        }
-
-
-class OutputDist(nn.Module):
-    """Returns pooled rows to the ranks that own the bags.
+    All `ranks` make this together.
 
     Args:
-        layout: the units of all ranks.
+        layout: the units of this rank.
+        sums: the units of all ranks that are summed.
         ranks: the processes.
-        comm_precision: the codecs of rows and gradients.
-        scale: factor of the gradients of tables, 1 / ranks for the mean.
     """
 
-    def __init__(
-        self,
-        layout: CollectionLayout,
-        ranks: RankGroup,
-        comm_precision: CommPrecision,
-        scale: float,
-    ) -> None:
-        super().__init__()
-        self._layout, self._ranks = layout, ranks
-        self._comm_precision, self._scale = comm_precision, scale
-        sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
-        own = layout.ranks[ranks.rank]
-        self._node_sums = None if sums is None else NodeSumDist(own, sums, ranks)
-        self._flat_sources = self._sources = _Sources(layout, layout.ranks)
-        if sums is not None:
-            self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
-        every = [(r, unit) for r, of in enumerate(layout.ranks) for unit in of.all_units]
-        self._numbers = {unit: number for number, unit in enumerate(every)}
-        self._replicated_widths = [unit.columns for unit in layout.replicated.units]
-        self._divides = any(feature.is_mean for feature in layout.features)
-        order = [unit.feature for unit in layout.ranks[0].units]
-        self._in_order = not self._divides and order == list(range(len(layout.features)))
-        constant, by_bag = self._equal_batch_tables()
-        for name, rows in (("constant", constant), ("by_bag", by_bag)):
-            for kind, width, table in zip(("targets", "sources"), (7, 3), rows, strict=True):
-                tensor = torch.tensor(table, dtype=torch.int64).view(-1, width)
-                self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
+    def __init__(self, layout: RankLayout, sums: NodeSums, ranks: RankGroup) -> None:
+        self.groups = split_by_node(ranks)
+        self._ranks, self._layout = ranks, layout
+        self.direct, self.summed = sums.direct[ranks.rank], sums.nodes[ranks.node]
+        self.has_direct = any(rank_layout.units for rank_layout in sums.direct)
+        self._members = sums.units[ranks.rank]
+        in_sums = {i for members in self._members for i in members}
+        self._single = [i for i in range(len(layout.units)) if i not in in_sums]
+        self._packed: tuple[tuple[list[list[int]], bool], _Packing] | None = None
 
-    constant_targets: Tensor
-    constant_sources: Tensor
-    by_bag_targets: Tensor
-    by_bag_sources: Tensor
+    def direct_bags(self, bags: list[list[int]]) -> list[list[int]]:
+        """Return the bags of the units whose rows go to single ranks."""
+        return [bags[i] for i in self._single]
 
     def step(
         self,
-        local: Tensor,
-        replica_rows: Tensor | None,
-        gradient_sink: Tensor | None,
-        received: IncomingBatch,
-    ) -> OutputStep:
-        """Return the lookup of a batch, whose pooled rows an `OutputExchange` returns to all ranks.
+        bags: Sequence[Sequence[int]],
+        received: list[int],
+        comm_precision: CommPrecision,
+        *,
+        by_unit: bool,
+    ) -> NodeSumStep:
+        """Return the sums of one lookup.
 
         Args:
-            local: rows of this rank's units for the bags of all ranks.
-            replica_rows: rows of the replicated tables for the bags of this rank.
-            gradient_sink: gets the gradients of replicated tables' rows of all ranks in backward.
-            received: the batch.
-
-        Its output is `[B, columns]`, or flat where features differ in batch size.
+            bags: `bags[u][r]` is the number of bags of unit u of this rank from rank r.
+            received: elements of the sums that this rank gets from each node.
+            comm_precision: the codecs between nodes.
+            by_unit: whether rows lie unit after unit, see `IncomingBatch`.
         """
-        units = self._layout.ranks[self._ranks.rank]
-        replica_bags = received.bags[len(units.units) :]
-        replica_sizes = (
-            self._elements(self._replicated_widths, replica_bags) if replica_bags else []
-        )
-        tables, bags, node_sums = self._tables(received), received.bags, None
-        if self._node_sums is not None and not received.skips_sums:
-            node_sums = self._node_sums.step(
-                bags,
-                tables.received_sizes[self._ranks.size :],
-                self._comm_precision,
-                by_unit=received.by_unit,
-            )
-            bags = self._node_sums.direct_bags(bags)
-        own = self._sources_of(received).layouts[self._ranks.rank]
-        return _PooledStep(
-            local,
-            replica_rows,
-            gradient_sink,
-            replica_sizes,
-            _PooledRoute(
-                tables=tables,
-                lengths=received.inputs.lengths if self._divides else None,
-                sent=self._elements([unit.columns for unit in own.units], bags),
-                shape=self._shape(received),
-                node_sums=node_sums,
-            ),
-            is_small=received.merges_rows,
-            ranks=self._ranks,
-            comm_precision=self._comm_precision,
-            scale=self._scale,
+        counts = [list(of_unit) for of_unit in bags[: len(self._layout.units)]], by_unit
+        if self._packed is None or self._packed[0] != counts:
+            self._packed = counts, self._packing(counts[0], by_unit=by_unit)
+        return NodeSumStep(
+            self._packed[1],
+            self.groups,
+            received,
+            comm_precision,
+            has_direct=self.has_direct,
         )
 
-    def local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
-        """Return the output where this rank pooled all rows and nothing was sent."""
-        if self._in_order and not received.by_unit:
-            return local
-        tables = self._tables(received)
-        lengths = received.inputs.lengths if self._divides else None
-        flat = route.combine(
-            local.reshape(-1),
-            tables.targets,
-            tables.sources,
-            lengths,
-            tables.num_outputs,
-            torch.float32,
-        )
-        return flat.view(self._shape(received))
-
-    def _shape(self, received: IncomingBatch) -> tuple[int, ...]:
-        inputs = received.inputs
-        if inputs.is_variable:
-            return (-1,)
-        return inputs.bags[0] if inputs.bags else 0, self._layout.columns
-
-    def sink_shape(self, received: IncomingBatch) -> tuple[int, ...]:
-        """Return the shape of the replicated tables' rows for the bags of all ranks."""
-        bags = received.bags[len(self._layout.ranks[self._ranks.rank].units) :]
-        if received.inputs.is_variable:
-            return (sum(self._elements(self._replicated_widths, bags)),)
-        return sum(bags[0]), self._layout.replicated.columns
-
-    def _elements(self, widths: Sequence[int], bags: Sequence[Sequence[int]]) -> list[int]:
-        """Return elements by rank: for each of its bags a row of every unit, of such a width."""
-        sums = [0] * self._ranks.size
-        for width, counts in zip(widths, bags, strict=False):
-            for rank, count in enumerate(counts):
-                sums[rank] += count * width
-        return sums
-
-    # Arguments of route.combine
-
-    def _sources_of(self, received: IncomingBatch) -> _Sources:
-        return self._flat_sources if received.skips_sums else self._sources
-
-    def _tables(self, received: IncomingBatch) -> _CopyTables:
-        inputs = received.inputs
-        if received.by_unit:
-            return self._tables_by_unit(received)
-        batch = inputs.bags[0] if inputs.bags else 0
-        return _CopyTables(
-            torch.add(self.constant_targets, self.by_bag_targets, alpha=batch),
-            torch.add(self.constant_sources, self.by_bag_sources, alpha=batch),
-            None,
-            [batch * source.columns for source in self._sources.layouts],
-            batch * self._layout.replicated.columns,
-            batch * self._layout.columns,
-        )
-
-    def _equal_batch_tables(self) -> tuple[Any, Any]:
-        """Return the tables for B bags of every feature: a constant term and a factor of B.
-
-        The messages `[B, columns of the source]` of all sources follow one another.
-        """
-        layouts = self._sources.all_layouts
-        before = [0, *accumulate(source.columns for source in layouts)]
+    def _packing(self, bags: list[list[int]], *, by_unit: bool) -> _Packing:
+        world, local_size = self._ranks.size, self._ranks.local_size
+        units = self._layout.units
+        widths = [unit.columns for unit in units]
+        positions = _positions(widths, bags, world, by_unit=by_unit)
         targets: list[tuple[int, ...]] = []
-        targets_by_bag: list[tuple[int, ...]] = []
-        sources: list[tuple[int, int, int]] = []
-        sources_by_bag: list[tuple[int, int, int]] = []
-        for span in self._sources.spans:
-            first = len(sources)
-            for rank, _, column in span.units:
-                sources.append((column, layouts[rank].columns, -1))
-                sources_by_bag.append((before[rank], 0, 0))
-            is_mean = self._layout.features[span.feature].is_mean
-            ends = first, len(sources)
-            targets.append(
-                (span.column, self._layout.columns, 0, span.width, *ends, 0 if is_mean else -1)
-            )
-            targets_by_bag.append((0, 0, 1, 0, 0, 0, span.feature if is_mean else 0))
-        return (targets, sources), (targets_by_bag, sources_by_bag)
+        pieces: list[tuple[int, int, int]] = []
+        end = 0
 
-    def _tables_by_unit(self, received: IncomingBatch) -> _CopyTables:
-        """Return the tables for rows that are sent unit after unit, each with its own count."""
-        starts, received_sizes = self._starts_by_unit(received)
-        inputs, sent = received.inputs, received.sent
-        bags, features, rows = inputs.bags, self._layout.features, sent.rows if sent else None
-        first_bag = [0, *accumulate(bags)]
-        first_element = [0, *accumulate(n * f.dim for n, f in zip(bags, features, strict=True))]
-        # The rows of replicated tables lie side by side, unless features differ in batch size.
-        sources_of = self._sources_of(received)
-        replicated_index = -1 if inputs.is_variable else len(sources_of.layouts)
-        targets: list[tuple[int, ...]] = []
-        sources: list[tuple[int, int, int]] = []
-        for span in sources_of.spans:
-            feature, count = features[span.feature], bags[span.feature]
-            first = len(sources)
-            for rank, unit, column in span.units:
-                offset, number = starts[rank, unit]
-                within = column - sources_of.columns[rank, unit]
-                if rank == replicated_index:
-                    width = self._layout.replicated.columns
-                    sources.append((sum(received_sizes) + column, width, -1))
-                else:
-                    row = number * count if rows is not None and number >= 0 else -1
-                    sources.append((offset + within, unit.columns, row))
-            mean = first_bag[span.feature] if feature.is_mean else -1
-            ends = first, len(sources)
-            if inputs.is_variable:
-                offset = first_element[span.feature] + span.column - feature.column
-                targets.append((offset, feature.dim, count, span.width, *ends, mean))
-            else:
-                width = self._layout.columns
-                targets.append((span.column, width, count, span.width, *ends, mean))
-        device = self.constant_targets.device
-        replicated = self._layout.replicated.units
-        return _CopyTables(
-            torch.tensor(targets, dtype=torch.int64).view(-1, 7).to(device),
-            torch.tensor(sources, dtype=torch.int64).view(-1, 3).to(device),
-            rows,
-            received_sizes,
-            sum(bags[unit.feature] * unit.columns for unit in replicated),
-            first_element[-1],
+        def pack(rank: int, groups: Sequence[Sequence[int]]) -> int:
+            """Append the rows for a rank, of units that are added up; return their elements."""
+            nonlocal end
+            group_widths = [widths[members[0]] for members in groups]
+            group_bags = [[bags[members[0]][rank]] for members in groups]
+            starts = _positions(group_widths, group_bags, 1, by_unit=by_unit)[0]
+            for members, (start, stride), width, (count,) in zip(
+                groups, starts, group_widths, group_bags, strict=True
+            ):
+                first = len(pieces)
+                pieces.extend((*positions[rank][i], -1) for i in members)
+                at = end + start
+                targets.append((at, stride, count, width, first, len(pieces), -1))
+            size = sum(w * n for w, (n,) in zip(group_widths, group_bags, strict=True))
+            end += size
+            return size
+
+        for rank in range(world):
+            pack(rank, [(i,) for i in self._single])
+        num_direct = end
+        blocks = [
+            [pack(rank, self._members) for rank in range(k, world, local_size)]
+            for k in range(local_size)
+        ]
+        device = self._ranks.device
+        sum_widths = [unit.columns for unit in self.summed.units]
+        return _Packing(
+            targets=torch.tensor(targets, dtype=torch.int64).view(-1, 7).to(device),
+            pieces=torch.tensor(pieces, dtype=torch.int64).view(-1, 3).to(device),
+            local_numel=sum(w * sum(counts) for w, counts in zip(widths, bags, strict=True)),
+            numel=end,
+            num_direct=num_direct,
+            local_sizes=[sum(of_rank) for of_rank in blocks],
+            sent=blocks[self._ranks.local_rank],
+            row=math.gcd(*sum_widths) if by_unit else sum(sum_widths),
         )
 
-    def _starts_by_unit(
-        self, received: IncomingBatch
-    ) -> tuple[dict[tuple[int, LookupUnit], tuple[int, int]], list[int]]:
-        """Return where the rows of each unit begin, with its number; and elements by source."""
-        inputs, sent = received.inputs, received.sent
-        starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
-        position = 0
-        received_sizes = []
-        layouts = self._sources_of(received).layouts
-        for source, source_layout in enumerate(layouts):
-            before = position
-            for unit in source_layout.units:
-                number = self._numbers.get((source, unit), -1)
-                starts[source, unit] = position, number
-                count = inputs.bags[unit.feature]
-                if sent is not None and number >= 0:
-                    count = sent.unit_bags[number]
-                position += count * unit.columns
-            received_sizes.append(position - before)
-        for unit in self._layout.replicated.units:
-            starts[len(layouts), unit] = position, -1
-            position += inputs.bags[unit.feature] * unit.columns
-        return starts, received_sizes
+
+def _positions(
+    widths: Sequence[int], bags: Sequence[Sequence[int]], num_ranks: int, *, by_unit: bool
+) -> list[list[tuple[int, int]]]:
+    """Return where the rows of each unit begin for each rank, and how far they are apart."""
+    result: list[list[tuple[int, int]]] = []
+    end, columns = 0, list(accumulate(widths, initial=0))
+    for rank in range(num_ranks):
+        counts = [of_unit[rank] for of_unit in bags]
+        sizes = [width * count for width, count in zip(widths, counts, strict=True)]
+        if by_unit:
+            firsts = list(accumulate(sizes, initial=end))[:-1]
+            result.append(list(zip(firsts, widths, strict=True)))
+        else:
+            result.append([(end + column, columns[-1]) for column in columns[:-1]])
+        end += sum(sizes)
+    return result
 
 
-class _PooledRoute(NamedTuple):
-    """How the rows of a batch are sent: `sent` elements to each rank, for an output of `shape`."""
-
-    tables: _CopyTables
-    lengths: Tensor | None
-    sent: list[int]
-    shape: tuple[int, ...]
-    node_sums: NodeSumStep | None
-
-
-class _PooledStep(OutputStep):
-    """A pooled lookup of a batch."""
+class NodeSumStep:
+    """The rows of one lookup on their way through the node, and their gradients."""
 
     def __init__(
         self,
-        local: Tensor,
-        replica_rows: Tensor | None,
-        gradient_sink: Tensor | None,
-        replica_sizes: list[int],
-        pooled_route: _PooledRoute,
-        *,
-        is_small: bool,
-        ranks: RankGroup,
+        packing: _Packing,
+        groups: NodeRanks,
+        received: list[int],
         comm_precision: CommPrecision,
-        scale: float,
+        *,
+        has_direct: bool,
     ) -> None:
-        super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
-        self._tables, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
-        self._received = self._tables.received_sizes[: len(self._sent)]
-        self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
-        self._local_grads: Tensor | None = None  # those of this rank's own bags are written first
+        self.groups, self.has_sums, self.has_direct = groups, packing.row > 0, has_direct
+        self.local_sizes = packing.local_sizes
+        self._packing, self._received, self._comm_precision = packing, received, comm_precision
+        self._rows: Tensor | None = None
+        self._gradients: Tensor | None = None
 
-    def rows(self) -> Values:
-        assert self.local is not None
-        flat = self.local.detach().reshape(-1)
-        is_summed = self.node_sums is not None
-        if self.node_sums is not None:
-            flat = self.node_sums.pack(flat)
-        codec = self._comm_precision.forward
-        return Values(flat, self._sent, self._received, codec, comes_whole=is_summed)
-
-    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
-        tables, values = self._tables, received.values
-        if replica_rows is not None and tables.num_replicated:
-            values = torch.cat([values, replica_rows.detach().reshape(-1).to(values.dtype)])
-        out = route.combine(
-            values,
-            tables.targets,
-            tables.sources,
-            self._lengths,
-            tables.num_outputs,
-            torch.float32,
-            tables.rows,
-            local=received.local,
-            local_begin=received.local_begin,
+    def pack(self, local: Tensor) -> Tensor:
+        """Take the rows of this rank, flat; return those for single ranks."""
+        packing = self._packing
+        if not self.has_sums:
+            self._rows = local[:0]
+            return local
+        rows = route.combine(
+            local, packing.targets, packing.pieces, None, packing.numel, torch.float32
         )
-        return out.view(self._shape)
+        self._rows = rows[packing.num_direct :]
+        return rows[: packing.num_direct]
 
-    def gradient_nbytes(self) -> tuple[list[int], list[int]]:
-        none = torch.empty(0)
-        return self._gradients(none).nbytes()
+    def local_rows(self) -> Values:
+        """Return the rows for the ranks of this node to sum."""
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        size = self.local_sizes[self.groups.local.rank]
+        received = [size] * self.groups.local.size
+        return Values(rows, self.local_sizes, received, FP32(), comes_whole=True)
 
-    def _gradients(self, flat: Tensor) -> Values:
-        return Values(flat, self._received, self._sent, self._comm_precision.backward)
-
-    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
-        tables, ranks = self._tables, self._ranks
-        total, codec = sum(tables.received_sizes), self._comm_precision.backward
-        keeps_local = keeps_local and codec.is_identity and self.node_sums is None
-        part = local_part(self._sent, ranks) if keeps_local else None
-        arguments = (
-            grad.contiguous().view(-1),
-            tables.targets,
-            tables.sources,
-            self._lengths,
-            total + tables.num_replicated,
-        )
-        if part is None:
-            flat = route.combine_backward(*arguments, torch.float32, tables.rows, self._scale)
-        else:
-            # Rows of this rank's own bags get their gradients here, the others from their ranks.
-            self._local_grads = grad.new_empty(sum(self._sent), dtype=torch.float32)
-            flat = route.combine_backward_(
-                *arguments,
-                tables.rows,
-                self._scale,
-                local=part.of(self._local_grads),
-                local_begin=sum(tables.received_sizes[: ranks.rank]),
+    def sums(self, received: Tensor) -> Values:
+        """Add up the rows of the ranks of this node, in their order; return the sums to send."""
+        world = self.groups.local.size
+        size, row = self.local_sizes[self.groups.local.rank], self._packing.row
+        total = received
+        if size:
+            targets = torch.tensor([[0, row, size // row, row, 0, world, -1]])
+            pieces = torch.tensor([[rank * size, row, -1] for rank in range(world)])
+            device = received.device
+            total = route.combine(
+                received, targets.to(device), pieces.to(device), None, size, torch.float32
             )
-        num_sent = flat.numel() - tables.num_replicated
-        sent, replica_grads = flat[:num_sent], flat[num_sent:]
-        if self.sink_shape is None and tables.num_replicated and self._scale != 1.0:
-            replica_grads /= self._scale  # DistributedDataParallel averages these
-        if self.node_sums is not None:
-            num_direct = sum(self._received)
-            self.node_sums.take_gradients(sent[num_direct:])
-            return self._gradients(sent[:num_direct]), replica_grads
-        if part is None or self._local_grads is None:
-            return self._gradients(sent), replica_grads
-        values = Values(
-            sent,
-            without_local(tables.received_sizes, ranks),
-            without_local(self._sent, ranks),
-            codec,
-            part.others(self._local_grads),
+        codec = self._comm_precision.forward
+        return Values(total, self._packing.sent, self._received, codec, comes_whole=True)
+
+    def take_gradients(self, gradients: Tensor) -> None:
+        """Take the gradients of the sums that this rank received, flat."""
+        self._gradients = gradients
+
+    def gradients(self) -> Values:
+        """Return the gradients of sums to send between nodes."""
+        gradients, self._gradients = self._gradients, None
+        assert gradients is not None
+        codec = self._comm_precision.backward
+        return Values(gradients, self._received, self._packing.sent, codec)
+
+    def unpack(self, gradients: Tensor) -> Tensor:
+        """Return the gradient of the rows that `pack` took, flat."""
+        packing = self._packing
+        if not self.has_sums:
+            return gradients
+        return route.combine_backward(
+            gradients, packing.targets, packing.pieces, None, packing.local_numel, torch.float32
         )
-        return values, replica_grads
-
-    def local_gradient(self, received: Tensor) -> Tensor:
-        if self.node_sums is not None:
-            return self.node_sums.unpack(received).view(self.local_shape)
-        grads, self._local_grads = self._local_grads, None
-        return (received if grads is None else grads).view(self.local_shape)
 
 
-def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: int) -> list[_Span]:
-    """Return the columns of a feature, cut wherever one of its units begins or ends."""
-    sources: list[tuple[int, LookupUnit, int]] = []
-    for rank, rank_layout in enumerate(layouts):
-        column = 0
-        for unit in rank_layout.units:
-            if unit.feature == feature:
-                sources.append((rank, unit, column))
-            column += unit.columns
-    cuts = sorted({edge for _, unit, _ in sources for edge in unit.shard.columns})
-    spans = []
-    for begin, end in pairwise(cuts):
-        covering = [
-            (rank, unit, column + begin - unit.shard.columns[0])
-            for rank, unit, column in sources
-            if unit.shard.columns[0] <= begin and end <= unit.shard.columns[1]
-        ]
-        covering.sort(key=lambda source: (source[1].shard.rows, source[0]))
-        at = layout.features[feature].column + begin
-        spans.append(_Span(feature, at, end - begin, covering))
-    return spans
+def start_sums(
+    steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Received]], *, is_merged: bool
+) -> list[Awaitable[Received]]:
+    """Sum rows within the node and start to send the sums; they follow what `direct` receives.
+
+    Waits for the ranks of this node.
+    """
+    pending, summed = list(direct), [step for step in steps if step is not None]
+    if not summed:
+        return pending
+    groups, is_sent = summed[0].groups, [step for step in summed if step.has_sums]
+    local = start_values(
+        [step.local_rows() for step in is_sent],
+        groups.local,
+        content=Content.ROWS,
+        is_merged=is_merged,
+    )
+    received = {id(step): rows.wait().values for step, rows in zip(is_sent, local, strict=True)}
+    nothing = torch.empty(0, device=groups.local.device)
+    sums = start_values(
+        [step.sums(received.pop(id(step), nothing)) for step in summed],
+        groups.across,
+        content=Content.ROWS,
+        is_merged=is_merged,
+    )
+    return _appended(steps, pending, sums)
+
+
+def start_gradients_of_sums(
+    steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Received]], *, is_merged: bool
+) -> list[Awaitable[Received]]:
+    """Start to send the gradients of sums to the ranks of the nodes that made them.
+
+    They follow what `direct` receives. Waits for the ranks with the local number of this one.
+    """
+    pending, summed = list(direct), [step for step in steps if step is not None]
+    if not summed:
+        return pending
+    groups = summed[0].groups
+    across = start_values(
+        [step.gradients() for step in summed],
+        groups.across,
+        content=Content.GRADIENTS,
+        is_merged=is_merged,
+    )
+    received = [gradients.wait().values for gradients in across]
+    gathered: list[Awaitable[Received]] = [
+        ReadyAwaitable(Received(gradients))
+        if not step.has_sums
+        else DeferredAwaitable(
+            partial(
+                _received,
+                start_all_gather(
+                    gradients,
+                    step.local_sizes,
+                    groups.local,
+                    content=Content.GRADIENTS,
+                    has_header=False,
+                ),
+            )
+        )
+        for step, gradients in zip(summed, received, strict=True)
+    ]
+    return _appended(steps, pending, gathered)
+
+
+def _received(pending: Awaitable[Tensor]) -> Received:
+    return Received(pending.wait())
+
+
+def _appended(
+    steps: Sequence[NodeSumStep | None],
+    first: Sequence[Awaitable[Received]],
+    then: Sequence[Awaitable[Received]],
+) -> list[Awaitable[Received]]:
+    """Join two results of each step that has sums; those of the others stay as they are."""
+    following = iter(then)
+    return [
+        awaitable
+        if step is None
+        else DeferredAwaitable(partial(_joined, awaitable, next(following)))
+        for step, awaitable in zip(steps, first, strict=True)
+    ]
+
+
+def _joined(first: Awaitable[Received], second: Awaitable[Received]) -> Received:
+    both = [received.wait().values for received in (first, second)]
+    parts = [values for values in both if values.numel()]
+    return Received(torch.cat(parts) if len(parts) > 1 else (parts or both)[0])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from emblib.collections.optimizers import keyed
 from emblib.collections.optimizers.keyed import GradientShare
-from emblib.sharding.exchange import start_all_gather
+from emblib.sharding.all_to_all import start_all_gather
 from emblib.sharding.ranks import RankGroup
 from emblib.storage import TableHandle
 from emblib.tables.parameters import check_registered, refuse_replacement, registered

@@ -87,8 +87,8 @@ class ShardingPlan:
                 f"a plan must be the JSON that to_json made, got {text[:40]!r}"
             ) from error
         if not isinstance(data, dict) or data.get("version") != _VERSION:
-            found = data.get("version") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"a plan must be of version {_VERSION}, got {found!r}")
+            version = data.get("version") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"a plan must be of version {_VERSION}, got {version!r}")
         try:
             modules = {
                 path: {name: _read(sharding) for name, sharding in tables.items()}

@@ -227,28 +227,28 @@ def split_by_node(ranks: RankGroup) -> NodeRanks:
     All of `ranks` call this together the first time; `sums_in_nodes(ranks)` is True.
     """
     assert ranks.group is not None
-    known = _node_ranks.setdefault(ranks.group, {})
-    if ranks.local_size not in known:
+    by_size = _node_ranks.setdefault(ranks.group, {})
+    if ranks.local_size not in by_size:
         if ranks.device.type == "cpu":
             name = ranks.gather_objects(uuid.uuid4().hex)[0]
             first, timeout = ranks.node * ranks.local_size, _timeout_of(ranks.group)
-            own = range(first, first + ranks.local_size)
+            members = range(first, first + ranks.local_size)
             peers = range(ranks.local_rank, ranks.size, ranks.local_size)
-            local = _connected(ranks, own, f"{name}/node{ranks.node}", timeout)
+            local = _connected(ranks, members, f"{name}/node{ranks.node}", timeout)
             across = _connected(ranks, peers, f"{name}/across{ranks.local_rank}", timeout)
         else:
             local, across = node_groups(ranks)
-        known[ranks.local_size] = NodeRanks(
+        by_size[ranks.local_size] = NodeRanks(
             RankGroup(local, local_size=ranks.local_size, device=ranks.device),
             RankGroup(across, local_size=1, device=ranks.device),
         )
-    return known[ranks.local_size]
+    return by_size[ranks.local_size]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of a group's collectives in host memory; None where it is not known."""
     try:
-        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001 (of torch)
     except (AttributeError, RuntimeError):
         return None
     return timeout

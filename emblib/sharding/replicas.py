@@ -13,8 +13,8 @@ from emblib.collections.groups import TableGroups
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
+from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.dense import Wrapping, copy_from_first
-from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.model_parallel import DistributedModelParallel, names_of_tables, planned
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan

@@ -13,7 +13,7 @@ from emblib.collections import EmbeddingBagCollection, EmbeddingCollection, dupl
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
-from emblib.sharding.exchange import CommPrecision, check_comm_precision
+from emblib.sharding.codecs import CommPrecision, check_comm_precision
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.plan import ModulePlan, ShardingPlan, module_plan
 from emblib.sharding.ranks import RankGroup
@@ -99,7 +99,7 @@ def shard(
         ),
     )
     _warn_of_duplicates(module)
-    made, shared = [], SharedTablesOfModel()
+    modules, shared = [], SharedTablesOfModel()
     for one in chosen:
         sharded = one.make(
             one.source,
@@ -113,9 +113,9 @@ def shard(
         sharded.train(one.source.training)
         if one.source is module:
             return sharded
-        made.append(sharded)
+        modules.append(sharded)
     # Only once all are made: if one fails, the model does not change.
-    for one, sharded in zip(chosen, made, strict=True):
+    for one, sharded in zip(chosen, modules, strict=True):
         _replace(module, one.source, sharded)
     mark_dense(module, ranks)
     return module
@@ -162,21 +162,21 @@ def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup) -> 
             f"which are {sorted(paths)}"
         )
     world = World(ranks.size, ranks.local_size)
-    found: dict[int, _Chosen] = {}
+    chosen: dict[int, _Chosen] = {}
     for path, rules in modules.items():
         source = paths[path]
         one = _Chosen(
             path, source, construct_module_plan(source, rules, world), sharded_form(source, path)
         )
-        before = found.setdefault(id(source), one)
-        if before.plan != one.plan:
+        first = chosen.setdefault(id(source), one)
+        if first.plan != one.plan:
             raise ValueError(
-                f"{before.path!r} and {path!r} are paths of one collection, but the plan has "
+                f"{first.path!r} and {path!r} are paths of one collection, but the plan has "
                 "different rules for them: name one of the paths, or make two collections"
             )
-    others = {path: part for path, part in paths.items() if id(part) not in found}
-    check_shared([(one.path, one.source, one.plan) for one in found.values()], others)
-    return list(found.values())
+    others = {path: part for path, part in paths.items() if id(part) not in chosen}
+    check_shared([(one.path, one.source, one.plan) for one in chosen.values()], others)
+    return list(chosen.values())
 
 
 def _description(
@@ -188,7 +188,7 @@ def _description(
     """Describe the collections that a plan names; those of them that there are, if it is wrong."""
     modules = _modules_of(plan)
     paths, plans = _paths_of(module, modules), {one.path: one.plan for one in chosen or ()}
-    found: dict[str, dict[str, Any]] = {
+    description: dict[str, dict[str, Any]] = {
         "": {"collections": [path or "(the model)" for path in modules]}
     }
     readers: dict[int, str] = {}
@@ -197,8 +197,8 @@ def _description(
         if source is None:
             continue
         configs, default = trained_configs(source, optimizer), optimizer or source.optimizer
-        found = fingerprint.merged(
-            found,
+        description = fingerprint.merged(
+            description,
             fingerprint.collection_description(source, configs, plans.get(path), default, path),
             {
                 f"table {name}{f' of {path}' if path else ''}": {
@@ -207,7 +207,7 @@ def _description(
                 for name, table in source.shared_tables().items()
             },
         )
-    return found
+    return description
 
 
 def _paths_of(module: nn.Module, named: Iterable[str]) -> dict[str, Any]:
@@ -215,18 +215,18 @@ def _paths_of(module: nn.Module, named: Iterable[str]) -> dict[str, Any]:
 
     A path through a module that is itself at several is there if it is among `named`.
     """
-    found = collections_of(module)
-    collections = {id(part) for part in found.values()}
+    paths = collections_of(module)
+    collections = {id(part) for part in paths.values()}
     for path, parent in module.named_modules():
         for name, child in parent._modules.items():
             if child is not None and id(child) in collections:
-                found.setdefault(f"{path}.{name}" if path else name, child)
+                paths.setdefault(f"{path}.{name}" if path else name, child)
     for path in named:
         with suppress(AttributeError):
             part = module.get_submodule(path)
             if id(part) in collections:
-                found.setdefault(path, part)
-    return found
+                paths.setdefault(path, part)
+    return paths
 
 
 def _replace(module: nn.Module, source: nn.Module, sharded: nn.Module) -> None:
@@ -248,8 +248,8 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
     kind = type(source)
     base = next((base for base in kind.__mro__ if base in SHARDED), None)
     if base is None:
-        known = sorted({kind.__name__ for kind in SHARDED})
-        raise TypeError(f"what is sharded must be one of {', '.join(known)}, got {kind.__name__}")
+        names = sorted({kind.__name__ for kind in SHARDED})
+        raise TypeError(f"what is sharded must be one of {', '.join(names)}, got {kind.__name__}")
     between = kind.__mro__[: kind.__mro__.index(base)]
     changed = sorted(
         {

@@ -1,29 +1,45 @@
-"""The sharded embedding bag collection."""
+"""The sharded embedding bag collection, which begins and ends the journey of a batch.
 
-from collections.abc import Callable, Mapping
+One all-to-all returns the rows (`emblib.sharding.output_dist`), then one pass over the received
+rows assembles the output: every feature's columns are copied from the rank that pooled them, or
+summed over the ranks that store blocks of the table's rows, in float32 and in rank order. MEAN
+pooling divides in this pass, by the lengths that this rank knows itself, so that the result does
+not depend on the plan. Backward does the same in the opposite direction.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
+from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
-from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.codecs import (
+    CommPrecision,
+    Received,
+    Values,
+    local_part,
+    without_local,
+)
 from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.joint_exchange import (
+from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout, sum_in_nodes
+from emblib.sharding.lookup import (
     Inputs,
     Outputs,
     SentAhead,
-    exchange,
+    look_up,
     start_input_dist,
     start_output_dist,
 )
-from emblib.sharding.output_dist import OutputDist
+from emblib.sharding.output_dist import NodeSumDist, NodeSumStep, OutputStep
 from emblib.sharding.parameters import ShardParameters
-from emblib.sharding.ranks import RankGroup
+from emblib.sharding.ranks import RankGroup, sums_in_nodes
 from emblib.sharding.sharded_tables import (
     GradientReduction,
     ShardedTables,
@@ -90,7 +106,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             shared=shared or {},
         )
         self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
-        self._output_dist = OutputDist(self.layout, ranks, self.comm_precision, self.scale)
+        self._output_dist = PooledOutputDist(self.layout, ranks, self.comm_precision, self.scale)
         self.embedding_bags = ShardParameters(self.handles(), ranks)
         self._names = [feature.name for feature in self.layout.features]
         self._dims = [feature.dim for feature in self.layout.features]
@@ -112,7 +128,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Return pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
         self.embedding_bags.check()
-        return exchange(self, features)
+        return look_up(self, features)
 
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[IncomingBatch]]:
         """Start to send ids to the ranks that store their rows.
@@ -123,7 +139,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return start_input_dist(self, features)
 
     def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
-        """Return what to send of a batch; None for a rank that stops a joint exchange."""
+        """Return what to send of a batch; None for a rank that stops a joint input_dist."""
         return Inputs([self.input_request(features)], _only)
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
@@ -192,3 +208,445 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 def _only(batches: list[IncomingBatch]) -> IncomingBatch:
     (batch,) = batches
     return batch
+
+
+# The pooled rows of a batch
+
+
+class _CopyTables(NamedTuple):
+    """The arguments of `route.combine` for one batch.
+
+    Attributes:
+        targets: `[spans, 7]`, where each span of columns goes in the output.
+        sources: `[sources, 3]`, where the rows that are added up for a span begin.
+        rows: see `OutgoingBatch.rows`.
+        received_sizes: elements received from each rank, then from each node that sums rows.
+        num_replicated: elements of the rows of replicated tables, which follow the received ones.
+        num_outputs: elements of the output.
+    """
+
+    targets: Tensor
+    sources: Tensor
+    rows: Tensor | None
+    received_sizes: list[int]
+    num_replicated: int
+    num_outputs: int
+
+
+class _Span(NamedTuple):
+    """Columns of a feature in the output, and the units whose rows add up to them."""
+
+    feature: int
+    column: int
+    width: int
+    units: list[tuple[int, LookupUnit, int]]  # source, unit, column in the message of the source
+
+
+class _Sources:
+    """What rows are received of: all ranks; or ranks, then nodes that sum rows.
+
+    Attributes:
+        layouts: the layout of each.
+        all_layouts: these, then that of the replicated tables.
+        spans: how they make up the columns of the output.
+        widths: the columns of each unit of each.
+        columns: where the columns of each unit begin in the rows of its source.
+    """
+
+    def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
+        self.layouts = layouts
+        self.all_layouts: list[RankLayout] = [*layouts, layout.replicated]
+        self.widths = [[unit.columns for unit in one.units] for one in layouts]
+        self.spans = [
+            span
+            for f in range(len(layout.features))
+            for span in _spans_of(layout, self.all_layouts, f)
+        ]
+        self.columns = {
+            (source, unit): column
+            for source, source_layout in enumerate(self.all_layouts)
+            for unit, column in zip(
+                source_layout.units,
+                accumulate((u.columns for u in source_layout.units), initial=0),
+                strict=False,
+            )
+        }
+
+
+class PooledOutputDist(nn.Module):
+    """Returns pooled rows to the ranks that own the bags.
+
+    Args:
+        layout: the units of all ranks.
+        ranks: the processes.
+        comm_precision: the codecs of rows and gradients.
+        scale: factor of the gradients of tables, 1 / ranks for the mean.
+    """
+
+    def __init__(
+        self,
+        layout: CollectionLayout,
+        ranks: RankGroup,
+        comm_precision: CommPrecision,
+        scale: float,
+    ) -> None:
+        super().__init__()
+        self._layout, self._ranks = layout, ranks
+        self._comm_precision, self._scale = comm_precision, scale
+        sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
+        layout_here = layout.ranks[ranks.rank]
+        self._node_sums = None if sums is None else NodeSumDist(layout_here, sums, ranks)
+        self._flat_sources = self._sources = _Sources(layout, layout.ranks)
+        if sums is not None:
+            self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
+        every = [(r, unit) for r, of in enumerate(layout.ranks) for unit in of.all_units]
+        self._numbers = {unit: number for number, unit in enumerate(every)}
+        self._replicated_widths = [unit.columns for unit in layout.replicated.units]
+        self._divides = any(feature.is_mean for feature in layout.features)
+        order = [unit.feature for unit in layout.ranks[0].units]
+        self._in_order = not self._divides and order == list(range(len(layout.features)))
+        constant, by_bag = self._equal_batch_tables()
+        for name, rows in (("constant", constant), ("by_bag", by_bag)):
+            for kind, width, table in zip(("targets", "sources"), (7, 3), rows, strict=True):
+                tensor = torch.tensor(table, dtype=torch.int64).view(-1, width)
+                self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
+
+    constant_targets: Tensor
+    constant_sources: Tensor
+    by_bag_targets: Tensor
+    by_bag_sources: Tensor
+
+    def step(
+        self,
+        local: Tensor,
+        replica_rows: Tensor | None,
+        gradient_sink: Tensor | None,
+        received: IncomingBatch,
+    ) -> OutputStep:
+        """Return the lookup of a batch, whose pooled rows return to all ranks.
+
+        Args:
+            local: rows of this rank's units for the bags of all ranks.
+            replica_rows: rows of the replicated tables for the bags of this rank.
+            gradient_sink: gets the gradients of replicated tables' rows of all ranks in backward.
+            received: the batch.
+
+        Its output is `[B, columns]`, or flat where features differ in batch size.
+        """
+        units = self._layout.ranks[self._ranks.rank]
+        replica_bags = received.bags[len(units.units) :]
+        replica_sizes = (
+            self._elements(self._replicated_widths, replica_bags) if replica_bags else []
+        )
+        tables, bags, node_sums = self._tables(received), received.bags, None
+        if self._node_sums is not None and not received.skips_sums:
+            node_sums = self._node_sums.step(
+                bags,
+                tables.received_sizes[self._ranks.size :],
+                self._comm_precision,
+                by_unit=received.by_unit,
+            )
+            bags = self._node_sums.direct_bags(bags)
+        widths = self._sources_of(received).widths[self._ranks.rank]
+        return _PooledStep(
+            local,
+            replica_rows,
+            gradient_sink,
+            replica_sizes,
+            _PooledRoute(
+                tables=tables,
+                lengths=received.inputs.lengths if self._divides else None,
+                sent=self._elements(widths, bags),
+                shape=self._shape(received),
+                node_sums=node_sums,
+            ),
+            is_small=received.merges_rows,
+            ranks=self._ranks,
+            comm_precision=self._comm_precision,
+            scale=self._scale,
+        )
+
+    def local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
+        """Return the output where this rank pooled all rows and nothing was sent."""
+        if self._in_order and not received.by_unit:
+            return local
+        tables = self._tables(received)
+        lengths = received.inputs.lengths if self._divides else None
+        flat = route.combine(
+            local.reshape(-1),
+            tables.targets,
+            tables.sources,
+            lengths,
+            tables.num_outputs,
+            torch.float32,
+        )
+        return flat.view(self._shape(received))
+
+    def _shape(self, received: IncomingBatch) -> tuple[int, ...]:
+        inputs = received.inputs
+        if inputs.is_variable:
+            return (-1,)
+        return inputs.bags[0] if inputs.bags else 0, self._layout.columns
+
+    def sink_shape(self, received: IncomingBatch) -> tuple[int, ...]:
+        """Return the shape of the replicated tables' rows for the bags of all ranks."""
+        bags = received.bags[len(self._layout.ranks[self._ranks.rank].units) :]
+        if received.inputs.is_variable:
+            return (sum(self._elements(self._replicated_widths, bags)),)
+        return sum(bags[0]), self._layout.replicated.columns
+
+    def _elements(self, widths: Sequence[int], bags: Sequence[Sequence[int]]) -> list[int]:
+        """Return elements by rank: for each of its bags a row of every unit, of such a width."""
+        sums = [0] * self._ranks.size
+        for width, counts in zip(widths, bags, strict=False):
+            for rank, count in enumerate(counts):
+                sums[rank] += count * width
+        return sums
+
+    # Arguments of route.combine
+
+    def _sources_of(self, received: IncomingBatch) -> _Sources:
+        return self._flat_sources if received.skips_sums else self._sources
+
+    def _tables(self, received: IncomingBatch) -> _CopyTables:
+        inputs = received.inputs
+        if received.by_unit:
+            return self._tables_by_unit(received)
+        batch = inputs.bags[0] if inputs.bags else 0
+        return _CopyTables(
+            torch.add(self.constant_targets, self.by_bag_targets, alpha=batch),
+            torch.add(self.constant_sources, self.by_bag_sources, alpha=batch),
+            None,
+            [batch * source.columns for source in self._sources.layouts],
+            batch * self._layout.replicated.columns,
+            batch * self._layout.columns,
+        )
+
+    def _equal_batch_tables(self) -> tuple[Any, Any]:
+        """Return the tables for B bags of every feature: a constant term and a factor of B.
+
+        The messages `[B, columns of the source]` of all sources follow one another.
+        """
+        layouts = self._sources.all_layouts
+        columns_before = [0, *accumulate(source.columns for source in layouts)]
+        targets: list[tuple[int, ...]] = []
+        targets_by_bag: list[tuple[int, ...]] = []
+        sources: list[tuple[int, int, int]] = []
+        sources_by_bag: list[tuple[int, int, int]] = []
+        for span in self._sources.spans:
+            first = len(sources)
+            for rank, _, column in span.units:
+                sources.append((column, layouts[rank].columns, -1))
+                sources_by_bag.append((columns_before[rank], 0, 0))
+            is_mean = self._layout.features[span.feature].is_mean
+            ends = first, len(sources)
+            targets.append(
+                (span.column, self._layout.columns, 0, span.width, *ends, 0 if is_mean else -1)
+            )
+            targets_by_bag.append((0, 0, 1, 0, 0, 0, span.feature if is_mean else 0))
+        return (targets, sources), (targets_by_bag, sources_by_bag)
+
+    def _tables_by_unit(self, received: IncomingBatch) -> _CopyTables:
+        """Return the tables for rows that are sent unit after unit, each with its own count."""
+        starts, received_sizes = self._starts_by_unit(received)
+        inputs, sent = received.inputs, received.sent
+        bags, features, rows = inputs.bags, self._layout.features, sent.rows if sent else None
+        first_bag = [0, *accumulate(bags)]
+        first_element = [0, *accumulate(n * f.dim for n, f in zip(bags, features, strict=True))]
+        # The rows of replicated tables lie side by side, unless features differ in batch size.
+        sources_of = self._sources_of(received)
+        replicated_index = -1 if inputs.is_variable else len(sources_of.layouts)
+        targets: list[tuple[int, ...]] = []
+        sources: list[tuple[int, int, int]] = []
+        for span in sources_of.spans:
+            feature, count = features[span.feature], bags[span.feature]
+            first = len(sources)
+            for rank, unit, column in span.units:
+                offset, number = starts[rank, unit]
+                within = column - sources_of.columns[rank, unit]
+                if rank == replicated_index:
+                    width = self._layout.replicated.columns
+                    sources.append((sum(received_sizes) + column, width, -1))
+                else:
+                    row = number * count if rows is not None and number >= 0 else -1
+                    sources.append((offset + within, unit.columns, row))
+            mean = first_bag[span.feature] if feature.is_mean else -1
+            ends = first, len(sources)
+            if inputs.is_variable:
+                offset = first_element[span.feature] + span.column - feature.column
+                targets.append((offset, feature.dim, count, span.width, *ends, mean))
+            else:
+                width = self._layout.columns
+                targets.append((span.column, width, count, span.width, *ends, mean))
+        device = self.constant_targets.device
+        replicated = self._layout.replicated.units
+        return _CopyTables(
+            torch.tensor(targets, dtype=torch.int64).view(-1, 7).to(device),
+            torch.tensor(sources, dtype=torch.int64).view(-1, 3).to(device),
+            rows,
+            received_sizes,
+            sum(bags[unit.feature] * unit.columns for unit in replicated),
+            first_element[-1],
+        )
+
+    def _starts_by_unit(
+        self, received: IncomingBatch
+    ) -> tuple[dict[tuple[int, LookupUnit], tuple[int, int]], list[int]]:
+        """Return where the rows of each unit begin, with its number; and elements by source."""
+        inputs, sent = received.inputs, received.sent
+        starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
+        position = 0
+        received_sizes = []
+        layouts = self._sources_of(received).layouts
+        for source, source_layout in enumerate(layouts):
+            first = position
+            for unit in source_layout.units:
+                number = self._numbers.get((source, unit), -1)
+                starts[source, unit] = position, number
+                count = inputs.bags[unit.feature]
+                if sent is not None and number >= 0:
+                    count = sent.unit_bags[number]
+                position += count * unit.columns
+            received_sizes.append(position - first)
+        for unit in self._layout.replicated.units:
+            starts[len(layouts), unit] = position, -1
+            position += inputs.bags[unit.feature] * unit.columns
+        return starts, received_sizes
+
+
+class _PooledRoute(NamedTuple):
+    """How the rows of a batch are sent: `sent` elements to each rank, for an output of `shape`."""
+
+    tables: _CopyTables
+    lengths: Tensor | None
+    sent: list[int]
+    shape: tuple[int, ...]
+    node_sums: NodeSumStep | None
+
+
+class _PooledStep(OutputStep):
+    """A pooled lookup of a batch."""
+
+    def __init__(
+        self,
+        local: Tensor,
+        replica_rows: Tensor | None,
+        gradient_sink: Tensor | None,
+        replica_sizes: list[int],
+        pooled_route: _PooledRoute,
+        *,
+        is_small: bool,
+        ranks: RankGroup,
+        comm_precision: CommPrecision,
+        scale: float,
+    ) -> None:
+        super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
+        self._tables, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
+        self._received = self._tables.received_sizes[: len(self._sent)]
+        self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
+        self._local_grads: Tensor | None = None  # those of this rank's own bags are written first
+
+    def rows(self) -> Values:
+        assert self.local is not None
+        flat = self.local.detach().reshape(-1)
+        is_summed = self.node_sums is not None
+        if self.node_sums is not None:
+            flat = self.node_sums.pack(flat)
+        codec = self._comm_precision.forward
+        return Values(flat, self._sent, self._received, codec, comes_whole=is_summed)
+
+    def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
+        tables, values = self._tables, received.values
+        if replica_rows is not None and tables.num_replicated:
+            values = torch.cat([values, replica_rows.detach().reshape(-1).to(values.dtype)])
+        out = route.combine(
+            values,
+            tables.targets,
+            tables.sources,
+            self._lengths,
+            tables.num_outputs,
+            torch.float32,
+            tables.rows,
+            local=received.local,
+            local_begin=received.local_begin,
+        )
+        return out.view(self._shape)
+
+    def gradient_nbytes(self) -> tuple[list[int], list[int]]:
+        none = torch.empty(0)
+        return self._gradients(none).nbytes()
+
+    def _gradients(self, flat: Tensor) -> Values:
+        return Values(flat, self._received, self._sent, self._comm_precision.backward)
+
+    def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+        tables, ranks = self._tables, self._ranks
+        total, codec = sum(tables.received_sizes), self._comm_precision.backward
+        keeps_local = keeps_local and codec.is_identity and self.node_sums is None
+        part = local_part(self._sent, ranks) if keeps_local else None
+        arguments = (
+            grad.contiguous().view(-1),
+            tables.targets,
+            tables.sources,
+            self._lengths,
+            total + tables.num_replicated,
+        )
+        if part is None:
+            flat = route.combine_backward(*arguments, torch.float32, tables.rows, self._scale)
+        else:
+            # Rows of this rank's own bags get their gradients here, the others from their ranks.
+            self._local_grads = grad.new_empty(sum(self._sent), dtype=torch.float32)
+            flat = route.combine_backward_(
+                *arguments,
+                tables.rows,
+                self._scale,
+                local=part.of(self._local_grads),
+                local_begin=sum(tables.received_sizes[: ranks.rank]),
+            )
+        num_sent = flat.numel() - tables.num_replicated
+        sent, replica_grads = flat[:num_sent], flat[num_sent:]
+        if self.sink_shape is None and tables.num_replicated and self._scale != 1.0:
+            replica_grads /= self._scale  # DistributedDataParallel averages these
+        if self.node_sums is not None:
+            num_direct = sum(self._received)
+            self.node_sums.take_gradients(sent[num_direct:])
+            return self._gradients(sent[:num_direct]), replica_grads
+        if part is None or self._local_grads is None:
+            return self._gradients(sent), replica_grads
+        values = Values(
+            sent,
+            without_local(tables.received_sizes, ranks),
+            without_local(self._sent, ranks),
+            codec,
+            part.others(self._local_grads),
+        )
+        return values, replica_grads
+
+    def local_gradient(self, received: Tensor) -> Tensor:
+        if self.node_sums is not None:
+            return self.node_sums.unpack(received).view(self.local_shape)
+        grads, self._local_grads = self._local_grads, None
+        return (received if grads is None else grads).view(self.local_shape)
+
+
+def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: int) -> list[_Span]:
+    """Return the columns of a feature, cut wherever one of its units begins or ends."""
+    sources: list[tuple[int, LookupUnit, int]] = []
+    for rank, rank_layout in enumerate(layouts):
+        column = 0
+        for unit in rank_layout.units:
+            if unit.feature == feature:
+                sources.append((rank, unit, column))
+            column += unit.columns
+    cuts = sorted({edge for _, unit, _ in sources for edge in unit.shard.columns})
+    spans = []
+    for begin, end in pairwise(cuts):
+        covering = [
+            (rank, unit, column + begin - unit.shard.columns[0])
+            for rank, unit, column in sources
+            if unit.shard.columns[0] <= begin and end <= unit.shard.columns[1]
+        ]
+        covering.sort(key=lambda source: (source[1].shard.rows, source[0]))
+        at = layout.features[feature].column + begin
+        spans.append(_Span(feature, at, end - begin, covering))
+    return spans

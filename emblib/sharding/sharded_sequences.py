@@ -1,5 +1,6 @@
 """The sharded embedding collection: one vector per id.
 
+It begins and ends the journey of a batch, as `emblib.sharding.sharded_bags` does for pooled rows.
 Tables of one dim share messages: `SequenceTables` sends the vectors back to the positions of their
 ids. `ShardedEmbeddingCollection` has one `SequenceTables` per class of dims and widths.
 """
@@ -21,18 +22,25 @@ from emblib.ops import route
 from emblib.optim import Optimizer
 from emblib.sharding.awaitables import Awaitable, LazyAwaitable, LazyDeferredAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
-from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.codecs import (
+    CommPrecision,
+    LocalPart,
+    Received,
+    Values,
+    local_part,
+    without_local,
+)
 from emblib.sharding.input_dist import IncomingBatch
-from emblib.sharding.joint_exchange import (
+from emblib.sharding.layout import Config
+from emblib.sharding.lookup import (
     Inputs,
     Outputs,
     SentAhead,
-    exchange,
+    look_up,
     start_input_dist,
     start_output_dist,
 )
-from emblib.sharding.layout import Config
-from emblib.sharding.output_exchange import OutputStep
+from emblib.sharding.output_dist import OutputStep
 from emblib.sharding.parameters import ShardParameters
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_tables import (
@@ -44,14 +52,13 @@ from emblib.sharding.sharded_tables import (
 )
 from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import Shared
-from emblib.sharding.values import LocalPart, Received, Values, local_part, without_local
 from emblib.tables.graph_break import graph_break
 
 Rows = tuple[Tensor, Tensor | None]
 
 
-class SequenceExchange(NamedTuple):
-    """How vectors are sent: in slices of `width` columns."""
+class VectorFormat(NamedTuple):
+    """How vectors are sent: under these codecs, in slices of `width` columns."""
 
     comm_precision: CommPrecision
     width: int
@@ -89,7 +96,7 @@ class SequenceTables(ShardedTables):
         *,
         optimizer: Optimizer | None,
         gradients: GradientReduction,
-        exchange: SequenceExchange,
+        format: VectorFormat,
         shared: Shared,
     ) -> None:
         super().__init__(
@@ -102,11 +109,11 @@ class SequenceTables(ShardedTables):
             gradients=gradients,
             shared=shared,
         )
-        self.exchange = exchange
+        self.format = format
         self.dim = configs[0].embedding_dim
         every = [unit for rank in self.layout.ranks for unit in rank.all_units]
-        width, device = exchange.width, ranks.device
-        self._pieces = [unit.columns // width for unit in self._own.units]
+        width, device = format.width, ranks.device
+        self._pieces = [unit.columns // width for unit in self._layout_here.units]
         self._equal = len({unit.columns for unit in every}) <= 1
         tables = {
             "first": torch.tensor([u.shard.columns[0] // width for u in every], dtype=torch.int64),
@@ -122,8 +129,8 @@ class SequenceTables(ShardedTables):
         """Return vectors of this rank's units, and of replicated tables for this rank's batch."""
         copies = None if self.replicated is None else self.replicated(received.inputs)
         rows = self.rows(received)
-        if not self._own.units:
-            rows = rows.new_empty(0, self.exchange.width)
+        if not self._layout_here.units:
+            rows = rows.new_empty(0, self.format.width)
         return rows, copies
 
     def output(self, rows: Rows, received: IncomingBatch) -> OutputStep | Tensor:
@@ -147,7 +154,7 @@ class SequenceTables(ShardedTables):
 
     def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Bring vectors that were not sent from the order of the kernels into that of the batch."""
-        order = [unit.feature for unit in self._own.units]
+        order = [unit.feature for unit in self._layout_here.units]
         if order == sorted(order):
             return local
         num_ids = received.inputs.num_ids()
@@ -157,10 +164,10 @@ class SequenceTables(ShardedTables):
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
         sent, inputs = received.sent, received.inputs
         assert sent is not None
-        units = len(self._own.units)
+        units = len(self._layout_here.units)
         counts, replica_grads = received.segments[:, :units], received.segments[:, units:]
         index = self._input_dist.positions(received)
-        if self._equal and self.dim == self.exchange.width:
+        if self._equal and self.dim == self.format.width:
             num_sent = received.num_ids
             num_received = [n - sent.num_replicated_ids for n in sent.num_ids]
         else:
@@ -192,7 +199,7 @@ class SequenceTables(ShardedTables):
         ids = ids * is_own
         first = torch.repeat_interleave(self.first, ids)
         pieces = torch.repeat_interleave(self.pieces, ids)
-        begin = index * (self.dim // self.exchange.width) + first
+        begin = index * (self.dim // self.format.width) + first
         ends_of = pieces.cumsum(0)
         within = torch.arange(int(pieces.sum()), device=index.device)
         within -= torch.repeat_interleave(ends_of - pieces, pieces)
@@ -232,20 +239,20 @@ class _SequenceStep(OutputStep):
         copied = [n * tables.dim for n in vector_route.copied]
         super().__init__(local, copies, gradient_sink, copied, is_small=is_small)
         self._route, self._tables = vector_route, tables
-        width = tables.exchange.width
+        width = tables.format.width
         self._sent = [n * width for n in vector_route.sent]
         self._num_received = [n * width for n in vector_route.num_received]
         self._local_grads: Tensor | None = None  # gradients that no rank sends
 
     def rows(self) -> Values:
         assert self.local is not None
-        rows = self.local.detach().reshape(-1, self._tables.exchange.width)
+        rows = self.local.detach().reshape(-1, self._tables.format.width)
         sent = rows.index_select(0, self._route.order).view(-1)
-        codec = self._tables.exchange.comm_precision.forward
+        codec = self._tables.format.comm_precision.forward
         return Values(sent, self._sent, self._num_received, codec)
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
-        width, dim = self._tables.exchange.width, self._tables.dim
+        width, dim = self._tables.format.width, self._tables.dim
         out = torch.empty(self._route.total, dim, device=received.values.device)
         index, pieces = self._route.index, out.view(-1, width)
         if received.local is not None:
@@ -263,12 +270,12 @@ class _SequenceStep(OutputStep):
         return self._gradients(torch.empty(0)).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:
-        codec = self._tables.exchange.comm_precision.backward
+        codec = self._tables.format.comm_precision.backward
         return Values(flat, self._num_received, self._sent, codec)
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         scale, grad = self._tables.scale, grad.contiguous()
-        width, ranks = self._tables.exchange.width, self._tables.ranks
+        width, ranks = self._tables.format.width, self._tables.ranks
         sent = grad.view(-1, width).index_select(0, self._route.index)
         if scale != 1.0:
             sent.mul_(scale)
@@ -279,7 +286,7 @@ class _SequenceStep(OutputStep):
             if self.sink_shape is not None and scale != 1.0:
                 copies.mul_(scale)
             copies = copies.view(-1)
-        codec = self._tables.exchange.comm_precision.backward
+        codec = self._tables.format.comm_precision.backward
         part = None
         if keeps_local and codec.is_identity:
             part = local_part(self._route.num_received, ranks)
@@ -295,7 +302,7 @@ class _SequenceStep(OutputStep):
         return values, copies
 
     def local_gradient(self, received: Tensor) -> Tensor:
-        grads, order = received.view(-1, self._tables.exchange.width), self._route.order
+        grads, order = received.view(-1, self._tables.format.width), self._route.order
         rows = grads.new_empty((order.numel(), grads.size(1)))
         local, self._local_grads = self._local_grads, None
         if local is not None:
@@ -372,7 +379,7 @@ class ShardedEmbeddingCollection(StateOfTables):
                 self.ranks,
                 optimizer=settings.optimizer,
                 gradients=self.gradients,
-                exchange=SequenceExchange(self.comm_precision, width),
+                format=VectorFormat(self.comm_precision, width),
                 shared=self.shared,
             )
             for (_, width), configs in classes.items()
@@ -432,7 +439,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         return start_input_dist(self, features)
 
     def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
-        """Return what to send of a batch; None for a rank that stops a joint exchange."""
+        """Return what to send of a batch; None for a rank that stops a joint input_dist."""
         repeated = counts = None
         if self.dedup and features is not None:
             features, repeated = _without_repeats(features, self._features())
@@ -475,8 +482,8 @@ class ShardedEmbeddingCollection(StateOfTables):
             return LazyDeferredAwaitable(in_this_grad_mode(output))
 
         steps = [
-            one.output(own, batch)
-            for one, own, batch in zip(self._equal(), rows, received, strict=True)
+            one.output(vectors, batch)
+            for one, vectors, batch in zip(self._equal(), rows, received, strict=True)
         ]
         return Outputs(steps, join)
 
@@ -484,7 +491,7 @@ class ShardedEmbeddingCollection(StateOfTables):
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Return float32 `[L, dim]` by feature, one vector per id, in the order of the tables."""
         self.embeddings.check()
-        return exchange(self, features)
+        return look_up(self, features)
 
     def _output(
         self, pending: Sequence[Awaitable[Tensor]], received: Sequence[IncomingBatch]

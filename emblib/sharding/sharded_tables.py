@@ -1,8 +1,9 @@
 """The tables of one sharded collection: the base of pooled and sequence collections.
 
-`ShardedTables` makes the shards of this rank, fills them from the unsharded collection and sends
-the ids of a batch to the ranks that store their rows. `ReplicatedTables` are the tables that every
-rank has: each rank looks up its own batch, and equal updates keep the replicas equal.
+`ShardedTables` makes the shards of this rank and fills them from the unsharded collection. On the
+journey of a batch it is the lookup: `input_request` is what to send of a batch, `rows` looks up
+what came. `ReplicatedTables` are the tables that every rank has: each rank looks up its own batch,
+and equal updates keep the replicas equal.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from emblib.ops.scaled_gradients import mark_nested
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
-from emblib.sharding.exchange import CommPrecision, check_comm_precision
+from emblib.sharding.codecs import CommPrecision, check_comm_precision
 from emblib.sharding.input_dist import (
     IncomingBatch,
     InputDist,
@@ -53,6 +54,7 @@ from emblib.sharding.shared_shards import Shared
 from emblib.sharding.tensor_train import share_cores
 from emblib.specs import Choice, Pooling
 from emblib.storage import TableSlice
+from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import new_seeds
 
 
@@ -207,19 +209,22 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
     """
     if source.device.type == "meta":
         return
-    whole = {part.config.name: i for i, part in enumerate(source.slices)}
+    index_of = {part.config.name: i for i, part in enumerate(source.slices)}
     for i, to_handle in groups.own_handles():
         part = groups.slices[i]
         name = part.config.name
-        from_handle = source.handles[whole[name]]
+        from_handle = source.handles[index_of[name]]
         if part.storage.resumes(from_handle, to_handle):
             continue
-        if type(source.slices[whole[name]].storage) is type(part.storage):
+        if type(source.slices[index_of[name]].storage) is type(part.storage):
             part.storage.copy_slice(part, from_handle, to_handle, blocks.get(name))
-        from_kernel, to_kernel = from_handle.module, to_handle.module
-        trained = hasattr(to_kernel, "hyperparams") and hasattr(from_kernel, "hyperparams")
-        if trained and to_kernel.optimizer == from_kernel.optimizer:
-            to_kernel.load_hyperparams(from_kernel.hyperparams)
+        source_module, module = from_handle.module, to_handle.module
+        if (
+            has_hyperparams(module)
+            and has_hyperparams(source_module)
+            and module.optimizer == source_module.optimizer
+        ):
+            module.load_hyperparams(source_module.hyperparams)
 
 
 @torch.no_grad()
@@ -229,7 +234,7 @@ def equalise(groups: TableGroups, ranks: RankGroup) -> None:
         return
     tensors = [view for views in groups.all_views() for view in views.values()]
     modules = {id(module): module for module, _ in map(groups.module_of, range(len(groups.slices)))}
-    hypers = [module.hyperparams for module in modules.values() if hasattr(module, "hyper")]
+    hypers = [module.hyperparams for module in modules.values() if has_hyperparams(module)]
     for tensor in (*tensors, *hypers):
         sent = tensor.contiguous()
         dist.broadcast(sent, ranks.global_rank(0), group=ranks.group)
@@ -368,7 +373,7 @@ class ShardedTables(nn.Module):
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         wholes = map(TableSlice.whole, self.configs)
         seeds = common_seeds(wholes, source.groups, ranks)
-        own, replicated = layout.ranks[ranks.rank], layout.replicated
+        layout_here, replicated = layout.ranks[ranks.rank], layout.replicated
 
         def make_shared(part: TableSlice) -> SharedTable:
             table = SharedTable(part, device, seeds)
@@ -395,8 +400,8 @@ class ShardedTables(nn.Module):
             return groups
 
         def allocate() -> tuple[TableGroups, TableGroups | None]:
-            groups = make(own.parts, self._key_blocks(own.parts))
-            share_cores(groups, own.parts, self.configs, self._effective_plan(), ranks)
+            groups = make(layout_here.parts, self._key_blocks(layout_here.parts))
+            share_cores(groups, layout_here.parts, self.configs, self._effective_plan(), ranks)
             return groups, make(replicated.parts, {}) if replicated.parts else None
 
         # A rank without enough memory must not leave the others waiting in the next collective.
@@ -410,7 +415,7 @@ class ShardedTables(nn.Module):
             self.replicated = ReplicatedTables(
                 layout, copies, ranks, is_synchronised=is_synchronised
             )
-        self.layout, self._own = layout, layout.ranks[ranks.rank]
+        self.layout, self._layout_here = layout, layout.ranks[ranks.rank]
         blocks = blocks_of(self.configs, layout)
         self._input_dist = InputDist(layout, blocks, ranks, self.scale, pooled=pooled)
         self._keys = [feature.key for feature in layout.features]
@@ -463,7 +468,7 @@ class ShardedTables(nn.Module):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the table shards on this rank, including replicas."""
-        pairs = [(self._own.parts, self.groups)]
+        pairs = [(self._layout_here.parts, self.groups)]
         if self.replicated is not None:
             pairs.append((self.layout.replicated.parts, self.replicated.groups))
         return [
@@ -519,8 +524,8 @@ class ShardedTables(nn.Module):
 
     @property
     def _is_local(self) -> bool:
-        whole = len(self._own.units) == len(self.layout.features)
-        return self.ranks.size == 1 and self._input_dist.is_whole and whole
+        has_all_features = len(self._layout_here.units) == len(self.layout.features)
+        return self.ranks.size == 1 and self._input_dist.is_whole and has_all_features
 
     def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
         """Return the features of the tables, in the order of the layout."""
@@ -561,7 +566,7 @@ class ShardedTables(nn.Module):
 
     def _here(self, inputs: LocalBatch) -> IncomingBatch:
         """Return the batch of a lookup without communication."""
-        order = [unit.feature for unit in self._own.units]
+        order = [unit.feature for unit in self._layout_here.units]
         ids, offsets, weights, counts = inputs.ids, inputs.offsets, inputs.weights, inputs.counts
         if order != sorted(order):
             ids, offsets, weights = reordered(inputs, order, self._input_dist.order)
@@ -589,35 +594,35 @@ class ShardedTables(nn.Module):
         Raises:
             ValueError: lookups are weighted and no rank's batch has weights.
         """
-        # Checked after the exchange, when no rank waits for one that raised.
+        # Checked after the input_dist, when no rank waits for one that raised.
         if self._is_weighted and received.weights is None:
             raise ValueError(
                 "this collection is weighted, so batches must have weights: make the "
                 "KeyedJaggedTensor with weights=..., or the collection with is_weighted=False"
             )
         counts = received.counts
-        if len(received.bags) == len(self._own.units):
+        if len(received.bags) == len(self._layout_here.units):
             ids, offsets, weights = received.ids, received.offsets, received.weights
         else:
             ids, offsets, weights = self._without_replicas(received)
             counts = None if counts is None else counts[: ids.numel()]
-        if not self._own.units and weights is not None and weights.requires_grad:
+        if not self._layout_here.units and weights is not None and weights.requires_grad:
             # The other ranks send gradients of weights in backward, which takes this one, too.
             return weights[:0].view(0, 0)
-        sizes = received.bags[: len(self._own.units)] if received.by_unit else None
+        sizes = received.bags[: len(self._layout_here.units)] if received.by_unit else None
         return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=counts)
 
     def prefetch(self, received: IncomingBatch) -> None:
         """Prefetch the rows that `rows` will look up for this batch into caches."""
-        whole = len(received.bags) == len(self._own.units)
+        lacks_replicas = len(received.bags) == len(self._layout_here.units)
         ids, offsets = received.ids, received.offsets
-        if not whole:
+        if not lacks_replicas:
             ids, offsets, _ = self._without_replicas(received)
-        sizes = received.bags[: len(self._own.units)] if received.by_unit else None
+        sizes = received.bags[: len(self._layout_here.units)] if received.by_unit else None
         self.groups.prefetch(ids, offsets, batch_sizes=sizes)
 
     def _without_replicas(self, received: IncomingBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        bags = sum(map(sum, received.bags[: len(self._own.units)]))
+        bags = sum(map(sum, received.bags[: len(self._layout_here.units)]))
         ids = received.ids.numel() - received.num_replicated_ids
         weights = received.weights
         return (

@@ -38,12 +38,12 @@ class SharedTablesOfModel:
     """The shared tables of the collections that one call of `shard` replaces."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[SharedTable, SharedTableShards]] = {}
+        self._shards_of: dict[int, tuple[SharedTable, SharedTableShards]] = {}
 
     def of(self, source: Any) -> dict[str, SharedTableShards]:
         """Return the shared tables of an unsharded collection, by name."""
         return {
-            name: self._found.setdefault(id(table), (table, SharedTableShards()))[1]
+            name: self._shards_of.setdefault(id(table), (table, SharedTableShards()))[1]
             for name, table in source.shared_tables().items()
         }
 

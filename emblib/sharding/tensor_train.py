@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,7 +148,7 @@ def share_cores(
         if len(sharding.shards) < 2 or ranks.rank not in owners:
             continue
         here = [i for i, part in enumerate(parts) if part.table == number]
-        modules = [groups.module_of(i) for i in here]
+        modules: list[tuple[Any, int]] = [groups.module_of(i) for i in here]
         if len(here) > 1 and not all(autograd.is_fused(m.optimizer) for m, _ in modules):
             raise ValueError(
                 f"rank {ranks.rank} has {len(here)} shards of tensor train {config.name!r}, whose "

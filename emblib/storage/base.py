@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, TypeGuard, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from emblib.ops import autograd
 from emblib.optim import External, Gradient, Optimizer
@@ -150,6 +150,54 @@ class TableSlice:
         """Return the view of a tensor `[rows, dim]` or `[rows]` of the whole table."""
         part = table[self.rows[0] : self.rows[1]]
         return part if part.dim() == 1 else part[:, self.columns[0] : self.columns[1]]
+
+
+class TableModule(Protocol):
+    """A module with the memory of tables, which looks up and updates; every storage makes one."""
+
+    training: bool
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Return the optimizer of all its tables."""
+
+    def __call__(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Look up a batch: pooled bags, or one vector per id."""
+
+    def train(self, mode: Any = True) -> Any:
+        """Set the training mode."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move the memory, as `nn.Module` does."""
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of `weights`, `optimizer_state` and other memory, by name."""
+
+
+class TrainedModule(TableModule, Protocol):
+    """A table module whose optimizer has numbers; those of quantised tables have none."""
+
+    @property
+    def hyperparams(self) -> Tensor:
+        """Return the numbers of the optimizer, float64 on the device."""
+
+    def load_hyperparams(self, values: Tensor) -> None:
+        """Take over saved `hyperparams`."""
+
+    def set_step(self, step: int) -> None:
+        """Continue counting updates from `step`."""
+
+
+def has_hyperparams(module: TableModule) -> TypeGuard[TrainedModule]:
+    """Return whether the optimizer of a table module has numbers."""
+    return hasattr(module, "hyperparams")
 
 
 def stored_as(part: TableSlice) -> Precision:
@@ -295,7 +343,7 @@ class Storage:
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
-    ) -> nn.Module:
+    ) -> TableModule:
         """Return the module of slices with equal group keys.
 
         Args:
@@ -308,11 +356,11 @@ class Storage:
         """
         raise NotImplementedError
 
-    def is_placeholder(self, module: nn.Module) -> bool:
+    def is_placeholder(self, module: TableModule) -> bool:
         """Return whether `module` only stands for one that cannot be on meta."""
         return False
 
-    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the module under which a collection lists table `index` of a module."""
         raise NotImplementedError
 

@@ -31,6 +31,7 @@ from emblib.storage.base import (
     Span,
     Storage,
     TableDescription,
+    TableModule,
     TableSlice,
     TensorLayout,
     dense_gradient_ns,
@@ -158,7 +159,7 @@ class ComposedStorage(Storage):
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
-    ) -> nn.Module:
+    ) -> TableModule:
         """Return the module of slices with equal group keys.
 
         Raises:
@@ -172,7 +173,7 @@ class ComposedStorage(Storage):
             )
         return ComposedModule(parts, reads, optimizer, pooling, seeds, device)
 
-    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has a parameter per component."""
         return ComposedHandle(self, module, index)
 

@@ -25,6 +25,7 @@ from emblib.storage.base import (
     MemoryBytes,
     Rates,
     Storage,
+    TableModule,
     TableSlice,
     dense_gradient_ns,
     distinct_names,
@@ -104,7 +105,7 @@ class Dense(Storage):
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
-    ) -> nn.Module:
+    ) -> TableModule:
         """Return the module of slices with equal group keys.
 
         Raises:
@@ -113,7 +114,7 @@ class Dense(Storage):
         _check_optimizer(parts, optimizer)
         return DenseModule(parts, reads, optimizer, pooling, seeds, self.cache, device)
 
-    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameter `weight`."""
         return DenseHandle(self, module, index)
 
@@ -316,6 +317,8 @@ class DenseModule(TableBatchedEmbeddingBags):
 class DenseHandle(TableHandle):
     """A dense table: the parameter `weight` `[rows, dim]`; or one composed of several tables."""
 
+    module: DenseModule
+
     def attach(self, module: Any, index: int) -> None:
         """Become the handle of table `index` of `module`, which has one or more dense tables."""
         self._tables: dict[str, int] = module.tables_of(index)
@@ -323,7 +326,7 @@ class DenseHandle(TableHandle):
 
     def bind(self) -> None:
         """Make the parameters the views of the tables."""
-        module: DenseModule = self.module
+        module = self.module
         for name, number in self._tables.items():
             bind_view(self, name, module.view_of(number)["weight"], module.optimizer)
             module.table_parameters[number] = getattr(self, name)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from emblib.ops import autograd
 from emblib.optim import Optimizer
-from emblib.storage.base import Storage
+from emblib.storage.base import Storage, TableModule, TrainedModule, has_hyperparams
 from emblib.tables import parameters
 
 # Set by torch's own _apply_optimizer_in_backward, whose hook stays on a parameter that is moved.
@@ -40,7 +40,7 @@ class TableHandle(nn.Module):
     checks_parameters = True
     """Whether lookups raise for a parameter that was replaced, since they would ignore it."""
 
-    def __init__(self, storage: Storage, module: nn.Module, index: int) -> None:
+    def __init__(self, storage: Storage, module: TableModule, index: int) -> None:
         super().__init__()
         self._storage = storage
         self._owner: Any = None
@@ -54,7 +54,7 @@ class TableHandle(nn.Module):
         """Return the collection of the table, if there is one."""
         return None if self._owner is None else self._owner()
 
-    def attach(self, module: nn.Module, index: int) -> None:
+    def attach(self, module: TableModule, index: int) -> None:
         """Become the handle of table `index` of `module`."""
         self._of = (module, index)  # a tuple, so that the module is no child of this module
 
@@ -65,7 +65,8 @@ class TableHandle(nn.Module):
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, from the next forward on."""
         if autograd.updates_in_backward(self.module.optimizer):
-            self.module.set_table_trained(self.index, trained=trained)
+            module: Any = self.module  # one that updates in backward can freeze its tables
+            module.set_table_trained(self.index, trained=trained)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_parameters", {}) and isinstance(value, nn.Parameter):
@@ -79,7 +80,7 @@ class TableHandle(nn.Module):
         """Bring the parameters up to date and empty the cache."""
 
     @property
-    def module(self) -> Any:
+    def module(self) -> TableModule:
         """Return the module that looks the table up."""
         return self._of[0]
 
@@ -110,9 +111,9 @@ class TableHandle(nn.Module):
         """Return the parameters by name if a fused optimizer updates them, else nothing."""
         return dict(self.named_parameters()) if autograd.is_fused(self.module.optimizer) else {}
 
-    def fused_modules(self) -> list[Any]:
+    def fused_modules(self) -> list[TrainedModule]:
         """Return the modules that update the parameters, each with the numbers of the optimizer."""
-        return [self.module]
+        return [self.module] if has_hyperparams(self.module) else []
 
     def checked_modules(self) -> list[nn.Module]:
         """Return the modules with parameters whose replacement lookups would ignore."""

@@ -43,6 +43,7 @@ from emblib.storage.base import (
     Span,
     Storage,
     TableDescription,
+    TableModule,
     TableSlice,
     TensorLayout,
     dense_gradient_ns,
@@ -172,7 +173,7 @@ class Hash(Storage):
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
-    ) -> nn.Module:
+    ) -> TableModule:
         """Return the module of slices with equal group keys; on meta a placeholder for it."""
         if device.type == "meta":
             return MetaPlaceholder(parts, optimizer)
@@ -193,7 +194,9 @@ class Hash(Storage):
         (part,) = parts
         return self._with_store(make, part, seeds[0] if self.seed is None else self.seed)
 
-    def _with_store(self, make: Callable[..., nn.Module], part: TableSlice, seed: int) -> nn.Module:
+    def _with_store(
+        self, make: Callable[..., TableModule], part: TableSlice, seed: int
+    ) -> TableModule:
         """Return the module of one slice with a store of its own."""
         assert self.backing is not None
         backing = self.backing.for_shard(StoreShard(part.config.name, part.shard, seed))
@@ -208,11 +211,11 @@ class Hash(Storage):
                 )
             raise
 
-    def is_placeholder(self, module: nn.Module) -> bool:
+    def is_placeholder(self, module: TableModule) -> bool:
         """Return whether `module` only stands for a hash table that cannot be on meta."""
         return isinstance(module, MetaPlaceholder)
 
-    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameter `weight`."""
         return HashHandle(self, module, index)
 
@@ -242,6 +245,8 @@ class Hash(Storage):
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
         """Return whether the store of a shard has rows, and the table that is sharded has none."""
+        assert isinstance(source, HashHandle)
+        assert isinstance(target, HashHandle)
         if self.backing is None or not target.module.size(target.index):
             return False
         return self.is_placeholder(source.module) or not source.module.size(source.index)
@@ -254,6 +259,8 @@ class Hash(Storage):
         self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
     ) -> None:
         """Copy the keys that `target` owns, with their rows."""
+        assert isinstance(source, HashHandle)
+        assert isinstance(target, HashHandle)
         number, count = key_block or (0, 1)
         entries = table_entries(source.module, source.index)
         owned = (keys.owner(entries.keys, count) == number).nonzero().view(-1)
@@ -342,6 +349,7 @@ class HashHandle(TableHandle):
     """
 
     weight: nn.Parameter
+    module: DynamicEmbeddingBags
 
     @property
     def _is_on_placeholder(self) -> bool:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from emblib.ops import quant
 from emblib.optim import NO_UPDATE, Optimizer
@@ -19,6 +19,7 @@ from emblib.storage.base import (
     Span,
     Storage,
     TableDescription,
+    TableModule,
     TableSlice,
     TensorLayout,
     distinct_names,
@@ -77,11 +78,11 @@ class Quantized(Storage):
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
-    ) -> nn.Module:
+    ) -> TableModule:
         """Return the module of slices with equal group keys."""
         return QuantizedModule(parts, reads, self.bits, pooling, seeds, device)
 
-    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has no parameters."""
         return QuantizedHandle(self, module, index)
 
@@ -164,6 +165,8 @@ class QuantizedHandle(TableHandle):
     It also loads the `weight` `[rows, dim]` of a dense table, and quantises it, and the `values`
     and `scales` of a quantised table from before 0.1.0.
     """
+
+    module: QuantizedModule
 
     def bind(self) -> None:
         """Make the buffers views of the memory that the module has now."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from emblib.dynamic import TTCache
 from emblib.optim import Optimizer
@@ -28,6 +28,7 @@ from emblib.storage.base import (
     Span,
     Storage,
     TableDescription,
+    TableModule,
     TableSlice,
     TensorLayout,
     row_bytes,
@@ -246,7 +247,7 @@ class TensorTrain(Storage):
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
-    ) -> nn.Module:
+    ) -> TableModule:
         """Return the module of the slices, which the features of `reads` read.
 
         Raises:
@@ -259,11 +260,11 @@ class TensorTrain(Storage):
         make = cached_train.CachedTTPlaceholder if on_meta else cached_train.CachedTTModule
         return make(parts, reads, optimizer, pooling, seeds, device)
 
-    def is_placeholder(self, module: nn.Module) -> bool:
+    def is_placeholder(self, module: TableModule) -> bool:
         """Return whether `module` only stands for cached trains, which cannot be on meta."""
         return not cached_train.is_made(module)
 
-    def make_handle(self, module: nn.Module, index: int) -> TableHandle:
+    def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameters `cores.0`, `cores.1`, ..."""
         if self.cache is None:
             return TTHandle(self, module, index)

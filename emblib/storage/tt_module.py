@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, TTSpec
-from emblib.storage.base import TableSlice, stored_as
+from emblib.storage.base import TableModule, TableSlice, stored_as
 from emblib.storage.handles import TableHandle, mark
 from emblib.storage.initial_values import seeded
 from emblib.tables import TableBatchedTTEmbeddingBags, state_dicts
@@ -97,8 +97,9 @@ class TTHandle(TableHandle):
     """A tensor-train table: `cores.0`, `cores.1`, ...; its state dict has its layout as well."""
 
     checks_parameters = False  # the cores are the memory, not views of it
+    module: TTModule
 
-    def attach(self, module: nn.Module, index: int) -> None:
+    def attach(self, module: TableModule, index: int) -> None:
         """Become the handle of table `index` of `module`, and have its cores."""
         super().attach(module, index)
         assert isinstance(module, TTModule)

@@ -487,7 +487,7 @@ def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows `[N]` and values `[N, dim]` of a sparse or dense gradient."""
     if not gradient.is_sparse:
         return torch.arange(gradient.shape[0], device=gradient.device), gradient
-    return gradient._indices()[0], gradient._values()
+    return gradient._indices()[0], gradient._values()  # noqa: SLF001 (of torch: no copy)
 
 
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:

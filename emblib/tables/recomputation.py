@@ -48,11 +48,11 @@ class RunningForward:
         self.is_repeated = False
         self.trains_without_grad = False
         self._repeated: _Region | None = None
-        self._noted_in: list[_Region] = []
+        self.noted_in: list[_Region] = []
 
     def note(self, owner: object, value: Any) -> None:
         """Note what the repetition of this call of `owner` needs."""
-        for region in self._noted_in:
+        for region in self.noted_in:
             region.values.setdefault(owner, []).append(value)
 
     def noted(self, owner: object) -> Any:
@@ -63,12 +63,12 @@ class RunningForward:
             self.note(owner, value)
         return value
 
-    def _add(self, frame: FrameType) -> None:
+    def add(self, frame: FrameType) -> None:
         """Add the region of a call in torch's file, if it is one of a region."""
         code, variables = frame.f_code, frame.f_locals
         if code is _REENTRANT_FORWARD:
             if variables["ctx"].next_functions:  # otherwise there is no graph to repeat it
-                self._noted_in.append(_region_of(variables["ctx"]))
+                self.noted_in.append(_region_of(variables["ctx"]))
                 self._trains_without_grad()
         elif code is _REENTRANT_BACKWARD:
             self._repeat(_region_of(variables["ctx"]), torch._C._current_graph_task_id())
@@ -76,7 +76,7 @@ class RunningForward:
         elif code.co_name == "checkpoint" and "gen" in variables:
             # The generator around a first forward has the region as a variable.
             variables = variables["gen"].gi_frame.f_locals
-            self._noted_in.append(_region_of(variables["new_frame"]))
+            self.noted_in.append(_region_of(variables["new_frame"]))
         elif code.co_name == "unpack_hook" and "gid" in variables:
             self._repeat(_region_of(variables["frame"]), variables["gid"])
 
@@ -134,11 +134,11 @@ def running_forward(*, training: bool = True) -> RunningForward | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _CALL_OF_AUTOGRAD:
         if frame.f_code.co_filename == _FILE:
-            running._add(frame)
+            running.add(frame)
             if running.is_repeated:
                 break
         frame = frame.f_back
-    return running if running.is_repeated or running._noted_in else None
+    return running if running.is_repeated or running.noted_in else None
 
 
 def trains_first(*, training: bool) -> bool:

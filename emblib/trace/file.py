@@ -85,7 +85,7 @@ class LookupTrace:
             trace = cls._of(content)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ValueError(f"{path} is damaged: it lacks parts of a trace ({error!r})") from error
-        if problem := trace._problem():
+        if problem := trace._problem():  # noqa: SLF001 (of this class)
             raise ValueError(f"{path} is damaged: {problem}")
         return trace
 

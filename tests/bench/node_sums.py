@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, optim
-from emblib.sharding import RankGroup, World, exchange
+from emblib.sharding import RankGroup, World, all_to_all
 from emblib.sharding.plan import construct_plan
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharding_types import TableShape, grid, table_row_wise
@@ -78,18 +78,18 @@ def _rank(rank: int, port: int, rounds: int) -> None:
 
 def _count(rank: int) -> list[int]:
     """Count the bytes of rows and gradients that this rank sends to other nodes."""
-    sent, start = [0], exchange.start_all_to_all
+    sent, start = [0], all_to_all.start_all_to_all
 
     def count(values: Any, sizes: Sequence[int], *rest: Any, **named: Any) -> Any:
         ranks = rest[1]
-        if named.get("content") in (exchange.Content.ROWS, exchange.Content.GRADIENTS):
+        if named.get("content") in (all_to_all.Content.ROWS, all_to_all.Content.GRADIENTS):
             others = [
                 r for r in range(ranks.size) if ranks.global_rank(r) // LOCAL != rank // LOCAL
             ]
             sent[0] += sum(sizes[r] for r in others) * values.element_size()
         return start(values, sizes, *rest, **named)
 
-    exchange.start_all_to_all = count
+    all_to_all.start_all_to_all = count
     return sent
 
 

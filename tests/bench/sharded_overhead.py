@@ -23,7 +23,7 @@ import torch.multiprocessing as multiprocessing
 import emblib
 from emblib import optim
 from emblib.sharding import RankGroup, row_wise, shard, table_wise
-from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.all_to_all import start_all_to_all
 
 TABLES, BAGS, DIM, ROWS = 26, 2, 64, 1000
 RULES = {"table_wise": table_wise, "row_wise": lambda rank: row_wise()}

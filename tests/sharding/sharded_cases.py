@@ -19,7 +19,7 @@ from emblib import JaggedTensor, KeyedJaggedTensor, optim
 from emblib.checkpoints import table_entries
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from emblib.sharding import input_dist, sharding_types
-from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import construct_plan
 from emblib.sharding.ranks import RankGroup

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from emblib.sharding import collectives
 from emblib.sharding.awaitables import Awaitable
-from emblib.sharding.codecs import BF16, FP8, FP16, INT8, Codec
+from emblib.sharding.codecs import BF16, FP8, FP16, INT8, Codec, CommPrecision
 from emblib.sharding.collectives import GradientReduction
-from emblib.sharding.exchange import CommPrecision
 from emblib.sharding.ranks import RankGroup
 from tests.sharding import worlds
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from emblib import EmbeddingBagConfig, KeyedJaggedTensor, optim
-from emblib.sharding import exchange, input_dist
-from emblib.sharding.codecs import BF16, INT8
-from emblib.sharding.exchange import CommPrecision, Content
-from emblib.sharding.joint_exchange import OutputCall, start_joint_output_dist
+from emblib.sharding import all_to_all, input_dist
+from emblib.sharding.all_to_all import Content
+from emblib.sharding.codecs import BF16, INT8, CommPrecision
 from emblib.sharding.layout import lay_out, sum_in_nodes
+from emblib.sharding.lookup import OutputCall, start_joint_output_dist
 from emblib.sharding.ranks import RankGroup, split_by_node, sums_in_nodes
 from emblib.sharding.sharding_types import (
     Shard,
@@ -121,7 +121,7 @@ def test_codecs_apply_between_nodes(codec: Any, tolerance: float) -> None:
 def counted(patch: pytest.MonkeyPatch, node: int) -> dict[Content, int]:
     """The bytes that this rank sends to other nodes from now on, by content."""
     sent: dict[Content, int] = {}
-    start = exchange.start_all_to_all
+    start = all_to_all.start_all_to_all
 
     def count(values: Any, sizes: Sequence[int], *rest: Any, **named: Any) -> Any:
         ranks, content = rest[1], named["content"]
@@ -130,7 +130,7 @@ def counted(patch: pytest.MonkeyPatch, node: int) -> dict[Content, int]:
         sent[content] = sent.get(content, 0) + nbytes
         return start(values, sizes, *rest, **named)
 
-    patch.setattr(exchange, "start_all_to_all", count)
+    patch.setattr(all_to_all, "start_all_to_all", count)
     return sent
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from emblib import optim
 from emblib.collections.configs import EmbeddingBagConfig
-from emblib.sharding.codecs import BF16, INT8
-from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.codecs import BF16, INT8, CommPrecision
 from emblib.sharding.planner import (
     Calibration,
     Planner,

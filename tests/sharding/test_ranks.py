@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.all_to_all import start_all_to_all
 from emblib.sharding.ranks import RankGroup, sends_from_hosts, subgroup
 from tests.sharding import worlds
 

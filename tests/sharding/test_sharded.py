@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emblib import optim
-from emblib.sharding.codecs import BF16, FP8, FP16, INT8
-from emblib.sharding.exchange import CommPrecision
+from emblib.sharding.codecs import BF16, FP8, FP16, INT8, CommPrecision
 from emblib.sharding.sharding_types import Shard, blocks
 from emblib.specs import Pooling
 from emblib.storage import Hash, Hashed, Narrow, QuotientRemainder, TensorTrain

@@ -69,7 +69,7 @@ class FusedOptimizer(KeyedOptimizer):
 
     def __init__(self, modules: Mapping[str, HasFusedTables]) -> None:
         self._modules_by_path = dict(modules)
-        found: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
+        entries: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
         self._first_names: dict[str, str] = {}  # of further names of shared tables
         listed: dict[int, list[str]] = {}
         for path, module in modules.items():
@@ -80,11 +80,11 @@ class FusedOptimizer(KeyedOptimizer):
                     if firsts is not names:
                         self._first_names.update(zip(names, firsts, strict=True))
                         continue
-                found.setdefault(table.optimizer, []).append((_joined(path, ""), table))
+                entries.setdefault(table.optimizer, []).append((_joined(path, ""), table))
         self._names, self._table_modules, groups = [], [], []
-        self._optimizers = list(found)
+        self._optimizers = list(entries)
         params: dict[str, nn.Parameter] = {}
-        for tables in found.values():
+        for tables in entries.values():
             here = {prefix + k: p for prefix, t in tables for k, p in t.parameters.items()}
             params.update(here)
             table_modules = {
@@ -111,13 +111,13 @@ class FusedOptimizer(KeyedOptimizer):
     @staticmethod
     def of(module: nn.Module) -> FusedOptimizer:
         """Return the optimizer of all tables in a module, by the names of its parameters."""
-        found: dict[str, HasFusedTables] = {}
+        modules: dict[str, HasFusedTables] = {}
         for path, part in module.named_modules():
             if isinstance(part, HasFusedTables):
-                found[path] = part
+                modules[path] = part
             elif isinstance(part, FusedTables) and is_fused(part.optimizer):
-                found[path] = _BareTables(part)
-        return FusedOptimizer(found)
+                modules[path] = _BareTables(part)
+        return FusedOptimizer(modules)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of tables at construction; raise RuntimeError later."""
@@ -147,12 +147,12 @@ class FusedOptimizer(KeyedOptimizer):
         state = {**state, **{name: state[first] for name, first in firsts if first in state}}
         for path, module in self._modules_by_path.items():
             prefix = _joined(path, "")
-            own = {
+            states = {
                 name.removeprefix(prefix): values
                 for name, values in state.items()
                 if name.startswith(prefix)
             }
-            module.load_optimizer_state(own)
+            module.load_optimizer_state(states)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -175,12 +175,12 @@ class FusedOptimizer(KeyedOptimizer):
 
     def _templates(self) -> list[Template]:
         """Return per group the optimizer, and the numbers that its tables have now."""
-        found = []
+        templates = []
         for optimizer, modules in zip(self._optimizers, self._table_modules, strict=True):
             now = modules[0].optimizer if modules else optimizer
             numbers = modules[0].hyperparams.detach().cpu() if modules else now.hyperparams()
-            found.append(Template(now, numbers.clone()))
-        return found
+            templates.append(Template(now, numbers.clone()))
+        return templates
 
     def _check_groups(self) -> None:
         """Connect groups that were replaced, and warn of modules that were set one by one."""
@@ -392,28 +392,28 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         kind = optim.Decoupled if issubclass(optimizer_class, _ONLY_DECOUPLED) else optim.L2
         return optimizer_class(**{**arguments, "weight_decay": kind(decay) if decay else None})
     given = dict(arguments)
-    numbers = _defaults_of(optimizer_class)
-    if numbers is None:
+    defaults = _defaults_of(optimizer_class)
+    if defaults is None:
         raise TypeError(
             "tables run torch.optim.SGD, Adagrad, Adam or AdamW, a RowWiseAdagrad, or a class of "
             f"emblib.optim, got {optimizer_class!r}"
         )
     for name in list(given):
-        if name in numbers.known:
-            numbers.known[name] = given.pop(name)
+        if name in defaults.numbers:
+            defaults.numbers[name] = given.pop(name)
     maximize = given.pop("maximize", False)
     idle = {k: v for k, v in given.items() if k not in _IDLE and v}
     if idle:
         raise ValueError(
             f"{idle} of {optimizer_class.__name__} are not supported by tables, which take "
-            f"{sorted(numbers.known)}"
+            f"{sorted(defaults.numbers)}"
         )
-    known = {**numbers.known, "maximize": bool(maximize)}
-    decay = known.pop("weight_decay", 0.0)
-    if "betas" in known:
-        known["betas"] = tuple(known["betas"])
+    values = {**defaults.numbers, "maximize": bool(maximize)}
+    decay = values.pop("weight_decay", 0.0)
+    if "betas" in values:
+        values["betas"] = tuple(values["betas"])
     kind = optim.Decoupled if optimizer_class is torch.optim.AdamW else optim.L2
-    return numbers.make(**known, weight_decay=kind(decay) if decay else None)
+    return defaults.make(**values, weight_decay=kind(decay) if decay else None)
 
 
 _IDLE = {"foreach", "fused", "capturable"}  # these do not change the result
@@ -421,7 +421,7 @@ _IDLE = {"foreach", "fused", "capturable"}  # these do not change the result
 
 class _Defaults(NamedTuple):
     make: Callable[..., Optimizer]
-    known: dict[str, Any]
+    numbers: dict[str, Any]
 
 
 def _defaults_of(optimizer_class: Any) -> _Defaults | None:
@@ -431,8 +431,8 @@ def _defaults_of(optimizer_class: Any) -> _Defaults | None:
         return _Defaults(optim.Adagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0})
     if optimizer_class in (torch.optim.Adam, torch.optim.AdamW):
         decay = 1e-2 if optimizer_class is torch.optim.AdamW else 0.0
-        known = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay}
-        return _Defaults(optim.Adam, known)
+        numbers = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay}
+        return _Defaults(optim.Adam, numbers)
     if getattr(optimizer_class, "__name__", "") == "RowWiseAdagrad":
         return _Defaults(optim.RowwiseAdagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0})
     return None
@@ -507,17 +507,17 @@ def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tupl
     configs, handles = [], collection.handles()
     shared = collection.shared_tables()
     for config in collection.configs:
-        found = _given_by_torch(config.name, handles[config.name])
-        if found is None and config.name in shared:
-            found = shared[config.name].config.optimizer or optimizer or NO_UPDATE
-        configs.append(config if found is None else replace(config, optimizer=found))
+        chosen = _given_by_torch(config.name, handles[config.name])
+        if chosen is None and config.name in shared:
+            chosen = shared[config.name].config.optimizer or optimizer or NO_UPDATE
+        configs.append(config if chosen is None else replace(config, optimizer=chosen))
     return tuple(configs)
 
 
 def _given_by_torch(table: str, handle: TableHandle) -> Optimizer | None:
     """Return the optimizer that torch's own function gave the parameters of a table."""
     parameters: list[Any] = list(handle.parameters())
-    found: list[list[Optimizer]] = []
+    optimizers: list[list[Optimizer]] = []
     for parameter in parameters:
         steppers = getattr(parameter, _MARK) if is_marked_by_torch(parameter) else []
         if any(float(s.state.get(parameter, {}).get("step", 0)) > 0 for s in steppers):
@@ -526,18 +526,18 @@ def _given_by_torch(table: str, handle: TableHandle) -> Optimizer | None:
                 "be lost: shard the model before it is trained"
             )
         try:
-            found.append([_as_fused(s, parameter, k) for k, s in enumerate(steppers)])
+            optimizers.append([_as_fused(s, parameter, k) for k, s in enumerate(steppers)])
         except (TypeError, ValueError) as error:
             error.add_note(f"(of table {table!r}, by torch's own _apply_optimizer_in_backward)")
             raise
-    if not any(found):
+    if not any(optimizers):
         return None
-    if len(found[0]) != 1 or any(one != found[0] for one in found):
+    if len(optimizers[0]) != 1 or any(one != optimizers[0] for one in optimizers):
         raise ValueError(
             f"table {table!r} must have one optimizer, and torch's own "
-            f"_apply_optimizer_in_backward gave its parameters {found}"
+            f"_apply_optimizer_in_backward gave its parameters {optimizers}"
         )
-    return found[0][0]
+    return optimizers[0][0]
 
 
 def _as_fused(stepper: Any, parameter: Any, number: int) -> Optimizer:

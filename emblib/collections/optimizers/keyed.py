@@ -48,14 +48,14 @@ class KeyedOptimizer(TorchOptimizer):
         """Load the state of some parameters, by name."""
         for name, given in state.items():
             parameter = self.params[name]
-            kept = self.state[parameter]
+            states = self.state[parameter]
             for key, value in given.items():
-                before = kept.get(key)
-                same = isinstance(before, Tensor) and isinstance(value, Tensor)
-                if same and before.shape == value.shape:
-                    before.copy_(value)
+                old = states.get(key)
+                same = isinstance(old, Tensor) and isinstance(value, Tensor)
+                if same and old.shape == value.shape:
+                    old.copy_(value)
                 else:
-                    kept[key] = _placed(key, value, parameter)
+                    states[key] = _placed(key, value, parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `state` by parameter name, and `param_groups` with parameter names."""
@@ -73,14 +73,16 @@ class KeyedOptimizer(TorchOptimizer):
             KeyError: other parameters, or other groups of them.
         """
         state_dict = by_name(state_dict, self.group_names())
-        own = [sorted(names) for names in self.group_names()]
+        groups_here = [sorted(names) for names in self.group_names()]
         given = [sorted(group["params"]) for group in state_dict["param_groups"]]
-        if own != given:
+        if groups_here != given:
             raise KeyError(
                 f"the state dict is of other parameters or groups: it has {given}, this optimizer "
-                f"has {own}"
+                f"has {groups_here}"
             )
-        unknown = sorted(state_dict["state"].keys() - {name for names in own for name in names})
+        unknown = sorted(
+            state_dict["state"].keys() - {name for names in groups_here for name in names}
+        )
         if unknown:
             raise KeyError(f"the state dict has states of parameters that are not here: {unknown}")
         self.load_keyed_state(state_dict["state"])
@@ -118,18 +120,18 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
     groups = state_dict["param_groups"]
     if not any(isinstance(number, int) for group in groups for number in group["params"]):
         return state_dict
-    sizes, given = [len(own) for own in names], [len(group["params"]) for group in groups]
+    sizes, given = [*map(len, names)], [len(group["params"]) for group in groups]
     if sizes != given:
         raise KeyError(
             f"the state dict of torch.optim has groups of {given} parameters, this optimizer "
-            f"{sizes}: {[list(own) for own in names]}; make the groups in torch alike, or keep "
+            f"{sizes}: {[*map(list, names)]}; make the groups in torch alike, or keep "
             "only their entries in the state dict"
         )
     name_of: dict[int, str] = {}
     renamed = []
-    for group, own in zip(groups, names, strict=True):
+    for group, group_names in zip(groups, names, strict=True):
         saved = group.get("param_names")
-        matched = saved if saved is not None and set(saved) == set(own) else own
+        matched = saved if saved is not None and set(saved) == set(group_names) else group_names
         name_of.update(zip(group["params"], matched, strict=True))
         rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         renamed.append({"params": list(matched), **rest})
@@ -383,21 +385,21 @@ def _values_of(parameter: Tensor) -> Tensor:
         return grad
     if not grad.is_coalesced():
         parameter.grad = grad = grad.coalesce()
-    return grad._values()
+    return grad._values()  # noqa: SLF001 (of torch: no copy)
 
 
 def _peers_of(parameters: Sequence[Tensor]) -> Peers | None:
-    found: list[Peers] = []
+    peers: list[Peers] = []
     for parameter in parameters:
         mark = _marks.get(parameter)
-        if mark is not None and mark.peers not in found:
-            found.append(mark.peers)
-    if len(found) > 1:
+        if mark is not None and mark.peers not in peers:
+            peers.append(mark.peers)
+    if len(peers) > 1:
         raise ValueError(
             "the parameters are of tables over several groups of ranks, which have no one norm: "
             "clip those of each group by themselves"
         )
-    return found[0] if found else None
+    return peers[0] if peers else None
 
 
 def _is_spread(parameter: Tensor) -> bool:
@@ -421,13 +423,13 @@ def _norm_over_ranks(given: Sequence[Tensor], norm_type: float, peers: Peers) ->
             replicas.append(_values_of(parameter))
         elif mark.share is GradientShare.SHARD:
             shards.append(_values_of(parameter))
-    own = torch.stack([_norm(shards, norm_type), _norm(replicas, norm_type)])
-    every = peers.gather_numbers(own)
+    norms_here = torch.stack([_norm(shards, norm_type), _norm(replicas, norm_type)])
+    every = peers.gather_numbers(norms_here)
     # The replicas as the first rank has them: a last bit that differs would not stay the last.
     norms = [every[:, 0], every[:1, 1]]
     if spread:
-        whole: Any = torch.nn.utils.get_total_norm(spread, norm_type)
-        norms.append(whole.full_tensor().to(every).view(1))
+        total: Any = torch.nn.utils.get_total_norm(spread, norm_type)
+        norms.append(total.full_tensor().to(every).view(1))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
@@ -506,10 +508,11 @@ class CombinedOptimizer(KeyedOptimizer):
             KeyError: other parameters, or other groups of them.
         """
         state_dict = by_name(state_dict, self.group_names())
-        own, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
-        if len(own) != len(groups):
+        groups_here, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
+        if len(groups_here) != len(groups):
             raise KeyError(
-                f"the state dict has {len(groups)} groups of parameters, this optimizer {len(own)}"
+                f"the state dict has {len(groups)} groups of parameters, this optimizer "
+                f"{len(groups_here)}"
             )
         first = 0
         for prefix, optimizer in self._optimizers:

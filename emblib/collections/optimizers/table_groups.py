@@ -195,7 +195,7 @@ class _Tables:
             for module in self._modules
         ]
         values = {name: {of_module[name] for of_module in numbers} for name in numbers[0]}
-        self._differing = {name: sorted(own) for name, own in values.items() if len(own) > 1}
+        self._differing = {name: sorted(rates) for name, rates in values.items() if len(rates) > 1}
         group.follow({k: v for k, v in numbers[0].items() if k not in self._differing})
         if not self._differing.keys() - {"lr"}:
             self._optimizer = self._modules[0].optimizer

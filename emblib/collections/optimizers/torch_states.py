@@ -23,13 +23,13 @@ class Template(NamedTuple):
     numbers: Tensor
 
 
-def is_of_torch(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+def is_of_torch(state_dict: Mapping[str, Any], states: Mapping[str, Any]) -> bool:
     """Return whether no parameter has the hyperparameters that `FusedOptimizer` saves with it."""
-    return bool(own) and not any(HYPER in values for values in state_dict["state"].values())
+    return bool(states) and not any(HYPER in values for values in state_dict["state"].values())
 
 
 def from_torch_states(
-    state_dict: Mapping[str, Any], own: State, templates: Sequence[Template]
+    state_dict: Mapping[str, Any], table_states: State, templates: Sequence[Template]
 ) -> dict[str, Any]:
     """Return a state dict of `torch.optim` as one of `FusedOptimizer`.
 
@@ -38,7 +38,7 @@ def from_torch_states(
 
     Args:
         state_dict: of `torch.optim`, by name (`by_name`).
-        own: the states of the tables by name.
+        table_states: the states of the tables, by name.
         templates: by group.
 
     Raises:
@@ -63,7 +63,7 @@ def from_torch_states(
         if steps:
             numbers[Hyper.STEP] = max(steps)
         for name, values in given.items():
-            wanted = {key: view for key, view in own[name].items() if key != HYPER}
+            wanted = {key: view for key, view in table_states[name].items() if key != HYPER}
             states[name] = {**_states(name, values, wanted), HYPER: numbers}
     return {"state": states, "param_groups": state_dict["param_groups"]}
 
@@ -88,8 +88,8 @@ def _check_class(group: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 def _states(name: str, given: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the states of a parameter, checked against those of its table."""
-    found = {k: v for k, v in given.items() if k != "step" and v is not None}
-    unknown = sorted(found.keys() - wanted.keys())
+    states = {k: v for k, v in given.items() if k != "step" and v is not None}
+    unknown = sorted(states.keys() - wanted.keys())
     if unknown:
         raise ValueError(
             f"a FusedOptimizer has no place for the states {unknown} of {name} (it has "
@@ -97,12 +97,12 @@ def _states(name: str, given: Mapping[str, Any], wanted: Mapping[str, Tensor]) -
             "in the state dicts of their modules: copy them there, in bare modules to "
             "table_optimizer_states(), and continue with set_step"
         )
-    if found and found.keys() != wanted.keys():
-        raise KeyError(f"the state of {name} lacks {sorted(wanted.keys() - found.keys())}")
-    for key, value in found.items():
+    if states and states.keys() != wanted.keys():
+        raise KeyError(f"the state of {name} lacks {sorted(wanted.keys() - states.keys())}")
+    for key, value in states.items():
         if value.shape != wanted[key].shape:
             raise ValueError(
                 f"{key} of {name} must have the shape {tuple(wanted[key].shape)}, got "
                 f"{tuple(value.shape)}: it is of another table"
             )
-    return found or {key: torch.zeros(tuple(view.shape)) for key, view in wanted.items()}
+    return states or {key: torch.zeros(tuple(view.shape)) for key, view in wanted.items()}

@@ -19,7 +19,13 @@ _Permuted = tuple[Tensor, Tensor, Tensor | None]
 @operator("asynchronous_complete_cumsum(Tensor t_in) -> Tensor")
 def complete_cumsum(t_in: Tensor) -> Tensor:
     """Return the sums of the first 0, 1, ..., n entries along the last dimension."""
-    return functional.pad(t_in.cumsum(-1, dtype=t_in.dtype), (1, 0))
+    if t_in.is_floating_point():
+        return functional.pad(t_in.cumsum(-1), (1, 0))
+    # Written in place: padding would copy all sums again, half of the time for lengths of bags.
+    sums = t_in.new_empty((*t_in.shape[:-1], t_in.shape[-1] + 1))
+    sums[..., 0] = 0
+    torch.cumsum(t_in, -1, dtype=t_in.dtype, out=sums[..., 1:])
+    return sums
 
 
 @operator("asynchronous_inclusive_cumsum(Tensor t_in) -> Tensor")

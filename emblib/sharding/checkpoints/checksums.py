@@ -45,8 +45,8 @@ def join(pickled: bytes, files: dict[str, FileSums]) -> bytes:
         "files": {name: asdict(sums) for name, sums in files.items()},
     }
     text = json.dumps(content).encode()
-    whole = pickled + text + struct.pack("<Q", len(text))
-    return whole + struct.pack("<I8s", zlib.crc32(whole), _MAGIC)
+    metadata = pickled + text + struct.pack("<Q", len(text))
+    return metadata + struct.pack("<I8s", zlib.crc32(metadata), _MAGIC)
 
 
 def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:

@@ -37,7 +37,11 @@ def joined(
         number: {stem: _by_route(state, stem) for stem in _stems(state)}
         for number, state in states.items()
     }
-    stems = {stem for known in ranks.gather_objects(_every_stem(by_key)) for stem in known}
+    stems = {
+        stem
+        for stems_of_rank in ranks.gather_objects(_every_stem(by_key))
+        for stem in stems_of_rank
+    }
     result: dict[str, Tensor] = {}
     for stem in sorted(stems):
         parts = {number: rows[stem] for number, rows in by_key.items()}
@@ -135,9 +139,9 @@ def keyed_rows(
         ValueError: a shard has keys that another shard owns, where lookups would not find them.
     """
     gathered = ranks.gather_objects(_described(parts, len(owners)))
-    known = {number: columns for local in gathered for number, columns in local.items()}
-    first, *_ = known.values()
-    counts = [known[number][KEYS][1][0] for number in range(len(owners))]
+    columns_of_shard = {number: columns for local in gathered for number, columns in local.items()}
+    first, *_ = columns_of_shard.values()
+    counts = [columns_of_shard[number][KEYS][1][0] for number in range(len(owners))]
     starts = [sum(counts[:number]) for number in range(len(counts))]
     result = {}
     for name, (dtype, (_, *shape)) in first.items():
@@ -190,7 +194,7 @@ class KeyReader:
 
     def __init__(self, reader: Any, saved: Mapping[str, Any]) -> None:
         self._reader, self._saved = reader, saved
-        self._found: dict[tuple[str, int], dict[int, Span]] = {}
+        self._spans: dict[tuple[str, int], dict[int, Span]] = {}
         self._piece: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
 
     def spans(self, leaf: Leaf) -> dict[int, Span]:
@@ -198,14 +202,14 @@ class KeyReader:
         if not isinstance(leaf.value, KeyedRows):
             return {}
         name, count = _keys_entry(leaf.name), len(leaf.value.shards)
-        found = self._found.setdefault((name, count), {})
+        spans = self._spans.setdefault((name, count), {})
         for number in leaf.value.parts:
-            if number not in found:
-                found[number] = (
+            if number not in spans:
+                spans[number] = (
                     self._begin(name, number, count),
                     self._begin(name, number + 1, count),
                 )
-        return {number: found[number] for number in leaf.value.parts}
+        return {number: spans[number] for number in leaf.value.parts}
 
     def _begin(self, name: str, number: int, count: int) -> int:
         """Return the first row of shard `number` of `count`."""

@@ -170,9 +170,9 @@ class Table:
 
     def check_parameters(self, given: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters of another table, before any table is written."""
-        for key, own in self.storage.metadata_entries(self.config).items():
+        for key, expected in self.storage.metadata_entries(self.config).items():
             if key in given:
-                problem = state_dicts.tensor_problem(given[key], own)
+                problem = state_dicts.tensor_problem(given[key], expected)
                 _raise_first([problem], f"{self.name}.{key}")
         self.storage.check_entries(self.config, given)
         present = [key for key in self.parameter_names() if key in given]
@@ -320,8 +320,8 @@ class KeyedTable(Table):
 def _check_values(value: Any, entry: Entry, name: str) -> None:
     """Raise ValueError unless a value, whole or sharded, can be copied to an entry."""
     if isinstance(value, Tensor) and not isinstance(value, ShardedTable):
-        own = torch.empty(0, dtype=entry.dtype)
-        _raise_first([state_dicts.tensor_problem(value, own)], name)
+        template = torch.empty(0, dtype=entry.dtype)
+        _raise_first([state_dicts.tensor_problem(value, template)], name)
     entry.parts_of(value, name)
 
 
@@ -400,8 +400,8 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
                 ]
     newest: dict[int, tuple[Any, Tensor]] = {}
     for module, hyper in numbers:
-        known = newest.get(id(module))
-        if known is None or float(hyper[Hyper.STEP]) > float(known[1][Hyper.STEP]):
+        previous = newest.get(id(module))
+        if previous is None or float(hyper[Hyper.STEP]) > float(previous[1][Hyper.STEP]):
             newest[id(module)] = module, hyper
     for module, hyper in newest.values():
         module.load_hyperparams(hyper)
@@ -462,38 +462,42 @@ class StateOfTables(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         spread: Any = self
-        own = f"{prefix}{self.handles_name}."
+        handles_prefix = f"{prefix}{self.handles_name}."
         again = {
             name
             for name, shared in spread.shared.items()
-            if shared.entry.is_saved(destination, f"{own}{name}.weight")
+            if shared.entry.is_saved(destination, f"{handles_prefix}{name}.weight")
         }
         for key, value in module_state(spread, again).items():
-            destination[f"{own}{key}"] = value
+            destination[f"{handles_prefix}{key}"] = value
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Tensor], prefix: str, *arguments: Any
     ) -> None:
         missing, unexpected, errors = arguments[2:]
-        own = f"{prefix}{self.handles_name}."
-        given = {k.removeprefix(own): v for k, v in state_dict.items() if k.startswith(own)}
+        handles_prefix = f"{prefix}{self.handles_name}."
+        given = {
+            k.removeprefix(handles_prefix): v
+            for k, v in state_dict.items()
+            if k.startswith(handles_prefix)
+        }
         spread: Any = self
         again = tuple(
             f"{name}."
             for name, shared in spread.shared.items()
             if shared.entry.is_loaded(
-                f"{own}{name}.weight", given.get(f"{name}.weight"), missing, errors
+                f"{handles_prefix}{name}.weight", given.get(f"{name}.weight"), missing, errors
             )
         )
         given = {key: value for key, value in given.items() if not key.startswith(again)}
         lacking = [key for key in missing_names(spread, given) if not key.startswith(again)]
-        missing.extend(own + key for key in lacking)
+        missing.extend(handles_prefix + key for key in lacking)
         # Submodules have no state of their own: all entries are of tables.
-        known = known_prefixes(spread)
+        prefixes = known_prefixes(spread)
         unexpected.extend(
             key
             for key in state_dict
-            if key.startswith(prefix) and not key.removeprefix(own).startswith(known)
+            if key.startswith(prefix) and not key.removeprefix(handles_prefix).startswith(prefixes)
         )
         try:
             load_module_state(spread, given)
@@ -540,9 +544,11 @@ class StateOfTables(nn.Module):
             KeyError: a parameter or a state is missing.
             ValueError: a tensor of another size, or sharded in another way.
         """
-        own = f"{self.handles_name}."
+        handles_prefix = f"{self.handles_name}."
         spread: Any = self
         given = {
-            key.removeprefix(own): value for key, value in state.items() if key.startswith(own)
+            key.removeprefix(handles_prefix): value
+            for key, value in state.items()
+            if key.startswith(handles_prefix)
         }
         load_optimizer_state(spread, given)

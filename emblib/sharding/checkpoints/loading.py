@@ -83,15 +83,15 @@ class RowStateTarget(Target):
 
     def _rows(self, rows: Span, columns: Span | None) -> Tensor:
         """Return the numbers of a span of rows, for a span of columns or for all."""
-        found = [
+        blocks = [
             self.room.parts[i]
             for i, span in enumerate(self._spans)
             if rows[0] <= span[0] and span[1] <= rows[1]
         ]
-        whole = torch.cat(found) if found else torch.empty(0, self._width)
+        numbers = torch.cat(blocks) if blocks else torch.empty(0, self._width)
         if self._cuts is None:
-            return whole.view(-1)
-        return sharded_table.averaged(whole, self._cuts, columns or (0, self._cuts[-1]))
+            return numbers.view(-1)
+        return sharded_table.averaged(numbers, self._cuts, columns or (0, self._cuts[-1]))
 
 
 def _disjoint(spans: Sequence[Span]) -> list[Span]:
@@ -159,8 +159,8 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
     from emblib.sharding.checkpoints.files import METADATA
 
     def look() -> Path | None:
-        found = [path.parent for path in Path(directory).glob(f"*/{METADATA}")]
-        numbered = [(int(m[0]), p) for p in found if (m := re.search(r"\d+\Z", p.name))]
+        paths = [path.parent for path in Path(directory).glob(f"*/{METADATA}")]
+        numbered = [(int(m[0]), p) for p in paths if (m := re.search(r"\d+\Z", p.name))]
         return max(numbered)[1] if numbered else None
 
     return RankGroup.from_value(ranks).gather_objects(look())[0]
@@ -178,11 +178,11 @@ def load_export(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}; {way_out}") from error
     try:
-        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the reader of torch comes across
         said = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be loaded ({said}); {way_out}") from error
-    return found
+    return content
 
 
 class _Loading:
@@ -278,8 +278,8 @@ class _Loading:
                 if name not in self.saved:
                     continue
                 # Numbers of parameters are text in a checkpoint.
-                own = {str(known): known for known in parameters}
-                parameter = own.get(steps[2], steps[2])
+                by_text = {str(number): number for number in parameters}
+                parameter = by_text.get(steps[2], steps[2])
                 room = self._room_of_state(parameters.get(parameter), name)
                 states.setdefault(parameter, {})[steps[3]] = room
 
@@ -319,21 +319,23 @@ class _Loading:
         from emblib.sharding.checkpoints.files import read
 
         layouts = {leaf.name: leaf for leaf in every if _is_layout(leaf)}
-        known = [name for name in layouts if hasattr(self.saved.get(name), "properties")]
-        self._check_whole(known)
-        found = {name: torch.empty(self.saved[name].size, dtype=torch.int64) for name in known}
-        if found:
-            read(found, self.reader, RankGroup.single())
+        saved_names = [name for name in layouts if hasattr(self.saved.get(name), "properties")]
+        self._check_whole(saved_names)
+        saved_layouts = {
+            name: torch.empty(self.saved[name].size, dtype=torch.int64) for name in saved_names
+        }
+        if saved_layouts:
+            read(saved_layouts, self.reader, RankGroup.single())
         # Older checkpoints have cores without one.
         lacking = {
             name
-            for name in layouts.keys() - found.keys()
+            for name in layouts.keys() - saved_layouts.keys()
             if _sibling(name, "cores.0") in self.saved
         }
         wrong = [
             f"{_sibling(name, 'cores')}: {problem}"
-            for name in sorted(found.keys() | lacking)
-            if (problem := layout_entry.difference(found.get(name), layouts[name].value))
+            for name in sorted(saved_layouts.keys() | lacking)
+            if (problem := layout_entry.difference(saved_layouts.get(name), layouts[name].value))
         ]
         if wrong:
             raise CheckpointError(f"{self.path} is of other tables; {'; '.join(wrong[:5])}")
@@ -382,8 +384,10 @@ class _Loading:
         if size is not None and is_keyed(leaf.name, self.saved):
             if not isinstance(value, KeyedRows):
                 return Target(leaf, torch.empty(size, dtype=value.dtype))
-            known = {block: s for rank_spans in spans for block, s in rank_spans[leaf.name].items()}
-            return Target(leaf, _room(value, size, known))
+            span_of_block = {
+                block: s for rank_spans in spans for block, s in rank_spans[leaf.name].items()
+            }
+            return Target(leaf, _room(value, size, span_of_block))
         cuts = self.cuts.get(leaf.name)
         if size is not None and (cuts is not None or isinstance(value, RowStates)):
             return RowStateTarget(leaf, size, cuts)

@@ -75,8 +75,8 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     sharded modules load its content.
     """
     ranks = RankGroup.from_value(ranks)
-    whole = whole_state(agreed(ranks, lambda: checked_values(resolved(state))), ranks)
-    agreed(ranks, lambda: _write_file(whole, Path(path)) if ranks.rank == 0 else None)
+    content = whole_state(agreed(ranks, lambda: checked_values(resolved(state))), ranks)
+    agreed(ranks, lambda: _write_file(content, Path(path)) if ranks.rank == 0 else None)
 
 
 def _with_notes(content: dict[str, Any]) -> dict[str, Any]:
@@ -119,15 +119,15 @@ _BACKGROUNDS: dict[Any, _Background] = {}
 
 def _background(ranks: RankGroup) -> _Background:
     """Return the background writer of these ranks; a collective at the first call."""
-    found = _BACKGROUNDS.get(ranks.group)
-    if found is None:
+    background = _BACKGROUNDS.get(ranks.group)
+    if background is None:
         group = None if ranks.group is None else subgroup(ranks)
         alone = (
             RankGroup.single() if group is None else RankGroup(group, local_size=ranks.local_size)
         )
-        found = _Background(alone, ThreadPoolExecutor(1, "emblib-checkpoint"))
-        _BACKGROUNDS[ranks.group] = found
-    return found
+        background = _Background(alone, ThreadPoolExecutor(1, "emblib-checkpoint"))
+        _BACKGROUNDS[ranks.group] = background
+    return background
 
 
 def _write(content: dict[str, Any], path: Path, ranks: RankGroup) -> None:
@@ -137,7 +137,7 @@ def _write(content: dict[str, Any], path: Path, ranks: RankGroup) -> None:
     ranks.barrier()
 
 
-def _write_file(whole: Any, path: Path) -> None:
+def _write_file(content: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with saving(path) as file:
-        save_archive(whole, file)
+        save_archive(content, file)

@@ -282,7 +282,7 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
     """Gather the full tensor on the CPU, on `rank` or on all; others get an empty tensor."""
     ranks = table.ranks
     target = 0 if rank is None else rank
-    whole = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
+    full = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
     for i, shard in enumerate(table.shards):
         if ranks.rank not in (target, shard.rank):
             continue
@@ -292,14 +292,14 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
                 first = offsets[0] - shard.rows[0]
                 piece = table.parts[i][first : first + sizes[0]]
                 if ranks.rank == target:
-                    whole[region] = piece.cpu()
+                    full[region] = piece.cpu()
                 else:
                     _send(piece, target, ranks)
             else:
-                whole[region] = _received(sizes, table.dtype, shard.rank, ranks)
+                full[region] = _received(sizes, table.dtype, shard.rank, ranks)
     if rank is None and ranks.size > 1:
-        return _broadcast_whole(whole, table, ranks)
-    return whole
+        return _broadcast_whole(full, table, ranks)
+    return full
 
 
 def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
@@ -309,10 +309,10 @@ def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
     than `rank` get the unsharded values, and empty tensors.
     """
     if isinstance(state, ShardedTable):
-        whole = state.full_tensor(rank)
-        if isinstance(state, RowStates) and whole.numel():
-            return averaged(whole, state.cuts, (0, state.cuts[-1]))
-        return whole
+        full = state.full_tensor(rank)
+        if isinstance(state, RowStates) and full.numel():
+            return averaged(full, state.cuts, (0, state.cuts[-1]))
+        return full
     if isinstance(state, Mapping):
         return {key: whole_state(value, ranks, rank) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -333,15 +333,15 @@ def _received(sizes: tuple[int, ...], dtype: torch.dtype, source: int, ranks: Ra
     return piece.cpu()
 
 
-def _broadcast_whole(whole: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
+def _broadcast_whole(full: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
     if ranks.rank:
-        whole = torch.empty(table.size(), dtype=table.dtype)
-    step = max(PIECE_BYTES // max(whole[:1].numel() * whole.element_size(), 1), 1)
-    for rows in whole.split(step):
+        full = torch.empty(table.size(), dtype=table.dtype)
+    step = max(PIECE_BYTES // max(full[:1].numel() * full.element_size(), 1), 1)
+    for rows in full.split(step):
         piece = rows.to(ranks.device)
         dist.broadcast(_as_bytes(piece), ranks.global_rank(0), group=ranks.group)
         rows.copy_(piece)
-    return whole
+    return full
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -93,9 +93,9 @@ class _Placeholder:
 
     def __new__(cls, *arguments: Any) -> "_Placeholder":
         """Keep the arguments."""
-        made = super().__new__(cls)
-        made.arguments, made.state = arguments, {}
-        return made
+        placeholder = super().__new__(cls)
+        placeholder.arguments, placeholder.state = arguments, {}
+        return placeholder
 
     def __setstate__(self, *states: Any) -> None:
         """Keep the state.
@@ -149,10 +149,10 @@ def _metadata(value: Any) -> Metadata:
         for name, entry in tree.items()
     }
     # A planner of another library may keep what it likes there.
-    found = fields.get("planner_data")
+    data = fields.get("planner_data")
     paths = {
         name: steps
-        for name, steps in (found.items() if type(found) is dict else ())
+        for name, steps in (data.items() if type(data) is dict else ())
         if type(name) is str and type(steps) is tuple
         if all(type(step) in (int, str) for step in steps)
     }
@@ -174,8 +174,8 @@ def _entry(
     chunks = [_chunk(chunk) for chunk in _of_type(list, fields["chunks"], "chunks")]
     for chunk in chunks:
         if not len(size) == len(chunk.offsets) == len(chunk.sizes) or any(
-            offset + length > whole
-            for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+            offset + length > extent
+            for offset, length, extent in zip(chunk.offsets, chunk.sizes, size, strict=True)
         ):
             raise ValueError(f"{name} of {tuple(size)} has the chunk {chunk}")
         info = storage.get(MetadataIndex(name, chunk.offsets))

@@ -1,4 +1,4 @@
-"""Training loops that overlap copies, the exchange of ids, prefetching and computing."""
+"""Training loops that overlap copies, the input_dist, prefetching and computing."""
 
 from emblib.sharding.pipelines.base import (
     EvalPipelineSparseDist,

@@ -1,8 +1,8 @@
 """Inputs of sharded collections: find them in a batch, and send their ids ahead.
 
 A sharded collection sends ids to the ranks that look them up, looks up what it receives and returns
-the results (`emblib.sharding.joint_exchange`). Ids depend on nothing that a step changes, so the
-first part may run while earlier batches are computed, for all collections in one exchange. The
+the results (`emblib.sharding.lookup`). Ids depend on nothing that a step changes, so the
+first part may run while earlier batches are computed, for all collections together. The
 model is not rewritten for that: only while the pipeline runs its forward, the collections take what
 was sent ahead instead of sending it.
 """
@@ -18,7 +18,7 @@ from torch import nn
 
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.dense import unwrapped
-from emblib.sharding.joint_exchange import (
+from emblib.sharding.lookup import (
     InputCall,
     OutputCall,
     is_checkpointed,
@@ -38,13 +38,13 @@ A module that one forward calls several times has a list of them, in that order.
 
 def sharded_modules(model: nn.Module) -> dict[str, Any]:
     """Return the sharded collections by their paths in the model inside of any wrapper."""
-    found: dict[str, Any] = {}
+    collections: dict[str, Any] = {}
     for name, module in unwrapped(model).named_modules():
         # Not what such a collection consists of.
-        is_inside = any(not path or name.startswith(f"{path}.") for path in found)
+        is_inside = any(not path or name.startswith(f"{path}.") for path in collections)
         if hasattr(module, "compute_and_output_dist") and not is_inside:
-            found[name] = module
-    return found
+            collections[name] = module
+    return collections
 
 
 class FoundInputs:
@@ -71,10 +71,10 @@ class FoundInputs:
         forwards = {module: self._watched(module) for module in self._names}
         with _forwards(forwards):
             yield
-        found = [(call.module, path_to(batch, call.features)) for call in self._seen]
+        paths = [(call.module, path_to(batch, call.features)) for call in self._seen]
         self._seen = []
         # A module of which one call cannot be known ahead would have its calls mixed up.
-        unknown = {module: None for module, path in found if path is None}
+        unknown = {module: None for module, path in paths if path is None}
         for module in unknown:
             warnings.warn(
                 f"the input of {self._names[module] or 'the model'} is not an object of the batch, "
@@ -82,7 +82,7 @@ class FoundInputs:
                 "it into the batch",
                 stacklevel=2,
             )
-        self._paths = [(m, path) for m, path in found if path is not None and m not in unknown]
+        self._paths = [(m, path) for m, path in paths if path is not None and m not in unknown]
 
     def _watched(self, module: Any) -> Callable[..., Any]:
         plain = module.forward
@@ -113,7 +113,7 @@ class GivenInputs:
         calls = []
         for key, given in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
-            if not any(module is known for known in self._modules.values()):
+            if module is None or all(module is not one for one in self._modules.values()):
                 raise ValueError(
                     f"inputs must be of the sharded collections {sorted(self._modules)}, got "
                     f"{key if isinstance(key, str) else type(key).__name__!r}"
@@ -132,7 +132,7 @@ class CallsApart:
 
     def __init__(self) -> None:
         self.is_learned = False
-        self.known: set[int] = set()
+        self.indices: set[int] = set()
 
     def contains(self, index: int, module: Any) -> bool:
         """Return whether the running call, number `index` of the forward, looks up by itself.
@@ -141,23 +141,23 @@ class CallsApart:
             RuntimeError: it is in a region, but was not with the first batch.
         """
         if not is_checkpointed(module):
-            return index in self.known or not self.is_learned
-        if index not in self.known:
+            return index in self.indices or not self.is_learned
+        if index not in self.indices:
             if self.is_learned:
                 raise RuntimeError(
                     f"call {index} of a sharded collection is in a checkpointed region, and was "
                     "not with the first batch of the pipeline: checkpoint it from the first batch "
                     "on, or make another pipeline"
                 )
-            self.known.add(index)
+            self.indices.add(index)
         return True
 
 
 class Ahead:
-    """The inputs of one batch in flight to the ranks that look them up, in one exchange.
+    """The inputs of one batch in flight to the ranks that look them up, sent together.
 
     The first collection that the model calls looks up the batches of all of them, so that their
-    rows return in one exchange as well.
+    rows return together as well.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Ahead:
 
     def _look_up(self, received: Sequence[Any]) -> dict[int, Callable[[], Any]]:
         """Look up the batches of collections together and start to return their rows."""
-        together = [i for i in range(len(self._calls)) if i not in self._apart.known]
+        together = [i for i in range(len(self._calls)) if i not in self._apart.indices]
         calls = [
             OutputCall(module, module.compute(received[i]), received[i])
             for i in together
@@ -260,13 +260,13 @@ def _taking(module: Any, queue: deque[tuple[Any, Callable[[], Any]]]) -> Callabl
 @contextlib.contextmanager
 def _forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Replace the `forward` of modules in a block; their hooks still run."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
+    previous = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = graph_break(forward)
     try:
         yield
     finally:
-        for module, old in before.items():
+        for module, old in previous.items():
             if old is None:
                 del module.__dict__["forward"]
             else:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from emblib.sharding.all_to_all import Content, start_all_to_all
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
-from emblib.sharding.exchange import Content, start_all_to_all
 from emblib.sharding.pipelines.batches import (
     Lane,
     Staged,
@@ -47,9 +47,9 @@ class Agreement:
         if self._ranks.size == 1:
             return ReadyAwaitable([list(numbers)])
         size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
-        own = torch.tensor([*numbers] * size, dtype=torch.int64)
+        sent = torch.tensor([*numbers] * size, dtype=torch.int64)
         pending = start_all_to_all(
-            own, sizes, sizes, self._ranks, content=Content.NUMBERS, has_header=self._has_header
+            sent, sizes, sizes, self._ranks, content=Content.NUMBERS, has_header=self._has_header
         )
         return DeferredAwaitable(lambda: pending.wait().view(size, -1).tolist())
 
@@ -89,7 +89,7 @@ UnevenInputs = DrainAll | StopAtShortest | AssumeEqual
 class ExampleCount(NamedTuple):
     """Examples of a batch: of this rank, and of all ranks (None for `AssumeEqual`)."""
 
-    own: int
+    local: int
     all: int | None
 
 
@@ -228,23 +228,23 @@ class Loader:
         if isinstance(self.uneven_inputs, StopAtShortest):
             return have == len(said)
         if have and not all(numbers[_KNOWS] for numbers in said):
-            known = self._ranks.gather_objects(_on_host(self._empty))
+            empties = self._ranks.gather_objects(_on_host(self._empty))
             if self._empty is None:
-                self._empty = next(empty for empty in known if empty is not None)
+                self._empty = next(empty for empty in empties if empty is not None)
         return have > 0
 
 
 def _attributes(iterator: Any) -> list[Any]:
     """Return the attributes of an iterator, and of iterators among them: it may wrap another."""
-    found: list[Any] = []
+    attributes: list[Any] = []
     waiting, seen = [iterator], {id(iterator)}
     while waiting:
         values = list(getattr(waiting.pop(), "__dict__", {}).values())
-        found += values
+        attributes += values
         inner = [v for v in values if hasattr(type(v), "__next__") and id(v) not in seen]
         waiting += inner
         seen.update(map(id, inner))
-    return found
+    return attributes
 
 
 def _on_host(batch: Any) -> Any:
@@ -292,7 +292,7 @@ WINDOW = 20
 class _MeterMark(NamedTuple):
     time_s: float
     step: int
-    own: int
+    local: int
     all: int | None
 
 
@@ -328,17 +328,19 @@ class Meter:
         """End a step and return the progress."""
         last = self._marks[-1]
         everywhere = None if counted.all is None or last.all is None else last.all + counted.all
-        now = _MeterMark(time.perf_counter(), last.step + 1, last.own + counted.own, everywhere)
+        now = _MeterMark(time.perf_counter(), last.step + 1, last.local + counted.local, everywhere)
         self._marks.append(now)
         first = self._marks[0]
         window_s = max(now.time_s - first.time_s, 1e-9)
-        known = None if now.all is None or first.all is None else (now.all - first.all) / window_s
+        all_per_s = (
+            None if now.all is None or first.all is None else (now.all - first.all) / window_s
+        )
         return Progress(
             now.step,
-            now.own,
+            now.local,
             now.all,
             now.time_s - self._start_s,
             (now.step - first.step) / window_s,
-            (now.own - first.own) / window_s,
-            known,
+            (now.local - first.local) / window_s,
+            all_per_s,
         )

@@ -110,8 +110,8 @@ class Calibration:
         """
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != _VERSION:
-            found = data.get("version") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"a calibration must be of version {_VERSION}, got {found!r}")
+            version = data.get("version") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"a calibration must be of version {_VERSION}, got {version!r}")
         return cls._of({k: v for k, v in data.items() if k != "version"})
 
     @classmethod

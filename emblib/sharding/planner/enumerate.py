@@ -76,8 +76,8 @@ class Option:
 
     def seconds(self, world_size: int) -> float:
         """Return the seconds of all ranks together."""
-        own = sum(unit.seconds for unit in self.units)
-        return own + world_size * (sum(self.everywhere.seconds) + self.everywhere.arrange)
+        of_units = sum(unit.seconds for unit in self.units)
+        return of_units + world_size * (sum(self.everywhere.seconds) + self.everywhere.arrange)
 
     def nbytes(self, world_size: int) -> MemoryNeed:
         """Return the bytes on all ranks together."""
@@ -120,18 +120,18 @@ def options_of(work: TableWorkload, model: CostModel) -> list[Option]:
     Raises:
         ValueError: the constraints allow no option.
     """
-    found = []
+    options = []
     storages: list[Storage | None] = [None, *work.constraints.storages]
     for penalty, storage in enumerate(storages):
         for sharding_type in allowed_types(work, model.topology, storage):
-            found += list(_options(work, model, sharding_type, storage, penalty))
-    if not found:
+            options += list(_options(work, model, sharding_type, storage, penalty))
+    if not options:
         asked = [t.value for t in work.constraints.sharding_types or ()]
         raise ValueError(
             f"no sharding type that is allowed for table {work.name} can hold it: {asked} on "
             f"{model.topology.num_nodes} nodes of {model.topology.local_world_size} ranks"
         )
-    return found
+    return options
 
 
 def cuts_columns_exactly(work: TableWorkload) -> bool:
@@ -268,8 +268,8 @@ def _by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[
     """Sum loads by rank modulo `size`."""
     members = [NOTHING] * size
     for shard, load in zip(shards, loads, strict=True):
-        before = members[shard.rank % size]
-        members[shard.rank % size] = load if before is NOTHING else before.plus(load, 1)
+        total = members[shard.rank % size]
+        members[shard.rank % size] = load if total is NOTHING else total.plus(load, 1)
     return members
 
 
@@ -322,7 +322,8 @@ def _units(
         return
     local = topology.local_world_size
     for node in dict.fromkeys(shard.rank // local for shard in shards):
-        own = [i for i, shard in enumerate(shards) if shard.rank // local == node]
+        numbers = [i for i, shard in enumerate(shards) if shard.rank // local == node]
         yield Unit(
-            domain, tuple(_by_rank([shards[i] for i in own], [loads[i] for i in own], local))
+            domain,
+            tuple(_by_rank([shards[i] for i in numbers], [loads[i] for i in numbers], local)),
         )

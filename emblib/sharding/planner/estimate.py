@@ -19,7 +19,7 @@ from emblib.storage import MemoryBytes, TableSlice
 from emblib.storage.base import is_fused
 
 if TYPE_CHECKING:
-    from emblib.sharding.exchange import CommPrecision
+    from emblib.sharding.codecs import CommPrecision
 
 PHASES = ("input", "lookup", "output", "update")
 INPUT, LOOKUP, OUTPUT, UPDATE = range(4)
@@ -340,8 +340,8 @@ class CostModel:
         equally much.
         """
         traffic = self.traffic / self.topology.world_size
-        own = ids * part.dim
-        near_bytes = self._costs.near_bytes * (min(1.0, own / traffic) if traffic else 1.0)
+        part_traffic = ids * part.dim
+        near_bytes = self._costs.near_bytes * (min(1.0, part_traffic / traffic) if traffic else 1.0)
         share = min(1.0, near_bytes / max(part.num_rows * row_nbytes, 1.0))
         return share * at(near, row_nbytes) + (1.0 - share) * at(far, row_nbytes)
 

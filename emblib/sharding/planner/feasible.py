@@ -41,7 +41,7 @@ def any_plan(problem: Problem) -> Plan:
     search = _Search(loads, [options[t] for t in order], remaining)
     if not search.table(0):
         return []
-    chosen = dict(zip(order, search.found, strict=True))
+    chosen = dict(zip(order, search.placed, strict=True))
     return [chosen[t] for t in sorted(chosen)]
 
 
@@ -60,7 +60,7 @@ class _Search:
         remaining: Sequence[Sequence[float]],
     ) -> None:
         self.loads, self.options, self.remaining = loads, options, remaining
-        self.found: list[PlacedOption] = []
+        self.placed: list[PlacedOption] = []
         self.steps = 0
 
     def table(self, number: int) -> bool:
@@ -83,10 +83,10 @@ class _Search:
         if len(targets) == len(option.units):
             if not self.loads.common_fits():
                 return False
-            self.found.append(PlacedOption(option, tuple(targets)))
+            self.placed.append(PlacedOption(option, tuple(targets)))
             if self.table(number + 1):
                 return True
-            self.found.pop()
+            self.placed.pop()
             return False
         unit = option.units[len(targets)]
         for target in self._targets(unit, targets):
@@ -137,7 +137,8 @@ class _Search:
         world = len(self.loads.totals)
         free = zip(*(self._free_of(rank) for rank in range(world)), strict=True)
         return [
-            sum(own) - world * common for own, common in zip(free, self.loads.common, strict=True)
+            sum(of_ranks) - world * common
+            for of_ranks, common in zip(free, self.loads.common, strict=True)
         ]
 
 

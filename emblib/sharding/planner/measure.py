@@ -21,7 +21,7 @@ from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
 from emblib.optim import SGD, Adam, Optimizer
-from emblib.sharding.exchange import start_all_to_all
+from emblib.sharding.all_to_all import start_all_to_all
 from emblib.sharding.plan import construct_plan
 from emblib.sharding.planner import calibration
 from emblib.sharding.planner.calibration import Calibration, Curve
@@ -146,12 +146,12 @@ class _Rows:
         self, device: torch.device, nbytes: int, rounds: int, fixed: tuple[float, float]
     ) -> None:
         self.device, self.nbytes, self.rounds, self.fixed = device, nbytes, rounds, fixed
-        self._known: dict[tuple[int, str], _Costs] = {}
+        self._costs: dict[tuple[int, str], _Costs] = {}
 
     def costs(self, dim: int, optimizer: Optimizer) -> _Costs:
         """Measure rows of `dim` columns."""
         key = dim, type(optimizer).__name__
-        if key not in self._known:
+        if key not in self._costs:
             rows = max(self.nbytes // row_bytes(optimizer, dim, 4), 32)
             table = TableBatchedEmbeddingBags(
                 [TableSpec(rows, dim)],
@@ -166,8 +166,8 @@ class _Rows:
                 for seconds, fixed, each in zip(few, self.fixed, ids, strict=True)
             ]
             ns = [max(1e9 * seconds, 0.0) for seconds in (ids[0], bags[0], ids[1], bags[1])]
-            self._known[key] = _Costs(*ns)
-        return self._known[key]
+            self._costs[key] = _Costs(*ns)
+        return self._costs[key]
 
     def _step(self, table: TableBatchedEmbeddingBags, rows: int, ids: int) -> tuple[float, float]:
         """Measure the seconds of forward, and of backward with the update."""
@@ -220,10 +220,10 @@ def _timed_step(
     forward: Callable[[], Tensor], grad: Tensor, device: torch.device, rounds: int
 ) -> tuple[float, float]:
     """Measure the seconds of forward without gradients, and of what backward adds."""
-    whole = timed(lambda: forward().backward(grad), device, rounds)
+    step = timed(lambda: forward().backward(grad), device, rounds)
     with torch.no_grad():
         first = timed(forward, device, rounds)
-    return first, max(whole - first, 0.0)
+    return first, max(step - first, 0.0)
 
 
 def _kernel(device: torch.device, rounds: int) -> tuple[float, float]:
@@ -377,13 +377,13 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     """
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
-    found = None
+    calibration = None
     # At the same time on all ranks that have a core, as in a step: they share memory bandwidth.
     at_once = _has_a_core_each(ranks)
     if ranks.rank == 0 or at_once:
-        found = computing(ranks.device, sizes)
+        calibration = computing(ranks.device, sizes)
     ranks.barrier()
-    first = ranks.gather_objects(found)[0]
+    first = ranks.gather_objects(calibration)[0]
     assert first is not None
     if ranks.size == 1:
         return first
@@ -455,11 +455,11 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
     0 where there is no such link.
     """
     node = range(ranks.node * ranks.local_size, (ranks.node + 1) * ranks.local_size)
-    own = [r for r in node if r != ranks.rank]
+    neighbours = [r for r in node if r != ranks.rank]
     others = [r for r in range(ranks.size) if r not in node]
-    latency = _exchange(ranks, [*own, *others], 1, sizes.rounds)
+    latency = _exchange(ranks, [*neighbours, *others], 1, sizes.rounds)
     costs = [*_overheads(ranks, step_s, sizes.rounds)]
-    for peers in (own, others):
+    for peers in (neighbours, others):
         if not ranks.gather_objects(len(peers))[0]:
             costs.append(0.0)
             continue

@@ -23,7 +23,7 @@ from emblib.specs import check_count
 from emblib.storage import MemoryBytes
 
 if TYPE_CHECKING:
-    from emblib.sharding.exchange import CommPrecision
+    from emblib.sharding.codecs import CommPrecision
     from emblib.sharding.ranks import RankGroup
 
 
@@ -111,18 +111,20 @@ class Planner:
 
     def _search(self, problem: Problem, works: Sequence[TableWorkload]) -> Plan:
         """Search with the configured storage; with alternatives only where that does not fit."""
-        own = [[o for o in options if not o.penalty] for options in problem.options]
-        alternatives = any(len(a) < len(b) for a, b in zip(own, problem.options, strict=True))
-        first = self._problem(problem.model, works, own, problem.free_memory)
-        found = starts(first) if all(own) else []
-        if not found:
-            found = [p for p in (any_plan(first), cut_to_fit(first, works)) if p]
-        if found:
-            return best_of(first, found)
+        configured = [[o for o in options if not o.penalty] for options in problem.options]
+        alternatives = any(
+            len(a) < len(b) for a, b in zip(configured, problem.options, strict=True)
+        )
+        first = self._problem(problem.model, works, configured, problem.free_memory)
+        plans = starts(first) if all(configured) else []
+        if not plans:
+            plans = [p for p in (any_plan(first), cut_to_fit(first, works)) if p]
+        if plans:
+            return best_of(first, plans)
         if not alternatives:
             return []
-        found = starts(problem) or [p for p in (any_plan(problem),) if p]
-        return best_of(problem, found) if found else []
+        plans = starts(problem) or [p for p in (any_plan(problem),) if p]
+        return best_of(problem, plans) if plans else []
 
     def _effective_plan(self, works: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
         modules: dict[str, dict[str, object]] = {}

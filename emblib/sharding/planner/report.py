@@ -117,9 +117,9 @@ def _table(
     work: TableWorkload, sharding: ParameterSharding, option: Option, world_size: int
 ) -> TablePrediction:
     members = [load for unit in option.units for load in unit.members]
-    own = max((sum(load.seconds) for load in members), default=0.0)
+    of_units = max((sum(load.seconds) for load in members), default=0.0)
     everywhere = sum(option.everywhere.seconds) + option.everywhere.arrange
-    slowest = max(own, 0.0) + everywhere
+    slowest = max(of_units, 0.0) + everywhere
     return TablePrediction(work, sharding, option.nbytes(world_size), slowest)
 
 

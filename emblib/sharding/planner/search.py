@@ -344,18 +344,18 @@ def starts(problem: Problem) -> list[Plan]:
         mean = sum(loads.totals) / world + sum(loads.everywhere) + loads.arrange
         return loads.step_s() + mean + option.penalty
 
-    found = [
+    plans = [
         table_wise(problem),
         greedy(problem, by_cost, step),
         greedy(problem, by_size, step),
     ]
-    if not any(found):
+    if not any(plans):
 
         def small(loads: RankCosts, option: Option) -> float:
             return option.penalty * 1e15 + max(option.nbytes(world))
 
-        found.append(greedy(problem, by_size, small))
-    return [plan for plan in found if plan]
+        plans.append(greedy(problem, by_size, small))
+    return [plan for plan in plans if plan]
 
 
 # Local moves
@@ -383,9 +383,9 @@ def _sweep(problem: Problem, plan: Plan, loads: RankCosts, tables: Iterable[int]
 
 
 def _choose_anew(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool:
-    before, old = score(loads), plan[t]
+    old_score, old = score(loads), plan[t]
     loads.add(old, -1)
-    best, best_score = old, before
+    best, best_score = old, old_score
     for option in problem.options[t]:
         for choice in _placings(loads, option):
             loads.add(choice)
@@ -404,21 +404,21 @@ def _placings(loads: RankCosts, option: Option) -> list[PlacedOption]:
     first = place(loads, option)
     if first is None:
         return []
-    found = {first.targets: first}
+    placings = {first.targets: first}
     if len(option.units) == 1 and option.units[0].domain is Domain.RANK:
         ranks = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
         for seconds in loads.seconds:
             ranks.append(min(range(len(seconds)), key=seconds.__getitem__))
         for rank in ranks:
-            if (rank,) not in found and loads.fits(option.units[0], rank):
-                found[rank,] = PlacedOption(option, (rank,))
+            if (rank,) not in placings and loads.fits(option.units[0], rank):
+                placings[rank,] = PlacedOption(option, (rank,))
     elif option.units and option.units[0].domain is not Domain.WORLD:
         for seconds in loads.seconds:
             order = _by_load(loads, option.units[0], seconds)
             choice = place(loads, option, order)
             if choice is not None:
-                found.setdefault(choice.targets, choice)
-    return list(found.values())
+                placings.setdefault(choice.targets, choice)
+    return list(placings.values())
 
 
 def _by_load(loads: RankCosts, unit: Unit, seconds: Sequence[float]) -> list[int]:
@@ -472,9 +472,9 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
     }
     quiet = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
     for rank in _slow_ranks(loads):
-        own = [t for t in _heaviest(loads, plan, rank) if single.get(t) == rank]
+        of_rank = [t for t in _heaviest(loads, plan, rank) if single.get(t) == rank]
         others = [t for t, at in single.items() if at in quiet and at != rank]
-        for a in own:
+        for a in of_rank:
             for b in others:
                 if problem.exhausted:
                     return False
@@ -486,7 +486,7 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
 
 def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
     """Swap the ranks of two tables if that shortens the step; return whether it did."""
-    before = score(loads)
+    old_score = score(loads)
     old = plan[a], plan[b]
     new = PlacedOption(old[0].option, old[1].targets), PlacedOption(old[1].option, old[0].targets)
     for choice in old:
@@ -495,7 +495,7 @@ def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
         loads.add(new[0])
         if loads.fits(new[1].option.units[0], new[1].targets[0]):
             loads.add(new[1])
-            if _better(score(loads), before):
+            if _better(score(loads), old_score):
                 plan[a], plan[b] = new
                 return True
             loads.add(new[1], -1)
@@ -508,11 +508,11 @@ def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
 def best_of(problem: Problem, plans: Sequence[Plan]) -> Plan:
     """Improve the better starts and return the best plan."""
     ranked = sorted(plans, key=lambda plan: score(problem.loads_of(plan)))
-    kept = ranked[:2]
+    best_two = ranked[:2]
     improved = []
-    whole = problem.max_trials
-    for number, plan in enumerate(kept, start=1):
-        problem.max_trials = whole * number // len(kept)
+    max_trials = problem.max_trials
+    for number, plan in enumerate(best_two, start=1):
+        problem.max_trials = max_trials * number // len(best_two)
         improved.append(improve(problem, plan))
-    problem.max_trials = whole
+    problem.max_trials = max_trials
     return min([*improved, ranked[0]], key=lambda plan: score(problem.loads_of(plan)))

@@ -76,13 +76,13 @@ def _world(
 ) -> Simulated:
     batch = planner.batch_size
     if scaling is Scaling.STRONG:
-        whole = batch * planner.topology.world_size
-        if whole % world_size:
+        global_batch = batch * planner.topology.world_size
+        if global_batch % world_size:
             raise ValueError(
-                f"{world_size} ranks must divide the batch of all together = {whole}; choose "
-                "others, or Scaling.WEAK"
+                f"{world_size} ranks must divide the batch of all together = {global_batch}; "
+                "choose others, or Scaling.WEAK"
             )
-        batch = whole // world_size
+        batch = global_batch // world_size
     constraints = dict(planner.constraints)
     if sharding is not None:
         for work in workloads_of(module, batch, constraints):
@@ -91,7 +91,7 @@ def _world(
                 constraints[one.name] = replace(
                     given or TableConstraints(), sharding_types=(sharding,)
                 )
-    there = Planner(
+    planner_of_size = Planner(
         planner.topology.of_size(world_size),
         batch,
         constraints,
@@ -99,7 +99,7 @@ def _world(
         comm_precision=planner.comm_precision,
         max_trials=planner.max_trials,
     )
-    return Simulated(world_size, batch, there.solve(module))
+    return Simulated(world_size, batch, planner_of_size.solve(module))
 
 
 def table(simulated: Sequence[Simulated]) -> str:
@@ -151,7 +151,7 @@ def compare(
             if number >= 2:  # the first ones warm up
                 samples[name].append(seconds)
     predicted = {name: planner.predict(module, plan).step_s for name, plan in plans.items()}
-    return [Point(name, predicted[name], tuple(own)) for name, own in samples.items()]
+    return [Point(name, predicted[name], tuple(measured)) for name, measured in samples.items()]
 
 
 def rank_correlation(points: Sequence[Point]) -> float:
@@ -182,9 +182,9 @@ def batch_of(works: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
 
 def _lengths(mean: float, batch: int, generator: torch.Generator) -> Tensor:
     """Return bag lengths with the given mean: its floor, and one more for some bags."""
-    whole = int(mean)
-    more = torch.rand(batch, generator=generator) < mean - whole
-    return whole + more.long()
+    floor = int(mean)
+    more = torch.rand(batch, generator=generator) < mean - floor
+    return floor + more.long()
 
 
 class _Step(NamedTuple):
@@ -198,14 +198,14 @@ class _Step(NamedTuple):
 def _steps(
     planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
 ) -> list[_Step]:
-    found = workloads_of(module, planner.batch_size, planner.constraints)
-    works = [one for work in found for one in work.lookups]
+    workloads = workloads_of(module, planner.batch_size, planner.constraints)
+    works = [one for work in workloads for one in work.lookups]
     sharded = shard(copy.deepcopy(module), plan, ranks)
     steps = []
     for path in dict.fromkeys(work.path for work in works):
-        own = [work for work in works if work.path == path]
+        of_path = [work for work in works if work.path == path]
         collection = sharded.get_submodule(path)
-        batch = batch_of(own, seed + ranks.rank).to(ranks.device)
+        batch = batch_of(of_path, seed + ranks.rank).to(ranks.device)
         outputs = [torch.ones_like(out) * 1e-3 for out in _outputs(collection(batch))]
         steps.append(_Step(collection, batch, outputs))
     return steps
@@ -228,8 +228,8 @@ def _one(steps: Sequence[_Step], ranks: RankGroup) -> float:
     torch.autograd.backward(outputs, [grad for step in steps for grad in step.gradients])
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
-    own = time.perf_counter() - start
-    return max(ranks.gather_objects(own))
+    seconds = time.perf_counter() - start
+    return max(ranks.gather_objects(seconds))
 
 
 def _ranked(values: Sequence[float]) -> list[float]:

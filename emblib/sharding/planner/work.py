@@ -126,8 +126,8 @@ class Reservation:
 
         Of host memory and disk only `share` is reserved.
         """
-        kept = capacity.times(1.0 - self.share)
-        return kept._replace(device=kept.device - self.nbytes - self.dense_copies * dense_bytes)
+        left = capacity.times(1.0 - self.share)
+        return left._replace(device=left.device - self.nbytes - self.dense_copies * dense_bytes)
 
 
 def tables_of(collection: Any) -> Sequence[TableConfig]:
@@ -148,13 +148,13 @@ def workloads_of(
     """
     works: list[TableWorkload] = []
     numbers: dict[int, int] = {}
-    known = set()
+    names = set()
     for path, collection in collections_of(module).items():
         source: Any = collection
         shared = source.shared_tables()
         for config in tables_of(collection):
             full = f"{path}.{config.name}" if path else config.name
-            known |= {config.name, full}
+            names |= {config.name, full}
             given = constraints.get(full, constraints.get(config.name, TableConstraints()))
             work = _work(path, collection, config, given, batch_size)
             number = len(works)
@@ -171,28 +171,28 @@ def workloads_of(
             "the model has no EmbeddingBagCollection and no EmbeddingCollection, and so nothing "
             "to plan"
         )
-    unknown = constraints.keys() - known
+    unknown = constraints.keys() - names
     if unknown:
         raise ValueError(
-            f"constraints for tables that are not there: {sorted(unknown)}; have {sorted(known)}"
+            f"constraints for tables that are not there: {sorted(unknown)}; have {sorted(names)}"
         )
     return works
 
 
 def _check_shared(work: TableWorkload, first: TableWorkload) -> None:
     """Raise ValueError for constraints that a shared table cannot have."""
-    own, theirs = work.constraints, first.constraints
-    if not all(type(storage) is Dense for storage in own.storages):
+    constraints, first_constraints = work.constraints, first.constraints
+    if not all(type(storage) is Dense for storage in constraints.storages):
         raise ValueError(
             f"storages of the shared table {work.name} must be Dense(placement) each, got "
-            f"{own.storages}: leave the others out"
+            f"{constraints.storages}: leave the others out"
         )
     for name in ("sharding_types", "storages", "min_partition"):
-        if getattr(own, name) != getattr(theirs, name):
+        if getattr(constraints, name) != getattr(first_constraints, name):
             raise ValueError(
                 f"{first.name} and {work.name} are one shared table, but their constraints have "
-                f"{name} {getattr(theirs, name)} and {getattr(own, name)}: give them the same, or "
-                f"one constraint for {work.config.name!r}"
+                f"{name} {getattr(first_constraints, name)} and {getattr(constraints, name)}: give "
+                f"them the same, or one constraint for {work.config.name!r}"
             )
 
 

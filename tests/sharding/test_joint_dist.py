@@ -24,10 +24,10 @@ Found = tuple[list[Tensor], dict[Any, Tensor], list[str], dict[str, str]]
 
 def _plain(ranks: RankGroup, case: Case, *, joint: bool) -> Found:
     model = case.model(ranks)
-    model.joint_exchange.enabled = joint
+    model.joint_dist.enabled = joint
     batches = batches_of(ranks.rank, case.counts)
     losses = list(plain_loop(model, batches, max(case.counts)))
-    return losses, values_of(model), model.joint_exchange.together, model.joint_exchange.apart
+    return losses, values_of(model), model.joint_dist.together, model.joint_dist.apart
 
 
 def assert_same(found: Sequence[Found], expected: Sequence[Found]) -> None:
@@ -52,8 +52,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_results_do_not_change(case: Case) -> None:
     size = len(case.counts)
-    found = worlds.run(size, "tests.sharding.test_forward_exchange:_jointly", case)
-    assert_same(found, worlds.run(size, "tests.sharding.test_forward_exchange:_apart", case))
+    found = worlds.run(size, "tests.sharding.test_joint_dist:_jointly", case)
+    assert_same(found, worlds.run(size, "tests.sharding.test_joint_dist:_apart", case))
     for _, _, together, apart in found:
         assert (together, apart) == (["bags", "clicks"], {})
 
@@ -150,7 +150,7 @@ class _Counter:
 
 def _num_collectives(ranks: RankGroup, *, joint: bool) -> list[int]:
     model, counts = _several(ranks), []
-    model.joint_exchange.enabled = joint
+    model.joint_dist.enabled = joint
     with pytest.MonkeyPatch.context() as monkeypatch:
         counter = _Counter(monkeypatch)
         for step in range(3):
@@ -180,7 +180,7 @@ MODES = ("skips", "changes", "frozen", "moved", "losses", "eval")
 def _odd_steps(ranks: RankGroup, mode: str, *, joint: bool) -> Found:
     """Six steps, of which those after the first are unusual, on one rank or on all."""
     model = _several(ranks)
-    model.joint_exchange.enabled = joint
+    model.joint_dist.enabled = joint
     losses = []
     for step in range(6):
         batches: list[Any] = _batches(ranks, step)
@@ -201,7 +201,7 @@ def _odd_steps(ranks: RankGroup, mode: str, *, joint: bool) -> Found:
                 output.square().sum().backward()
         else:
             loss.backward()
-    exchange = model.joint_exchange
+    exchange = model.joint_dist
     return losses, dict(enumerate(_weights(model))), exchange.together, exchange.apart
 
 
@@ -240,7 +240,7 @@ def _changes_late(ranks: RankGroup) -> str:
 def test_an_input_that_changes_after_it_was_sent_is_told() -> None:
     for message in worlds.run(2, _changes_late):
         assert "the model changed the input of parts.0 in place" in message
-        assert "joint_exchange.enabled = False" in message
+        assert "joint_dist.enabled = False" in message
 
 
 def _keeps_changing(ranks: RankGroup) -> tuple[list[str], dict[str, str]]:
@@ -251,7 +251,7 @@ def _keeps_changing(ranks: RankGroup) -> tuple[list[str], dict[str, str]]:
         if step % 2:
             options, batches[1] = {"other": batches[1]}, None
         model(batches, **options)
-    return model.joint_exchange.together, model.joint_exchange.apart
+    return model.joint_dist.together, model.joint_dist.apart
 
 
 def test_a_model_whose_inputs_keep_moving_exchanges_apart() -> None:
@@ -265,7 +265,7 @@ def _alone(ranks: RankGroup) -> tuple[list[str], bool]:
     batches = _batches(ranks, 0)
     outputs = [model(batches) for _ in range(2)]
     part = model.module.parts[1]
-    return model.joint_exchange.together, torch.equal(part(batches[1]).values(), outputs[1][1])
+    return model.joint_dist.together, torch.equal(part(batches[1]).values(), outputs[1][1])
 
 
 def test_a_collection_may_be_called_between_forwards() -> None:
@@ -281,7 +281,7 @@ def _is_silent_on_one_rank(ranks: RankGroup) -> list[str]:
         if ranks.rank == 0:
             options, batches[1] = {"other": batches[1]}, None
         sum(out.sum() for out in model(batches, **options)).backward()
-    return model.joint_exchange.together
+    return model.joint_dist.together
 
 
 def test_what_ranks_find_at_different_places_is_exchanged_apart() -> None:
@@ -292,4 +292,6 @@ def test_one_rank_exchanges_nothing() -> None:
     model = Case((2,)).model(RankGroup.single())
     batch: Batch = make_batch(0, 2)
     model(batch)
-    assert model.joint_exchange.together == []
+    assert model.joint_dist.together == []
+    with pytest.raises(RuntimeError, match="is called joint_dist"):
+        _ = model.joint_exchange

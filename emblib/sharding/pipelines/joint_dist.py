@@ -1,10 +1,11 @@
-"""The joint exchange of a plain training loop: one for all sharded collections of a model.
+"""The joint input_dist of a plain training loop: one for all sharded collections of a model.
 
 `DistributedModelParallel` starts it before its forward, for the inputs that are objects of the
 forward's arguments. The first forward shows which those are; afterwards the ranks compare what they
-found, and only exchange jointly what all of them found alike. A rank that does not find its inputs
-again says so in the exchange of sizes: then all ranks exchange that forward's ids collection by
-collection, and look for the inputs again.
+found, and only send together what all of them found alike. A rank that does not find its inputs
+again says so with its sizes: then all ranks send that forward's ids collection by collection, and
+look for the inputs again. The first collection that the model calls looks up the batches of all, so
+that their rows return in one output_dist.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from emblib.sharding.awaitables import Awaitable
-from emblib.sharding.joint_exchange import (
+from emblib.sharding.lookup import (
     InputCall,
     OutputCall,
     is_checkpointed,
@@ -47,7 +48,7 @@ _MAX_SEARCHES = 4
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-class _Found(NamedTuple):
+class _CallPath(NamedTuple):
     """A call of a collection and the path of its input in the arguments.
 
     `is_alone` is whether it looks up by itself: in another grad mode than that of the forward, or
@@ -64,7 +65,7 @@ class _Found(NamedTuple):
 class _Mode:
     """What is known of the forwards in train or eval mode, with or without gradients."""
 
-    calls: list[_Found] | None = None  # None: not searched, or to be searched again
+    calls: list[_CallPath] | None = None  # None: not searched, or to be searched again
     searches: int = 0
     has_changed: bool = False
 
@@ -85,8 +86,8 @@ class _Running:
     outputs: dict[int, Callable[[], Any]] = field(default_factory=dict)
 
 
-class ForwardExchange:
-    """Starts the exchange of a model's collections before its forward.
+class JointDist:
+    """Starts the input_dist of a model's collections before its forward.
 
     Args:
         model: the model inside of any wrapper.
@@ -146,13 +147,13 @@ class ForwardExchange:
         running.is_searched = True
         running.versions = {_identity(leaf): _versions(leaf) for leaf in leaves(running.arguments)}
 
-    def _send(self, running: _Running, found: Sequence[_Found]) -> None:
+    def _send(self, running: _Running, mode_calls: Sequence[_CallPath]) -> None:
         """Send the ids, or search this forward if a rank does not find its inputs."""
-        inputs = [_at(running.arguments, one) for one in found]
+        inputs = [_at(running.arguments, one) for one in mode_calls]
         is_known = not running.mode.has_changed and all(one is not None for one in inputs)
         calls = [
             InputCall(one.module, features if is_known else None)
-            for one, features in zip(found, inputs, strict=True)
+            for one, features in zip(mode_calls, inputs, strict=True)
         ]
         ids = start_joint_input_dist(calls).wait()
         if ids is None:
@@ -193,24 +194,24 @@ class ForwardExchange:
         if running.versions[index] != _versions(running.calls[index].features):
             raise RuntimeError(
                 f"the model changed the input of {self._names[module]} in place, but its ids were "
-                "sent before its forward: copy the input, or set joint_exchange.enabled = False of "
+                "sent before its forward: copy the input, or set joint_dist.enabled = False of "
                 "the model on all ranks"
             )
         return self._output(running, index)
 
     def _output(self, running: _Running, index: int) -> Any:
-        found = running.mode.calls
-        assert found is not None
-        if found[index].is_alone:
-            return look_up_apart(found[index].module, running.ids[index].wait())
-        if is_checkpointed(found[index].module):
+        mode_calls = running.mode.calls
+        assert mode_calls is not None
+        if mode_calls[index].is_alone:
+            return look_up_apart(mode_calls[index].module, running.ids[index].wait())
+        if is_checkpointed(mode_calls[index].module):
             raise RuntimeError(
-                f"{self._names[found[index].module]} is in a checkpointed region, and was not in "
-                "the first forward of this mode, after which it exchanges with other collections: "
-                "set joint_exchange.enabled = False of the model on all ranks"
+                f"{self._names[mode_calls[index].module]} is in a checkpointed region, and was not "
+                "in the first forward of this mode, after which it exchanges with other "
+                "collections: set joint_dist.enabled = False of the model on all ranks"
             )
         if not running.outputs:
-            together = [i for i, one in enumerate(found) if not one.is_alone]
+            together = [i for i, one in enumerate(mode_calls) if not one.is_alone]
             with torch.set_grad_enabled(running.with_grad):
                 running.outputs = dict(zip(together, _look_up(running, together), strict=True))
         return running.outputs.pop(index)()
@@ -234,27 +235,27 @@ class ForwardExchange:
             module.sent_ahead = None
 
     def _settle(self, running: _Running) -> None:
-        found, reasons = self._found(running)
-        described = [(self._names[one.module], repr(one.path), one.is_alone) for one in found]
+        calls, reasons = self._calls_ahead(running)
+        described = [(self._names[one.module], repr(one.path), one.is_alone) for one in calls]
         every = self._ranks.gather_objects((described, reasons))
         if any(other != every[0] for other in every):
-            found = []
+            calls = []
             reasons = dict.fromkeys(
                 self._names.values(), "ranks found its input at different places, or not at all"
             )
-        is_settled = bool(found) or running.mode.searches >= _MAX_SEARCHES
-        running.mode.calls = found if is_settled else None
+        is_settled = bool(calls) or running.mode.searches >= _MAX_SEARCHES
+        running.mode.calls = calls if is_settled else None
         self._reasons = {
             path: why for path, why in self._reasons.items() if path not in self.together
         }
         self._set_reasons_by_path(reasons)
-        if found:
-            names = [self._names[one.module] for one in found]
+        if calls:
+            names = [self._names[one.module] for one in calls]
             _LOG.info("collections that exchange together: %s", ", ".join(names))
 
-    def _found(self, running: _Running) -> tuple[list[_Found], dict[str, str]]:
+    def _calls_ahead(self, running: _Running) -> tuple[list[_CallPath], dict[str, str]]:
         """Return the calls whose input can be sent ahead, and why others cannot, by path."""
-        found, reasons = [], {}
+        calls, reasons = [], {}
         for call, has_changed, is_alone in running.seen:
             path = path_to(running.arguments, call.features)
             if path is None:
@@ -264,9 +265,9 @@ class ForwardExchange:
             elif has_changed:
                 reasons[self._names[call.module]] = "the model changes its input in place"
             else:
-                found.append(_Found(call.module, path, type(call.features), is_alone))
+                calls.append(_CallPath(call.module, path, type(call.features), is_alone))
         # A module of which one call cannot be known ahead would have its calls mixed up.
-        return [one for one in found if self._names[one.module] not in reasons], reasons
+        return [one for one in calls if self._names[one.module] not in reasons], reasons
 
     def _set_reasons(self, modules: Mapping[Any, str], why: str) -> None:
         self._set_reasons_by_path(dict.fromkeys(modules.values(), why))
@@ -287,13 +288,13 @@ def _look_up(running: _Running, indices: Sequence[int]) -> list[Callable[[], Any
     return start_joint_output_dist(calls)
 
 
-def _at(arguments: Arguments, found: _Found) -> Any:
+def _at(arguments: Arguments, call: _CallPath) -> Any:
     """Return the input at a path of the arguments; None if there is none of this kind."""
     try:
-        features = follow(arguments, found.path)
+        features = follow(arguments, call.path)
     except (LookupError, AttributeError, TypeError):
         return None
-    return features if type(features) is found.kind else None
+    return features if type(features) is call.kind else None
 
 
 def _identity(features: Any) -> int:

@@ -1,7 +1,7 @@
 """Collectives of uneven sizes that stay in flight while the caller continues.
 
-Sharded collections send everything through this module: ids to the ranks that store their rows,
-pooled or single rows back, and gradients to the ranks that store the rows. Every backend takes
+On the journey of a batch this is the transport of every message: the sizes and ids of an
+input_dist, the rows of an output_dist, and their gradients. Every backend takes
 empty and uneven messages and any payload; the receiver sums, in float32 and in rank order. The
 gradients of replicated tables, which every rank needs, are gathered.
 
@@ -15,7 +15,7 @@ instead, such as a barrier, is not detected.
 
 Headers of all contents have the same size, so that ranks that disagree still exchange them. The
 numbers that ranks must know before they can allocate memory for ids travel in the header where they
-fit (`exchange_numbers`), and several messages for the same ranks in one collective
+fit (`start_sizes`), and several messages for the same ranks in one collective
 (`start_all_to_alls`).
 """
 
@@ -26,7 +26,6 @@ import threading
 import weakref
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
@@ -37,7 +36,6 @@ from torch import Tensor
 
 from emblib.ops.derivatives import once_differentiable
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
-from emblib.sharding.codecs import FP32, Codec
 from emblib.sharding.ranks import RankGroup
 
 
@@ -273,7 +271,7 @@ def start_all_to_alls(
     return [DeferredAwaitable(partial(part, index)) for index in range(step)]
 
 
-def exchange_numbers(
+def start_sizes(
     common: Sequence[int],
     rows: Sequence[Sequence[Sequence[int]]],
     received_sizes: Sequence[int],
@@ -382,13 +380,13 @@ class Headers:
         self._ranks = ranks
         self._in_flight = _enter_collective(ranks)
         fits = len(numbers) <= self.ROOM
-        own = [*kind, *(0,) * (_KIND - len(kind)), *nbytes, *received_nbytes]
-        own += [len(numbers), *numbers] if fits else [-1]
-        own += (0,) * (_KIND + 2 * ranks.size + 1 + self.ROOM - len(own))
+        header = [*kind, *(0,) * (_KIND - len(kind)), *nbytes, *received_nbytes]
+        header += [len(numbers), *numbers] if fits else [-1]
+        header += (0,) * (_KIND + 2 * ranks.size + 1 + self.ROOM - len(header))
         # From an array: of a list, every number costs as much as a small operation.
-        self._sent = torch.frombuffer(array("q", own * (ranks.size - 1)), dtype=torch.int64)
+        self._sent = torch.frombuffer(array("q", header * (ranks.size - 1)), dtype=torch.int64)
         self._received = torch.empty_like(self._sent)
-        self._own, sizes = own, [len(own)] * ranks.size
+        self._header, sizes = header, [len(header)] * ranks.size
         sizes[ranks.rank] = 0
         self._work = dist.all_to_all_single(
             self._received, self._sent, sizes, sizes, group=ranks.group, async_op=True
@@ -404,10 +402,10 @@ class Headers:
             RuntimeError: the ranks disagree about the collective, on every rank.
         """
         self._work.wait()
-        world, length = self._ranks.size, len(self._own)
+        world, length = self._ranks.size, len(self._header)
         every = self._received.tolist()
         headers = [every[i : i + length] for i in range(0, len(every), length)]
-        headers.insert(self._ranks.rank, self._own)
+        headers.insert(self._ranks.rank, self._header)
         first = _KIND + 2 * world
         sent = [header[_KIND : _KIND + world] for header in headers]
         expected = [header[_KIND + world : first] for header in headers]
@@ -572,7 +570,7 @@ def _enter_collective(ranks: RankGroup) -> _Collective:
         return _Collective(state.by)
 
 
-# Gradients and precision
+# Gradients
 
 
 class DifferentiableAllToAllAwaitable(Awaitable[Tensor]):
@@ -623,36 +621,3 @@ class _AllToAll(torch.autograd.Function):
             content=Content.GRADIENTS,
         )
         return pending.wait(), None, None, None, None
-
-
-@dataclass(frozen=True)
-class CommPrecision:
-    """The codecs of the messages between ranks: of rows (`forward`) and of gradients (`backward`).
-
-    Sums are float32 whatever the codec. Ids are always sent as they are.
-    """
-
-    forward: Codec = field(default=FP32())
-    backward: Codec = field(default=FP32())
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            if not isinstance(getattr(self, name), Codec):
-                raise TypeError(
-                    f"{name} of a CommPrecision must be a codec, e.g. FP16(), "
-                    f"got {getattr(self, name)!r}"
-                )
-
-
-def check_comm_precision(comm_precision: CommPrecision | None) -> CommPrecision:
-    """Return `comm_precision`, or float32 in both directions for None.
-
-    Raises:
-        TypeError: `comm_precision` is something else.
-    """
-    if comm_precision is not None and not isinstance(comm_precision, CommPrecision):
-        raise TypeError(
-            "comm_precision must be None or a CommPrecision, e.g. "
-            f"CommPrecision(forward=FP16(), backward=BF16()), got {comm_precision!r}"
-        )
-    return CommPrecision() if comm_precision is None else comm_precision

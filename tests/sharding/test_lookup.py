@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib import optim
-from emblib.sharding import exchange, input_dist
-from emblib.sharding.codecs import BF16
-from emblib.sharding.exchange import CommPrecision, Content
-from emblib.sharding.joint_exchange import (
+from emblib.sharding import all_to_all, input_dist
+from emblib.sharding.all_to_all import Content
+from emblib.sharding.codecs import BF16, CommPrecision
+from emblib.sharding.lookup import (
     InputCall,
     OutputCall,
     start_joint_input_dist,
@@ -219,7 +219,7 @@ def test_a_rank_without_a_batch_stops_all(size: int) -> None:
 def _sent_to_itself(ranks: RankGroup, case: Case) -> list[tuple[Content, int]]:
     """The contents of the all-to-alls of a step, and how much a rank sends to itself."""
     found: list[tuple[Content, int]] = []
-    plain = exchange.start_all_to_all
+    plain = all_to_all.start_all_to_all
 
     def counted(sent: Tensor, sizes: Any, *rest: Any, content: Content, **more: Any) -> Any:
         assert sum(sizes) == sent.numel()
@@ -228,7 +228,7 @@ def _sent_to_itself(ranks: RankGroup, case: Case) -> list[tuple[Content, int]]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(input_dist, "_MAX_MERGED_NBYTES", -1)
-        monkeypatch.setattr(exchange, "start_all_to_all", counted)
+        monkeypatch.setattr(all_to_all, "start_all_to_all", counted)
         sharded = make_sharded(case, ranks, make_source(case))
         (output,) = _outputs([sharded], [batch(case, ranks.rank, 4)])
         flat(output).sum().backward()

@@ -11,7 +11,7 @@ from torch import Tensor
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.jagged import KeyedJaggedTensor
 from emblib.optim import SGD
-from emblib.sharding.exchange import start_all_gather, start_all_to_all
+from emblib.sharding.all_to_all import start_all_gather, start_all_to_all
 from emblib.sharding.ranks import RankGroup, subgroup
 from emblib.sharding.shard import shard
 from emblib.sharding.sharding_types import row_wise

@@ -1,0 +1,231 @@
+"""The journey of a batch through sharded collections: input_dist, lookup, output_dist.
+
+`look_up` is the whole of it for one collection:
+
+1. `start_input_dist` sends ids to the ranks that store their rows (`emblib.sharding.input_dist`);
+2. `compute` of the collection looks up what came (`emblib.sharding.sharded_tables`);
+3. `start_output_dist` returns the rows (`emblib.sharding.output_dist`).
+
+`start_joint_input_dist` and `start_joint_output_dist` do the same for several collections, whose
+messages travel together. A collection describes what it sends, as `ShardedModule`. All ranks call
+the functions with the same collections in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, LazyAwaitable, ReadyAwaitable
+from emblib.sharding.input_dist import IncomingBatch, InputRequest, start_input_dists
+from emblib.sharding.output_dist import OutputStep, start_output_dists
+from emblib.sharding.ranks import RankGroup
+from emblib.tables.recomputation import running_forward
+
+
+class Inputs(NamedTuple):
+    """What a collection sends of a batch, and what becomes of the received batches.
+
+    A batch that stays on this rank is an awaitable of itself.
+    """
+
+    requests: Sequence[InputRequest | Awaitable[IncomingBatch]]
+    join: Callable[[list[IncomingBatch]], Any]
+
+
+class Outputs(NamedTuple):
+    """The lookups of a collection, and what becomes of their outputs.
+
+    A lookup whose rows stay on this rank is its output.
+    """
+
+    steps: Sequence[OutputStep | Tensor]
+    join: Callable[[list[Awaitable[Tensor]]], LazyAwaitable[Any]]
+
+
+class ShardedModule(Protocol):
+    """A sharded collection whose messages may travel with those of other collections."""
+
+    ranks: RankGroup
+    sent_ahead: SentAhead | None
+    training: bool
+
+    def inputs(self, features: Any) -> Inputs:
+        """Return what to send of a batch; None for a rank that stops the input_dist."""
+
+    def input_dist(self, features: Any) -> Awaitable[Awaitable[Any]]:
+        """Start to send ids to the ranks that store their rows."""
+
+    def compute(self, received: Any) -> Any:
+        """Look up the received ids."""
+
+    def prefetch(self, received: Any) -> None:
+        """Prefetch the rows of a batch into the caches of their tables."""
+
+    def compute_and_output_dist(self, received: Any) -> LazyAwaitable[Any]:
+        """Look up the received ids and start to return the rows."""
+
+    def outputs(self, rows: Any, received: Any) -> Outputs:
+        """Return the lookups of a batch."""
+
+
+class SentAhead(Protocol):
+    """The batches that a model has sent before its forward, for its collections."""
+
+    def take(self, module: ShardedModule, features: Any) -> LazyAwaitable[Any] | None:
+        """Return the output of a collection for this input, None if it was not sent."""
+
+
+def look_up(module: ShardedModule, features: Any) -> LazyAwaitable[Any]:
+    """Return the output of a collection: the journey of its batch, or what was sent ahead of it.
+
+    A forward that backward repeats has the batch that was sent ahead for the first one.
+    """
+    running = running_forward(training=module.training)
+    if running is not None and running.is_repeated:
+        received = running.noted(module)
+        if received is not None:
+            return module.compute_and_output_dist(received)
+    elif module.sent_ahead is not None:
+        output = module.sent_ahead.take(module, features)
+        if output is not None:
+            return output
+    if running is not None:
+        running.note(module, None)
+    return module.compute_and_output_dist(module.input_dist(features).wait().wait())
+
+
+def is_checkpointed(module: ShardedModule) -> bool:
+    """Return whether the running forward of a collection is in a checkpointed region."""
+    return running_forward(training=module.training) is not None
+
+
+def look_up_apart(module: ShardedModule, received: Any) -> LazyAwaitable[Any]:
+    """Look up a batch that was sent ahead, alone, as a checkpointed region repeats it."""
+    running = running_forward(training=module.training)
+    if running is not None:
+        running.note(module, received)
+    return module.compute_and_output_dist(received)
+
+
+def start_input_dist(module: ShardedModule, features: Any) -> Awaitable[Awaitable[Any]]:
+    """Send the sizes of the batch of one collection, see `start_joint_input_dist`."""
+    sizes = start_joint_input_dist([InputCall(module, features)])
+
+    def send_ids() -> Awaitable[Any]:
+        ids = sizes.wait()
+        assert ids is not None
+        return ids[0]
+
+    return DeferredAwaitable(send_ids)
+
+
+def start_output_dist(module: ShardedModule, rows: Any, received: Any) -> LazyAwaitable[Any]:
+    """Start to return the rows of one collection."""
+    (output,) = start_joint_output_dist([OutputCall(module, rows, received)])
+    return output()
+
+
+# Several collections
+
+
+class InputCall(NamedTuple):
+    """A sharded collection and the batch that it gets, None for none."""
+
+    module: ShardedModule
+    features: Any
+
+
+def start_joint_input_dist(
+    calls: Sequence[InputCall],
+) -> Awaitable[list[Awaitable[Any]] | None]:
+    """Send the sizes of the batches of several collections.
+
+    The first `wait` receives the sizes and sends the ids; `wait` on each of its results receives
+    what `compute` of that collection takes. If a rank has no batch for one of them, the first
+    `wait` returns None on all ranks.
+    """
+    inputs = [call.module.inputs(call.features) for call in calls]
+    pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
+    for ranks, indices in _by_group([call.module.ranks for call in calls]):
+        sent = [
+            ((i, j), one)
+            for i in indices
+            for j, one in enumerate(inputs[i].requests)
+            if isinstance(one, InputRequest)
+        ]
+        if sent:
+            places, requests = zip(*sent, strict=True)
+            pending.append((list(places), start_input_dists(requests, ranks)))
+
+    def send_ids() -> list[Awaitable[Any]] | None:
+        received: list[list[Any]] = [list(one.requests) for one in inputs]
+        for places, sizes in pending:
+            batches = sizes.wait()
+            if batches is None:
+                return None
+            for (i, j), batch in zip(places, batches, strict=True):
+                received[i][j] = batch
+        return [
+            DeferredAwaitable(partial(_joined, one.join, batches))
+            for one, batches in zip(inputs, received, strict=True)
+        ]
+
+    return DeferredAwaitable(send_ids)
+
+
+def _joined(
+    join: Callable[[list[IncomingBatch]], Any], batches: Sequence[Awaitable[IncomingBatch]]
+) -> Any:
+    return join([batch.wait() for batch in batches])
+
+
+class OutputCall(NamedTuple):
+    """A sharded collection, its rows, and the batch that it received."""
+
+    module: ShardedModule
+    rows: Any
+    received: Any
+
+
+def start_joint_output_dist(
+    calls: Sequence[OutputCall],
+) -> list[Callable[[], LazyAwaitable[Any]]]:
+    """Start to return the rows of several collections.
+
+    Returns a function per collection that returns its output, connected to autograd where gradients
+    are enabled when it is called.
+    """
+    outputs = [call.module.outputs(call.rows, call.received) for call in calls]
+    results: list[list[Any]] = [list(one.steps) for one in outputs]
+    for ranks, indices in _by_group([call.module.ranks for call in calls]):
+        sent = [
+            (i, j)
+            for i in indices
+            for j, step in enumerate(outputs[i].steps)
+            if isinstance(step, OutputStep)
+        ]
+        if not sent:
+            continue
+        steps = [results[i][j] for i, j in sent]
+        pending = start_output_dists(steps, ranks, is_merged=all(step.is_small for step in steps))
+        for (i, j), output in zip(sent, pending, strict=True):
+            results[i][j] = output
+    return [
+        partial(
+            one.join,
+            [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in of_one],
+        )
+        for one, of_one in zip(outputs, results, strict=True)
+    ]
+
+
+def _by_group(every: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
+    """Return the positions of each process group, with its ranks."""
+    by_group: dict[Any, tuple[RankGroup, list[int]]] = {}
+    for index, ranks in enumerate(every):
+        by_group.setdefault(ranks.group, (ranks, []))[1].append(index)
+    return list(by_group.values())
