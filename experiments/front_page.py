@@ -182,10 +182,10 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _matrix_cell(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return "–"
-    ratios = sorted(_median(row) for row in rows)
-    won = sum(ratio >= 1 for ratio in ratios)
-    middle = statistics.median(ratios)
-    return f"**{middle:.2f}×** ({ratios[0]:.2f}–{ratios[-1]:.2f}), {won} of {len(ratios)}"
+    values = sorted(_median(row) for row in rows)
+    won = sum(value >= 1 for value in values)
+    middle = statistics.median(values)
+    return f"**{middle:.2f}×** ({values[0]:.2f}–{values[-1]:.2f}), {won} of {len(values)}"
 
 
 def _median(row: Mapping[str, Any]) -> float:

@@ -150,7 +150,7 @@ PATIENCE_MINUTES = 7 * 24 * 60  # submitit_local counts the time that a job wait
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """A parsed command line."""
 
     launcher: str
@@ -184,7 +184,7 @@ def worst(statuses: Sequence[int]) -> int:
 # The command line
 
 
-def read(arguments: Sequence[str]) -> Plan:
+def read(arguments: Sequence[str]) -> LaunchPlan:
     """Parse the command line; every usage error is raised before the first job starts."""
     flags = {a for a in arguments if a.startswith("-")} - {"-m", "--multirun"}
     if flags:
@@ -200,7 +200,7 @@ def read(arguments: Sequence[str]) -> Plan:
     jobs = tuple(_jobs(words))
     for job in jobs:
         configure.check_keys(job)
-    return Plan(_launcher(of_hydra), tuple(of_hydra), tuple(words), jobs)
+    return LaunchPlan(_launcher(of_hydra), tuple(of_hydra), tuple(words), jobs)
 
 
 def _jobs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -240,7 +240,7 @@ def _installed(plugin: str) -> bool:
 # The launch
 
 
-def _launch(plan: Plan, folder: Path) -> int:
+def _launch(plan: LaunchPlan, folder: Path) -> int:
     """Run Hydra's part; return a status of its own where Hydra fails."""
     configure.register()
     words = [*plan.words, *plan.hydra_words, *_settings(plan, folder)]
@@ -251,7 +251,7 @@ def _launch(plan: Plan, folder: Path) -> int:
     sys.argv = ["run.py", "-m", *words]
     try:
         with _environment({**allowed, "PYTHONPATH": path}):
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_job)()
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
@@ -261,7 +261,7 @@ def _launch(plan: Plan, folder: Path) -> int:
     return 0
 
 
-def _settings(plan: Plan, folder: Path) -> list[str]:
+def _settings(plan: LaunchPlan, folder: Path) -> list[str]:
     """Return defaults of launchers that were not typed."""
     settings = {
         "hydra.sweep.dir": str(folder),
@@ -293,7 +293,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 # A job, in whatever process the launcher chose
 
 
-def job(composed: DictConfig) -> None:
+def run_job(composed: DictConfig) -> None:
     """Wait for a processor, run, and record how the job ended."""
     at = HydraConfig.get()
     folder, number = Path(at.runtime.output_dir) / JOBS, int(at.job.num)
@@ -392,7 +392,7 @@ def read_end(folder: Path, number: int) -> dict[str, Any]:
 class Watcher(threading.Thread):
     """Print a line for every job that has ended while the launcher waits for all."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: LaunchPlan) -> None:
         super().__init__(daemon=True)
         self.folder, self.left = folder, dict(enumerate(plan.jobs))
         self.over = threading.Event()

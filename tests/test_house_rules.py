@@ -480,14 +480,32 @@ def test_text_has_no_retired_phrases() -> None:
     assert not bad, "say it in plain words:\n" + "\n".join(bad)
 
 
-def test_class_names_are_unique() -> None:
+@pytest.mark.parametrize("package", ["emblib", "experiments"])
+def test_class_names_are_unique(package: str) -> None:
     """`emblib.compat` has the names of other libraries."""
     places: dict[str, list[str]] = {}
-    for name in _with_suffix(".py", under="emblib/"):
+    for name in _with_suffix(".py", under=f"{package}/"):
         for node in _tree(name).body:
             if isinstance(node, ast.ClassDef) and not name.startswith("emblib/compat/"):
                 places.setdefault(node.name, []).append(name)
     bad = [f"{name}: {', '.join(files)}" for name, files in places.items() if len(files) > 1]
+    assert not bad, "\n".join(bad)
+
+
+def test_variables_of_the_harness_have_no_function_s_name() -> None:
+    """No variable or argument named as a function, class or import of its file."""
+    bad = []
+    for name in _with_suffix(".py", under="experiments/"):
+        taken = {u.rpartition(".")[2] for u in _top_level_imports(name)}
+        taken |= {n.name for n in _tree(name).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        for function in ast.walk(_tree(name)):
+            if not isinstance(function, ast.FunctionDef | ast.Lambda):
+                continue
+            for node in ast.walk(function):
+                stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+                variable = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+                if variable in taken:
+                    bad.append(f"{name}:{node.lineno}: {variable}")
     assert not bad, "\n".join(bad)
 
 

@@ -30,7 +30,7 @@ class Measure(Enum):
     nbytes = "bytes"
 
 
-class Outcome(Enum):
+class ClaimOutcome(Enum):
     """The result of measuring a claim again."""
 
     holds = "holds"
@@ -61,11 +61,11 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckedClaim:
     """A claim and its outcome."""
 
     claim: Claim
-    outcome: Outcome
+    outcome: ClaimOutcome
     again: Claim | None = None
     reason: str = ""
 
@@ -115,7 +115,7 @@ def _bytes(run: Run) -> list[Claim]:
 
 def compare(
     old: Sequence[Claim], new: Sequence[Claim], why_not: Mapping[str, str], tolerance: float
-) -> list[Finding]:
+) -> list[CheckedClaim]:
     """Pair old claims with new ones; `why_not` explains missing ones."""
     again = {claim.key: claim for claim in new}
     found = []
@@ -123,12 +123,14 @@ def compare(
         other = again.get(claim.key)
         if other is None:
             reason = why_not.get(claim.about, "it was not reached")
-            found.append(Finding(claim, Outcome.unmeasured, None, reason))
+            found.append(CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason))
         elif claim.measure is Measure.ratio and math.isnan(other.lo):
-            found.append(Finding(claim, Outcome.unmeasured, other, TOO_FEW))
+            found.append(CheckedClaim(claim, ClaimOutcome.unmeasured, other, TOO_FEW))
         else:
             fits = holds(claim, other, tolerance)
-            found.append(Finding(claim, Outcome.holds if fits else Outcome.differs, other))
+            found.append(
+                CheckedClaim(claim, ClaimOutcome.holds if fits else ClaimOutcome.differs, other)
+            )
     return found
 
 

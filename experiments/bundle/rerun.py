@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.bundle.archive import BundleError
-from experiments.bundle.claims import Claim, Finding, Outcome, claims_of, compare
+from experiments.bundle.claims import CheckedClaim, Claim, ClaimOutcome, claims_of, compare
 from experiments.config import configure
 from experiments.config.schema import Config, Rerun, UsageError, folder_name
 from experiments.paths import CONF, ROOT
@@ -25,7 +25,7 @@ from experiments.results.store import read_config
 class Again:
     """A run measured again, or the reason why not."""
 
-    findings: list[Finding]
+    findings: list[CheckedClaim]
     run: Run | None = None
     reason: str = ""
 
@@ -90,8 +90,8 @@ def old_kind(run: Run) -> Any:
     return configure.DeviceKind[str(run.config.device.kind)]
 
 
-def _all(claims: Sequence[Claim], reason: str) -> list[Finding]:
-    return [Finding(claim, Outcome.unmeasured, None, reason) for claim in claims]
+def _all(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:
+    return [CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason) for claim in claims]
 
 
 def unmeasured(run: Run) -> dict[str, str]:

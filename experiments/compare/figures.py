@@ -21,7 +21,7 @@ from experiments.report.charts import (
     Row,
     Scale,
     curves,
-    rows,
+    row_chart,
 )
 from experiments.report.figures import contender_curve
 from experiments.report.style import Drawing, Figure, Panel, colour_of, marker_of
@@ -144,7 +144,7 @@ def _speedups(found: Comparison, number: int) -> Drawing:
         if math.isfinite(ratio)
     ]
     scale = Scale("speed-up", log=10, shown=lambda v: f"{v:g}×")
-    return rows(lines, scale, marks=marks, shared=True)
+    return row_chart(lines, scale, marks=marks, shared=True)
 
 
 def against_baseline(found: Comparison) -> list[Figure]:

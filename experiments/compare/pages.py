@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.compare import confounders, figures, published
 from experiments.compare.machines import CEILINGS, Comparison, Machine, known_ceiling
-from experiments.compare.published import Figure, Finding, Source, Verdict
+from experiments.compare.published import JudgedFigure, Publication, PublishedFigure, Reproduction
 from experiments.config.schema import folder_name
 from experiments.config.sweep import SWEEP
 from experiments.kinds import anchor_report
@@ -266,11 +266,11 @@ def overview(extra: Sequence[Path] = ()) -> Page:
     )
 
 
-def _source(source: Source, found: Sequence[Finding]) -> Section:
+def _source(source: Publication, found: Sequence[JudgedFigure]) -> Section:
     """Return a publication's verdicts, and what is not run here by reason."""
     command = f"`python run.py +experiment={source.experiment}`. " * bool(source.experiment)
-    judged = [f for f in found if f.verdict is not Verdict.NOT_RUN or math.isfinite(f.ours)]
-    reasons: dict[str, list[Figure]] = {}
+    judged = [f for f in found if f.verdict is not Reproduction.NOT_RUN or math.isfinite(f.ours)]
+    reasons: dict[str, list[PublishedFigure]] = {}
     for finding in found:
         if finding not in judged:
             reasons.setdefault(finding.reason, []).append(finding.figure)
@@ -280,18 +280,18 @@ def _source(source: Source, found: Sequence[Finding]) -> Section:
         table=anchor_report.table(judged),
         parts=[
             Section(
-                words=[f"Not run here: {reason}. Theirs is of {published.theirs(figures[0])}."],
-                points=_listed(figures),
+                words=[f"Not run here: {reason}. Theirs is of {published.theirs(alike[0])}."],
+                points=_listed(alike),
             )
-            for reason, figures in reasons.items()
+            for reason, alike in reasons.items()
         ],
     )
 
 
-def _listed(figures: Sequence[Figure]) -> list[str]:
+def _listed(alike: Sequence[PublishedFigure]) -> list[str]:
     """Return one line per figure, or one for all with the same prefix up to the last colon."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for figure in figures:
+    for figure in alike:
         begin, colon, end = figure.name.rpartition(": ")
         value = published.shown(figure.value)
         prefix, words = (begin, f"{end} {value}") if colon else (figure.name, value)

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig, TableGroups
 from emblib.jagged import KeyedJaggedTensor
-from emblib.optim import Optimizer
 from emblib.sharding import (
     ParameterSharding,
     RankGroup,
@@ -23,7 +23,7 @@ from emblib.sharding import (
     sharding_types,
 )
 from emblib.sharding.sharding_types import Rule
-from experiments.config.schema import Optimizer as Kind
+from experiments.config.schema import Optimizer
 from experiments.contenders.base import Contender, State, Task, Unsupported, fill_, touched
 from experiments.contenders.tables import OPTIMIZERS
 from experiments.workloads.workload import Batch
@@ -69,7 +69,7 @@ class Collection(Contender):
 
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of each table, gathered from all ranks; a collective."""
-        rank, size = world()
+        rank, size = rank_and_size()
         rows = []
         for number, (ids, s) in enumerate(
             zip(touched(batch, self.task), self.task.shapes, strict=True)
@@ -89,7 +89,7 @@ class Collection(Contender):
         return rows
 
 
-def world() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     if not dist.is_initialized():
         return 0, 1
@@ -98,7 +98,7 @@ def world() -> tuple[int, int]:
 
 def over_ranks(nbytes: Mapping[str, int]) -> dict[str, int]:
     """Sum over all ranks; a collective."""
-    if world()[1] == 1:
+    if rank_and_size()[1] == 1:
         return dict(nbytes)
     total = torch.tensor(list(nbytes.values()), dtype=torch.int64)
     dist.all_reduce(total)
@@ -119,7 +119,7 @@ class Bags(Collection):
         ]
 
     @staticmethod
-    def optimizer_of(task: Task) -> Optimizer:
+    def optimizer_of(task: Task) -> optim.Optimizer:
         """Return the optimizer of all tables."""
         return OPTIMIZERS[task.optimizer](task.lr)
 
@@ -170,7 +170,7 @@ class ShardedBags(Bags):
 
     def _module(self) -> tuple[Any, list[Block]]:
         ranks = ranks_of(self.task.device)
-        if self.cuts_rows and ranks.size > 1 and self.task.optimizer is Kind.rowwise_adagrad:
+        if self.cuts_rows and ranks.size > 1 and self.task.optimizer is Optimizer.rowwise_adagrad:
             raise Unsupported(
                 "row-wise Adagrad has one sum for each part of a row: parts by columns train "
                 "otherwise than whole rows"
@@ -241,7 +241,7 @@ class ShardedBags(Bags):
 
 def ranks_of(device: torch.device) -> RankGroup:
     """Return the group of all ranks; where there are enough, as nodes of NODE."""
-    size = world()[1]
+    size = rank_and_size()[1]
     if size == 1:
         return RankGroup.single(device)
     return RankGroup(local_size=ShardedBags.node_of(size), device=device)

@@ -15,7 +15,7 @@ import torch
 
 from experiments.config.sweep import Cell
 from experiments.contenders.base import Contender, build
-from experiments.gate.points import Built, Point, Setup, Turn
+from experiments.gate.points import BuildResult, Point, Setup, TakeSamples
 from experiments.measure.outcome import status_of, verify
 from experiments.measure.timing import VERIFY_BATCH, task_of
 from experiments.run.process import note
@@ -53,16 +53,18 @@ class Bench:
             torch.set_num_threads(setup.config.device.threads)
         memory.keep_freed_blocks()
 
-    def build(self) -> dict[str, Built]:
+    def build(self) -> dict[str, BuildResult]:
         """Build all points; a point that cannot be built reports why, and the others go on."""
         found = {}
         for point in self.setup.points:
             note(f"{point.name}|building")
             try:
                 self.ready[point.name] = self._build(point)
-                found[point.name] = Built()
+                found[point.name] = BuildResult()
             except Exception as error:  # whatever it is, it is that point's
-                found[point.name] = Built(status_of(error), f"{type(error).__name__}: {error}")
+                found[point.name] = BuildResult(
+                    status_of(error), f"{type(error).__name__}: {error}"
+                )
         return found
 
     def _build(self, point: Point) -> Ready:
@@ -110,7 +112,7 @@ class Bench:
         note(f"{name}|timing")
         return {"execution_s": warm.typical.get(name, 0.0), **warm.describe()}
 
-    def turn(self, turn: Turn) -> list[float]:
+    def turn(self, turn: TakeSamples) -> list[float]:
         """Take one sample per batch, each after one uncounted execution.
 
         The other worker has just filled the caches, and the scheduler may have to wake this

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gate.rules import Ruling
-from experiments.gate.verdicts import Findings, Line, as_json
+from experiments.gate.verdicts import Findings, PointFinding, as_json
 from experiments.report import document, tables, text
 from experiments.report.charts import Row, forest
 from experiments.report.document import Notice, Page, Section, Tile
@@ -152,14 +152,14 @@ def sentence(found: Findings, facts: Mapping[str, Any]) -> str:
     return f"{between}: no slowdown was found at {text.count(total, 'point')}{gain}{doubt}."
 
 
-def _effect(line: Line) -> str:
+def _effect(line: PointFinding) -> str:
     if line.ruling is None:
         return ""
     effect = line.ruling.effect
     return f"{effect.ratio:.3f}× [{effect.lo:.3f}, {effect.hi:.3f}]"
 
 
-def describe(line: Line) -> str:
+def describe(line: PointFinding) -> str:
     """Format one finding as a line for the terminal."""
     if line.ruling is None:
         return f"{line.state:<8} {line.point}: {line.reason}"
@@ -199,16 +199,16 @@ def _page(path: Path, found: Findings, facts: Mapping[str, Any], answer: str, st
     return page_of(path, name, [answer], sections, tiles=tiles, notices=notices)
 
 
-def table(lines: Sequence[Line]) -> Table:
+def table(lines: Sequence[PointFinding]) -> Table:
     """Return one row per compared point."""
-    columns: dict[str, Callable[[tuple[Line, Ruling]], Value | str]] = {
+    columns: dict[str, Callable[[tuple[PointFinding, Ruling]], Value | str]] = {
         "point": lambda x: x[0].point,
         "verdict": lambda x: x[0].state + " (bytes or hits)" * bool(x[0].grown),
         "head ÷ base [95\u00a0%]": lambda x: ratio(x[1].effect),
         "margin": lambda x: percent(x[1].margin),
         "smallest detectable": lambda x: percent(x[1].visible),
-        "base": lambda x: tables.seconds(x[0].base_s),
-        "head": lambda x: tables.seconds(x[0].head_s),
+        "base": lambda x: tables.time_value(x[0].base_s),
+        "head": lambda x: tables.time_value(x[0].head_s),
         "pairs": lambda x: _pairs(x[1]),
         "what": lambda x: x[0].words,
     }
@@ -233,7 +233,7 @@ def effect_row(
     )
 
 
-def _figures(lines: Sequence[Line]) -> list[Figure]:
+def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
     """Draw the funnel: every ratio, sorted, with its margin."""
     compared = [(line, line.ruling) for line in lines if line.ruling]
     compared.sort(key=lambda x: -x[1].effect.ratio)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from experiments.config.schema import Config
-from experiments.gate.points import Built, Point, Setup, Turn, Warm, Weigh
+from experiments.gate.points import BuildResult, Point, Setup, TakeSamples, WarmUp, WeighPoint
 from experiments.gate.rules import Evidence, Request, Rules, Stage, next_request
 from experiments.results.store import Record, RunStore
 from experiments.run.process import Child, Died, Limits
@@ -50,7 +50,7 @@ class Revisions:
 
 
 @dataclass(frozen=True)
-class Job:
+class PairJob:
     """One pair of processes: its points and settings."""
 
     points: Sequence[Point]
@@ -87,11 +87,11 @@ class Found:
     """The outcome of a pair: the samples, and the points that could not be measured."""
 
     taken: dict[str, Taken] = field(default_factory=dict)
-    failed: dict[str, dict[Side, Built]] = field(default_factory=dict)
+    failed: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
 
     def fail(self, point: str, side: Side, status: str, reason: str) -> None:
         """Record a point that one side cannot run; it is not measured on the other either."""
-        self.failed.setdefault(point, {})[side] = Built(status, reason)
+        self.failed.setdefault(point, {})[side] = BuildResult(status, reason)
         self.taken.pop(point, None)
 
 
@@ -103,7 +103,7 @@ def hire(seconds: float, side: Side, package: str) -> Child:
     return Child(WORKER, (package,), limits=Limits(seconds or math.inf))
 
 
-def run_pair(job: Job, revisions: Revisions, employ: Hire | None = None) -> Found:
+def run_pair(job: PairJob, revisions: Revisions, employ: Hire | None = None) -> Found:
     """Measure all points of the job. A crash costs only the point it happened at."""
     found, points = Found(), list(job.points)
     employ = employ or partial(hire, job.config.timing.limit_seconds)
@@ -127,7 +127,7 @@ class Lost(Exception):
         self.side, self.point, self.death = side, point, death
 
 
-def _attempt(job: Job, revisions: Revisions, employ: Hire, found: Found) -> None:
+def _attempt(job: PairJob, revisions: Revisions, employ: Hire, found: Found) -> None:
     """Measure all points in one pair of processes, in random order."""
     seed = PAIR_SEEDS * job.config.seed + job.number
     rng = random.Random(seed)
@@ -169,11 +169,11 @@ def _attempt(job: Job, revisions: Revisions, employ: Hire, found: Found) -> None
             worker.send(None)
 
 
-def _measure(job: Job, name: str, ask: Callable[..., Any], rng: random.Random) -> Taken:
+def _measure(job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random) -> Taken:
     """Measure the blocks of one point: base head head base, or the reverse, at random."""
     taken = Taken()
     for side in rng.sample(list(Side), 2):
-        taken.warm[side.value] = ask(side, Warm(name), name)
+        taken.warm[side.value] = ask(side, WarmUp(name), name)
     seconds = min(w["execution_s"] for w in taken.warm.values())
     if 0 < seconds < MIN_SECONDS:
         taken.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SECONDS / seconds))
@@ -181,7 +181,7 @@ def _measure(job: Job, name: str, ask: Callable[..., Any], rng: random.Random) -
     for block in range(job.config.timing.min_rounds):
         outer, inner = rng.sample(list(Side), 2)
         pair = (2 * block % pool, (2 * block + 1) % pool)  # the same batches on both sides
-        turn = partial(Turn, name, executions=taken.executions)
+        turn = partial(TakeSamples, name, executions=taken.executions)
         first = ask(outer, turn(pair[:1]), name)
         middle = ask(inner, turn(pair), name)
         last = ask(outer, turn(pair[1:]), name)
@@ -189,11 +189,11 @@ def _measure(job: Job, name: str, ask: Callable[..., Any], rng: random.Random) -
         taken.of(inner).append(list(middle))
     if job.check:
         for side in Side:
-            taken.weight[side.value] = ask(side, Weigh(name), name)
+            taken.weight[side.value] = ask(side, WeighPoint(name), name)
     return taken
 
 
-Measure = Callable[[Job, Revisions], Found]
+Measure = Callable[[PairJob, Revisions], Found]
 
 
 @dataclass
@@ -204,7 +204,7 @@ class Trial:
     slow: float = 1.0
     attempt: int = 1
     evidence: Evidence = field(default_factory=Evidence)
-    failed: dict[str, dict[Side, Built]] = field(default_factory=dict)
+    failed: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
     weights: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def remember(self, record: Record) -> None:
@@ -216,7 +216,7 @@ class Trial:
                 self.weights[record["point"]] = record["weight"]
         else:
             side = Side(record["side"])
-            built = Built(record["status"], record["reason"])
+            built = BuildResult(record["status"], record["reason"])
             self.failed.setdefault(record["point"], {})[side] = built
             self.evidence.lost.add(record["point"])
 
@@ -246,7 +246,7 @@ class Conductor:
         """Run one pair of processes."""
         started = time.monotonic()
         first = trial.number == 0 and not trial.evidence.first
-        job = Job(
+        job = PairJob(
             [p for p in self.points if p.name in request.points],
             self.config,
             str(self.device),
@@ -264,7 +264,7 @@ class Conductor:
         self.pairs += 1
 
     def _records(
-        self, trial: Trial, request: Request, job: Job, found: Found, wall: float
+        self, trial: Trial, request: Request, job: PairJob, found: Found, wall: float
     ) -> list[Record]:
         """Return one record per measured point, and one per side that could not run a point."""
         mode = self.config.timing.modes[0].value

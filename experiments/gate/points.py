@@ -69,14 +69,14 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Warm:
+class WarmUp:
     """Run a point until it is warm; answered by the time of one execution."""
 
     point: str
 
 
 @dataclass(frozen=True)
-class Turn:
+class TakeSamples:
     """Time a point on these batches, one sample each; answered by their seconds."""
 
     point: str
@@ -85,14 +85,14 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Weigh:
+class WeighPoint:
     """Count bytes, peak memory and hit rate of a point."""
 
     point: str
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """The result of building a point in one worker; `status` as in a run's records."""
 
     status: str = "ok"

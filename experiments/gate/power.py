@@ -37,7 +37,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         if config.dry_run:
             trials = f"{len(schedule(config))} trials of a gate"
             return setup.plan(config, f"{trials} of {setup.pairs_of(config)}")
-        start = setup.start(config, words)
+        start = setup.begin(config, words)
         if config.gate.inject <= 1 and config.gate.slowed_trials:
             raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
         both = setup.one_revision(start, print)
@@ -169,25 +169,27 @@ def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     caught = [n for t in slowed for n in t["slower"]]
     by_point = {
         name: {
-            "false_alarms": rate(
+            "false_alarms": hit_rate(
                 sum(name in t["slower"] for t in still), sum(name in t["effects"] for t in still)
             ),
-            "caught": rate(caught.count(name), seen.count(name)),
+            "caught": hit_rate(caught.count(name), seen.count(name)),
         }
         for name in sorted({n for t in trials for n in t["effects"]})
     }
     return {
-        "false_alarms": rate(sum(t["alarm"] for t in still), len(still)),
-        "false_screened": rate(sum(bool(t["screened"]) for t in still), len(still)),
-        "false_faster": rate(sum(bool(t["faster"]) for t in still), len(still)),
-        "caught": rate(len(caught), len(seen)),
-        "caught_by_gate": rate(sum(t["alarm"] for t in slowed), len(slowed)),
-        "unsure": rate(sum(len(t["unsure"]) for t in still), sum(len(t["effects"]) for t in still)),
+        "false_alarms": hit_rate(sum(t["alarm"] for t in still), len(still)),
+        "false_screened": hit_rate(sum(bool(t["screened"]) for t in still), len(still)),
+        "false_faster": hit_rate(sum(bool(t["faster"]) for t in still), len(still)),
+        "caught": hit_rate(len(caught), len(seen)),
+        "caught_by_gate": hit_rate(sum(t["alarm"] for t in slowed), len(slowed)),
+        "unsure": hit_rate(
+            sum(len(t["unsure"]) for t in still), sum(len(t["effects"]) for t in still)
+        ),
         "points": by_point,
     }
 
 
-def rate(hits: int, trials: int) -> dict[str, Any]:
+def hit_rate(hits: int, trials: int) -> dict[str, Any]:
     """Return a rate with its 95 % interval."""
     lo, hi = wilson(hits, trials)
     share = hits / trials if trials else None

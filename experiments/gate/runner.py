@@ -32,7 +32,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         smoke = bool(config.timing.max_rows)
         name = revisions.base_name(config, smoke=smoke)
         base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
-        start = setup.start(config, words)
+        start = setup.begin(config, words)
         store = start.create()
     except UsageError as error:
         return setup.refuse(error)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from experiments.compare import published as anchors
-from experiments.compare.published import Finding, Verdict, shown
+from experiments.compare.published import JudgedFigure, Reproduction, shown
 from experiments.config.sweep import Arm
 from experiments.kinds import keys_report
 from experiments.report import answer as timed
@@ -37,11 +37,11 @@ def answer(run: Run) -> list[str]:
     counts = anchors.counted(found)
     words = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
     sentences = [f"Of {len(found)} published figures: {words}."]
-    for verdict in (Verdict.REPRODUCED, Verdict.DIFFERS):
+    for verdict in (Reproduction.REPRODUCED, Reproduction.DIFFERS):
         named = [f"{f.figure.name} ({_pair(f)})" for f in found if f.verdict is verdict]
         if named:
             sentences.append(f"{verdict.value.capitalize()}: {'; '.join(named)}.")
-    not_run = [f for f in found if f.verdict is Verdict.NOT_RUN and math.isfinite(f.ours)]
+    not_run = [f for f in found if f.verdict is Reproduction.NOT_RUN and math.isfinite(f.ours)]
     if not_run:
         named = [f"{f.figure.name} ({_pair(f)})" for f in not_run[:NAMED]]
         more = f"; {len(not_run) - NAMED} more in the table" if len(not_run) > NAMED else ""
@@ -50,7 +50,7 @@ def answer(run: Run) -> list[str]:
     return sentences + ([] if rest[0].startswith("No answer") else rest)
 
 
-def _pair(finding: Finding) -> str:
+def _pair(finding: JudgedFigure) -> str:
     figure = finding.figure
     return f"{text.digits(finding.ours, 4)} for {shown(figure.value)} {figure.unit}"
 
@@ -70,9 +70,9 @@ def tables(run: Run) -> list[tuple[str, str, Table]]:
     return [*published, *keys_report.tables(run)]
 
 
-def table(found: Sequence[Finding]) -> Table:
+def table(found: Sequence[JudgedFigure]) -> Table:
     """Return one row per figure, conclusive verdicts first; equal reasons are stated once."""
-    order = list(Verdict)
+    order = list(Reproduction)
     rows = sorted(found, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
     columns: dict[str, Column] = {
         "figure": lambda f: f.figure.name,
@@ -87,14 +87,14 @@ def table(found: Sequence[Finding]) -> Table:
     return Table.of(rows, columns)
 
 
-def _ours(finding: Finding) -> Value:
+def _ours(finding: JudgedFigure) -> Value:
     words = text.digits(finding.ours, 4)
     if math.isfinite(finding.lo) and math.isfinite(finding.hi):
         words += f" [{text.digits(finding.lo)}, {text.digits(finding.hi)}]"
     return Value(words, finding.ours)
 
 
-def _measured(finding: Finding) -> str:
+def _measured(finding: JudgedFigure) -> str:
     where = finding.figure.ours
     return f"{_label(where.arm)}, {finding.device}" if where and finding.device else text.NONE
 
@@ -109,7 +109,7 @@ def _label(arm: str) -> str:
 
 def figures(run: Run) -> list[Figure]:
     """Return published figures and ours, then the figures of a run of the kind `time`."""
-    pairs = [f for f in anchors.of_run(run) if f.verdict is not Verdict.NOT_RUN]
+    pairs = [f for f in anchors.of_run(run) if f.verdict is not Reproduction.NOT_RUN]
     found = []
     if pairs:
         height = 1.2 + max(FEWEST_LINES, LINE * len(pairs))
@@ -129,13 +129,10 @@ def figures(run: Run) -> list[Figure]:
     return [*found, *timed_figures.figures(run), *keys_report.figures(run)]
 
 
-SHADES = {
-    Verdict.REPRODUCED: "#2e8540",
-    Verdict.DIFFERS: "#be123c",
-}
+SHADES = {Reproduction.REPRODUCED: "#2e8540", Reproduction.DIFFERS: "#be123c"}
 
 
-def _beside(found: Sequence[Finding]) -> Drawing:
+def _beside(found: Sequence[JudgedFigure]) -> Drawing:
     """Draw one line per pair, with both numbers, on the scale of their ratio."""
 
     def draw(axes: Axes) -> None:

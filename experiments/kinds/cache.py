@@ -91,19 +91,19 @@ class Cache(Kind):
 
 
 @dataclass(frozen=True)
-class Rates:
+class HitRates:
     """Hit rates of the counted batches."""
 
     lookups: float
     rows: float
 
 
-def counted(record: Record) -> Rates:
+def counted(record: Record) -> HitRates:
     """Sum over the counted batches; return the hit rates."""
     samples = record["samples"]
     skip = len(samples["rows"]) - record["batches"]
     total = {name: sum(values[skip:]) for name, values in samples.items()}
-    return Rates(_share(total, "lookup"), _share(total, "row"))
+    return HitRates(_share(total, "lookup"), _share(total, "row"))
 
 
 def _share(total: dict[str, int], of: str) -> float:
@@ -118,7 +118,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _row(record: Record) -> dict[str, Any]:
     ok = record["status"] == "ok"
-    found = counted(record) if ok else Rates(math.nan, math.nan)
+    found = counted(record) if ok else HitRates(math.nan, math.nan)
     lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
     most = record.get("most_lookup_hits", math.nan)
     size = record.get("cache_rows", math.nan)  # a process that died did not get so far

@@ -37,7 +37,7 @@ def answer(run: Run) -> list[str]:
     ]
     best = by_name["offline"]
     return [
-        f"With {size(best)} of the rows in the cache, {' and '.join(served)} of the lookups of "
+        f"With {size_of(best)} of the rows in the cache, {' and '.join(served)} of the lookups of "
         f"{_what(run)}, where a cache that knows the future serves "
         f"{text.percent(best['lookup_hit_rate'])}{_cost(run)}.",
         *_rest(by_name, best),
@@ -45,7 +45,7 @@ def answer(run: Run) -> list[str]:
     ]
 
 
-def size(row: pd.Series) -> str:
+def size_of(row: pd.Series) -> str:
     """Format the size of the cache: '1 %' of all rows."""
     return f"{100 * row['fraction']:.3g} %"
 
@@ -148,7 +148,7 @@ def section_table(run: Run, section: str) -> Table:
     lines = []
     for (_, fraction), group in rows.groupby(["cell", "fraction"], sort=False):
         first, by_name = group.iloc[0], group.set_index("contender")
-        line = [Value(point(run, first)), Value(size(first), 100 * float(fraction))]
+        line = [Value(point(run, first)), Value(size_of(first), 100 * float(fraction))]
         for column in OF:
             shares = [by_name[column].get(name, math.nan) for name in names]
             line += [Value(text.percent(share), 100 * share) for share in shares]
@@ -310,7 +310,7 @@ def _along(run: Run) -> Figure | None:
             panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale(AXIS_NAMES[axis]), up)))
     return Figure(
         "skew" if run.traces["s"].nunique() > 1 else "axes",
-        f"Hit rate of a cache of {size(base)} of the rows",
+        f"Hit rate of a cache of {size_of(base)} of the rows",
         "As above, at one size of the cache. Higher is better.",
         run.sizes(SWEEP),
         panels,
@@ -340,7 +340,7 @@ def _filling(run: Run) -> Figure | None:
         panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale("batch"), up, marks=[mark])))
     return Figure(
         "filling",
-        f"From an empty cache of {size(headline.iloc[0])} of the rows",
+        f"From an empty cache of {size_of(headline.iloc[0])} of the rows",
         "Hit rate of each batch. Where the line is level, the cache has stopped filling.",
         run.sizes(SWEEP),
         panels,

@@ -11,7 +11,7 @@ from experiments.report import text
 from experiments.report.charts import Curve, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, seconds
+from experiments.report.tables import Column, Table, Value, time_value
 
 ROW = 256  # bytes: of D = 64 in float32
 CURVES = {  # constant -> (what it is, whose colour)
@@ -113,8 +113,8 @@ def _cost(run: Run, costs: Mapping[str, Any], world: int, row: tuple[str, str]) 
     if name in LINKS:
         return Value.of(costs[name], lambda rate: f"{text.digits(rate / 1e9)} GB/s")
     if name in CURVES:
-        return seconds(at(costs[name], ROW) * 1e-9)
-    return seconds(costs[name] * (1e-9 if name in NANOSECONDS else 1.0))
+        return time_value(at(costs[name], ROW) * 1e-9)
+    return time_value(costs[name] * (1e-9 if name in NANOSECONDS else 1.0))
 
 
 def _has(run: Run, world: int, name: str) -> bool:

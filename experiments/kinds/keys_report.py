@@ -15,7 +15,16 @@ from experiments.report.charts import Row, Scale
 from experiments.report.data import Run
 from experiments.report.figures import contender_curve
 from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
-from experiments.report.tables import Column, Table, Value, count, digits, ratio, seconds, size
+from experiments.report.tables import (
+    Column,
+    Table,
+    Value,
+    bytes_value,
+    count_value,
+    number_value,
+    ratio_value,
+    time_value,
+)
 
 CEILINGS = ("lines", "lines_huge")
 LINE = 0.3  # inches of a bar
@@ -112,15 +121,15 @@ def _table(run: Run, rows: pd.DataFrame) -> Table:
         "table": lambda r: str(r["label"]),
         **{a: functools.partial(_axis, a) for a in varied},
         "operation": lambda r: str(r["operation"]),
-        "time per call": lambda r: seconds(r["median_s"]),
-        "M keys/s": lambda r: digits(r["keys_per_s"] / 1e6),
-        "2³⁰ keys/s": lambda r: digits(r["keys_per_s"] / 2**30),
-        f"time ÷ find* of {run.subject.label} [95\u00a0%]": lambda r: ratio(
+        "time per call": lambda r: time_value(r["median_s"]),
+        "M keys/s": lambda r: number_value(r["keys_per_s"] / 1e6),
+        "2³⁰ keys/s": lambda r: number_value(r["keys_per_s"] / 2**30),
+        f"time ÷ find* of {run.subject.label} [95\u00a0%]": lambda r: ratio_value(
             r, is_baseline=is_yardstick(r)
         ),
-        "keys stored": lambda r: count(r["keys_there"]),
+        "keys stored": lambda r: count_value(r["keys_there"]),
         "hits": lambda r: Value.of(r["hits"], lambda share: f"{100 * share:.0f} %"),
-        "memory": lambda r: size(r["bytes"] or None),
+        "memory": lambda r: bytes_value(r["bytes"] or None),
     }
     return Table.of((r for _, r in rows.iterrows()), columns, names=1 + len(varied))
 
@@ -177,7 +186,7 @@ def _bars(rows: pd.DataFrame) -> Drawing:
                 hollow=ceiling,
             )
         )
-    return charts.rows(lines, Scale("million keys per second"))
+    return charts.row_chart(lines, Scale("million keys per second"))
 
 
 def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:

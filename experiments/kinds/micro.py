@@ -119,7 +119,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 def _row(group: Sequence[Record]) -> dict[str, Any]:
     first = group[0]
     taken = [[s for _, s in r["samples"].get("call", [])] for r in group if r["status"] == "ok"]
-    time = summarise_processes(taken)
+    taken_s = summarise_processes(taken)
     return {
         "operation": first["section"],
         "benchmark": first["cell"],
@@ -127,12 +127,12 @@ def _row(group: Sequence[Record]) -> dict[str, Any]:
         **{name: first["params"].get(name) for name in AXES},
         "lookups": first["lookups"],
         "status": next((r["status"] for r in group if r["status"] != "ok"), "ok"),
-        "median_s": time.median,
-        "q25_s": time.q25,
-        "q75_s": time.q75,
-        "lo_s": time.lo,
-        "hi_s": time.hi,
-        "samples": time.n,
+        "median_s": taken_s.median,
+        "q25_s": taken_s.q25,
+        "q75_s": taken_s.q75,
+        "lo_s": taken_s.lo,
+        "hi_s": taken_s.hi,
+        "samples": taken_s.n,
         "processes": len(taken),
     }
 

@@ -26,7 +26,7 @@ POINT = ("rank", "skew", "order", "lookups", "cached")
 
 
 @dataclass
-class Options:
+class PredictionsOptions:
     """Which steps are timed and predicted."""
 
     ranks: list[int] = field(default_factory=lambda: [16, 32])
@@ -40,7 +40,7 @@ class Predictions(Kind):
     """Do distinct rows and prefixes predict the time of a step of tensor trains?"""
 
     name = "predictions"
-    options = Options
+    options = PredictionsOptions
     only_arm = "trains"
     makes_tables = False
     measures = "experiments.measure.predictions:predictions_cell"
@@ -74,7 +74,7 @@ class Predictions(Kind):
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per rank: all its steps are timed in turns, in one process."""
-        options = {**dataclasses.asdict(Options()), **config.options}
+        options = {**dataclasses.asdict(PredictionsOptions()), **config.options}
         work = config.workload
         if config.timing.max_rows:  # a smoke run
             work = dataclasses.replace(work, E=min(work.E, SMOKE_ROWS))

@@ -10,7 +10,7 @@ from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, count, seconds
+from experiments.report.tables import Column, Table, Value, count_value, time_value
 
 NOTES = (
     "A step is forward, backward and the update (SGD) of one table. All kinds of steps are timed "
@@ -62,12 +62,12 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     if not len(rows):
         return []
     columns: dict[str, Column] = {
-        "rank": lambda r: count(r["rank"]),
+        "rank": lambda r: count_value(r["rank"]),
         "ids": lambda r: f"{_ids(r['skew'])}, {r['order']}",
-        "lookups": lambda r: count(r["lookups"]),
-        "distinct": lambda r: count(r["rows"]),
-        "measured": lambda r: seconds(r["measured_s"]),
-        "predicted": lambda r: seconds(r["predicted_s"]),
+        "lookups": lambda r: count_value(r["lookups"]),
+        "distinct": lambda r: count_value(r["rows"]),
+        "measured": lambda r: time_value(r["measured_s"]),
+        "predicted": lambda r: time_value(r["predicted_s"]),
         "÷ measured": lambda r: _two(r["ratio"]),
     }
     plain, cached = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
@@ -103,9 +103,9 @@ def _constants(run: Run) -> tuple[str, str, Table]:
                 name = f"cache of {100 * float(share):g} %"
                 lines += [(record["rank"], f"{name}: {term}", s) for term, s in own.items()]
     columns: dict[str, Column] = {
-        "rank": lambda r: count(r[0]),
+        "rank": lambda r: count_value(r[0]),
         "one": lambda r: str(r[1]).replace("_", " "),
-        "takes": lambda r: seconds(r[2]),
+        "takes": lambda r: time_value(r[2]),
     }
     return "Constants of the model", "", Table.of(lines, columns)
 

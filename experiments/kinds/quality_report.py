@@ -12,7 +12,7 @@ from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, ratio, size, times
+from experiments.report.tables import Column, Table, Value, bytes_value, factor_value, ratio_value
 
 CLOSE = 0.001  # of AUC: what counts as kept
 TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
@@ -136,10 +136,10 @@ def _results(rows: pd.DataFrame) -> Table:
             if oracle
             else {}
         ),
-        "bytes": lambda r: size(r["bytes"]),
-        "smaller": lambda r: times(r["times_smaller"]),
-        "served": lambda r: size(r["served_bytes"]),
-        "step ÷ plain": lambda r: ratio(r, is_baseline=r["contender"] == PLAIN),
+        "bytes": lambda r: bytes_value(r["bytes"]),
+        "smaller": lambda r: factor_value(r["times_smaller"]),
+        "served": lambda r: bytes_value(r["served_bytes"]),
+        "step ÷ plain": lambda r: ratio_value(r, is_baseline=r["contender"] == PLAIN),
         "rates chosen": lambda r: str(r["rates"]),
     }
     return Table.of(rows, columns, names=2)
@@ -191,7 +191,7 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
         "positive": lambda r: text.percent(r["positive"]),
         "fields": lambda r: str(r["features"]),
         "large tables": lambda r: str(r["large_tables"]),
-        "their bytes": lambda r: size(r["large_bytes"]),
+        "their bytes": lambda r: bytes_value(r["large_bytes"]),
         "best AUC": lambda r: Value.of(r["oracle_auc"], lambda v: f"{v:.4f}"),
     }
     if not records:

@@ -17,7 +17,16 @@ from experiments.report import charts, text
 from experiments.report.charts import DASHED, DOTTED, Curve, Mark, Row, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Drawing, Figure, Panel
-from experiments.report.tables import Column, Table, Value, count, ratio, seconds, size, times
+from experiments.report.tables import (
+    Column,
+    Table,
+    Value,
+    bytes_value,
+    count_value,
+    factor_value,
+    ratio_value,
+    time_value,
+)
 
 NOTES = (
     sharding.FORMULA,
@@ -135,7 +144,7 @@ def _efficiency(row: pd.Series) -> str:
 def _sharing_cores(run: Run, rows: pd.DataFrame) -> list[str]:
     """Say that the steps of ranks that share cores measure nothing but correctness."""
     cores = _usable_cores(run)
-    worlds = sorted({int(size) for size in rows["world_size"] if cores and size > cores})
+    worlds = sorted({int(ranks) for ranks in rows["world_size"] if cores and ranks > cores})
     if not cores or not worlds:
         return []
     sizes = " or ".join(map(str, worlds))
@@ -212,24 +221,24 @@ def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
         rows.append({**row, "name": name, "status": status, "times": times_of})
     columns: dict[str, Column] = {
         "contender": lambda r: r["name"],
-        "forward": lambda r: seconds(r["times"].get("forward")),
-        "step": lambda r: seconds(r["median_s"]),
+        "forward": lambda r: time_value(r["times"].get("forward")),
+        "step": lambda r: time_value(r["median_s"]),
     }
     if len(steps) and steps["ratio"].notna().any():
-        columns["step ÷ emblib's [95\u00a0%]"] = ratio
+        columns["step ÷ emblib's [95\u00a0%]"] = ratio_value
     columns["efficiency"] = lambda r: Value.of(r["efficiency"], lambda v: f"{100 * v:.0f} %")
     if parts:
-        columns["compute"] = lambda r: seconds(r["compute_s"])
-        columns["communication"] = lambda r: seconds(r["communication_s"])
+        columns["compute"] = lambda r: time_value(r["compute_s"])
+        columns["communication"] = lambda r: time_value(r["communication_s"])
     for part in parts:
         columns[sharding.PARTS[part]] = functools.partial(_part, part)
-    columns["tables"] = lambda r: size(r["weights_bytes"] or None)
-    columns["processes"] = lambda r: count(r["processes"])
+    columns["tables"] = lambda r: bytes_value(r["weights_bytes"] or None)
+    columns["processes"] = lambda r: count_value(r["processes"])
     return Table.of(rows, columns, names=1)
 
 
 def _part(part: str, row: dict[str, Any]) -> Value:
-    return seconds(row["times"].get(part))
+    return time_value(row["times"].get(part))
 
 
 def _predictions(rows: pd.DataFrame) -> Table:
@@ -238,12 +247,12 @@ def _predictions(rows: pd.DataFrame) -> Table:
         (row for _, row in rows.iterrows()),
         {
             "contender": lambda r: str(r["label"]),
-            "batch per rank": lambda r: count(r["batch"]),
-            "ranks": lambda r: count(r["world_size"]),
+            "batch per rank": lambda r: count_value(r["batch"]),
+            "ranks": lambda r: count_value(r["world_size"]),
             "scaling": lambda r: str(r["scaling"]),
-            "predicted step": lambda r: seconds(r["predicted_s"]),
-            "measured step": lambda r: "not measured" if r["beyond"] else seconds(r["median_s"]),
-            "predicted ÷ measured": lambda r: times(r["predicted_s"] / r["median_s"]),
+            "predicted step": lambda r: time_value(r["predicted_s"]),
+            "measured step": lambda r: "not measured" if r["beyond"] else time_value(r["median_s"]),
+            "predicted ÷ measured": lambda r: factor_value(r["predicted_s"] / r["median_s"]),
         },
     )
 
@@ -299,7 +308,9 @@ def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
     scale = Scale("TorchRec's step ÷ emblib's", log=10, reach=(0.8, 2.5))
     one = [Mark(1.0, line=DASHED, upright=True)]
     title = "TorchRec's step ÷ emblib's"
-    panel = Panel(title, charts.rows(lines, scale, marks=one), 1.8 * WIDTH, 1.2 + BAR * len(lines))
+    panel = Panel(
+        title, charts.row_chart(lines, scale, marks=one), 1.8 * WIDTH, 1.2 + BAR * len(lines)
+    )
     return Figure(
         "against_torchrec",
         "Speed-up of a step over TorchRec",
@@ -342,9 +353,9 @@ def _steps(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
             last = own.iloc[-1]
             more = beyond[beyond["type"] == kind].sort_values("world_size")
             worlds = [last["world_size"], *more["world_size"]]
-            times = [1e3 * last["median_s"], *(1e3 * more["predicted_s"])]
-            lines.append(Curve(worlds, times, shade, line=DASHED, width=1.2))
-            lines.append(Curve(worlds[1:], times[1:], shade, marker=mark, line="", hollow=True))
+            step_ms = [1e3 * last["median_s"], *(1e3 * more["predicted_s"])]
+            lines.append(Curve(worlds, step_ms, shade, line=DASHED, width=1.2))
+            lines.append(Curve(worlds[1:], step_ms[1:], shade, marker=mark, line="", hollow=True))
     if (rows["scaling"] == Scaling.strong.value).any():
         worlds = sorted(rows["world_size"].unique())
         start = 1e3 * rows[rows["world_size"] == worlds[0]]["median_s"].min()
@@ -374,7 +385,7 @@ def _split(run: Run, rows: pd.DataFrame) -> Figure:
             )
             for _, row in own.iterrows()
         ]
-        drawing = charts.rows(lines, Scale("ms per step (hatched: all but lookup and update)"))
+        drawing = charts.row_chart(lines, Scale("ms per step (hatched: all but lookup and update)"))
         panels.append(Panel(text.count(world, "rank"), drawing, height=1.4 + BAR * len(own)))
     return Figure(
         "compute_and_communication",

@@ -18,7 +18,7 @@ from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Scale, curves, percent_scale
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, Figure, Panel
-from experiments.report.tables import Column, Table, Value, count, digits, percent
+from experiments.report.tables import Column, Table, Value, count_value, number_value, percent_value
 from experiments.results.store import Record
 from experiments.workloads import production
 from experiments.workloads.distributions import describe_distribution, zipf_probabilities
@@ -81,7 +81,7 @@ def _headline(run: Run, record: Record) -> str:
     best, recent = (_at(record, policy, size) for policy in ("offline", "lru"))
     half = concentration(record, "0.5")
     return (
-        f"Of the {name(record)} ({text.count(record['features'], 'table')}, {total:,} lookups "
+        f"Of the {name_of(record)} ({text.count(record['features'], 'table')}, {total:,} lookups "
         f"into {found['distinct']:,} distinct rows), "
         f"{text.percent(sum(samples['rows']) / total)} are "
         f"distinct rows of their batch; {text.percent(half)} of the rows have half of the "
@@ -91,7 +91,7 @@ def _headline(run: Run, record: Record) -> str:
     )
 
 
-def name(record: Record) -> str:
+def name_of(record: Record) -> str:
     """Return the name of the lookups."""
     p = record["params"]
     if p["distribution"] == Distribution.zipf.value:
@@ -144,7 +144,7 @@ def _others(run: Run, record: Record) -> list[str]:
     others = [r for r in trace.looked_at(run.records) if r["cell"] != record["cell"]]
     if not others:
         return []
-    parts = [f"{text.percent(_at(r, 'offline', size))} of {name(r)}" for r in others]
+    parts = [f"{text.percent(_at(r, 'offline', size))} of {name_of(r)}" for r in others]
     return [f"For comparison, at best it would serve {', '.join(parts)}."]
 
 
@@ -158,18 +158,18 @@ def section_table(run: Run, section: str) -> Table:
     ]
     columns: dict[str, Column] = {
         "table": "label",
-        "lookups": lambda t: count(t["lookups"]),
+        "lookups": lambda t: count_value(t["lookups"]),
         "distinct rows": _distinct,
-        "distinct in a batch": lambda t: percent(t["batch_distinct_share"]),
-        "once": lambda t: percent(t["once"]),
-        "rows with 50 %": lambda t: percent(t["rows_of"]["0.5"] / max(1, t["distinct"])),
-        "rows with 90 %": lambda t: percent(t["rows_of"]["0.9"] / max(1, t["distinct"])),
-        "ids per bag": lambda t: digits(t["bag_mean"]),
+        "distinct in a batch": lambda t: percent_value(t["batch_distinct_share"]),
+        "once": lambda t: percent_value(t["once"]),
+        "rows with 50 %": lambda t: percent_value(t["rows_of"]["0.5"] / max(1, t["distinct"])),
+        "rows with 90 %": lambda t: percent_value(t["rows_of"]["0.9"] / max(1, t["distinct"])),
+        "ids per bag": lambda t: number_value(t["bag_mean"]),
         "s": lambda t: Value.of(_fitted(t, "s"), lambda s: f"{s:.2f}"),
-        "q": lambda t: digits(_fitted(t, "q")),
-        "misfit": lambda t: percent(_fitted(t, "misfit")),
-        "LRU 10 %": lambda t: percent(t["lru"]),
-        "best 10 %": lambda t: percent(t["offline"]),
+        "q": lambda t: number_value(_fitted(t, "q")),
+        "misfit": lambda t: percent_value(_fitted(t, "misfit")),
+        "LRU 10 %": lambda t: percent_value(t["lru"]),
+        "best 10 %": lambda t: percent_value(t["offline"]),
     }
     return Table.of(rows, columns)
 
@@ -215,8 +215,8 @@ def figures(run: Run) -> list[Figure]:
 def _styled(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]:
     """Yield each record with its colour and its name."""
     for i, record in enumerate(records):
-        words = name(record).removeprefix("lookups of the ").replace(" lookups", "")
-        if sum(name(r) == name(record) for r in records) > 1:
+        words = name_of(record).removeprefix("lookups of the ").replace(" lookups", "")
+        if sum(name_of(r) == name_of(record) for r in records) > 1:
             words += f" E={record['params']['E']:,} B={record['params']['B']:,}"
         yield record, COLOURS[ORDER[i % len(ORDER)]], words
 

@@ -53,11 +53,11 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     size = table_bytes(device) if seconds else SMALL_TABLE
     flat = torch.ones(size // 4, device=device)
     copied = copy_bandwidth(flat, 0.2 * seconds)
-    gathers = {str(row): gather_bandwidth(flat, row, 0.2 * seconds) for row in ROW_BYTES}
+    rates = {str(row): gather_bandwidth(flat, row, 0.2 * seconds) for row in ROW_BYTES}
     found: dict[str, Any] = {
         "copy_gb_s": round(copied / 1e9, 3),
-        "gather_gb_s": {row: round(rate / 1e9, 3) for row, (rate, _) in gathers.items()},
-        "gather_by": {row: way for row, (_, way) in gathers.items()},
+        "gather_gb_s": {row: round(rate / 1e9, 3) for row, (rate, _) in rates.items()},
+        "gather_by": {row: way for row, (_, way) in rates.items()},
         "sgemm_gflop_s": round(sgemm_rate(device, 0.1 * seconds) / 1e9, 3),
         "counted": "bytes read + bytes written; of gathers rows, ids, offsets and output",
         "table_bytes": size,

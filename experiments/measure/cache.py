@@ -77,9 +77,9 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
     return records
 
 
-def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> cache_bounds.Trace:
+def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> cache_bounds.RowTrace:
     """Return the rows of all tables under one numbering, batch by batch."""
-    return cache_bounds.Trace.of([_linear(b, shapes) for b in pool.batches], warm)
+    return cache_bounds.RowTrace.of([_linear(b, shapes) for b in pool.batches], warm)
 
 
 def _linear(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
@@ -105,7 +105,7 @@ def _run(contender: Contender, pool: Pool) -> dict[str, list[int]]:
 
 
 def _ideal(
-    name: str, trace: cache_bounds.Trace, size: int, cell: Cell, shapes: tuple[TableShape, ...]
+    name: str, trace: cache_bounds.RowTrace, size: int, cell: Cell, shapes: tuple[TableShape, ...]
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """Return the hits of the counted batches, and what bounds or predicts them."""
     if name in EXACT:

@@ -42,7 +42,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass
-class Steps:
+class TimedSteps:
     """Steps of one kind: their batches and what was measured of them.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Experiment:
         (self.rank,) = cell.options["ranks"]
         self.draw = np.random.default_rng(session.seed)
         self.trains = {order: self._train(order) for order in (AS_GIVEN, PERMUTED)}
-        self.steps: list[Steps] = []
+        self.steps: list[TimedSteps] = []
         for share in (0.0, *self.options["cached"]):
             session.note(f"{cell.arms[0].key}|{share:g} of the rows cached")
             self._add(share)
@@ -165,7 +165,7 @@ class _Experiment:
 
     def _steps(
         self, order: str, module: Any, stored: int, batches: list[Batch], known: dict[str, Any]
-    ) -> Steps:
+    ) -> TimedSteps:
         terms, added, hits = [], [], []
         for ids, _ in batches:
             distinct = ids.unique()
@@ -182,7 +182,7 @@ class _Experiment:
             known |= {"hit_rate": mean[0], "row_hit_rate": mean[1]}
             known["rows"] = float(np.mean([row[2] for row in added]))
         costs = np.mean(added, 0) if stored else np.zeros(0)
-        return Steps(module, batches, np.mean(terms, 0), costs, known)
+        return TimedSteps(module, batches, np.mean(terms, 0), costs, known)
 
     def predicted(self) -> Record:
         """Return the constants, and a point per kind of step that is predicted."""
@@ -221,7 +221,7 @@ class _Experiment:
         }
 
     @staticmethod
-    def _point(steps: Steps) -> tuple[Any, ...]:
+    def _point(steps: TimedSteps) -> tuple[Any, ...]:
         return tuple(steps.known[name] for name in ("skew", "order", "lookups"))
 
 
@@ -233,7 +233,7 @@ def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None
     return np.asarray(found) / scale
 
 
-def _time(steps: Sequence[Steps], rounds: int, seed: int) -> None:
+def _time(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
     """Time steps in turns, in random order; the first round warms up."""
     one_thread = torch.get_num_threads() == 1
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns

@@ -18,21 +18,21 @@ BROKEN = ("wrong", "error", "timeout")
 
 
 @dataclass(frozen=True)
-class Summary:
+class ReportSummary:
     """What the terminal shows of a report."""
 
     answer: str
     failures: int  # wrong or broken; running out of memory and unsupported tasks are results
 
 
-def write_report(path: Path) -> Summary:
+def write_report(path: Path) -> ReportSummary:
     """Write every derived file of the run in `path` from its raw records."""
     from experiments.report import document, pages
 
     found = Run.read(path)
     bad = sum(r["status"] in BROKEN for r in found.records)
     if (answer := found.kind.rebuild(path)) is not None:
-        return Summary(answer, bad)
+        return ReportSummary(answer, bad)
     store = RunStore(path)
     always = {"results", *found.kind.frames([], found.config.report)}
     for name, table in found.frames.items():
@@ -42,7 +42,7 @@ def write_report(path: Path) -> Summary:
         store.write(name, content)
     page = pages.page(found)
     document.write(path, page)
-    return Summary(" ".join(page.answer), bad)
+    return ReportSummary(" ".join(page.answer), bad)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

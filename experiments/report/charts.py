@@ -371,7 +371,7 @@ class Row:
     label: str = ""  # in the legend
 
 
-def rows(
+def row_chart(
     lines: Sequence[Row], x: Scale, *, marks: Sequence[Mark] = (), shared: bool = False
 ) -> Drawing:
     """Return a drawing of rows from the top in the order given.
@@ -450,7 +450,7 @@ MOST_ROWS = 44  # of a panel; beyond it the first and the last are shown
 def forest(title: str, lines: Sequence[Row], label: str) -> Panel:
     """Return ratios with their intervals about 1; the panel is as high as they need."""
     height = max(2.0, 0.235 * len(lines) + 1.0)
-    drawing = rows(lines, Scale(label, log=10), marks=[Mark(1.0, upright=True)])
+    drawing = row_chart(lines, Scale(label, log=10), marks=[Mark(1.0, upright=True)])
     return Panel(title, drawing, WIDTH + 0.8, height)
 
 

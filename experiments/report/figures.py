@@ -13,16 +13,7 @@ from experiments.config.sweep import SWEEP, label_of
 from experiments.machine import ceilings
 from experiments.machine.ceilings import Roofs
 from experiments.report import ratios, text
-from experiments.report.charts import (
-    DASHED,
-    SHORT,
-    Curve,
-    Mark,
-    Row,
-    Scale,
-    curves,
-    rows,
-)
+from experiments.report.charts import DASHED, SHORT, Curve, Mark, Row, Scale, curves, row_chart
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
@@ -183,7 +174,7 @@ def published(run: Run) -> list[Figure]:
                 "Measured here (solid) and published elsewhere (hatched): another machine, so the "
                 "two kinds of bar are not divided by each other. Shorter is better.",
                 run.sizes(section),
-                [Panel("Time per lookup", rows(lines, scale), 1.2 * WIDTH)],
+                [Panel("Time per lookup", row_chart(lines, scale), 1.2 * WIDTH)],
             )
         )
     return found

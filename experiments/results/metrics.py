@@ -13,7 +13,7 @@ import pandas as pd
 from experiments.config.schema import PHASES, Mode
 from experiments.results.store import Record
 from experiments.timing import statistics
-from experiments.timing.statistics import Effect, Pool, Summary
+from experiments.timing.statistics import Effect, ProcessSpread, Summary
 
 INDEX_BYTES = 8  # int64 ids and offsets
 WEIGHT_BYTES = 4  # float32
@@ -61,15 +61,15 @@ def host_seconds(group: Sequence[Record], phase: str) -> float:
     return statistics.summarise(walls).median if walls else math.nan
 
 
-def host_bound(mode: str, seconds: float, host: float) -> bool:
+def host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
     """Return whether the GPU would idle for a fifth of the time or more if calls followed eagerly.
 
-    `seconds` is the time on the GPU, and in mode wall the time from call to completion. Unknown
+    `gpu_s` is the time on the GPU, and in mode wall the time from call to completion. Unknown
     times give False.
     """
     if mode == Mode.wall.value:
-        return host > GPU_BUSY * seconds
-    return seconds < GPU_BUSY * host
+        return host_s > GPU_BUSY * gpu_s
+    return gpu_s < GPU_BUSY * host_s
 
 
 def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
@@ -104,8 +104,8 @@ def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
 class Pools:
     """The variation between processes in one mode and phase of a run, for cells with only two."""
 
-    times: Pool | None
-    ratios: Pool | None
+    times: ProcessSpread | None
+    ratios: ProcessSpread | None
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], phase: str) -> Pools:
@@ -211,7 +211,9 @@ def _flags(group: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def summarise_processes(samples: Sequence[Sequence[float]], others: Pool | None = None) -> Summary:
+def summarise_processes(
+    samples: Sequence[Sequence[float]], others: ProcessSpread | None = None
+) -> Summary:
     """Summarise all samples of all processes; the interval is over the processes' medians.
 
     One process gives no interval: what it could give covers the noise within it, which is smaller
@@ -234,7 +236,7 @@ def process_medians(arm: Sequence[Record], phase: str) -> list[float]:
 
 
 def ratio(
-    arm: Sequence[Record], base: Sequence[Record], phase: str, others: Pool | None = None
+    arm: Sequence[Record], base: Sequence[Record], phase: str, others: ProcessSpread | None = None
 ) -> Effect:
     """Return arm / base: per process the median over rounds, over processes mean and t-interval.
 

@@ -106,14 +106,14 @@ class ProcessSync(RankSync):
         """Give every rank the first rank's failure of each arm."""
         every = self.peers.exchange({key: (o.status, o.reason) for key, o in outcomes.items()})
         for key, outcome in outcomes.items():
-            told = [(rank, *said[key]) for rank, said in enumerate(every) if said[key][0] != "ok"]
-            if told and outcome.status == "ok":
-                rank, outcome.status, reason = told[0]
+            failures = [(rank, *o[key]) for rank, o in enumerate(every) if o[key][0] != "ok"]
+            if failures and outcome.status == "ok":
+                rank, outcome.status, reason = failures[0]
                 outcome.reason = f"rank {rank}: {reason}"
 
     def share(self, error: Exception | None) -> Exception:
         """Return the error to raise after some ranks failed: this rank's, else another's."""
-        every = self.peers.exchange(None if error is None else told(error))
+        every = self.peers.exchange(None if error is None else error_words(error))
         if error is not None:
             return error
         rank, text, out_of_memory = next((r, *said) for r, said in enumerate(every) if said)
@@ -121,7 +121,7 @@ class ProcessSync(RankSync):
         return kind(f"rank {rank}: {text}")
 
 
-def told(error: Exception) -> tuple[str, bool]:
+def error_words(error: Exception) -> tuple[str, bool]:
     """Return an error's text and whether memory ran out, for other ranks."""
     return f"{type(error).__name__}: {error}", is_out_of_memory(error)
 

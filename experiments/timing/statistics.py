@@ -51,13 +51,13 @@ def quantile(ordered: Sequence[float], p: float) -> float:
 
 def interval_rank(n: int) -> int | None:
     """Return the largest k with P(k-th smallest <= median <= k-th largest) >= 95 %, or None."""
-    tail, found = 0.0, None
+    below, rank = 0.0, None
     for k in range(1, n // 2 + 1):
-        tail += math.comb(n, k - 1) / 2**n
-        if 1 - 2 * tail < CONFIDENCE:
+        below += math.comb(n, k - 1) / 2**n
+        if 1 - 2 * below < CONFIDENCE:
             break
-        found = k
-    return found
+        rank = k
+    return rank
 
 
 def summarise(samples: Sequence[float]) -> Summary:
@@ -142,7 +142,7 @@ def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float
 
 
 @dataclass(frozen=True)
-class Pool:
+class ProcessSpread:
     """The variation between processes, over the comparisons of one run.
 
     Attributes:
@@ -154,17 +154,17 @@ class Pool:
     freedom: int
 
 
-def pool(comparisons: Iterable[Sequence[float]]) -> Pool | None:
+def pool(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
     """Pool the variance of logs within comparisons; None where none has two processes."""
     several = [logs for logs in comparisons if len(logs) >= LEAST_PROCESSES]
     freedom = sum(len(logs) - 1 for logs in several)
     if not freedom:
         return None
     squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in several)
-    return Pool(math.sqrt(squares / freedom), freedom)
+    return ProcessSpread(math.sqrt(squares / freedom), freedom)
 
 
-def combine(logs: Sequence[float], others: Pool | None = None) -> Effect:
+def combine(logs: Sequence[float], others: ProcessSpread | None = None) -> Effect:
     """Return the mean over processes with its 95 % t-interval; no interval below two.
 
     The interval of two processes from their own spread has one degree of freedom and is mostly far
@@ -202,7 +202,7 @@ def smallest_visible(effect: Effect, margin: float) -> float:
     return margin + math.log(effect.hi / effect.lo) / 2
 
 
-def margin(min_effect: float, mad_aa: float, k: int) -> float:
+def gate_margin(min_effect: float, mad_aa: float, k: int) -> float:
     """Return the margin: the least of interest, or 3 median deviations of an A/A mean of k."""
     return max(min_effect, NOISE_FACTOR * mad_aa / math.sqrt(k))
 

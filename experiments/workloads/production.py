@@ -56,7 +56,7 @@ FIT_ROUNDS = 4000
 
 
 @dataclass(frozen=True)
-class Rates:
+class PopularityClasses:
     """Classes of rows, slowest first.
 
     The expected lookups of a row per published batch, and the number of rows of the class per row
@@ -73,7 +73,7 @@ class Rates:
 
 
 @cache
-def rates() -> Rates:
+def rates() -> PopularityClasses:
     """Fit the rates: maximise the likelihood of the published shares (Richardson-Lucy steps)."""
     rate = SLOWEST * 2.0 ** (np.arange(CLASSES) / 2)
     bins = np.stack([bins_of(float(r)) for r in rate], axis=2)  # [rows or lookups, bins, classes]
@@ -85,7 +85,7 @@ def rates() -> Rates:
     for _ in range(FIT_ROUNDS):
         weight *= (wanted / (seen * weight).sum(1)) @ seen / seen.sum(0)
     # Six digits, so that machines that add up in another order still draw the same ids.
-    return Rates(rate, np.array([float(f"{w:.6g}") for w in weight]))
+    return PopularityClasses(rate, np.array([float(f"{w:.6g}") for w in weight]))
 
 
 def bins_of(rate: float) -> Reals:
@@ -100,7 +100,7 @@ def bins_of(rate: float) -> Reals:
 
 
 @dataclass(frozen=True)
-class Steps:
+class RankSteps:
     """The distribution on a table, most popular rows first.
 
     Step k ends with rank `last[k]` (counted from 1); its rows are equally likely and together have
@@ -112,7 +112,7 @@ class Steps:
 
 
 @cache
-def steps(rows: int) -> Steps:
+def steps(rows: int) -> RankSteps:
     """Return the classes as ranks of a table with `rows` rows.
 
     A rank has what the most popular `rank / rows` of all rows have beyond those before it: on a
@@ -126,7 +126,7 @@ def steps(rows: int) -> Steps:
     last[-1] = rows
     last = np.unique(last[last > 0])
     until = np.interp(last / rows, np.append(0.0, row_share), np.append(0.0, lookup_share))
-    return Steps(last, np.diff(until / until[-1], prepend=0.0))
+    return RankSteps(last, np.diff(until / until[-1], prepend=0.0))
 
 
 def ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:

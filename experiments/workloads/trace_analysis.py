@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.workloads import cache_bounds, production
-from experiments.workloads.cache_bounds import Trace
+from experiments.workloads.cache_bounds import RowTrace
 from experiments.workloads.distributions import Ids, Reals, integral
 
 NEVER = -1  # before the first lookup of a row there is none
@@ -34,7 +34,7 @@ def stack_distances(rows: Ids) -> Ids:
     return np.where(previous < 0, NEVER, earlier - (previous + 1))
 
 
-def batch_distances(trace: Trace) -> Ids:
+def batch_distances(trace: RowTrace) -> Ids:
     """Return stack distances for caches that probe a whole batch before any row moves.
 
     For each row of a batch: how many rows were used more recently than it before the batch began. A
@@ -85,7 +85,7 @@ POINTS, ROUNDS, ZOOM = 11, 9, 0.45
 
 
 @dataclass(frozen=True)
-class Fit:
+class ZipfFit:
     """The most likely zipf distribution, and how far the lookups differ from it."""
 
     s: float
@@ -114,7 +114,7 @@ class Blocks:
         return cls(np.cumsum(sizes), lookups)
 
 
-def fit(ranking: Ids, judged: Ids, rows: int) -> Fit | None:
+def fit(ranking: Ids, judged: Ids, rows: int) -> ZipfFit | None:
     """Fit a zipf distribution to each row's lookups in two halves; None where they are too few."""
     blocks = Blocks.of(ranking, judged, rows)
     if len(blocks.last) < 3 or blocks.lookups.sum() < 100:
@@ -133,7 +133,7 @@ def fit(ranking: Ids, judged: Ids, rows: int) -> Fit | None:
     s_best, q_best = best[0], float(np.expm1(best[1]))
     mass = masses(blocks, np.array([s_best]), q_best)[0]
     seen = np.cumsum(blocks.lookups) / blocks.lookups.sum()
-    return Fit(s_best, q_best, float(np.abs(np.cumsum(mass) - seen).max()))
+    return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - seen).max()))
 
 
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
@@ -189,9 +189,9 @@ class Lookups:
         """Return `ids` batch by batch."""
         return [self.ids[a:b] for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
 
-    def trace(self, warm: int) -> Trace:
+    def trace(self, warm: int) -> RowTrace:
         """Return the trace as caches see it; the first `warm` batches are not counted."""
-        return Trace.of(self.slices(), warm)
+        return RowTrace.of(self.slices(), warm)
 
 
 def samples(lookups: Lookups) -> dict[str, list[int]]:
@@ -292,7 +292,7 @@ def distances(lookups: Lookups) -> Numbers:
     }
 
 
-def hit_rates(trace: Trace, fractions: Sequence[float]) -> Numbers:
+def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> Numbers:
     """Return what caches serve of the counted batches.
 
     LRU at any size, ideals at `fractions` of the distinct rows of the trace.
@@ -312,7 +312,7 @@ def hit_rates(trace: Trace, fractions: Sequence[float]) -> Numbers:
         hit = (distance != NEVER) & (distance < size)
         return rates(size, int(weight[hit].sum()), int(hit.sum()))
 
-    def ideal(serve: Callable[[Trace, int], cache_bounds.Hits], size: int) -> Numbers:
+    def ideal(serve: Callable[[RowTrace, int], cache_bounds.Hits], size: int) -> Numbers:
         hits = serve(trace, size)
         return rates(size, sum(hits.lookups), sum(hits.rows))
 

@@ -63,7 +63,7 @@ def test_what_is_wrong_is_wrong_before_the_first_job(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "job", None)  # nothing may be started
+    monkeypatch.setattr(launch, "run_job", None)  # nothing may be started
     assert cli.main(["-m", *words, f"report.folder={tmp_path}/runs"]) == 2
     assert PROBES[words] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

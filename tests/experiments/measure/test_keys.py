@@ -30,7 +30,7 @@ from experiments.measure.outcome import Wrong
 from experiments.run.session import Session
 from experiments.timing.clock import UnsupportedMode, Work
 from experiments.workloads import cache_bounds
-from experiments.workloads.cache_bounds import Trace
+from experiments.workloads.cache_bounds import RowTrace
 
 CPU = torch.device("cpu")
 SPACE = KeySpace(Order.permuted, 3)
@@ -342,7 +342,7 @@ def test_exact_caches_follow_the_program_and_so_does_a_table_of_one_bucket(
 ) -> None:
     rng = np.random.default_rng(1)
     batches = [rng.zipf(1.3, 24) % 90 for _ in range(60)] + [np.arange(70)] * 2
-    got = cache_bounds.run(Trace.of(batches, 0), 32, policy)
+    got = cache_bounds.run(RowTrace.of(batches, 0), 32, policy)
     assert got.rows == brute([b.tolist() for b in batches], 32, policy)
     config = configure.load(["+experiment=eviction_quality", "device=cpu"])
     name = policy.name.replace("exact", "scored")

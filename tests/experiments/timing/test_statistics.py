@@ -118,8 +118,8 @@ def test_what_could_have_been_seen_shrinks_with_the_noise() -> None:
 
 
 def test_margins_come_from_the_noise_or_the_least_of_interest() -> None:
-    assert statistics.margin(0.03, 0.001, 5) == 0.03
-    assert statistics.margin(0.03, 0.04, 4) == pytest.approx(0.06)
+    assert statistics.gate_margin(0.03, 0.001, 5) == 0.03
+    assert statistics.gate_margin(0.03, 0.04, 4) == pytest.approx(0.06)
     assert statistics.median_deviation([0.1, -0.2, 0.3]) == 0.2
 
 

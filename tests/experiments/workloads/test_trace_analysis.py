@@ -47,7 +47,7 @@ def test_stack_distances_are_those_of_a_list(count: int) -> None:
     assert trace_analysis.stack_distances(rows).tolist() == expected
 
 
-def recent_rows(trace: cache_bounds.Trace) -> list[int]:
+def recent_rows(trace: cache_bounds.RowTrace) -> list[int]:
     """For each access, how many rows were used after its own, before its batch."""
     order: list[int] = []  # least recent first
     found = []
@@ -64,7 +64,9 @@ def recent_rows(trace: cache_bounds.Trace) -> list[int]:
 
 
 def test_batch_distances_are_those_of_a_list() -> None:
-    trace = cache_bounds.Trace.of([draw(n, 30, 0.8, seed=n) for n in (9, 1, 14, 25, 3, 3, 40)], 2)
+    trace = cache_bounds.RowTrace.of(
+        [draw(n, 30, 0.8, seed=n) for n in (9, 1, 14, 25, 3, 3, 40)], 2
+    )
     assert trace_analysis.batch_distances(trace).tolist() == recent_rows(trace)
 
 
