@@ -1,22 +1,27 @@
 """The benchmark harness: runs experiments of conf/ on emblib and its peers, and reports them.
 
-It sees emblib's public names only; emblib never imports it. Where what is:
+It sees emblib's public names only; emblib never imports it. Its packages, lowest first (each
+imports from those before it only, for annotations from any):
 
-    cli, config       the command line, checked; the schema of conf/; the cells of a sweep
+    paths, config     where things are; the schema of conf/; arms, and the cells of a sweep
     workloads         tables, and batches of lookups into them: distributions, trace files
-    contenders        the implementations that are measured, all with one interface
+    machine           the machine: environment, flags, bandwidth, ceilings, telemetry, memory
     timing            clocks, warm-up, the race, statistics and verdicts
-    machine           the machine: environment, flags, bandwidth, ceilings, telemetry
-    measure           one cell of each kind, measured in its own process (needs torch)
-    run               jobs in fresh processes, from configuration to report; several ranks
-    kinds             the kinds of experiments: their tables of numbers and their reports
-    gate              the kind that compares two revisions of emblib
+    contenders        the implementations that are measured; `registry`, what is known of each by
+                      name, is below config
+    quality           models that are trained with tables made smaller
     results           records on disk, and the metrics computed from them
-    report            figures, tables and pages of one run
-    compare           the same for several machines, and for published figures
+    measure           one cell of each kind, measured in its own process (needs torch)
+    kinds             the kinds of experiments: their cells and their tables of numbers
+    report            figures, tables and pages of one run; published figures
+    kind_reports      what the report of each kind says and draws
+    configure         the command line, checked
+    run               jobs in fresh processes, from configuration to report; several ranks
+    gate              the kind that compares two revisions of emblib
     bundle            results as an archive that can be verified
-    launch            many runs at once, over Hydra's launchers
-    listing, doctor, reference, gallery  small commands: `python run.py COMMAND --help`
+    compare           one experiment on several machines
+    front_page, kernel_times, doctor, gallery, launch, listing, reference, cli
+                      commands: `python run.py COMMAND --help`
 
 What it calls things. A *sample* is one timed execution of a *phase* (forward or step). An *arm* is
 a contender with its rank or its cache's size. A *round* takes every phase of every arm in random

@@ -295,7 +295,7 @@ def memory() -> Iterator[CheckResult]:
     import torch
 
     from experiments.machine.cpu import Cpu
-    from experiments.timing.memory import available_bytes, resettable_peak
+    from experiments.machine.memory import available_bytes, resettable_peak
 
     yield CheckResult("free for tables", f"{available_bytes(torch.device('cpu')) / 1e9:.1f} GB")
     setting = "sys/kernel/mm/transparent_hugepage/enabled"

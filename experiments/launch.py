@@ -29,12 +29,12 @@ from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments import kinds
-from experiments.config import configure
+from experiments import configure, kinds
 from experiments.config.schema import MULTIRUN, Config, DeviceKind, UsageError
+from experiments.kinds.base import Ranks
+from experiments.measure.process import asked_to_end_with_parent
 from experiments.paths import CONF, ROOT
 from experiments.results.store import RunStore
-from experiments.run.process import asked_to_end_with_parent
 
 WAIT_SECONDS = 0.5
 GPUS = "EMBLIB_GPUS"  # devices that jobs may use, where the launcher changes CUDA_VISIBLE_DEVICES
@@ -339,7 +339,7 @@ def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
 
 def _ranks(config: DictConfig | Config) -> int:
     """Return the largest number of concurrent ranks."""
-    if not kinds.find(str(config.kind)).over_ranks:
+    if kinds.find(str(config.kind)).arms.ranks is not Ranks.OF_WORLDS:
         return int(config.device.ranks)
     asked = [config.sharding, *(case.sharding for case in config.cases.values())]
     return max(int(world) for sharding in asked for world in sharding.worlds)

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from experiments import kinds, launch
-from experiments.config import configure
+from experiments import configure, kinds, launch
 from experiments.config.schema import Config, UsageError
 from experiments.contenders import registry
+from experiments.kinds.base import Effort
 from experiments.paths import CONF, REFERENCE
 from experiments.results.store import read_json, runs_in
 from experiments.run import jobs
@@ -65,7 +65,9 @@ def extent(config: Config) -> tuple[str, str]:
     if kinds.find(config.kind).leads:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)
-    limited = [cell for cell in cells if kinds.find(cell.kind).limited]
+    limited = [
+        cell for cell in cells if kinds.find(cell.kind).measurement.effort is not Effort.TRAINED
+    ]
     if not limited:
         return str(len(cells)), UNKNOWN
     total = sum(jobs.replicates(cell, config) * jobs.seconds_of(cell, config) for cell in limited)

@@ -18,8 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import front_page
-from experiments.config import configure
+from experiments import configure, front_page
 from experiments.config.schema import UsageError, folder_name
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text

@@ -67,7 +67,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
         for path in sorted(files):
             contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
         runs.append(describe(name, run))
-        if run.kind.rebuilds:
+        if run.kind.reporting.rebuild:
             notes.append(
                 f"{name}: what follows from its samples is the {run.kind.name}'s own work, "
                 "and only its checksums are verified."
@@ -122,7 +122,7 @@ def _rebuilt(directory: Path, target: Path) -> Run:
     """
     try:
         run = Run.read(directory)
-        if run.kind.rebuilds:
+        if run.kind.reporting.rebuild:
             shutil.copytree(directory, target, ignore=shutil.ignore_patterns(".*"))
             unpack_records(target)
             return dataclasses.replace(run, path=target)

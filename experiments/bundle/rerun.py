@@ -12,10 +12,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments import configure
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import CheckedClaim, Claim, ClaimOutcome, claims_of, compare
-from experiments.config import configure
-from experiments.config.schema import Config, Rerun, UsageError, folder_name
+from experiments.config.schema import (
+    Config,
+    DeviceKind,
+    Rerun,
+    UsageError,
+    device_kind,
+    folder_name,
+)
 from experiments.paths import CONF, ROOT
 from experiments.report.data import Run
 from experiments.results.store import read_config
@@ -67,7 +74,7 @@ def measure_again(
     claims = claims_of(old)
     if not claims:
         return Again([], reason="it claims nothing that could be compared")
-    if entry["cuda"] and configure.device_kind(old_kind(old)) != "cuda":
+    if entry["cuda"] and device_kind(old_kind(old)) != "cuda":
         return Again(_all(claims, "measured on a GPU, and there is none here"))
     words = ["bundle", "measure", str(packed / "config.yaml"), str(folder), preset]
     done = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT)
@@ -87,7 +94,7 @@ def measure_again(
 
 def old_kind(run: Run) -> Any:
     """Return the device that the configuration means; 'auto' is cuda only where there is one."""
-    return configure.DeviceKind[str(run.config.device.kind)]
+    return DeviceKind[str(run.config.device.kind)]
 
 
 def _all(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:

@@ -180,7 +180,7 @@ def _check_run(
 ) -> list[str]:
     run = Run.read(folder)
     problems = _facts(entry, run) if words else []
-    if run.kind.rebuilds:
+    if run.kind.reporting.rebuild:
         return problems  # a note of the bundle says that its numbers are not checked
     again = _rebuilt(folder, scratch)
     names = {p.name for place in (folder, again) for p in place.glob("*.csv")}

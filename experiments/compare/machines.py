@@ -178,7 +178,7 @@ def read(paths: Sequence[Path]) -> list[Machine]:
         raise NotComparable(
             f"these runs ask different questions ({', '.join(names)}): take runs of one experiment"
         )
-    if not all(run.kind.comparable for run in runs):
+    if not all(run.kind.reporting.compared for run in runs):
         raise NotComparable(f"{names[0]} looks at ids only: a machine makes no difference to it")
     # A mode that all have, or else each run's own first one, which a notice says.
     shared = [mode for mode in runs[0].modes if all(mode in run.modes for run in runs)]

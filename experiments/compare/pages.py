@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.compare import confounders, figures, published
+from experiments.compare import confounders, figures
 from experiments.compare.machines import CEILINGS, Comparison, Machine, known_ceiling
-from experiments.compare.published import JudgedFigure, Publication, PublishedFigure, Reproduction
 from experiments.config.schema import folder_name
 from experiments.config.sweep import SWEEP
-from experiments.kinds import anchor_report
+from experiments.kind_reports import anchor as anchor_report
 from experiments.machine import ceilings
 from experiments.paths import ROOT
-from experiments.report import document, text
+from experiments.report import document, published, text
 from experiments.report.document import Notice, Page, Section
+from experiments.report.published import JudgedFigure, Publication, PublishedFigure, Reproduction
 from experiments.report.tables import Column, Table, Value
 from experiments.results.store import RunStore
 

@@ -29,6 +29,7 @@ import yaml
 HERE = Path(__file__).parent
 TABLE = "contenders.yaml"
 VARIANTS = ("", "rank", "cache")
+SHARDED = "sharded_"  # begins the names of emblib's contenders over ranks; then the sharding type
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 TARGET = re.compile(r"(\w+):(\w+)")
 REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9._+!-]+)")
@@ -44,6 +45,10 @@ class Unsupported(Exception):
 
 class Missing(Unsupported):
     """This contender needs a package that is not installed; the message says what to type."""
+
+
+class Wrong(Exception):
+    """The contender computed something else; it is reported as wrong and not timed."""
 
 
 @dataclass(frozen=True)
@@ -183,11 +188,6 @@ def dense(name: str) -> bool:
 def fits(name: str, ranks: int) -> bool:
     """Return whether the contender is measured in a world of so many ranks."""
     return ranks == 1 or name not in entries() or not entries()[name].alone
-
-
-def of_bags() -> tuple[str, ...]:
-    """Return the contenders that look up bags, which the kind `time` measures."""
-    return tuple(name for name, entry in entries().items() if not entry.keyed)
 
 
 def cached() -> tuple[str, ...]:

@@ -16,11 +16,11 @@ import torch
 from experiments.config.sweep import Cell
 from experiments.contenders.base import Contender, build
 from experiments.gate.points import BuildResult, Point, Setup, TakeSamples
+from experiments.machine import memory
 from experiments.measure.outcome import status_of, verify
+from experiments.measure.process import note
+from experiments.measure.session import Session
 from experiments.measure.timing import VERIFY_BATCH, task_of
-from experiments.run.process import note
-from experiments.run.session import Session
-from experiments.timing import memory
 from experiments.timing.clock import Clock, Work, clock_for
 from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up

@@ -19,8 +19,8 @@ import torch
 from experiments.config.schema import Config
 from experiments.gate.points import BuildResult, Point, Setup, TakeSamples, WarmUp, WeighPoint
 from experiments.gate.rules import Evidence, Request, Rules, Stage, next_request
+from experiments.measure.process import Child, Died, Limits
 from experiments.results.store import Record, RunStore
-from experiments.run.process import Child, Died, Limits
 from experiments.run.progress import Display
 from experiments.timing import statistics
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import OPERATIONS
-from experiments.kinds.base import KEYS, Kind, median_of
+from experiments.config.schema import OPERATIONS, Mode
+from experiments.kinds.base import (
+    KEYS,
+    ArmRules,
+    CellKinds,
+    Kind,
+    Measurement,
+    Reporting,
+    Sort,
+    median_of,
+)
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
@@ -17,23 +26,13 @@ from experiments.timing import statistics
 YARDSTICK = "find_slots"  # of the subject at the same load: what ratios are to
 PHASE = "insert"  # what a table that grows is timed at
 
-FORMULA = (
-    "Keys per second are keys of a call ÷ its median time. Ratios are time ÷ the time of find* of "
-    "the subject at the same load, paired in each round: 3× means that find* does three times as "
-    "many keys in the same time. find copies the values of the keys, find* and find_or_insert* "
-    "give their slots. Calls that change a table are undone before the next one, outside of its "
-    "time; where the new keys do not fit, they take the places of others, as in a full table. Of a "
-    "table that evicts from time to time, a sample is the mean of as many calls as that is."
-)
-
 
 class Keys(Kind):
     """How many keys per second does each operation of a hash table process?"""
 
     name = KEYS
-    measures = "experiments.measure.keys:keys_cell"
-    report = "experiments.kinds.keys_report"
-    notes = (FORMULA,)
+    measurement = Measurement("experiments.measure.keys:keys_cell")
+    reporting = Reporting("experiments.kind_reports.keys")
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the rate of each table's first operation."""
@@ -48,11 +47,10 @@ class Growth(Kind):
     """How long does a growing hash table pause, and how much memory does it take?"""
 
     name = "growth"
-    case_kind = "growth"
-    keyed: ClassVar[bool | None] = True
-    measures = "experiments.measure.growth:growth_cell"
-    has_modes = False
-    report = "experiments.kinds.growth_report"
+    cell_kinds = CellKinds(cases="growth")
+    arms = ArmRules(contenders=Sort.KEYED)
+    measurement = Measurement("experiments.measure.growth:growth_cell", modes=(Mode.hot,))
+    reporting = Reporting("experiments.kind_reports.growth")
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the rate at which each table was filled."""

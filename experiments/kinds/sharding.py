@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import CaseConfig, Config, Scaling
+from experiments.config.schema import CaseConfig, Config, Mode, Scaling
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
-from experiments.kinds.base import KEYS, Kind
+from experiments.contenders.registry import SHARDED
+from experiments.kinds.base import (
+    KEYS,
+    ArmRules,
+    Compared,
+    Effort,
+    Kind,
+    Measurement,
+    Ranks,
+    Reporting,
+)
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing.statistics import Effect
 
-if TYPE_CHECKING:
-    from experiments.report.data import Run
-
 STEP, COMPUTE = "step", "local"
-OURS = "sharded_"  # contenders of emblib's that are spread over ranks; what follows is the type
 PARTS = {  # what is timed of a step besides the whole of it
     "input": "distribute ids",
     "local": "look up and update",
@@ -30,19 +35,11 @@ PARTS = {  # what is timed of a step besides the whole of it
 }
 SAME_BATCH = ("T", "E", "D", "L", "s", "q")
 
-FORMULA = (
-    "A sample is what the slowest rank took. Compute is the lookup and the update of the rows that "
-    "a rank holds, for ids that it has already, done by all ranks at once; communication is the "
-    "rest of the step: routing, sending both ways, waiting for other ranks, combining. Efficiency "
-    "compares with one rank: of weak scaling, the step of one rank ÷ the step of W; of strong "
-    "scaling, the step of one rank ÷ W ÷ the step of W."
-)
-
 
 class OverRanks(Kind):
     """A kind whose cells are measured in every world of `sharding.worlds`."""
 
-    over_ranks: ClassVar[bool] = True
+    arms = ArmRules(ranks=Ranks.OF_WORLDS)
 
     def kind_of_case(self, case: CaseConfig) -> str:
         """Return this kind, unless the case is about hash tables."""
@@ -85,9 +82,8 @@ class Sharding(OverRanks):
     """What does a step cost over ranks, and what does the cost model predict?"""
 
     name = "sharding"
-    measures = "experiments.measure.sharding:sharding_cell"
-    report = "experiments.kinds.sharding_report"
-    verdicts = True
+    measurement = Measurement("experiments.measure.sharding:sharding_cell")
+    reporting = Reporting("experiments.kind_reports.sharding", compared=Compared.PROCESSES)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return sharding.csv and predictions.csv."""
@@ -98,23 +94,20 @@ class Calibration(OverRanks):
     """What do lookups, updates and messages cost on this machine?"""
 
     name = "calibration"
-    only_arm = "constants"
-    measures = "experiments.measure.sharding:calibration_cell"
-    timed = False
-    has_modes = False
-    report = "experiments.kinds.calibration_report"
-    side_by_side = False
-    done = "None: the constants of {count} worlds were measured."
+    arms = ArmRules(only="constants", ranks=Ranks.OF_WORLDS)
+    measurement = Measurement(
+        "experiments.measure.sharding:calibration_cell", effort=Effort.ONCE, modes=(Mode.hot,)
+    )
+    reporting = Reporting(
+        "experiments.kind_reports.calibration",
+        compared=Compared.MACHINES,
+        success="None: the constants of {count} worlds were measured.",
+    )
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return whether it worked."""
         done = any(record["status"] == "ok" for record in records)
         return "calibrated" if done else super().progress(records)
-
-    def write_files(self, run: Run) -> Mapping[str, str]:
-        """Return calibration.json, which `emblib.sharding.planner.Calibration` loads."""
-        found = self._report().calibrations(run)
-        return {"calibration.json": json.dumps(found[max(found)], indent=1) + "\n"} if found else {}
 
 
 def counterpart(contender: str) -> str:
@@ -122,7 +115,7 @@ def counterpart(contender: str) -> str:
     if contender in ("torchrec_fused", "torchrec_unsharded"):
         return "collection"
     kind = contender.removeprefix("torchrec_")
-    return f"{OURS}{kind}" if kind != contender else ""
+    return f"{SHARDED}{kind}" if kind != contender else ""
 
 
 def beside_torchrec(rows: pd.DataFrame) -> pd.DataFrame:
@@ -132,7 +125,7 @@ def beside_torchrec(rows: pd.DataFrame) -> pd.DataFrame:
 
 def type_of(contender: str) -> str:
     """Return the sharding type of a sharded contender, as in 'row-wise'; the name of others."""
-    for prefix in (OURS, "torchrec_"):
+    for prefix in (SHARDED, "torchrec_"):
         if contender.startswith(prefix):
             return contender.removeprefix(prefix).replace("_", "-")
     return contender

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import Config
+from experiments.config.schema import Config, Mode
 from experiments.config.sweep import Cell
-from experiments.kinds.base import Kind
+from experiments.kinds.base import (
+    ArmRules,
+    CellKinds,
+    Compared,
+    Effort,
+    Kind,
+    Measurement,
+    Reporting,
+)
 from experiments.results.store import Record
 from experiments.workloads.trace_analysis import SHARES
-
-if TYPE_CHECKING:
-    from experiments.report.data import Run
-    from experiments.report.tables import Table
 
 POLICIES = ("lru", "offline", "static_top")
 COLUMNS = (
@@ -29,17 +33,20 @@ class Trace(Kind):
     """How skewed is a trace, what is its working set, and what could caches serve?"""
 
     name = "trace"
-    case_kind = "trace"
-    swept_first = True  # the user's own trace; cases are what it is compared with
-    only_arm = "lookups"
-    makes_tables = False
-    measures = "experiments.measure.trace:trace_cell"
-    timed = False
-    has_modes = False
-    report = "experiments.kinds.trace_report"
-    side_by_side = False
-    comparable = False
-    done = "None: all {count} sets of lookups were read."
+    # The sweep is the user's own trace; cases are what it is compared with.
+    cell_kinds = CellKinds(cases="trace", sweep_first=True)
+    arms = ArmRules(only="lookups")
+    measurement = Measurement(
+        "experiments.measure.trace:trace_cell",
+        effort=Effort.ONCE,
+        modes=(Mode.hot,),
+        makes_tables=False,
+    )
+    reporting = Reporting(
+        "experiments.kind_reports.trace",
+        compared=Compared.NOTHING,
+        success="None: all {count} sets of lookups were read.",
+    )
 
     def case_cells(self, config: Config) -> list[Cell]:
         """Return the cases with the run's caches, which is what curves are compared at."""
@@ -56,11 +63,6 @@ class Trace(Kind):
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return tables.csv and ideal_hit_rates.csv."""
         return {"tables": tables(records), "ideal_hit_rates": curves(records)}
-
-    def section_table(self, run: Run, section: str) -> Table | None:
-        """Return the numbers of every table of the trace."""
-        found: Table = self._report().section_table(run, section)
-        return found
 
 
 def looked_at(records: Sequence[Record]) -> list[Record]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import emblib
 from experiments.machine.cpu import last_level_cache_bytes
-from experiments.timing.memory import available_bytes
+from experiments.machine.memory import available_bytes
 
 ROW_BYTES = (64, 128, 256, 512, 1024)
 ID_BYTES = 8  # int64, offsets too

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
+from experiments.contenders.registry import Wrong
+from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
-from experiments.measure.keys import FILL, KeySpace, values_of
-from experiments.measure.outcome import Outcome, Wrong, describe
+from experiments.measure.keys import KEYS_PER_FILL
+from experiments.measure.outcome import Outcome, describe
+from experiments.measure.session import Session
 from experiments.results.store import Record
-from experiments.run.session import Session
-from experiments.timing import memory
+from experiments.workloads.keys import KeySpace, values_of
 from experiments.workloads.workload import table_shapes
 
 FILLED = 0.75  # of the slots in the end
@@ -128,8 +130,8 @@ def _call(table: KeyTable, keys: Tensor) -> float:
 def _check(table: KeyTable, space: KeySpace, total: int) -> None:
     """Check that every key is present, in its own slot, with its value."""
     found = []
-    for first in range(0, total, FILL):
-        keys = space.run(first, min(FILL, total - first))
+    for first in range(0, total, KEYS_PER_FILL):
+        keys = space.run(first, min(KEYS_PER_FILL, total - first))
         values = values_of(keys, table.task.dim)
         found.append(table.find_slots(table.prepare(keys, values)).cpu())
         if "find" in table.operations and not torch.equal(

@@ -22,10 +22,10 @@ from torch import Tensor
 
 import emblib
 from experiments.config.sweep import Cell
-from experiments.contenders.registry import Unsupported
-from experiments.measure.outcome import Outcome, Wrong, describe
+from experiments.contenders.registry import Unsupported, Wrong
+from experiments.measure.outcome import Outcome, describe
+from experiments.measure.session import Session
 from experiments.results.store import Record
-from experiments.run.session import Session
 from experiments.timing import statistics
 
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from experiments.config.sweep import Arm, Cell
+from experiments.config.sweep import PLAIN, Arm, Cell
 from experiments.contenders.registry import Missing
 from experiments.measure.outcome import Outcome, describe
-from experiments.quality import PLAIN
+from experiments.measure.session import Session
 from experiments.quality.data import Clicks, DataSource, Unreadable, load
 from experiments.quality.methods import FLOAT, Stored
 from experiments.quality.training import (
@@ -28,7 +28,6 @@ from experiments.quality.training import (
     task_of,
 )
 from experiments.results.store import Record
-from experiments.run.session import Session
 
 SMOKE = 600  # samples of a smoke run
 

@@ -21,11 +21,10 @@ from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task
 from experiments.contenders.sharded import ranks_of
-from experiments.kinds.sharding import OURS
 from experiments.measure.outcome import Outcome, describe
+from experiments.measure.session import Session
 from experiments.measure.timing import measure_cell, whole_steps
 from experiments.results.store import Record
-from experiments.run.session import Session
 from experiments.timing.race import Phase
 from experiments.workloads.workload import Pool, table_shapes
 
@@ -80,7 +79,7 @@ class Predictor:
 
     def of(self, contender: str) -> Record:
         """Return the prediction for a contender; empty where it has no plan."""
-        if self.found is None or not contender.startswith(OURS):
+        if self.found is None or not contender.startswith(registry.SHARDED):
             return {}
         here, scaling = self.cell.ranks, self.cell.scaling
         told = [self._step(contender, here, scaling, self.found)]

@@ -10,8 +10,8 @@ import numpy as np
 from experiments.config.schema import Distribution
 from experiments.config.sweep import Cell
 from experiments.measure.outcome import Outcome, describe, facts
+from experiments.measure.session import Session
 from experiments.results.store import Record
-from experiments.run.session import Session
 from experiments.workloads import production, trace_analysis
 from experiments.workloads.distributions import Ids
 from experiments.workloads.trace_analysis import Lookups, Numbers

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from experiments.quality import PLAIN
+from experiments.config.sweep import PLAIN
 from experiments.quality.data import Clicks, counts
 from experiments.quality.methods import METHODS, NETWORK_RATE, MethodTask, Rows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from experiments.config.schema import PHASES, Mode
+from experiments.kinds.base import Compared
 from experiments.machine.ceilings import Roofs
 from experiments.machine.flags import MINOR, explain
 from experiments.report import text
@@ -81,7 +82,7 @@ VERDICTS = (
 
 def how_to_read(run: Run) -> list[str]:
     """Return the notes that apply to this run."""
-    if not run.kind.side_by_side:
+    if run.kind.reporting.compared < Compared.ROUNDS:
         return []
     found = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
     several = max(run.passes().values(), default=0) > 1
@@ -187,6 +188,8 @@ def _unfinished(run: Run) -> list[str]:
             f"planned {text.count(run.planned, 'process', 'processes')} (fewest: {min(short)}). "
             "One process gives no interval; two take the spread of the run's other cells."
         )
+    if values := run.info.get("values_left_out"):
+        found.append(f"Not in this run, for timing.max_cells: {', '.join(values)}.")
     left_out = int(run.info.get("cells_left_out", 0))
     if left_out:
         found.append(

@@ -123,6 +123,6 @@ def sentence(run: Run) -> str:
     statuses = outcomes(run)["status"]
     bad = statuses[statuses != "ok"].value_counts()
     if not len(bad):
-        return run.kind.done.format(count=len(statuses))
+        return run.kind.reporting.success.format(count=len(statuses))
     words = ", ".join(f"{bad[status]} {status}" for status in MEANING if status in bad)
     return f"{bad.sum()} of {len(statuses)} measurements have no result, or not all of it: {words}."

@@ -11,6 +11,7 @@ from pathlib import Path
 from experiments import kinds
 from experiments.config.schema import AXES, Config, Rerun
 from experiments.config.sweep import SWEEP, Cell
+from experiments.kinds.base import Effort
 from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
@@ -33,17 +34,19 @@ class Job:
 
     def key(self, config: Config) -> tuple[str, int]:
         """Return a key that is the same in every run that asks for the same measurement."""
-        return point_key(self.cell, config), self.replicate
+        packages = kinds.find(self.cell.kind).measurement.packages
+        return point_key(self.cell, config, packages), self.replicate
 
 
 def replicates(cell: Cell, config: Config) -> int:
     """Return the number of fresh processes that measure the cell; counts are the same in each."""
-    return config.timing.replicates if kinds.find(cell.kind).timed else 1
+    once = kinds.find(cell.kind).measurement.effort is Effort.ONCE
+    return 1 if once else config.timing.replicates
 
 
 def seconds_of(cell: Cell, config: Config) -> float:
     """Estimate the seconds of one process from above, without building tables."""
-    if not kinds.find(cell.kind).timed:
+    if kinds.find(cell.kind).measurement.effort is Effort.ONCE:
         return START_SECONDS
     timing = config.timing
     warm = len(cell.arms) * timing.warmup_seconds

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from experiments import kinds
+from experiments.machine import memory
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
+from experiments.measure.process import Child, Died, Limits, is_out_of_memory, note
+from experiments.measure.session import Orders, RankSync
 from experiments.results.store import Record
-from experiments.run.process import Child, Died, Limits, is_out_of_memory, note
-from experiments.run.session import Orders, RankSync
-from experiments.timing import memory
 from experiments.timing.clock import Clock, Phase, Reading, Work
 
 ARM, CLOCK = 1.0, 2.0  # whose a failure is: the contender's, or of all that was timed together

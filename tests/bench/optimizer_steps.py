@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.timing import memory, statistics
+from experiments.timing import statistics
+from experiments.machine import memory
 from tests.bench.cpu_peers import CASES, ENVIRONMENT
 from tests.bench.optimizer_options import (
     OPTIONS,

@@ -19,8 +19,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from experiments import cli, launch
-from experiments.config import configure
+from experiments import cli, configure, launch
 from experiments.launch import Slot
 from experiments.paths import ROOT
 from experiments.results.store import read_records

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from experiments.config import configure
+from experiments import configure
 from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, pairs, power, setup, verdicts
 from experiments.gate.pairs import PairJob, Revisions, Side, Trial, run_pair
@@ -27,7 +27,7 @@ from experiments.gate.points import (
 )
 from experiments.gate.rules import Evidence, Rules
 from experiments.gate.verdicts import Findings, PointFinding, findings
-from experiments.run.process import Died
+from experiments.measure.process import Died
 from experiments.timing.statistics import Verdict
 
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from emblib.reference.cache import CacheModel
-from experiments.config import configure
+from experiments import configure
 from experiments.config.schema import CacheConfig, Config, TimingConfig, WorkloadConfig
 from experiments.config.sweep import IDEALS, Cell, arms_of
+from experiments.kind_reports.cache import at_headline
 from experiments.kinds import cache, expand
-from experiments.kinds.cache_report import at_headline
 from experiments.measure.cache import cache_cell, trace_of
 from experiments.measure.timing import Session
 from experiments.report import Run, pages, write_report

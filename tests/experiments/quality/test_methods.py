@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from experiments.config.sweep import TRAINED
 from experiments.contenders.registry import Unsupported
-from experiments.quality import LABELS, methods
+from experiments.quality import methods
 from experiments.quality.methods import METHODS, MethodTask, Rows
 
 ROWS, DIM = (3000, 900), 16
@@ -33,7 +34,7 @@ def some_ids(count: int = 64) -> torch.Tensor:
 
 
 def test_every_method_has_a_label() -> None:
-    assert list(METHODS) == list(LABELS)
+    assert list(METHODS) == list(TRAINED)
 
 
 @pytest.mark.parametrize("name", METHODS)

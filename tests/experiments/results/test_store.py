@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import experiments
+from experiments.measure.process import Child
 from experiments.results.store import (
     POINTS,
     SCHEMA_VERSION,
@@ -21,7 +22,6 @@ from experiments.results.store import (
     runs_in,
     unpack_records,
 )
-from experiments.run.process import Child
 
 
 def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) -> None:

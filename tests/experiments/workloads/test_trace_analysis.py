@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 
 from experiments.config.schema import CacheConfig, Config, Distribution, WorkloadConfig
 from experiments.config.sweep import Cell, arms_of
+from experiments.kind_reports import trace as trace_report
 from experiments.kinds import trace as frames
-from experiments.kinds import trace_report
+from experiments.measure.session import Session
 from experiments.measure.trace import trace_cell
 from experiments.report import Run, notes, pages, text, write_report
-from experiments.run.session import Session
 from experiments.workloads import cache_bounds, distributions, trace_analysis
 from experiments.workloads.trace_analysis import Lookups
 from experiments.workloads.trace_files import TraceError

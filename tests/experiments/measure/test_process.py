@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.measure.process import Child, Died, Limits
 from experiments.paths import ROOT
-from experiments.run.process import Child, Died, Limits
 
 CHILDREN = "tests.experiments.children"
 
@@ -89,7 +89,7 @@ def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(
         "import sys, time\n"
-        "from experiments.run.process import Child\n"
+        "from experiments.measure.process import Child\n"
         "if __name__ == '__main__':\n"
         f"    with Child('{CHILDREN}:sleep') as child:\n"
         "        child.receive()\n"

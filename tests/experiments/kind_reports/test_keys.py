@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from experiments.config import configure
-from experiments.kinds import expand, growth_report, keys, keys_report
+from experiments import configure
+from experiments.kind_reports import growth as growth_report
+from experiments.kind_reports import keys as keys_report
+from experiments.kinds import expand, keys
 from experiments.report import Run, text
 
 

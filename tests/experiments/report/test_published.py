@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from experiments import compare
-from experiments.compare import pages, published
-from experiments.compare.published import (
+from experiments import compare, configure
+from experiments.compare import pages
+from experiments.kind_reports import anchor as anchor_report
+from experiments.machine import ceilings
+from experiments.report import Run, published
+from experiments.report.published import (
     Nature,
     Place,
     Publication,
@@ -21,10 +24,6 @@ from experiments.compare.published import (
     Quantity,
     Reproduction,
 )
-from experiments.config import configure
-from experiments.kinds import anchor_report
-from experiments.machine import ceilings
-from experiments.report import Run
 from experiments.results.metrics import frame
 from experiments.workloads.workload import CRITEO_KAGGLE, table_shapes
 from tests.experiments import FIRST_SCHEMA, command_line
@@ -238,10 +237,13 @@ def test_every_published_figure_is_of_a_case_that_exists(source: Publication) ->
             "title: x\nurl: y\nrows: [{name: a, value: 1, unit: s, not_here: z}]",
             "missing mandatory value: source",
         ),
-        ("title: x\nsource: s\nurl: y\nrow: []", "Key 'row' not in 'Source'"),
+        ("title: x\nsource: s\nurl: y\nrow: []", "Key 'row' not in 'Publication'"),
         ("title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s}]", "say `ours:` or"),
         ("title: x\nsource: s\nurl: y", "'rows' is missing"),
-        ("title: x\nsource: s\nurl: y\nrows: [{name: a, valu: 1}]", "Key 'valu' not in 'Figure'"),
+        (
+            "title: x\nsource: s\nurl: y\nrows: [{name: a, valu: 1}]",
+            "Key 'valu' not in 'PublishedFigure'",
+        ),
         (
             "title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s, quantity: speed}]",
             "Invalid value 'speed', expected one of",

@@ -26,6 +26,14 @@ from experiments.report.tables import (
     time_value,
 )
 
+NOTES = (
+    "Keys per second are keys of a call ÷ its median time. Ratios are time ÷ the time of find* of "
+    "the subject at the same load, paired in each round: 3× means that find* does three times as "
+    "many keys in the same time. find copies the values of the keys, find* and find_or_insert* "
+    "give their slots. Calls that change a table are undone before the next one, outside of its "
+    "time; where the new keys do not fit, they take the places of others, as in a full table. Of a "
+    "table that evicts from time to time, a sample is the mean of as many calls as that is.",
+)
 CEILINGS = ("lines", "lines_huge")
 LINE = 0.3  # inches of a bar
 

@@ -16,7 +16,27 @@ from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.figures import contender_curve
 from experiments.report.style import INK, Drawing, Figure, Panel, colour_of
 from experiments.report.tables import Table, Value
+from experiments.results import metrics
 from experiments.workloads.distributions import describe_distribution
+
+_FORMULA = (
+    "A cache is probed with all distinct rows of a batch before any row moves, so that a row is a "
+    "hit or a miss together with all its lookups in that batch. Hit rate per lookup: lookups of "
+    "rows that were there ÷ lookups. Hit rate per distinct row: rows that were there ÷ distinct "
+    "rows, batch by batch; this is the one that says how many rows must be moved. Both are over "
+    "the counted batches, after those that fill the cache."
+)
+_IDEALS = (
+    "'Offline optimum' is Belady's MIN on batches: of the rows it holds and those of the batch it "
+    "keeps the ones looked up again soonest. No cache of that size serves more distinct rows of "
+    "this trace. Among rows due in the same batch it keeps those with more lookups.",
+    "'Static top-k' takes in the k most frequent rows of the trace and no others. Both ideals know "
+    "the whole trace; as any cache, they can hold a row only after its first lookup.",
+    "The dotted line is the top-k of the distribution: the expected hit rate if the k most likely "
+    "rows were always there, as in an endless trace. It can lie above the others where a trace is "
+    "too short for every popular row to have been looked up once.",
+)
+NOTES = (_FORMULA, *_IDEALS, metrics.FORMULA)
 
 OF = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 
@@ -138,8 +158,13 @@ def good(run: Run) -> pd.DataFrame:
     return rows[rows["status"] == "ok"] if len(rows) else rows
 
 
-def section_table(run: Run, section: str) -> Table:
-    """Return one row per point and size: hit rates of policies and ideals, by lookup and row."""
+def section_table(run: Run, section: str) -> Table | None:
+    """Return one row per point and size: hit rates of policies and ideals, by lookup and row.
+
+    None for a section without traces, which has times.
+    """
+    if not len(run.traces) or not (run.traces["section"] == section).any():
+        return None
     rows = good(run)
     rows = rows[rows["section"] == section] if len(rows) else rows
     names = list(dict.fromkeys(rows["contender"])) if len(rows) else []
@@ -163,8 +188,10 @@ def point(run: Run, row: pd.Series) -> str:
     return ", ".join(words.values())
 
 
-def readme_lines(run: Run) -> list[str]:
+def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     """Return the base point in Markdown: the hit rate and step time of each cache size."""
+    if run.table.empty:
+        return None
     rows = good(run)
     rows = rows[rows["cell"] == rows["cell"].iloc[0]]
     names = list(dict.fromkeys(rows["contender"]))
@@ -179,7 +206,8 @@ def readme_lines(run: Run) -> list[str]:
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
     table = ["| " + " | ".join(line) + " |" for line in lines]
-    return [f"Share of the lookups of {_what(run)} that the cache serves:", "", *table]
+    what = f"Share of the lookups of {_what(run)} that the cache serves:"
+    return [f"{command}.", what, "", *table, "", link]
 
 
 OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # of the sizes written at points, by curve

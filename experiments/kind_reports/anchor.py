@@ -8,21 +8,23 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from experiments.compare import published as anchors
-from experiments.compare.published import JudgedFigure, Reproduction, shown
 from experiments.config.sweep import Arm
-from experiments.kinds import keys_report
+from experiments.kind_reports import keys as keys_report
 from experiments.report import answer as timed
 from experiments.report import figures as timed_figures
+from experiments.report import published as anchors
 from experiments.report import text
 from experiments.report.data import Run
+from experiments.report.published import JudgedFigure, Reproduction, shown
 from experiments.report.style import INK, Drawing, Figure, Panel
 from experiments.report.tables import Column, Table, Value
+from experiments.results import metrics
 
 NOTES = (
     anchors.RULE,
     "Published figures, with where they were read and what they are of, are in reports/published/. "
     "Intervals of our figures are those of the median; a figure that follows from sizes has none.",
+    metrics.FORMULA,
 )
 LINE = 0.62  # inches of a published figure in the drawing
 FEWEST_LINES = 2.0

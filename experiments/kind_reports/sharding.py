@@ -12,6 +12,7 @@ import pandas as pd
 
 from experiments.config.schema import Scaling
 from experiments.config.sweep import SWEEP
+from experiments.contenders.registry import SHARDED
 from experiments.kinds import sharding
 from experiments.report import charts, text
 from experiments.report.charts import DASHED, DOTTED, Curve, Mark, Row, Scale, curves
@@ -29,7 +30,11 @@ from experiments.report.tables import (
 )
 
 NOTES = (
-    sharding.FORMULA,
+    "A sample is what the slowest rank took. Compute is the lookup and the update of the rows that "
+    "a rank holds, for ids that it has already, done by all ranks at once; communication is the "
+    "rest of the step: routing, sending both ways, waiting for other ranks, combining. Efficiency "
+    "compares with one rank: of weak scaling, the step of one rank ÷ the step of W; of strong "
+    "scaling, the step of one rank ÷ W ÷ the step of W.",
     "Ratios are TorchRec's time ÷ that of emblib's counterpart in the same processes, paired in "
     "each round: 2× means that emblib's step takes half the time. Both work on the same batches in "
     "the same processes; a rank's gradients are divided by the number of ranks. On CPUs "
@@ -102,7 +107,7 @@ def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
 
     That is in the largest world in which every rank has a core; larger ones measure nothing.
     """
-    ours = rows[rows["contender"].str.startswith(sharding.OURS) & rows["base_s"].notna()]
+    ours = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
     said: list[str] = []
     shared, cores = _sharing_cores(run, ours), _usable_cores(run)
     ours = ours[ours["world_size"] <= cores] if cores else ours
@@ -323,7 +328,7 @@ def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
 
 
 def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
-    ours = rows[rows["contender"].str.startswith(sharding.OURS)]
+    ours = rows[rows["contender"].str.startswith(SHARDED)]
     panels = []
     for scaling in Scaling:
         own = ours[(ours["scaling"] == scaling.value) | (ours["world_size"] == 1)]

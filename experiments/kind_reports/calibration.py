@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,12 @@ def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
     """Return the constants of each world size."""
     good = [r for r in run.records if r["status"] == "ok" and "calibration" in r]
     return {int(r["world_size"]): r["calibration"] for r in good}
+
+
+def write_files(run: Run) -> Mapping[str, str]:
+    """Return calibration.json, which `emblib.sharding.planner.Calibration` loads."""
+    found = calibrations(run)
+    return {"calibration.json": json.dumps(found[max(found)], indent=1) + "\n"} if found else {}
 
 
 def at(curve: Sequence[Sequence[float]], nbytes: float) -> float:

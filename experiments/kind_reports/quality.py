@@ -7,13 +7,28 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.quality import LABELS, PLAIN
+from experiments.config.sweep import PLAIN, TRAINED
+from experiments.kinds.base import CaseReport
 from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
 from experiments.report.tables import Column, Table, Value, bytes_value, factor_value, ratio_value
 
+NOTES = (
+    "Every method trains the same network on the same samples in the same order. The learning rate "
+    "of its tables and the epoch are those of the least loss on validation samples; scores are of "
+    "test samples that no choice has seen. AUC is the share of pairs of a positive and a negative "
+    "sample that the model puts in the right order; log loss is in nats. A process is a seed of "
+    "initial values and order; the samples are the same. Differences to plain tables are paired by "
+    "seed; intervals are 95 % t-intervals over seeds, so other samples can differ by more.",
+    "Only the large tables are made smaller, all to the same share of their bytes; the others stay "
+    "plain. Bytes are those of the parameters; Adagrad doubles them in training. Served bytes are "
+    "with dense tables quantised to 8 bits; all others are served as they are.",
+    "Steps are timed after training, method by method in random order on the same batch, each with "
+    "the network around it: forward, backward and all updates. Ratios are paired step by step; "
+    "shown are the median over steps, then the mean over seeds with its 95 % interval.",
+)
 CLOSE = 0.001  # of AUC: what counts as kept
 TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
 _MARKERS = "osDv^P*XhpdH<>o"
@@ -43,8 +58,13 @@ def answer(run: Run) -> list[str]:
     ]
 
 
-def as_case(run: Run) -> list[str]:
-    """Say what models with tensor trains lose, in a run whose question is another one."""
+def case_report(run: Run) -> CaseReport:
+    """Report models trained as a case of a run whose question is another one."""
+    return CaseReport(_as_case(run), tables(run), figures(run)[:1])
+
+
+def _as_case(run: Run) -> list[str]:
+    """Say what models with tensor trains lose."""
     rows = good(run)
     own = rows[rows["contender"] == TRAINS[0]] if len(rows) else rows
     return [
@@ -68,14 +88,14 @@ def _share(run: Run, rows: pd.DataFrame) -> float:
 
 
 def _sentence(run: Run, data: str, row: pd.Series, best: pd.Series) -> str:
-    own = LABELS[str(row["contender"])]
+    own = TRAINED[str(row["contender"])]
     said = (
         f"{own} has on {data} an AUC of {row['auc']:.4f}, {_change(row)} from plain, and a step "
         f"takes {text.times(row['ratio'])} the time"
     )
     if best["contender"] == row["contender"]:
         return f"{said} (the best of {len(run.config.contenders) - 1} methods)"
-    return f"{said} (the best is {LABELS[str(best['contender'])]}, {_change(best)})"
+    return f"{said} (the best is {TRAINED[str(best['contender'])]}, {_change(best)})"
 
 
 def _small(share: float) -> str:
@@ -102,7 +122,7 @@ def _kept(rows: pd.DataFrame) -> str:
         trains = near[near["contender"].isin(TRAINS)]
         words = [
             f"{name} down to {_small(some['share'].min())}"
-            f" ({LABELS[str(some.loc[some['share'].idxmin(), 'contender'])]})"
+            f" ({TRAINED[str(some.loc[some['share'].idxmin(), 'contender'])]})"
             for name, some in (("any method", near), ("a tensor train", trains))
             if len(some)
         ]
@@ -126,7 +146,7 @@ def _results(rows: pd.DataFrame) -> Table:
     """Return a row per method and share."""
     oracle = not rows["oracle_auc"].isna().all()
     columns: dict[str, Column] = {
-        "tables": lambda r: LABELS.get(str(r["contender"]), str(r["contender"])),
+        "tables": lambda r: TRAINED.get(str(r["contender"]), str(r["contender"])),
         "share": lambda r: Value(_small(r["share"]), r["share"]),
         "AUC": lambda r: Value.of(r["auc"], lambda v: f"{v:.4f}"),
         "change of AUC": lambda r: _interval(r, "auc_change"),
@@ -153,7 +173,7 @@ def _interval(row: pd.Series, name: str) -> Value:
     return Value.of(row[name], lambda v: _signed(v) + between)
 
 
-def readme_table(run: Run) -> list[str]:
+def readme_lines(run: Run, command: str, link: str) -> list[str]:
     """Return lines of Markdown: the change of AUC of each method at the headline's share."""
     rows = good(run)
     share = _share(run, rows)
@@ -167,9 +187,11 @@ def readme_table(run: Run) -> list[str]:
         steps = " · ".join(
             text.times(own.loc[n, "ratio"]) if n in own.index else text.NONE for n in names
         )
-        lines.append(f"| {LABELS[str(method)]} | {' | '.join(shown)} | {steps} |")
+        lines.append(f"| {TRAINED[str(method)]} | {' | '.join(shown)} | {steps} |")
     seeds = text.count(int(rows["seeds"].max()), "seed")
     return [
+        f"{command}:",
+        "",
         f"Change of AUC with large tables of {_small(share)} of their bytes, mean of {seeds} with "
         "its 95 % interval, and the time of a step ÷ plain on each.",
         "",
@@ -177,6 +199,8 @@ def readme_table(run: Run) -> list[str]:
         f"| --- |{' ---: |' * (len(names) + 1)}",
         f"| plain, AUC | {' | '.join(format(plain.loc[n, 'auc'], '.4f') for n in names)} | 1 |",
         *lines,
+        "",
+        link,
     ]
 
 
@@ -254,18 +278,18 @@ def _short(value: float) -> str:
 
 
 def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
-    number = list(LABELS).index(method)
+    number = list(TRAINED).index(method)
     rows = rows.sort_values(column)
     low, high = rows["auc_change_lo"], rows["auc_change_hi"]
     known = not low.isna().any()
     across = rows[column]
     if column == "times_smaller" and method != PLAIN:
-        across = across * 2 ** (ASIDE * (number - len(LABELS) / 2))
+        across = across * 2 ** (ASIDE * (number - len(TRAINED) / 2))
     return Curve(
         across,
         rows["auc_change"],
         INK if method == PLAIN else list(COLOURS.values())[number],
-        LABELS[method],
+        TRAINED[method],
         marker=_MARKERS[number % len(_MARKERS)],
         line="-" if column == "times_smaller" else "",
         width=1.2,
