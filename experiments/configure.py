@@ -11,7 +11,7 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -177,7 +177,7 @@ def _paths(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
 def _check_list(key: str, override: Override) -> None:
     """Raise UsageError where a key that takes a list was given values without brackets."""
     value = override.value()
-    values = value.list if override.is_sweep_override() and hasattr(value, "list") else [value]
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
     if not all(isinstance(one, list) or str(one).startswith("${") for one in values):
         given = (override.input_line or "").partition("=")[2]
         raise UsageError(f"{key} is a list: write {key}=[{given}]")
@@ -258,8 +258,10 @@ def check_values(config: Config) -> None:
         if point is not config or sort is not Sort.BOTH:  # else the cases are what is measured
             wanted = bool(point.keys.loads) or sort is Sort.KEYED
             check_keyed(prefix, point.contenders, wanted=wanted)
-        own = isinstance(point, CaseConfig) and point.kind
-        choices = kinds.find(own).arms.choices if own else () if prefix else kind.arms.choices
+        case_kind = isinstance(point, CaseConfig) and point.kind
+        choices = (
+            kinds.find(case_kind).arms.choices if case_kind else () if prefix else kind.arms.choices
+        )
         for name in point.contenders:
             if name not in (*contenders, *choices):
                 message = _not_there("contender", name, (*choices, *contenders), "", 0.3)

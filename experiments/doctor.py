@@ -57,7 +57,7 @@ TOOLS = {
 }
 FOR_GPUS = ("nvcc", "nvidia-smi")
 DRIVER = Path("/proc/driver/nvidia")  # exists where an NVIDIA driver is loaded
-LITTLE_SPACE = 2 << 30
+LITTLE_SPACE_BYTES = 2 << 30
 # What csrc/core/isa.h asks for, best first.
 INSTRUCTIONS = {
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     findings = [f for section, check in CHECKS.items() for f in findings_of(section, check)]
     if arguments.json:
         broken = [f.what for f in findings if f.state is State.broken]
-        found = {"broken": broken, "findings": [asdict(f) for f in findings]}
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        report = {"broken": broken, "findings": [asdict(f) for f in findings]}
+        print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         show(findings)
     return int(any(f.state is State.broken for f in findings))
@@ -201,13 +201,13 @@ def kernels(cpu_flags: frozenset[str], wish: str | None) -> CheckResult:
     if wish is None:
         return CheckResult("CPU kernels", f"{best}, the best that this CPU has")
     if wish not in order:
-        found = f"EMBLIB_ISA={wish} is none of {', '.join(order)}"
-        return CheckResult("CPU kernels", found, State.broken, "unset EMBLIB_ISA")
+        words = f"EMBLIB_ISA={wish} is none of {', '.join(order)}"
+        return CheckResult("CPU kernels", words, State.broken, "unset EMBLIB_ISA")
     chosen = min(best, wish, key=order.index)
     if chosen == best:
         return CheckResult("CPU kernels", f"{chosen}, as EMBLIB_ISA={wish} allows")
-    found = f"{chosen} for EMBLIB_ISA={wish}, though this CPU has {best}"
-    return CheckResult("CPU kernels", found, State.note, "unset EMBLIB_ISA for full speed")
+    words = f"{chosen} for EMBLIB_ISA={wish}, though this CPU has {best}"
+    return CheckResult("CPU kernels", words, State.note, "unset EMBLIB_ISA for full speed")
 
 
 def _compare_with_torch(device: torch.device) -> CheckResult:
@@ -254,7 +254,7 @@ def processor(
     cpu: Cpu | None = None, sleep: Callable[[float], object] = time.sleep
 ) -> Iterator[CheckResult]:
     """Check the CPU, its clocks, and the load of other processes."""
-    from experiments.machine.cpu import CORES, LIKELY_CACHE, Cpu, mean_mhz, usable_cores
+    from experiments.machine.cpu import CORES, LIKELY_CACHE_BYTES, Cpu, mean_mhz, usable_cores
     from experiments.machine.preflight import cpu_flags
 
     cpu = cpu or Cpu()
@@ -280,14 +280,14 @@ def processor(
             "",
         ),
     )
-    for what, found, flag in rows:
+    for what, value, flag in rows:
         if flag in flags:
-            yield _flagged(flag, what, str(found))
-        elif what == "last-level cache" and found is None:
-            advice = f"{_mib(LIKELY_CACHE)} is assumed to empty it"
+            yield _flagged(flag, what, str(value))
+        elif what == "last-level cache" and value is None:
+            advice = f"{_mib(LIKELY_CACHE_BYTES)} is assumed to empty it"
             yield CheckResult(what, "not shown", State.note, advice)
         else:
-            yield CheckResult(what, found or "not shown")
+            yield CheckResult(what, value or "not shown")
 
 
 def memory() -> Iterator[CheckResult]:
@@ -350,8 +350,8 @@ def gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
         if key in settings:
             value = settings[key]
             rows[label] = f"{value:g} {unit}" if unit else {True: "on", False: "off"}[value]
-    for what, found in rows.items():
-        yield CheckResult(what, found, section=section)
+    for what, shown in rows.items():
+        yield CheckResult(what, shown, section=section)
     for flag in flags:
         yield replace(_flagged(flag, flag.replace("_", " "), "yes"), section=section)
 
@@ -364,7 +364,7 @@ def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
         advice = "only an administrator can lock clocks"
         yield CheckResult("administrator", "no", State.note, advice)
     free = shutil.disk_usage(folder).free
-    few = free <= LITTLE_SPACE
+    few = free <= LITTLE_SPACE_BYTES
     yield CheckResult(
         "reports",
         f"{free / 1e9:.0f} GB free",
@@ -404,8 +404,8 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def _flagged(flag: str, what: str, found: str) -> CheckResult:
-    return CheckResult(what, found, State.note, f"{explain(flag)}: {remedy(flag)}")
+def _flagged(flag: str, what: str, value: str) -> CheckResult:
+    return CheckResult(what, value, State.note, f"{explain(flag)}: {remedy(flag)}")
 
 
 def _mib(size: int) -> str:

@@ -163,8 +163,8 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
         f"| --- |{' ---: |' * len(MATRIX_COLUMNS)}",
     ]
     for work, title in MATRIX_WORK.items():
-        found = [_matrix_cell(cells.get((work, column), [])) for column in MATRIX_COLUMNS]
-        lines.append(f"| {title} | {' | '.join(found)} |")
+        shown = [_matrix_cell(cells.get((work, column), [])) for column in MATRIX_COLUMNS]
+        lines.append(f"| {title} | {' | '.join(shown)} |")
     lines += ["", "Where emblib is slower (peer's time ÷ emblib's):", ""]
     slower = 0
     for work, title in MATRIX_WORK.items():

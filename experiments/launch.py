@@ -67,12 +67,12 @@ def list_gpus() -> list[Slot]:
 
 def listed_by(text: str) -> list[str]:
     """Parse the UUIDs in `nvidia-smi -L`; for a GPU split by MIG those of its instances."""
-    found: list[str] = []
+    uuids: list[str] = []
     for uuid in re.findall(r"UUID: ((?:GPU|MIG)-[\w/.-]+)", text):
-        if uuid.startswith("MIG") and found and found[-1].startswith("GPU"):
-            found.pop()
-        found.append(uuid)
-    return found
+        if uuid.startswith("MIG") and uuids and uuids[-1].startswith("GPU"):
+            uuids.pop()
+        uuids.append(uuid)
+    return uuids
 
 
 def _name(entry: str, listed: Sequence[str]) -> str:
@@ -382,8 +382,8 @@ def read_end(folder: Path, number: int) -> dict[str, Any]:
     file = folder / JOBS / f"{number}.json"
     end: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if end.get("status") is None:
-        said = "began and never ended: killed?" if end else "never began"
-        return {"status": 1, "seconds": 0.0, "said": said}
+        last_line = "began and never ended: killed?" if end else "never began"
+        return {"status": 1, "seconds": 0.0, "said": last_line}
     log = file.with_suffix(".log")
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return {"said": next((line for line in reversed(lines) if line.strip()), ""), **end}

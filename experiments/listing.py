@@ -26,8 +26,8 @@ from experiments.run import jobs
 
 UNKNOWN = "–"
 NEEDS_A_GPU = "needs a GPU"
-WIDTH = 110  # where it is not a terminal's
-UNBROKEN = 24  # characters that stay on one line
+WIDTH_CHARACTERS = 110  # where it is not a terminal's
+UNBROKEN_CHARACTERS = 24  # characters that stay on one line
 
 
 @dataclass
@@ -150,11 +150,11 @@ def references(folder: Path = REFERENCE) -> Listing:
         note="in reports/reference; to add one: python run.py reference keep RUN",
     )
     for path in runs_in(folder, "*/*"):
-        found: dict[str, Any] = read_json(path, "environment.json")
-        sha = (found.get("git") or {}).get("sha") or UNKNOWN
-        when = str(found.get("time_utc", UNKNOWN))[:10]
-        device = str(found.get("device", path.parent.name))
-        section.rows.append((device, path.name, str(found.get("torch", UNKNOWN)), sha, when))
+        environment: dict[str, Any] = read_json(path, "environment.json")
+        sha = (environment.get("git") or {}).get("sha") or UNKNOWN
+        when = str(environment.get("time_utc", UNKNOWN))[:10]
+        device = str(environment.get("device", path.parent.name))
+        section.rows.append((device, path.name, str(environment.get("torch", UNKNOWN)), sha, when))
     return section
 
 
@@ -190,7 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
 def show(names: Sequence[str] = (), console: Console | None = None) -> None:
     """Print the named sections, or all, each as soon as it is complete."""
     if console is None:
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_CHARACTERS)
     for number, name in enumerate(names or SECTIONS):
         section = SECTIONS[name]()
         if number:
@@ -213,7 +213,7 @@ def _table(section: Listing) -> Table:
         table.add_column(
             title,
             justify="right" if figures else "left",
-            no_wrap=max(map(len, texts)) <= UNBROKEN,
+            no_wrap=max(map(len, texts)) <= UNBROKEN_CHARACTERS,
         )
     for first, *others in section.rows:
         name, _, below = first.partition("\n")

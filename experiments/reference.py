@@ -157,16 +157,16 @@ def add(words: Sequence[str]) -> int:
             worst = 1
             continue
         try:
-            kept = keep(newest(name))
+            stored = keep(newest(name))
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
             worst = 1
             continue
-        print(f"kept {os.path.relpath(kept, ROOT)}")
+        print(f"kept {os.path.relpath(stored, ROOT)}")
         for other in runs_in(REFERENCE, f"*/{name}"):
-            if other != kept:
-                paths = [os.path.relpath(path, ROOT) for path in (other, kept)]
-                folder = f"reports/compare/{name}/{other.parent.name}-{kept.parent.name}"
+            if other != stored:
+                paths = [os.path.relpath(path, ROOT) for path in (other, stored)]
+                folder = f"reports/compare/{name}/{other.parent.name}-{stored.parent.name}"
                 _run_py("compare", *paths, "--out", folder)
     for page in (["reference", "write"], ["compare", "--overview", "write"]):
         if _run_py(*page):

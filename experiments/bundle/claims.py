@@ -72,8 +72,8 @@ class CheckedClaim:
 
 def claims_of(run: Run) -> list[Claim]:
     """Return all claims of a run in the order of measurement."""
-    found = [] if run.smoke else [*_ratios(run), *_hit_rates(run)]
-    return [*found, *_bytes(run)]
+    timed_claims = [] if run.smoke else [*_ratios(run), *_hit_rates(run)]
+    return [*timed_claims, *_bytes(run)]
 
 
 def _ratios(run: Run) -> list[Claim]:
@@ -103,14 +103,14 @@ def _hit_rates(run: Run) -> list[Claim]:
 
 
 def _bytes(run: Run) -> list[Claim]:
-    found: dict[tuple[str, str], Claim] = {}
+    claims: dict[tuple[str, str], Claim] = {}
     for record in run.records:
         for name in ("weights_bytes", "optimizer_state_bytes", "cache_bytes"):
             if record.get("status") == "ok" and record.get(name):
                 about, number = f"{record['cell']} · {record['label']}", float(record[name])
                 claim = Claim(Measure.nbytes, about, name.replace("_", " "), *[number] * 3)
-                found.setdefault(claim.key, claim)
-    return list(found.values())
+                claims.setdefault(claim.key, claim)
+    return list(claims.values())
 
 
 def compare(
@@ -118,20 +118,20 @@ def compare(
 ) -> list[CheckedClaim]:
     """Pair old claims with new ones; `why_not` explains missing ones."""
     again = {claim.key: claim for claim in new}
-    found = []
+    checked = []
     for claim in old:
         other = again.get(claim.key)
         if other is None:
             reason = why_not.get(claim.about, "it was not reached")
-            found.append(CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason))
+            checked.append(CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason))
         elif claim.measure is Measure.ratio and math.isnan(other.lo):
-            found.append(CheckedClaim(claim, ClaimOutcome.unmeasured, other, TOO_FEW))
+            checked.append(CheckedClaim(claim, ClaimOutcome.unmeasured, other, TOO_FEW))
         else:
             fits = holds(claim, other, tolerance)
-            found.append(
+            checked.append(
                 CheckedClaim(claim, ClaimOutcome.holds if fits else ClaimOutcome.differs, other)
             )
-    return found
+    return checked
 
 
 def holds(claim: Claim, again: Claim, tolerance: float) -> bool:

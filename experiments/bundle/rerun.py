@@ -56,9 +56,9 @@ def configuration(path: Path, folder: Path, preset: str = "") -> Config:
         pool = packed.timing.pool  # the batches are part of what was measured
         packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
     try:
-        whole = OmegaConf.merge(OmegaConf.structured(Config), packed)
-        assert isinstance(whole, DictConfig)
-        return configure.checked(whole)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), packed)
+        assert isinstance(merged, DictConfig)
+        return configure.checked(merged)
     except (OmegaConfBaseException, UsageError) as error:
         raise BundleError(
             f"this version of the harness cannot run it: {str(error).splitlines()[0]}. Use the "
@@ -103,12 +103,12 @@ def _all(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:
 
 def unmeasured(run: Run) -> dict[str, str]:
     """Return, by claim, why this run has no number for it."""
-    found = {}
+    reasons = {}
     for record in run.failures():
         reason = f"{record['status']}: {record['reason']}"
-        found[f"{record['cell']} · {record['label']}"] = reason
-        found[f"{record['cell']} · {record['label']} · {record.get('mode', 'hot')}"] = reason
-    return found
+        reasons[f"{record['cell']} · {record['label']}"] = reason
+        reasons[f"{record['cell']} · {record['label']} · {record.get('mode', 'hot')}"] = reason
+    return reasons
 
 
 def different_work(old: Run, new: Run) -> set[str]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from experiments.contenders.keys import KeyTable
 from experiments.contenders.registry import Wrong
-from experiments.machine.bandwidth import WORDS
+from experiments.machine.bandwidth import WORDS_PER_LINE
 from experiments.workloads.keys import KeySpace, values_of
 
 CHECKED_KEYS = 2048  # present keys that are checked, at most
@@ -27,7 +27,7 @@ def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
     keys = torch.cat([present, absent, present[:3]])
     if table.ceiling:
         positions = table.prepare(keys, values_of(keys, 0))
-        if not torch.equal(table.find_slots(positions) * WORDS, positions):
+        if not torch.equal(table.find_slots(positions) * WORDS_PER_LINE, positions):
             raise Wrong("find_slots: a line does not hold its own number")
         return
     _check_slots(table, "find_slots", keys, len(present), len(absent))

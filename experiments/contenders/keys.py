@@ -204,8 +204,8 @@ class SortedKeys(KeyTable):
         """Look up the distinct keys of the call, ascending, which is faster than all of them."""
         distinct, inverse = torch.unique(prepared[0], return_inverse=True)
         slots = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
-        found = torch.where(self.keys[slots] == distinct, slots, -1)
-        return found[inverse]
+        slots_of = torch.where(self.keys[slots] == distinct, slots, -1)
+        return slots_of[inverse]
 
     def nbytes(self) -> int:
         """Return the bytes of the keys."""

@@ -74,18 +74,18 @@ class Collection(Contender):
         for number, (ids, s) in enumerate(
             zip(touched(batch, self.task), self.task.shapes, strict=True)
         ):
-            whole = torch.zeros(len(ids), s.dim)
+            gathered = torch.zeros(len(ids), s.dim)
             for block in (b for b in self.blocks if b.table == number):
                 if block.replicated and rank:
                     continue
                 local = ids - block.first_row
                 here = (local >= 0) & (local < block.weights.size(0))
                 columns = slice(block.first_column, block.first_column + block.weights.size(1))
-                found = block.weights.detach()[local[here].to(block.weights.device)]
-                whole[here, columns] = found.float().cpu()
+                values = block.weights.detach()[local[here].to(block.weights.device)]
+                gathered[here, columns] = values.float().cpu()
             if size > 1:
-                dist.all_reduce(whole)
-            rows.append(whole)
+                dist.all_reduce(gathered)
+            rows.append(gathered)
         return rows
 
 
@@ -136,9 +136,9 @@ class Bags(Collection):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of all ranks."""
-        found = [group.module.nbytes() for groups in self._groups() for group in groups.groups]
+        sizes = [group.module.nbytes() for groups in self._groups() for group in groups.groups]
         names = ("weights", "optimizer_state")
-        return over_ranks({name: sum(own.get(name, 0) for own in found) for name in names})
+        return over_ranks({name: sum(size.get(name, 0) for size in sizes) for name in names})
 
     @abstractmethod
     def _groups(self) -> list[TableGroups]:
@@ -160,7 +160,7 @@ class WholeBags(Bags):
         return [self.module.groups]
 
 
-NODE = 2  # ranks that count as one node, where a sharding type asks for nodes
+RANKS_PER_NODE = 2  # ranks that count as one node, where a sharding type asks for nodes
 
 
 class ShardedBags(Bags):
@@ -203,7 +203,7 @@ class ShardedBags(Bags):
     @staticmethod
     def node_of(size: int) -> int:
         """Return how many ranks of a world count as one node."""
-        return NODE if size % NODE == 0 else size
+        return RANKS_PER_NODE if size % RANKS_PER_NODE == 0 else size
 
     @staticmethod
     @abstractmethod
@@ -217,7 +217,7 @@ class ShardedBags(Bags):
         rows = module.rows(received)
         gradient = torch.randn_like(rows) / len(features.keys())
         with torch.no_grad():
-            found = module.compute(received)
+            local_rows = module.compute(received)
 
         def local() -> None:
             out = module.rows(received)
@@ -226,7 +226,7 @@ class ShardedBags(Bags):
 
         def output() -> object:
             with torch.no_grad():
-                return module.output_dist(found, received).values()
+                return module.output_dist(local_rows, received).values()
 
         return {
             "input": lambda: module.input_dist(features).wait().wait(),
@@ -235,8 +235,8 @@ class ShardedBags(Bags):
         }
 
     def _groups(self) -> list[TableGroups]:
-        found = {id(local.groups): local.groups for local in self.module.local_shards()}
-        return list(found.values())
+        groups = {id(local.groups): local.groups for local in self.module.local_shards()}
+        return list(groups.values())
 
 
 def ranks_of(device: torch.device) -> RankGroup:

@@ -247,8 +247,8 @@ class TorchRecColumnWise(TorchRecSharded):
 
 
 FEATURE = "ids"
-INTERVAL = 10  # iterations from one eviction to the next
-FEWEST = 2  # rows: unknown ids share the last one
+EVICTION_INTERVAL = 10  # iterations from one eviction to the next
+MIN_ROWS = 2  # rows: unknown ids share the last one
 
 PreparedIds = dict[str, JaggedTensor]
 
@@ -260,11 +260,11 @@ class ManagedCollisions(KeyTable):
     """
 
     operations = ("find_slots", "find_or_insert_slots")
-    period = INTERVAL
+    period = EVICTION_INTERVAL
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
-        self.absent = max(FEWEST, task.resident + 1) - 1
+        self.absent = max(MIN_ROWS, task.resident + 1) - 1
         self.parts: list[Tensor] = []
         self.ready()
 
@@ -274,7 +274,7 @@ class ManagedCollisions(KeyTable):
             zch_size=self.absent + 1,
             device=self.task.device,
             eviction_policy=LFU_EvictionPolicy(),
-            eviction_interval=INTERVAL,
+            eviction_interval=EVICTION_INTERVAL,
         )
         self.merged = 0
 

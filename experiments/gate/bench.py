@@ -55,17 +55,17 @@ class Bench:
 
     def build(self) -> dict[str, BuildResult]:
         """Build all points; a point that cannot be built reports why, and the others go on."""
-        found = {}
+        results = {}
         for point in self.setup.points:
             note(f"{point.name}|building")
             try:
                 self.ready[point.name] = self._build(point)
-                found[point.name] = BuildResult()
+                results[point.name] = BuildResult()
             except Exception as error:  # whatever it is, it is that point's
-                found[point.name] = BuildResult(
+                results[point.name] = BuildResult(
                     status_of(error), f"{type(error).__name__}: {error}"
                 )
-        return found
+        return results
 
     def _build(self, point: Point) -> Ready:
         config = dataclasses.replace(self.setup.config, optimizer=point.optimizer)
@@ -143,12 +143,12 @@ class Bench:
     def weigh(self, name: str) -> dict[str, float]:
         """Measure what does not depend on time; less is better, except for hit rates."""
         ready = self.ready[name]
-        found: dict[str, float] = {f"{k}_bytes": v for k, v in ready.contender.nbytes().items()}
+        weights: dict[str, float] = {f"{k}_bytes": v for k, v in ready.contender.nbytes().items()}
         counters = ready.contender.counters
         if counters():
             pool, reset = self.setup.config.timing.pool, ready.contender.reset_counters
             counted = counting_pass(ready.step, pool, reset, counters)
             if counted.get("lookups"):
-                found["hit_rate"] = counted["lookup_hits"] / counted["lookups"]
+                weights["hit_rate"] = counted["lookup_hits"] / counted["lookups"]
         peak = memory.measure(partial(ready.step, 0), self.device).get("peak")
-        return found if peak is None else found | {"peak_bytes": peak}
+        return weights if peak is None else weights | {"peak_bytes": peak}

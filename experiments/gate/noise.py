@@ -60,11 +60,11 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         except KeyboardInterrupt:
             status = "interrupted"
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = setup.content(start.environment, config, trial.evidence.first, when)
-    place = store.write_json("noise.json", found)
+    floor = setup.content(start.environment, config, trial.evidence.first, when)
+    place = store.write_json("noise.json", floor)
     if status == "finished" and not start.smoke:
-        kept = RunStore(ROOT / config.gate.noise)
-        place = kept.write_json(setup.floor_file(start.environment, config), found)
+        floors = RunStore(ROOT / config.gate.noise)
+        place = floors.write_json(setup.floor_file(start.environment, config), floor)
     seconds = round(time.monotonic() - began, 1)
     store.write_json(
         "run.json",

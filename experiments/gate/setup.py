@@ -106,12 +106,12 @@ def read(folder: Path, environment: Mapping[str, Any], config: Config) -> Floor 
     """Return the floor for this machine and way of measuring; None where there is none."""
     source = folder / floor_file(environment, config)
     try:
-        found = json.loads(source.read_text())
+        saved = json.loads(source.read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    if found.get("schema") != SCHEMA or found["key"] != key(environment):
+    if saved.get("schema") != SCHEMA or saved["key"] != key(environment):
         return None
-    return Floor(source.name, found["points"], found["measured"])
+    return Floor(source.name, saved["points"], saved["measured"])
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,11 @@ from experiments.gate.rules import CHANGES, Rules, Ruling, decide
 from experiments.results.store import Record
 from experiments.timing.statistics import LEAST_PROCESSES, Verdict
 
-PEAK_SHARE, PEAK_BYTES = 0.01, 16 << 20  # what peak memory may grow by: it is not exact
-HIT_RATE = 0.005
+PEAK_SHARE, PEAK_BYTES = (
+    0.01,
+    16 << 20,
+)  # what peak memory may grow by: it is not exact
+HIT_RATE_CHANGE = 0.005
 BROKEN = ("error", "wrong", "timeout", "oom")
 
 FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
@@ -135,8 +138,8 @@ def advice(ruling: Ruling) -> str:
     if ruling.effect.processes < LEAST_PROCESSES:
         return "one pair of processes gives no verdict; raise timing.replicates"
     if ruling.screened in CHANGES:
-        said = ruling.screened.value.lower()
-        return f"looked {said} at first, which new pairs did not confirm; run the gate again"
+        verdict = ruling.screened.value.lower()
+        return f"looked {verdict} at first, which new pairs did not confirm; run the gate again"
     return "the noise is too large: close other programs, raise gate.max_pairs or timing.min_rounds"
 
 
@@ -147,7 +150,7 @@ def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[
         before, after = base[key], head[key]
         text = f"{key.replace('_', ' ')} {before:,.4g} → {after:,.4g}"
         if key == "hit_rate":
-            grown, shrunk = before - after > HIT_RATE, after - before > HIT_RATE
+            grown, shrunk = before - after > HIT_RATE_CHANGE, after - before > HIT_RATE_CHANGE
         elif key == "peak_bytes":
             slack = PEAK_SHARE * before + PEAK_BYTES
             grown, shrunk = after > before + slack, after < before - slack
@@ -160,12 +163,12 @@ def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[
 
 def as_json(line: PointFinding) -> dict[str, Any]:
     """Return the content of gate.json; missing numbers are null."""
-    found = dataclasses.asdict(line)
-    del found["ruling"]
+    content = dataclasses.asdict(line)
+    del content["ruling"]
     if line.ruling:
         ruling = line.ruling
-        found |= dataclasses.asdict(ruling.effect)
-        found |= {
+        content |= dataclasses.asdict(ruling.effect)
+        content |= {
             "margin": ruling.margin,
             "visible": ruling.visible,
             "screened": ruling.screened.value,
@@ -174,5 +177,5 @@ def as_json(line: PointFinding) -> dict[str, Any]:
             "second": list(ruling.second),
         }
     return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()
     }

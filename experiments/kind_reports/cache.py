@@ -215,8 +215,8 @@ OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # of the sizes written at poi
 
 def figures(run: Run) -> list[Figure]:
     """Return hit rates against size, throughput against hit rate, skew, and the filling."""
-    found = [_hit_rates(run), _throughput(run), _along(run), _filling(run)]
-    return [f for f in found if f is not None and f.panels]
+    drawn = [_hit_rates(run), _throughput(run), _along(run), _filling(run)]
+    return [f for f in drawn if f is not None and f.panels]
 
 
 def policy_curve(contender: str, x: Any, y: Any) -> Curve:
@@ -239,9 +239,9 @@ def _hit_rates(run: Run) -> Figure | None:
     panels = []
     for column, of in OF.items():
         for cell in cells:
-            own = rows[rows["cell"] == cell]
-            title = f"Per {of[:-1]}, {point(run, own.iloc[0])}"
-            panels.append(Panel(title, _curves(own, column, legend=cell == cells[0])))
+            rows_of_cell = rows[rows["cell"] == cell]
+            title = f"Per {of[:-1]}, {point(run, rows_of_cell.iloc[0])}"
+            panels.append(Panel(title, _curves(rows_of_cell, column, legend=cell == cells[0])))
     return Figure(
         "hit_rate",
         "Hit rate against the size of the cache",
@@ -255,15 +255,15 @@ def _hit_rates(run: Run) -> Figure | None:
     )
 
 
-def _curves(own: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
+def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
     lines = []
-    for name, line in own.sort_values("fraction").groupby("contender", sort=False):
+    for name, line in rows.sort_values("fraction").groupby("contender", sort=False):
         lines.append(policy_curve(str(name), 100 * line["fraction"], 100 * line[column]))
-    top = own[own["contender"] == "static_top"].sort_values("fraction")
+    top = rows[rows["contender"] == "static_top"].sort_values("fraction")
     shares = 100 * top[f"expected_{column}"]
     label = "top-k of the distribution"
     lines.append(Curve(100 * top["fraction"], shares, INK, label, line=":", width=1.2))
-    sizes = sorted(100 * own["fraction"].unique())
+    sizes = sorted(100 * rows["fraction"].unique())
     names = [f"{s:.2g}" for s in sizes]
     across = Scale("size of the cache (% of all rows)", log=10, ticks=sizes, names=names)
     up = percent_scale(f"hits, {OF[column]} (%)")
@@ -301,12 +301,12 @@ def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
     cached = rows[rows["row_hit_rate"].notna()].sort_values("row_hit_rate")
     lines = []
     groups = cached.groupby("contender", sort=False)
-    for (name, own), offset in zip(groups, itertools.cycle(OFFSETS), strict=False):
-        sizes = [f"{100 * size:g}" for size in own["cache"]]
-        bounds = {"low": own["lo"], "high": own["hi"]}
+    for (name, group), offset in zip(groups, itertools.cycle(OFFSETS), strict=False):
+        sizes = [f"{100 * size:g}" for size in group["cache"]]
+        bounds = {"low": group["lo"], "high": group["hi"]}
         named = {"names": sizes, "offset": offset, "width": 1.6}
-        x = 100 * own["row_hit_rate"]
-        lines.append(contender_curve(str(name), x, own["y"], **bounds, **named))
+        x = 100 * group["row_hit_rate"]
+        lines.append(contender_curve(str(name), x, group["y"], **bounds, **named))
     marks = [
         Mark(r["y"], colour_of(str(r["contender"])), DASHED, 1.5, f"{r['label']}, no cache")
         for _, r in rows[rows["row_hit_rate"].isna()].iterrows()
@@ -326,13 +326,13 @@ def _along(run: Run) -> Figure | None:
     base, panels = headline.iloc[0], []
     for axis in AXES:
         others = [a for a in AXES if a != axis]
-        own = rows[(rows[others] == base[others]).all(axis=1)].sort_values(axis)
-        if own[axis].nunique() < 2:
+        line_rows = rows[(rows[others] == base[others]).all(axis=1)].sort_values(axis)
+        if line_rows[axis].nunique() < 2:
             continue
         for column, of in OF.items():
             lines = [
                 policy_curve(str(name), line[axis], 100 * line[column])
-                for name, line in own.groupby("contender", sort=False)
+                for name, line in line_rows.groupby("contender", sort=False)
             ]
             up = percent_scale(f"hits, {of} (%)")
             panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale(AXIS_NAMES[axis]), up)))

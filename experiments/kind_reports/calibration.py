@@ -61,8 +61,12 @@ def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
 
 def write_files(run: Run) -> Mapping[str, str]:
     """Return calibration.json, which `emblib.sharding.planner.Calibration` loads."""
-    found = calibrations(run)
-    return {"calibration.json": json.dumps(found[max(found)], indent=1) + "\n"} if found else {}
+    by_world = calibrations(run)
+    return (
+        {"calibration.json": json.dumps(by_world[max(by_world)], indent=1) + "\n"}
+        if by_world
+        else {}
+    )
 
 
 def at(curve: Sequence[Sequence[float]], nbytes: float) -> float:
@@ -75,11 +79,11 @@ def at(curve: Sequence[Sequence[float]], nbytes: float) -> float:
 
 def answer(run: Run) -> list[str]:
     """State the costs of a lookup, an update and a message, and how they change with ranks."""
-    found = calibrations(run)
-    if not found:
+    by_world = calibrations(run)
+    if not by_world:
         return ["No answer: the constants could not be measured."]
-    most = max(found)
-    costs = found[most]
+    most = max(by_world)
+    costs = by_world[most]
     near, far = (at(costs[f"lookup_{n}"], ROW) for n in ("near", "far"))
     slow, fast = (at(costs[f"update_{n}"], ROW) for n in ("far", "near"))
     sentences = [
@@ -100,16 +104,16 @@ def answer(run: Run) -> list[str]:
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     """Return one row per constant with one column per world."""
-    found = calibrations(run)
-    if not found:
+    by_world = calibrations(run)
+    if not by_world:
         return []
     columns: dict[str, Column] = {"what": lambda r: str(r[1]), "constant": lambda r: str(r[0])}
-    for world in sorted(found):
-        columns[text.count(world, "rank")] = functools.partial(_cost, run, found[world], world)
+    for world in sorted(by_world):
+        columns[text.count(world, "rank")] = functools.partial(_cost, run, by_world[world], world)
     curves_of = [(name, f"{what}, row of {ROW} bytes") for name, (what, _) in CURVES.items()]
     every = [*curves_of, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
-    rows = [row for row in every if row[0] in found[max(found)]]  # earlier runs have fewer
-    words = f"Constants: {found[max(found)]['source']}."
+    rows = [row for row in every if row[0] in by_world[max(by_world)]]  # earlier runs have fewer
+    words = f"Constants: {by_world[max(by_world)]['source']}."
     return [("Constants of the cost model", words, Table.of(rows, columns))]
 
 
@@ -136,10 +140,10 @@ def _has(run: Run, world: int, name: str) -> bool:
 
 def figures(run: Run) -> list[Figure]:
     """Return the figure of a row's cost by its bytes."""
-    found = calibrations(run)
-    if not found:
+    by_world = calibrations(run)
+    if not by_world:
         return []
-    costs = found[max(found)]
+    costs = by_world[max(by_world)]
     lines = []
     for name, (what, colour) in CURVES.items():
         xs, ys = zip(*costs[name], strict=True)

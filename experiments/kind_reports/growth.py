@@ -38,10 +38,10 @@ def answer(run: Run) -> list[str]:
     """Compare the subject's longest call with its typical one, and with the others'."""
     rows = growth(run.records)
     rows = rows[rows["status"] == "ok"] if len(rows) else rows
-    own = rows[rows["contender"] == run.subject.contender] if len(rows) else rows
-    if not len(own):
+    subject_rows = rows[rows["contender"] == run.subject.contender] if len(rows) else rows
+    if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
-    first = own.iloc[0]
+    first = subject_rows.iloc[0]
     sentences = [
         f"While growing to {first['keys_there']:,} keys, {first['label']} took "
         f"{text.seconds(first['median_s'])} (median) per call of {first['lookups']:,} new "

@@ -48,16 +48,16 @@ def answer(run: Run) -> list[str]:
     """State the subject's find* rate at the headline, relative to the others and to its ceiling."""
     rows = good(run)
     rows = rows[rows["section"] == run.headline] if len(rows) else rows
-    own = (
+    subject_rows = (
         rows[(rows["contender"] == run.subject.contender) & (rows["phase"] == YARDSTICK)]
         if len(rows)
         else rows
     )
-    if not len(own):
+    if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result on the headline workload."]
-    first = own.iloc[0]
+    first = subject_rows.iloc[0]
     others = rows[(rows["load"] == first["load"]) & (rows["contender"] != first["contender"])]
-    said = [_compared(row) for _, row in others.iterrows() if row["contender"] not in CEILINGS]
+    ratios = [_compared(row) for _, row in others.iterrows() if row["contender"] not in CEILINGS]
     below = [_share(row) for _, row in others.iterrows() if row["contender"] in CEILINGS]
     sentence = (
         f"On this machine find* of {_name(first)} reaches {_rate(first)} keys/s on "
@@ -65,7 +65,7 @@ def answer(run: Run) -> list[str]:
         f"{first['lookups']:,} keys, {first['keys_there']:,.0f} stored)"
     )
     return [
-        sentence + (f": {', '.join(said)}." if said else "."),
+        sentence + (f": {', '.join(ratios)}." if ratios else "."),
         *([f"That is {' and '.join(below)}."] if below else []),
         *_along(run, rows),
     ]
@@ -92,12 +92,12 @@ def _rate(row: pd.Series) -> str:
 
 def _along(run: Run, rows: pd.DataFrame) -> list[str]:
     """How far the load matters, for the subject's operations."""
-    own = rows[rows["contender"] == run.subject.contender]
-    if own["load"].nunique() < 2:
+    subject_rows = rows[rows["contender"] == run.subject.contender]
+    if subject_rows["load"].nunique() < 2:
         return []
-    low, high = own["load"].min(), own["load"].max()
+    low, high = subject_rows["load"].min(), subject_rows["load"].max()
     parts = []
-    for name, one in own.groupby("operation", sort=False):
+    for name, one in subject_rows.groupby("operation", sort=False):
         ends = [one[one["load"] == load] for load in (low, high)]
         if all(len(e) for e in ends):
             parts.append(f"{name} from {_rate(ends[0].iloc[0])} to {_rate(ends[1].iloc[0])}")
@@ -106,7 +106,7 @@ def _along(run: Run, rows: pd.DataFrame) -> list[str]:
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     """One for each case and mode, and one for the sweep: a row per arm and operation."""
-    found = []
+    parts = []
     for mode in run.modes:
         rows = run.at(mode).operations
         for section in dict.fromkeys(rows["section"]) if len(rows) else ():
@@ -114,9 +114,9 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             note = run.config.cases[section].note if section in run.config.cases else ""
             words = f"{run.sizes(section)}. {note}".strip()
             suffix = f", {mode}" * (len(run.modes) > 1)
-            own = rows[rows["section"] == section]
-            found.append((text.capitalised(title) + suffix, words, _table(run, own)))
-    return found
+            section_rows = rows[rows["section"] == section]
+            parts.append((text.capitalised(title) + suffix, words, _table(run, section_rows)))
+    return parts
 
 
 def _table(run: Run, rows: pd.DataFrame) -> Table:
@@ -151,11 +151,11 @@ def figures(run: Run) -> list[Figure]:
     rows = good(run)
     if not len(rows):
         return []
-    own = rows[rows["section"] == run.headline]
-    own = own if len(own) else rows[rows["section"] == rows["section"].iloc[0]]
-    section = str(own["section"].iloc[0])
-    panel = Panel(run.title(section), _bars(own), 1.8 * WIDTH, 1.0 + LINE * len(own))
-    found = [
+    chosen = rows[rows["section"] == run.headline]
+    chosen = chosen if len(chosen) else rows[rows["section"] == rows["section"].iloc[0]]
+    section = str(chosen["section"].iloc[0])
+    panel = Panel(run.title(section), _bars(chosen), 1.8 * WIDTH, 1.0 + LINE * len(chosen))
+    drawn = [
         Figure(
             "keys_per_second",
             "Keys per second",
@@ -166,17 +166,17 @@ def figures(run: Run) -> list[Figure]:
             columns=1,
         )
     ]
-    own = rows[rows["contender"] == run.subject.contender]
-    own = own[own.groupby("cell")["load"].transform("nunique") > 1]
+    chosen = rows[rows["contender"] == run.subject.contender]
+    chosen = chosen[chosen.groupby("cell")["load"].transform("nunique") > 1]
     panels: list[Panel] = []
     for operation in OPERATIONS.values():
-        part = own[own["operation"] == operation]
+        part = chosen[chosen["operation"] == operation]
         if len(part):
             panels.append(Panel(operation, _loads(part, legend=not panels)))
     if panels:
         caption = f"{run.subject.label}, by the dimension of its values. Higher is better."
-        found.append(Figure("load", "Keys per second against the load", caption, "", panels))
-    return found
+        drawn.append(Figure("load", "Keys per second against the load", caption, "", panels))
+    return drawn
 
 
 def _bars(rows: pd.DataFrame) -> Drawing:

@@ -33,22 +33,22 @@ def answer(run: Run) -> list[str]:
     if not len(rows):
         return ["No benchmark has a time."]
     times = {str(r["benchmark"]): float(r["median_s"]) for _, r in rows.iterrows()}
-    found = []
+    sentences = []
     for device in dict.fromkeys(rows["device"].dropna()):
         call = times.get(ONE_CALL.format(device=device))
         alone = times.get(OP_ALONE.format(device=device))
         if call and alone:
-            found.append(
+            sentences.append(
                 f"A call that looks up one row takes {text.seconds(call)} ({device}), of which the "
                 f"operation itself takes {text.seconds(alone)}; the rest is the module around it: "
                 "Python, checks of the batch, autograd."
             )
     slowest = rows.loc[rows["median_s"].idxmax()]
-    found.append(
+    sentences.append(
         f"{len(rows)} benchmarks were timed, from {text.seconds(float(rows['median_s'].min()))} to "
         f"{text.seconds(float(slowest['median_s']))} per call ({slowest['benchmark']})."
     )
-    return found
+    return sentences
 
 
 def _timed(run: Run) -> pd.DataFrame:

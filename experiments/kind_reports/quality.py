@@ -39,10 +39,10 @@ ASIDE = 0.022  # shift between methods of one size, on a logarithmic axis
 def answer(run: Run) -> list[str]:
     """Say what the subject loses and costs at the headline's share, then who does better where."""
     rows = good(run)
-    own = rows[(rows["contender"] == run.subject.contender)] if len(rows) else rows
-    if not len(own):
+    subject_rows = rows[(rows["contender"] == run.subject.contender)] if len(rows) else rows
+    if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
-    share = _share(run, own)
+    share = _share(run, subject_rows)
     at_share = rows[rows["share"] == share]
     sentences = []
     for data, group in at_share.groupby("data", sort=False):
@@ -50,10 +50,10 @@ def answer(run: Run) -> list[str]:
         if len(row):
             best = group.loc[group["auc"].idxmax()]
             sentences.append(_sentence(run, str(data), row.iloc[0], best))
-    kept = _kept(rows)
+    smallest = _kept(rows)
     return [
         f"With {_small(share)} of the bytes of the large tables, {'; '.join(sentences)}.",
-        *([kept] if kept else []),
+        *([smallest] if smallest else []),
         *_order(at_share),
     ]
 
@@ -66,11 +66,11 @@ def case_report(run: Run) -> CaseReport:
 def _as_case(run: Run) -> list[str]:
     """Say what models with tensor trains lose."""
     rows = good(run)
-    own = rows[rows["contender"] == TRAINS[0]] if len(rows) else rows
+    trains = rows[rows["contender"] == TRAINS[0]] if len(rows) else rows
     return [
         f"Trained on {row['data']} data with tensor trains of {_small(row['share'])} of the bytes "
         f"of its large tables, a model has an AUC of {row['auc']:.4f}, {_change(row)} from plain."
-        for _, row in own.head(1).iterrows()
+        for _, row in trains.head(1).iterrows()
     ]
 
 
@@ -88,14 +88,14 @@ def _share(run: Run, rows: pd.DataFrame) -> float:
 
 
 def _sentence(run: Run, data: str, row: pd.Series, best: pd.Series) -> str:
-    own = TRAINED[str(row["contender"])]
-    said = (
-        f"{own} has on {data} an AUC of {row['auc']:.4f}, {_change(row)} from plain, and a step "
+    method = TRAINED[str(row["contender"])]
+    sentence = (
+        f"{method} has on {data} an AUC of {row['auc']:.4f}, {_change(row)} from plain, and a step "
         f"takes {text.times(row['ratio'])} the time"
     )
     if best["contender"] == row["contender"]:
-        return f"{said} (the best of {len(run.config.contenders) - 1} methods)"
-    return f"{said} (the best is {TRAINED[str(best['contender'])]}, {_change(best)})"
+        return f"{sentence} (the best of {len(run.config.contenders) - 1} methods)"
+    return f"{sentence} (the best is {TRAINED[str(best['contender'])]}, {_change(best)})"
 
 
 def _small(share: float) -> str:
@@ -116,7 +116,7 @@ def _signed(value: float) -> str:
 
 def _kept(rows: pd.DataFrame) -> str:
     """Say how small each data set's tables get with an AUC within CLOSE of plain tables."""
-    said = []
+    by_data = []
     for data, group in rows.groupby("data", sort=False):
         near = group[(group["contender"] != PLAIN) & (group["auc_change"] >= -CLOSE)]
         trains = near[near["contender"].isin(TRAINS)]
@@ -126,20 +126,22 @@ def _kept(rows: pd.DataFrame) -> str:
             for name, some in (("any method", near), ("a tensor train", trains))
             if len(some)
         ]
-        said.append(f"{data}: {', '.join(words) or 'no method at any share'}")
+        by_data.append(f"{data}: {', '.join(words) or 'no method at any share'}")
     return (
-        f"Within {CLOSE} of the AUC of plain tables stay, on {'; on '.join(said)}." if said else ""
+        f"Within {CLOSE} of the AUC of plain tables stay, on {'; on '.join(by_data)}."
+        if by_data
+        else ""
     )
 
 
 def _order(rows: pd.DataFrame) -> list[str]:
     """Compare tensor trains with permuted ids and with ids as given."""
-    found = rows.pivot_table(index="data", columns="contender", values="auc", sort=False)
-    if not {"tt_permuted", "tt_as_given"} <= set(found):
+    scores = rows.pivot_table(index="data", columns="contender", values="auc", sort=False)
+    if not {"tt_permuted", "tt_as_given"} <= set(scores):
         return []
-    gains = (found["tt_permuted"] - found["tt_as_given"]).dropna()
-    said = ", ".join(f"{_signed(gain)} on {data}" for data, gain in gains.items())
-    return [f"Permuting the ids of a tensor train changes the AUC by {said}."] if said else []
+    gains = (scores["tt_permuted"] - scores["tt_as_given"]).dropna()
+    changes = ", ".join(f"{_signed(gain)} on {data}" for data, gain in gains.items())
+    return [f"Permuting the ids of a tensor train changes the AUC by {changes}."] if changes else []
 
 
 def _results(rows: pd.DataFrame) -> Table:
@@ -182,10 +184,14 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
     plain = rows[rows["contender"] == PLAIN].set_index("data")
     lines = []
     for method in dict.fromkeys(at_share["contender"]):
-        own = at_share[at_share["contender"] == method].set_index("data")
-        shown = [_change(own.loc[n]) if n in own.index else text.NONE for n in names]
+        rows_of_method = at_share[at_share["contender"] == method].set_index("data")
+        shown = [
+            _change(rows_of_method.loc[n]) if n in rows_of_method.index else text.NONE
+            for n in names
+        ]
         steps = " · ".join(
-            text.times(own.loc[n, "ratio"]) if n in own.index else text.NONE for n in names
+            text.times(rows_of_method.loc[n, "ratio"]) if n in rows_of_method.index else text.NONE
+            for n in names
         )
         lines.append(f"| {TRAINED[str(method)]} | {' | '.join(shown)} | {steps} |")
     seeds = text.count(int(rows["seeds"].max()), "seed")
@@ -221,12 +227,12 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     if not records:
         return []
     words = "Best AUC: of the probabilities that drew the labels, where they are known."
-    found = [("Data that models are trained on", words, Table.of(list(records.values()), columns))]
+    parts = [("Data that models are trained on", words, Table.of(list(records.values()), columns))]
     rows = run.frame("quality")
     for name, record in records.items():
         words = f"{text.capitalised(record['title'])}."
-        found.append((f"Models trained on {name}", words, _results(rows[rows["data"] == name])))
-    return found
+        parts.append((f"Models trained on {name}", words, _results(rows[rows["data"] == name])))
+    return parts
 
 
 def figures(run: Run) -> list[Figure]:
@@ -267,7 +273,10 @@ def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
         low, high = group["auc_change"].min(), group["auc_change"].max()
         room = 0.5 * (high - low) or CLOSE
         change = Scale("change of AUC", low=low - room, high=high + room, shown=_short)
-        lines = [_curve(str(m), own, column) for m, own in group.groupby("contender", sort=False)]
+        lines = [
+            _curve(str(m), group_of_method, column)
+            for m, group_of_method in group.groupby("contender", sort=False)
+        ]
         drawn = curves(lines, scale, change, names="outside", marks=[Mark(0.0, INK, DASHED)])
         panels.append(Panel(text.capitalised(str(data)), drawn, 1.7 * WIDTH, 1.1 * HEIGHT))
     return panels

@@ -67,8 +67,8 @@ def answer(run: Run) -> list[str]:
     rows = rows_of(run)
     if not len(rows):
         return ["No answer: no contender has a result."]
-    said = [*_against(run, rows), *_scaling(run, rows), *_predicted(run)]
-    return said or [_fastest(rows)]
+    sentences = [*_against(run, rows), *_scaling(run, rows), *_predicted(run)]
+    return sentences or [_fastest(rows)]
 
 
 def _against(run: Run, rows: pd.DataFrame) -> list[str]:
@@ -108,7 +108,7 @@ def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
     That is in the largest world in which every rank has a core; larger ones measure nothing.
     """
     ours = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
-    said: list[str] = []
+    sentences: list[str] = []
     shared, cores = _sharing_cores(run, ours), _usable_cores(run)
     ours = ours[ours["world_size"] <= cores] if cores else ours
     largest = ours["world_size"].max() if len(ours) else 1
@@ -122,11 +122,13 @@ def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
         last = headline if len(headline) else last
         last = last[last["cell"] == last["cell"].iloc[0]]
         best = last.loc[last["median_s"].idxmin()]
-        own = last[last["contender"] == run.subject.contender]
-        told = [best] if best["contender"] == run.subject.contender else [best, *_rows(own)]
+        subject_rows = last[last["contender"] == run.subject.contender]
+        told = (
+            [best] if best["contender"] == run.subject.contender else [best, *_rows(subject_rows)]
+        )
         words = " and ".join(_efficiency(row) for row in told)
-        said.append(f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}.")
-    return [*said, *shared]
+        sentences.append(f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}.")
+    return [*sentences, *shared]
 
 
 def _rows(rows: pd.DataFrame) -> list[pd.Series]:
@@ -184,21 +186,21 @@ def _cell_title(run: Run, cell: str) -> str:
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     """Return one table per section, a row per arm and world; then the predictions."""
     rows, every = rows_of(run), sharding.frame(run.records)
-    found = []
+    parts = []
     for section in run.sections():
-        own = every[every["section"] == section]
-        for cell in dict.fromkeys(own["cell"]):
+        section_rows = every[every["section"] == section]
+        for cell in dict.fromkeys(section_rows["cell"]):
             title = _cell_title(run, str(cell))
             case = run.config.cases.get(section)
             note = f" {case.note}" if case is not None and case.note else ""
             line = f"{_sizes(run, str(cell))}.{note}"
             table = _table(every[every["cell"] == cell], rows[rows["cell"] == cell])
-            found.append((text.capitalised(title), line, table))
+            parts.append((text.capitalised(title), line, table))
     told = sharding.predictions(run.records)
     if len(told):
         words = "Of worlds that were not measured these are predictions, and nothing else."
-        found.append(("Predicted steps", words, _predictions(told)))
-    return found
+        parts.append(("Predicted steps", words, _predictions(told)))
+    return parts
 
 
 def _sizes(run: Run, cell: str) -> str:
@@ -217,12 +219,12 @@ def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
     parts = [name for name in sharding.PARTS if (every["phase"] == name).any()]
     modes = every["mode"].nunique() > 1
     rows = []
-    for (arm, mode), own in every.groupby(["arm", "mode"], sort=False):
+    for (arm, mode), group in every.groupby(["arm", "mode"], sort=False):
         step = steps[(steps["arm"] == arm) & (steps["mode"] == mode)]
         row = dict(step.iloc[0]) if len(step) else {}
-        name = f"{own['label'].iloc[0]}{f', {mode}' * modes}"
-        status = "ok" if len(step) else str(own["status"].iloc[0])
-        times_of = {r["phase"]: r["median_s"] for _, r in own.iterrows()}
+        name = f"{group['label'].iloc[0]}{f', {mode}' * modes}"
+        status = "ok" if len(step) else str(group["status"].iloc[0])
+        times_of = {r["phase"]: r["median_s"] for _, r in group.iterrows()}
         rows.append({**row, "name": name, "status": status, "times": times_of})
     columns: dict[str, Column] = {
         "contender": lambda r: r["name"],
@@ -292,8 +294,8 @@ def figures(run: Run) -> list[Figure]:
     if not len(rows):
         return []
     told = sharding.predictions(run.records)
-    found = [_draw_against(run, rows), _over_ranks(run, rows, told), _split(run, rows)]
-    return [f for f in (*found, _draw_predicted(run, told)) if f.panels]
+    drawn = [_draw_against(run, rows), _over_ranks(run, rows, told), _split(run, rows)]
+    return [f for f in (*drawn, _draw_predicted(run, told)) if f.panels]
 
 
 def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
@@ -331,14 +333,14 @@ def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
     ours = rows[rows["contender"].str.startswith(SHARDED)]
     panels = []
     for scaling in Scaling:
-        own = ours[(ours["scaling"] == scaling.value) | (ours["world_size"] == 1)]
-        if own["world_size"].nunique() < 2 or not (own["scaling"] == scaling.value).any():
+        scaled = ours[(ours["scaling"] == scaling.value) | (ours["world_size"] == 1)]
+        if scaled["world_size"].nunique() < 2 or not (scaled["scaling"] == scaling.value).any():
             continue
-        first = own["section"].iloc[0]
+        first = scaled["section"].iloc[0]
         beyond = told[told["beyond"] & (told["scaling"] == scaling.value)] if len(told) else told
         beyond = beyond[beyond["section"] == first] if len(beyond) else beyond
         title = f"{scaling.value.capitalize()} scaling"
-        panels.append(Panel(title, _steps(own[own["section"] == first], beyond), 1.1 * WIDTH))
+        panels.append(Panel(title, _steps(scaled[scaled["section"] == first], beyond), 1.1 * WIDTH))
     return Figure(
         "scaling",
         "Time of a step over ranks",
@@ -351,11 +353,11 @@ def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
 
 def _steps(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
     lines = []
-    for kind, own in rows.sort_values("world_size").groupby("type", sort=False):
+    for kind, group in rows.sort_values("world_size").groupby("type", sort=False):
         shade, mark = colour(str(kind)), marker(str(kind))
-        lines.append(Curve(own["world_size"], 1e3 * own["median_s"], shade, str(kind), mark))
+        lines.append(Curve(group["world_size"], 1e3 * group["median_s"], shade, str(kind), mark))
         if len(beyond):  # from the last measured point on, what is only predicted
-            last = own.iloc[-1]
+            last = group.iloc[-1]
             more = beyond[beyond["type"] == kind].sort_values("world_size")
             worlds = [last["world_size"], *more["world_size"]]
             step_ms = [1e3 * last["median_s"], *(1e3 * more["predicted_s"])]
@@ -378,8 +380,8 @@ def _split(run: Run, rows: pd.DataFrame) -> Figure:
         known = known[known["section"] == known["section"].iloc[0]]
     panels = []
     for world in sorted(known["world_size"].unique()) if len(known) else ():
-        own = known[known["world_size"] == world]
-        own = own[own["scaling"] == own["scaling"].iloc[0]]
+        in_world = known[known["world_size"] == world]
+        in_world = in_world[in_world["scaling"] == in_world["scaling"].iloc[0]]
         lines = [
             Row(
                 str(row["type"]),
@@ -388,10 +390,10 @@ def _split(run: Run, rows: pd.DataFrame) -> Figure:
                 bar=True,
                 rest=1e3 * row["communication_s"],
             )
-            for _, row in own.iterrows()
+            for _, row in in_world.iterrows()
         ]
         drawing = charts.row_chart(lines, Scale("ms per step (hatched: all but lookup and update)"))
-        panels.append(Panel(text.count(world, "rank"), drawing, height=1.4 + BAR * len(own)))
+        panels.append(Panel(text.count(world, "rank"), drawing, height=1.4 + BAR * len(in_world)))
     return Figure(
         "compute_and_communication",
         "Parts of a step",
@@ -409,11 +411,11 @@ def _draw_predicted(run: Run, told: pd.DataFrame) -> Figure:
     if points:
         measured, lines = told[~told["beyond"]], []
         smallest = measured["world_size"].min()
-        for (kind, world), own in measured.groupby(["type", "world_size"], sort=False):
+        for (kind, world), group in measured.groupby(["type", "world_size"], sort=False):
             lines.append(
                 Curve(
-                    1e3 * own["median_s"],
-                    1e3 * own["predicted_s"],
+                    1e3 * group["median_s"],
+                    1e3 * group["predicted_s"],
                     colour(str(kind)),
                     str(kind) if world == smallest else "",
                     marker(str(kind)),

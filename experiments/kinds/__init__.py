@@ -47,14 +47,14 @@ def expand(config: Config) -> list[Cell]:
     cases, swept = kind.cells(config)
     cases = [cell if cell.kind == kind.name else find(cell.kind).as_case(cell) for cell in cases]
     swept = swept[: config.timing.max_cells or None]
-    found: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for cell in swept + cases if kind.cell_kinds.sweep_first else cases + swept:
         if cell.kind == kind.name and not cell.options:
             cell = dataclasses.replace(cell, options=config.options)
         sized = resolve(cell, sized=find(cell.kind).measurement.makes_tables)
         capped = cap(sized, config)
-        found.setdefault(capped.key, capped)
-    return list(found.values())
+        cells.setdefault(capped.key, capped)
+    return list(cells.values())
 
 
 def resolve(cell: Cell, *, sized: bool) -> Cell:

@@ -259,8 +259,8 @@ class Kind:
 def load(target: str) -> Callable[..., Any]:
     """Import the object that "module:name" refers to."""
     module, _, name = target.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    target_object: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return target_object
 
 
 def median_of(record: Record, phase: str) -> float:

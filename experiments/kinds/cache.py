@@ -81,7 +81,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _row(record: Record) -> dict[str, Any]:
     ok = record["status"] == "ok"
-    found = counted(record) if ok else HitRates(math.nan, math.nan)
+    rates = counted(record) if ok else HitRates(math.nan, math.nan)
     lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
     most = record.get("most_lookup_hits", math.nan)
     size = record.get("cache_rows", math.nan)  # a process that died did not get so far
@@ -93,8 +93,8 @@ def _row(record: Record) -> dict[str, Any]:
         "cache_rows": size,
         "fraction": size / record["rows"],
         "batches": record.get("batches", 0),
-        "lookup_hit_rate": found.lookups,
-        "row_hit_rate": found.rows,
+        "lookup_hit_rate": rates.lookups,
+        "row_hit_rate": rates.rows,
         "most_lookup_hit_rate": most / lookups if lookups else math.nan,
         "expected_lookup_hit_rate": record.get("expected_lookup_hit_rate", math.nan),
         "expected_row_hit_rate": record.get("expected_row_hit_rate", math.nan),

@@ -35,12 +35,12 @@ class Micro(Kind):
 
 
 def records_of(
-    found: Mapping[str, Any], identity: Mapping[str, Any], replicate: int = 0
+    benchmarks: Mapping[str, Any], identity: Mapping[str, Any], replicate: int = 0
 ) -> list[Record]:
     """Return a record per benchmark; seconds are those of one call."""
     return [
         _record(benchmark, identity, replicate) | {"order": order}
-        for order, benchmark in enumerate(found["benchmarks"])
+        for order, benchmark in enumerate(benchmarks["benchmarks"])
     ]
 
 
@@ -118,11 +118,7 @@ def _row(group: Sequence[Record]) -> dict[str, Any]:
         **{name: first["params"].get(name) for name in AXES},
         "lookups": first["lookups"],
         "status": next((r["status"] for r in group if r["status"] != "ok"), "ok"),
-        "median_s": taken_s.median,
-        "q25_s": taken_s.q25,
-        "q75_s": taken_s.q75,
-        "lo_s": taken_s.lo,
-        "hi_s": taken_s.hi,
+        **taken_s.columns(),
         "samples": taken_s.n,
         "processes": len(taken),
     }
@@ -140,8 +136,8 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
 def take(path: Path, folder: Path) -> Path:
     """Make a run directory from the JSON of pytest-benchmark; raises UsageError."""
     try:
-        found = json.loads(path.read_text())
-        benchmarks = found["benchmarks"]
+        content = json.loads(path.read_text())
+        benchmarks = content["benchmarks"]
         if any("data" not in b["stats"] for b in benchmarks):
             raise UsageError(f"{path} has no single times: use --benchmark-json or -save-data")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -150,14 +146,14 @@ def take(path: Path, folder: Path) -> Path:
         raise UsageError(f"{path} has no benchmarks in it: was --benchmark-enable left out?")
     store = RunStore.create(folder, "micro")
     store.write_config(dataclasses.replace(Config(), name="micro", kind=Micro.name))
-    environment = found.get("emblib") or {
-        "time_utc": found.get("datetime"),
-        "device": (found.get("machine_info", {}).get("cpu") or {}).get("brand_raw"),
-        "git": {"sha": str(found.get("commit_info", {}).get("id") or "")[:12] or None},
+    environment = content.get("emblib") or {
+        "time_utc": content.get("datetime"),
+        "device": (content.get("machine_info", {}).get("cpu") or {}).get("brand_raw"),
+        "git": {"sha": str(content.get("commit_info", {}).get("id") or "")[:12] or None},
     }
     store.write_json("environment.json", environment | {"command": f"pytest, {path.name}"})
     identity = {"run_id": store.path.name, "context_id": None}
-    records = records_of(found, identity)
+    records = records_of(content, identity)
     store.append(*records)
     question = "how long does one call of each operation take?"
     ended = {"experiment": "micro", "question": question, "status": "finished", **summary(records)}

@@ -83,15 +83,15 @@ class Quality(Kind):
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per source of data; its methods are trained on the same samples."""
-        found = []
+        cells = []
         settings = {**dataclasses.asdict(QualityOptions()), **config.options}
         if config.timing.max_rows:  # a smoke run
             settings["shares"] = settings["shares"][:1]
         for name in settings["data"]:
             options = {**settings, "data": [name]}
             arms = _arms(config.contenders, options)
-            found.append(Cell(name, name, config.workload, arms, kind=self.name, options=options))
-        return [], [_with_file(cell) for cell in found]
+            cells.append(Cell(name, name, config.workload, arms, kind=self.name, options=options))
+        return [], [_with_file(cell) for cell in cells]
 
     def as_case(self, cell: Cell) -> Cell:
         """Return the case with an arm per method and share; it has the first source of data."""
@@ -178,9 +178,7 @@ def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) 
         "step_s": statistics.summarise(
             [s for r in taken for s in metrics.seconds(r, "step")]
         ).median,
-        "ratio": effect.ratio,
-        "ratio_lo": effect.lo,
-        "ratio_hi": effect.hi,
+        **effect.columns(),
     }
 
 

@@ -25,7 +25,6 @@ from experiments.kinds.base import (
 )
 from experiments.results import metrics
 from experiments.results.store import Record
-from experiments.timing.statistics import Effect
 
 STEP, COMPUTE = "step", "local"
 PARTS = {  # what is timed of a step besides the whole of it
@@ -136,22 +135,13 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
     `ratio` is the time ÷ that of emblib's counterpart in the same cell, paired in each round.
     """
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        if record.get("kind") == Sharding.name:
-            key = record["cell"], record["arm"], metrics.mode_of(record)
-            groups.setdefault(key, []).append(record)
-    pairs: dict[tuple[str, str], list[tuple[list[Record], list[Record]]]] = {}
-    measured = []
-    for (cell, arm, mode), group in groups.items():
-        base = groups.get((cell, counterpart(arm), mode), [])
-        phases = next((list(r["samples"]) for r in group if r["samples"]), [STEP])
-        for phase in phases:
-            pairs.setdefault((mode, phase), []).append((group, base))
-            measured.append((group, mode, phase, base))
-    pools = {key: metrics.Pools.of(found, key[1]) for key, found in pairs.items()}
-    rows = [_row(group, phase, base, pools[mode, phase]) for group, mode, phase, base in measured]
-    return pd.DataFrame(rows)
+    return metrics.phase_rows(
+        records,
+        Sharding.name,
+        lambda record: counterpart(record["arm"]),
+        _row,
+        phases_of=lambda group: metrics.sampled_phases(group, STEP),
+    )
 
 
 def _row(
@@ -170,30 +160,14 @@ def _row(
         "scaling": record.get("scaling", Scaling.weak.value),
         "mode": metrics.mode_of(record),
         "phase": phase,
-        "status": status_of(group),
+        "status": metrics.status_of(group),
         "reason": record["reason"],
-        "median_s": time.median,
-        "q25_s": time.q25,
-        "q75_s": time.q75,
-        "lo_s": time.lo,
-        "hi_s": time.hi,
+        **time.columns(),
         "samples": time.n,
         "processes": len(taken),
-        **_ratio(effect),
+        **effect.columns(),
         "weights_bytes": record["weights_bytes"],
     }
-
-
-def _ratio(effect: Effect) -> dict[str, float]:
-    return {"ratio": effect.ratio, "ratio_lo": effect.lo, "ratio_hi": effect.hi}
-
-
-def status_of(group: Sequence[Record]) -> str:
-    """Return 'wrong' if any process was wrong, else 'ok' if any was ok."""
-    found = [str(r["status"]) for r in group]
-    if "wrong" in found:
-        return "wrong"
-    return "ok" if "ok" in found else next(iter(found), "missing")
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
@@ -246,10 +220,10 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
                 key = record["cell"], record["arm"], int(told["ranks"]), told["scaling"]
                 groups.setdefault(key, []).append((record, told))
     rows = []
-    for (cell, arm, ranks, scaling), found in groups.items():
-        record = found[0][0]
+    for (cell, arm, ranks, scaling), group in groups.items():
+        record = group[0][0]
         here = ranks == record["world_size"]
-        times = [metrics.seconds(r, STEP) for r, _ in found]
+        times = [metrics.seconds(r, STEP) for r, _ in group]
         rows.append(
             {
                 "section": record["section"],
@@ -261,18 +235,18 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
                 "world_size": ranks,
                 "scaling": scaling,
                 "beyond": not here,
-                "predicted_s": _mean(found, "step_s"),
-                "predicted_compute_s": _mean(found, "compute_s"),
+                "predicted_s": _mean(group, "step_s"),
+                "predicted_compute_s": _mean(group, "compute_s"),
                 "median_s": metrics.summarise_processes(times).median if here else math.nan,
-                "batch": int(found[0][1]["batch"]),
+                "batch": int(group[0][1]["batch"]),
                 **{a: record["params"][a] for a in SAME_BATCH},
             }
         )
     return pd.DataFrame(rows)
 
 
-def _mean(found: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float:
-    return sum(float(told[name]) for _, told in found) / len(found)
+def _mean(group: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float:
+    return sum(float(told[name]) for _, told in group) / len(group)
 
 
 def agreement(rows: pd.DataFrame) -> tuple[float, float, int]:

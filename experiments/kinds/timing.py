@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.kinds.base import (
-    TIME,
-    ArmRules,
-    CellKinds,
-    Compared,
-    Kind,
-    Measurement,
-    Ranks,
-    Reporting,
-    Sort,
-)
+from experiments.kinds import base
 from experiments.results import metrics
 from experiments.results.store import Record
 
@@ -23,23 +13,23 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class Timing(Kind):
+class Timing(base.Kind):
     """What does the subject cost, and what does it save, compared with the baseline?"""
 
-    name = TIME
-    arms = ArmRules(ranks=Ranks.OF_RUN)
-    measurement = Measurement("experiments.measure.timing:measure_cell")
-    reporting = Reporting("experiments.kind_reports.time", compared=Compared.PROCESSES)
+    name = base.TIME
+    arms = base.ArmRules(ranks=base.Ranks.OF_RUN)
+    measurement = base.Measurement("experiments.measure.timing:measure_cell")
+    reporting = base.Reporting("experiments.kind_reports.time", compared=base.Compared.PROCESSES)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return results.csv: a row per cell, contender, mode and phase."""
         return {"results": metrics.frame(records, str(settings.baseline))}
 
 
-class Anchor(Kind):
+class Anchor(base.Kind):
     """Do published figures come out here, and where is emblib on the same work?"""
 
     name = "anchor"
-    cell_kinds = CellKinds(sweep=TIME)
-    arms = ArmRules(contenders=Sort.BOTH)
-    reporting = Reporting("experiments.kind_reports.anchor")
+    cell_kinds = base.CellKinds(sweep=base.TIME)
+    arms = base.ArmRules(contenders=base.Sort.BOTH)
+    reporting = base.Reporting("experiments.kind_reports.anchor")

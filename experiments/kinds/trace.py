@@ -10,15 +10,7 @@ import pandas as pd
 
 from experiments.config.schema import Config, Mode
 from experiments.config.sweep import Cell
-from experiments.kinds.base import (
-    ArmRules,
-    CellKinds,
-    Compared,
-    Effort,
-    Kind,
-    Measurement,
-    Reporting,
-)
+from experiments.kinds import base
 from experiments.results.store import Record
 from experiments.workloads.trace_analysis import SHARES
 
@@ -29,22 +21,22 @@ COLUMNS = (
 )
 
 
-class Trace(Kind):
+class Trace(base.Kind):
     """How skewed is a trace, what is its working set, and what could caches serve?"""
 
     name = "trace"
     # The sweep is the user's own trace; cases are what it is compared with.
-    cell_kinds = CellKinds(cases="trace", sweep_first=True)
-    arms = ArmRules(only="lookups")
-    measurement = Measurement(
+    cell_kinds = base.CellKinds(cases="trace", sweep_first=True)
+    arms = base.ArmRules(only="lookups")
+    measurement = base.Measurement(
         "experiments.measure.trace:trace_cell",
-        effort=Effort.ONCE,
+        effort=base.Effort.ONCE,
         modes=(Mode.hot,),
         makes_tables=False,
     )
-    reporting = Reporting(
+    reporting = base.Reporting(
         "experiments.kind_reports.trace",
-        compared=Compared.NOTHING,
+        compared=base.Compared.NOTHING,
         success="None: all {count} sets of lookups were read.",
     )
 
@@ -57,8 +49,8 @@ class Trace(Kind):
         """Return how many distinct rows are looked up."""
         if any(r["status"] != "ok" for r in records):
             return super().progress(records)
-        found = [r["analysis"]["distinct"] for r in records]
-        return f"distinct rows: {', '.join(f'{n:,}' for n in found)}"
+        counts = [r["analysis"]["distinct"] for r in records]
+        return f"distinct rows: {', '.join(f'{n:,}' for n in counts)}"
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return tables.csv and ideal_hit_rates.csv."""
@@ -76,14 +68,14 @@ def tables(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _tables(record: Record) -> Iterator[dict[str, Any]]:
-    for own in record["tables"]:
-        fit = own["fit"] or {"s": None, "q": None, "misfit": None}
+    for table in record["tables"]:
+        fit = table["fit"] or {"s": None, "q": None, "misfit": None}
         yield {
             "section": record["section"],
             "cell": record["cell"],
-            "table": own["name"],
-            **{name: own[name] for name in COLUMNS},
-            **{f"rows_of_{share:g}": own["rows_of"][f"{share:g}"] for share in SHARES},
+            "table": table["name"],
+            **{name: table[name] for name in COLUMNS},
+            **{f"rows_of_{share:g}": table["rows_of"][f"{share:g}"] for share in SHARES},
             **fit,
         }
 
@@ -92,16 +84,16 @@ def curves(records: Sequence[Record]) -> pd.DataFrame:
     """Return a row per cell, policy and size of one cache for all tables."""
     rows = []
     for record in looked_at(records):
-        found = record["analysis"]["hit_rates"]
+        rates = record["analysis"]["hit_rates"]
         for policy in POLICIES:
-            for point in found[policy]:
+            for point in rates[policy]:
                 rows.append(
                     {
                         "section": record["section"],
                         "cell": record["cell"],
                         "policy": policy,
                         "cache_rows": point["cache_rows"],
-                        "fraction": point["cache_rows"] / found["distinct"],
+                        "fraction": point["cache_rows"] / rates["distinct"],
                         "lookup_hit_rate": point["lookups"],
                         "row_hit_rate": point["rows"],
                     }

@@ -24,7 +24,7 @@ from experiments.results.store import Record
 from experiments.workloads.keys import KeySpace, values_of
 from experiments.workloads.workload import table_shapes
 
-FILLED = 0.75  # of the slots in the end
+FILLED_SHARE = 0.75  # of the slots in the end
 PHASE = "insert"
 
 
@@ -69,7 +69,7 @@ def calls_of(cell: Cell) -> tuple[int, int]:
     """Return the number of keys of a call and of all calls together."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     size = cell.workload.B * cell.workload.L
-    return size, max(1, int(FILLED * shape.rows) // size) * size
+    return size, max(1, int(FILLED_SHARE * shape.rows) // size) * size
 
 
 def _table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
@@ -129,16 +129,16 @@ def _call(table: KeyTable, keys: Tensor) -> float:
 
 def _check(table: KeyTable, space: KeySpace, total: int) -> None:
     """Check that every key is present, in its own slot, with its value."""
-    found = []
+    parts = []
     for first in range(0, total, KEYS_PER_FILL):
         keys = space.run(first, min(KEYS_PER_FILL, total - first))
         values = values_of(keys, table.task.dim)
-        found.append(table.find_slots(table.prepare(keys, values)).cpu())
+        parts.append(table.find_slots(table.prepare(keys, values)).cpu())
         if "find" in table.operations and not torch.equal(
             table.find(table.prepare(keys, values)).cpu(), values
         ):
             raise Wrong("after growth a key has another value")
-    slots = torch.cat(found)
+    slots = torch.cat(parts)
     if (slots == table.absent).any():
         raise Wrong(f"after growth {int((slots == table.absent).sum())} keys are not there")
     if len(slots.unique()) < total:
@@ -148,14 +148,14 @@ def _check(table: KeyTable, space: KeySpace, total: int) -> None:
 def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
     """Measure the peak memory while the table grows, and what it keeps in the end."""
     size, total = calls_of(cell)
-    kept: list[KeyTable] = []
+    tables: list[KeyTable] = []
 
     def grow() -> None:
         table = _table(cell, arm, session)
         for first in range(0, total, size):
             keys = space.run(first, size)
             table.fill(keys.to(session.device), values_of(keys, table.task.dim).to(session.device))
-        kept.append(table)
+        tables.append(table)
 
     gc.collect()
     before = _held(session.device)
@@ -164,7 +164,7 @@ def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
     held = _held(session.device)
     known = before is not None and held is not None and "peak" in measured
     after = held - before if known and before is not None and held is not None else None
-    kept.clear()
+    tables.clear()
     return {"memory": measured, "peak_bytes": measured.get("peak"), "kept_bytes": after}
 
 

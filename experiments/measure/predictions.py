@@ -30,11 +30,11 @@ from experiments.timing import statistics
 
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
 CACHE_TERMS = ("step", "lookup", "row")
-NEAR = 1 << 20  # bytes of made rows that stay in a core's cache
+NEAR_BYTES = 1 << 20  # bytes of made rows that stay in a core's cache
 BATCHES = 3  # different ones per kind of step
 FITTED = (1 / 16, 1 / 4, 1.0)  # lookups of fitted steps, as shares of those of the predicted
 REPEATS = (1, 8)  # lookups per id of fitted steps: of all ids, and of an eighth as many
-RATE = 1e-3  # learning rate
+SGD_RATE = 1e-3
 AS_GIVEN, PERMUTED = "by frequency", "permuted"
 
 Batch = tuple[Tensor, Tensor]
@@ -73,10 +73,10 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
     try:
         if session.device.type != "cpu":
             raise Unsupported("kind=predictions measures the CPU")
-        found = _Experiment(cell, session)
+        experiment = _Experiment(cell, session)
         session.note(f"{cell.arms[0].key}|timing steps")
-        _time(found.steps, cell.options["rounds"], session.seed)
-        record = found.predicted()
+        _time(experiment.steps, cell.options["rounds"], session.seed)
+        record = experiment.predicted()
         outcome.measured.stop_reason = "predicted"
     except Exception as error:  # whatever it is becomes the row
         outcome.fail(error)
@@ -98,7 +98,7 @@ class _Experiment:
             self._add(share)
 
     def _train(self, order: str) -> emblib.TableBatchedTTEmbeddingBags:
-        return emblib.TableBatchedTTEmbeddingBags([self._spec(order)], emblib.optim.SGD(RATE))
+        return emblib.TableBatchedTTEmbeddingBags([self._spec(order)], emblib.optim.SGD(SGD_RATE))
 
     def _spec(self, order: str) -> emblib.TTSpec:
         ids: Any = "permuted" if order == PERMUTED else "as_given"
@@ -138,7 +138,7 @@ class _Experiment:
             return self.trains[order], 0
         stored = max(1, int(share * self.work.E))
         cache = emblib.TTCache(stored, emblib.RowEviction.DROP)
-        bags = emblib.CachedTTEmbeddingBags([self._spec(order)], cache, emblib.optim.SGD(RATE))
+        bags = emblib.CachedTTEmbeddingBags([self._spec(order)], cache, emblib.optim.SGD(SGD_RATE))
         hot = torch.arange(stored)
         for _ in range(2):
             _step(bags, (hot, torch.tensor([0, stored])))
@@ -172,7 +172,7 @@ class _Experiment:
             missed = ids[ids >= stored]
             work = self.trains[order].work(missed, torch.tensor([0, len(missed)]))[0]
             nbytes = max(1, work.rows * self.work.D * 4)
-            beyond = len(missed) * max(0.0, 1.0 - NEAR / nbytes)
+            beyond = len(missed) * max(0.0, 1.0 - NEAR_BYTES / nbytes)
             products = work.forward + work.backward
             terms.append((1, len(missed), beyond, work.rows, products))
             added.append((1, len(ids), len(distinct)))
@@ -229,8 +229,8 @@ def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None
     """Return constants >= 0 of the least squared error, relative to `weights` (the times)."""
     by = times if weights is None else weights
     scale = terms.max(0).clip(min=1e-300)
-    found, _ = nnls(terms / scale / by[:, None], times / by)
-    return np.asarray(found) / scale
+    constants, _ = nnls(terms / scale / by[:, None], times / by)
+    return np.asarray(constants) / scale
 
 
 def _time(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:

@@ -16,7 +16,7 @@ from experiments.contenders.registry import Missing
 from experiments.measure.outcome import Outcome, describe
 from experiments.measure.session import Session
 from experiments.quality.data import Clicks, DataSource, Unreadable, load
-from experiments.quality.methods import FLOAT, Stored
+from experiments.quality.methods import FLOAT_BYTES, Stored
 from experiments.quality.training import (
     Model,
     TrainedModel,
@@ -29,7 +29,7 @@ from experiments.quality.training import (
 )
 from experiments.results.store import Record
 
-SMOKE = 600  # samples of a smoke run
+SMOKE_SAMPLES = 600  # samples of a smoke run
 
 
 def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
@@ -77,7 +77,7 @@ def _source(cell: Cell, session: Session) -> DataSource:
     options = cell.options
     samples = options["samples"]
     if _is_smoke(session):
-        samples = min(samples or SMOKE, SMOKE)
+        samples = min(samples or SMOKE_SAMPLES, SMOKE_SAMPLES)
     name = options["data"][0]
     # The same samples for all processes: seeds differ in initial values and order only.
     return DataSource(name, cell.workload.file, samples, options["scale"], session.config.seed)
@@ -137,21 +137,21 @@ def _known(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
         },
         "positive": float(data.labels.mean()),
         "large_tables": len(rows),
-        "large_bytes": sum(rows) * plan.dim * FLOAT,
+        "large_bytes": sum(rows) * plan.dim * FLOAT_BYTES,
         "oracle_auc": best and best.auc,
         "oracle_loss": best and best.loss,
     }
 
 
-def _described(found: TrainedModel) -> Record:
+def _described(trained: TrainedModel) -> Record:
     """Return what a record says about a trained model."""
-    rows = found.model.rows
+    rows = trained.model.rows
     return {
-        "auc": found.test.auc,
-        "log_loss": found.test.loss,
-        "valid_loss": found.valid.loss,
-        "rate": found.rate,
-        "epoch": found.epoch,
+        "auc": trained.test.auc,
+        "log_loss": trained.test.loss,
+        "valid_loss": trained.valid.loss,
+        "rate": trained.rate,
+        "epoch": trained.epoch,
         "weights_bytes": rows.trained_bytes,
         "served_bytes": rows.served_bytes,
         "ranks": getattr(rows, "ranks", None) or None,

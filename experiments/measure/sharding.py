@@ -38,9 +38,9 @@ def constants(session: Session) -> Calibration:
     return calibrate(ranks_of(session.device), sizes)
 
 
-def as_data(found: Calibration) -> Record:
+def as_data(calibration: Calibration) -> Record:
     """Convert to what `Calibration.load` reads."""
-    data: Record = json.loads(found.to_json())
+    data: Record = json.loads(calibration.to_json())
     return data
 
 
@@ -96,8 +96,8 @@ class Predictor:
     ) -> dict[str, Any]:
         """Predict a step; measured worlds share this machine's cores, others have one per rank."""
         # The batch that one rank has where this one is scaled from.
-        whole = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
-        batch = max(1, whole // ranks) if scaling is Scaling.strong else whole
+        bags = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
+        batch = max(1, bags // ranks) if scaling is Scaling.strong else bags
         entry: Any = registry.find(contender).load()
         task = self._task()
         world = World(ranks, entry.node_of(ranks))

@@ -125,8 +125,8 @@ def planted(source: DataSource) -> Clicks:
     for field, n in enumerate(rows):
         odds += 0.25 * torch.randn(n, generator=chance)[ids[:, field]]
         centres = torch.randn(_CLUSTERS, _LATENT, generator=chance)
-        own = torch.randint(_CLUSTERS, (n,), generator=chance)
-        table = centres[own] + 0.45 * torch.randn(n, _LATENT, generator=chance)
+        cluster = torch.randint(_CLUSTERS, (n,), generator=chance)
+        table = centres[cluster] + 0.45 * torch.randn(n, _LATENT, generator=chance)
         vectors.append(table)
     for _ in range(_PAIRS):
         one, other = torch.randperm(_FIELDS, generator=chance)[:2].tolist()

@@ -20,7 +20,7 @@ import emblib
 from emblib import EmbeddingBagConfig, storage
 from experiments.contenders.registry import Unsupported
 
-FLOAT = 4  # bytes
+FLOAT_BYTES = 4  # bytes
 QUANTISED = storage.Quantized(8)  # how dense rows are served
 PERMUTED = "permuted"  # the order of ids of tensor trains
 NETWORK_RATE = 1e-3  # of Adam, for what is no table
@@ -53,7 +53,7 @@ class MethodTask:
 
     def nbytes(self, table: int) -> int:
         """Return the bytes allowed for a table."""
-        return int(self.share * self.rows[table] * self.dim * FLOAT)
+        return int(self.share * self.rows[table] * self.dim * FLOAT_BYTES)
 
     def scaled(self, share: float) -> MethodTask:
         """Return the task with `share` of these bytes."""
@@ -96,8 +96,8 @@ def look_up(tables: nn.Module, ids: Tensor) -> Tensor:
     """Return the rows of ids `[B, K]`, one per sample and table; id -1 gives zeros."""
     batch, fields = ids.shape
     flat = ids.t().reshape(-1)
-    found: Tensor = tables(flat, torch.arange(len(flat) + 1, device=ids.device))
-    return found.view(batch, fields, -1)
+    rows: Tensor = tables(flat, torch.arange(len(flat) + 1, device=ids.device))
+    return rows.view(batch, fields, -1)
 
 
 class Stored(Rows):
@@ -223,13 +223,13 @@ def train_from_plain(task: MethodTask) -> Stored:
     trains = stored(tensor_train, task)
     handles: Any = trains.bags.handles()
     for t, weight in enumerate(task.trained()):
-        made = emblib.TTEmbeddingBag.from_dense(
+        cores = emblib.TTEmbeddingBag.from_dense(
             weight,
             spec=train_spec(task, t, PERMUTED),
             counts=task.counts[t].clamp(min=1),
         )
         with torch.no_grad():
-            for core, value in zip(handles[f"t{t}"].cores, made.cores, strict=True):
+            for core, value in zip(handles[f"t{t}"].cores, cores.cores, strict=True):
                 core.copy_(value)
     return trains
 
@@ -237,7 +237,7 @@ def train_from_plain(task: MethodTask) -> Stored:
 def planned(task: MethodTask) -> Stored:
     """Return each table as `emblib.plan_memory` chooses, all within the bytes of all."""
     tables = [plain(task, t) for t in range(len(task.rows))]
-    nbytes = sum(task.rows) * task.dim * FLOAT
+    nbytes = sum(task.rows) * task.dim * FLOAT_BYTES
     try:
         plan = emblib.plan_memory(
             tables,
@@ -329,7 +329,7 @@ class Robe(Rows):
         size = max(task.dim, int(task.share * sum(task.rows) * task.dim))
         bound = 1 / math.sqrt(sum(task.rows) / len(task.rows))
         self.array = nn.Parameter(torch.empty(size).uniform_(-bound, bound))
-        self.count(size * FLOAT)
+        self.count(size * FLOAT_BYTES)
         self.optimizers = [torch.optim.Adagrad([self.array], task.rate)]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -348,12 +348,12 @@ class Dhe(Rows):
     def __init__(self, task: MethodTask) -> None:
         super().__init__(task)
         self.networks = nn.ModuleList(self._network(t) for t in range(len(task.rows)))
-        self.count(sum(p.numel() for p in self.networks.parameters()) * FLOAT)
+        self.count(sum(p.numel() for p in self.networks.parameters()) * FLOAT_BYTES)
         self.optimizers = [torch.optim.Adam(self.networks.parameters(), task.rate / 20)]
 
     def _network(self, table: int) -> nn.Module:
         """Return the widest network that fits."""
-        size = self.task.nbytes(table) / FLOAT
+        size = self.task.nbytes(table) / FLOAT_BYTES
         line = self.hashes + self.task.dim + 2
         width = int((math.sqrt(line**2 + 4 * (size - self.task.dim)) - line) / 2)
         if width < 1:

@@ -14,8 +14,8 @@ from experiments.config.sweep import PLAIN
 from experiments.quality.data import Clicks, counts
 from experiments.quality.methods import METHODS, NETWORK_RATE, MethodTask, Rows
 
-WIDTH = 64  # of the network's hidden layer
-CHUNK = 8192  # samples predicted at a time
+HIDDEN = 64  # of the network's hidden layer
+CHUNK_SIZE = 8192  # samples predicted at a time
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ class Model(nn.Module):
         count = 1 + len(data.rows)
         self.register_buffer("pairs", torch.triu_indices(count, count, 1), persistent=False)
         inputs = plan.dim + count * (count - 1) // 2
-        self.top = nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+        self.top = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
         network = [*self.numbers.parameters(), *self.top.parameters()]
         self.optimizers = [torch.optim.Adam(network, NETWORK_RATE), *rows.optimizers]
 
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
         """Return the log-odds `[B]`."""
         dense = self.numbers(numbers)
-        found = [dense[:, None], self.rows(ids[:, self.large])]
+        fields = [dense[:, None], self.rows(ids[:, self.large])]
         if self.others is not None:
-            found.append(self.others(ids[:, self.small]))
-        vectors = torch.cat(found, 1)
+            fields.append(self.others(ids[:, self.small]))
+        vectors = torch.cat(fields, 1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         one, other = self.pairs.unbind()
         odds: Tensor = self.top(torch.cat([dense, products[:, one, other]], 1))
@@ -155,7 +155,10 @@ def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
 def predict(model: Model, data: Clicks, part: slice) -> Tensor:
     """Return the log-odds of samples."""
     model.eval()
-    ids, numbers = data.ids[part].split(CHUNK), data.numbers[part].split(CHUNK)
+    ids, numbers = (
+        data.ids[part].split(CHUNK_SIZE),
+        data.numbers[part].split(CHUNK_SIZE),
+    )
     return torch.cat([model(i, n) for i, n in zip(ids, numbers, strict=True)])
 
 

@@ -296,8 +296,10 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
     for group in groups:
         ordered = sorted(group, key=lambda name: name.point[1])
         wanted = [math.log(name.point[1]) for name in ordered]
-        for name, own, height in zip(ordered, wanted, apart(wanted, gap, low, high), strict=True):
-            moved = abs(height - own) > gap / 3
+        for name, wished, height in zip(
+            ordered, wanted, apart(wanted, gap, low, high), strict=True
+        ):
+            moved = abs(height - wished) > gap / 3
             axes.annotate(
                 name.words,
                 name.point if moved else (name.x, math.exp(height)),
@@ -444,7 +446,7 @@ def _bar(axes: Axes, row: Row, y: int) -> None:
         axes.annotate(row.words, (row.value, y), (4, 0), textcoords="offset points", va="center")
 
 
-MOST_ROWS = 44  # of a panel; beyond it the first and the last are shown
+MAX_ROWS = 44  # of a panel; beyond it the first and the last are shown
 
 
 def forest(title: str, lines: Sequence[Row], label: str) -> Panel:

@@ -168,20 +168,20 @@ class JudgedFigure:
     device: str = ""  # where ours was measured
 
 
-def counted(found: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
+def counted(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
     """Return the number of figures by verdict."""
-    return {verdict: sum(f.verdict is verdict for f in found) for verdict in Reproduction}
+    return {verdict: sum(f.verdict is verdict for f in judged) for verdict in Reproduction}
 
 
 def of_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
     """Compare every source with each reference of its experiment and each run of `extra`."""
     paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
     runs = [Run.read(path) for path in paths]
-    found = []
+    judged = []
     for source in sources():
         same: list[Run | None] = [run for run in runs if run.config.name == source.experiment]
-        found += [finding for run in same or [None] for finding in findings(run, source)]
-    return found
+        judged += [finding for run in same or [None] for finding in findings(run, source)]
+    return judged
 
 
 def of_run(run: Run) -> list[JudgedFigure]:
@@ -283,7 +283,7 @@ def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
 def differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
     """Return how the work that our run did differs from the published one, key by key."""
     scale = float(row["rows_scale"])
-    found = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
+    changes = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
     record = next(
         r
         for r in run.records
@@ -295,7 +295,7 @@ def differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
     def plain(value: Any) -> str:
         return f"{value:,}" if isinstance(value, int) else str(value)
 
-    return found + [
+    return changes + [
         f"{key} {plain(ours.get(key))} for {plain(value)}"
         for key, value in figure.work.items()
         if ours.get(key) != value

@@ -106,24 +106,24 @@ def flags_table(run: Run) -> Table:
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return (name, value) of every entry, names joined by spaces; unknown values are left out."""
-    found: list[tuple[str, str]] = []
+    entries: list[tuple[str, str]] = []
     for key, value in tree.items():
         name = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, dict):
-            found += flatten(value, f"{name} ")
+            entries += flatten(value, f"{name} ")
         elif key == "memory_bytes" and value:
-            found.append((name.replace(" bytes", ""), text.size(value)))
+            entries.append((name.replace(" bytes", ""), text.size(value)))
         elif key == "copy_gb_s" and value:
             shown = f"{text.digits(value)} GB/s (read + write)"
-            found += [("copy bandwidth", shown)] * (("copy bandwidth", shown) not in found)
+            entries += [("copy bandwidth", shown)] * (("copy bandwidth", shown) not in entries)
         elif key == "sgemm_gflop_s" and value:
-            found.append(("float32 matrix products", f"{text.digits(value)} GFLOP/s"))
+            entries.append(("float32 matrix products", f"{text.digits(value)} GFLOP/s"))
         elif prefix.endswith("gather gb s "):
-            found.append((f"gather bandwidth, rows of {key} B", f"{text.digits(value)} GB/s"))
+            entries.append((f"gather bandwidth, rows of {key} B", f"{text.digits(value)} GB/s"))
         elif value is not None and value != []:
             shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            found.append((name, shown))
-    return found
+            entries.append((name, shown))
+    return entries
 
 
 def readme_table(run: Run) -> list[str]:

@@ -107,7 +107,7 @@ def code_id() -> str:
 
 
 def _of_files(paths: Iterable[Path]) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    digest_of_all = hashlib.blake2b(digest_size=8)
     for path in sorted(paths):
-        found.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())
-    return found.hexdigest()
+        digest_of_all.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())
+    return digest_of_all.hexdigest()

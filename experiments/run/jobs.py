@@ -106,9 +106,9 @@ def done_before(folder: Path, config: Config, context_id: str) -> Done:
     `rerun=failed` forgets those with a failure in them, `rerun=all` all. Who ran out of time under
     another limit may not under this one.
     """
-    found: dict[tuple[str, int], list[Record]] = {}
+    jobs_by_key: dict[tuple[str, int], list[Record]] = {}
     if config.rerun is Rerun.all:
-        return found
+        return jobs_by_key
     accepted = GOOD if config.rerun is Rerun.failed else SETTLED
     limit = config.timing.limit_seconds
     for points in sorted(folder.glob("*/points.jsonl")):
@@ -121,8 +121,8 @@ def done_before(folder: Path, config: Config, context_id: str) -> Done:
             if record.get("context_id") == context_id:
                 jobs.setdefault((record["point_key"], record["replicate"]), []).append(record)
         for key, parts in jobs.items():
-            whole = len(parts) == parts[0]["job_records"]
+            complete = len(parts) == parts[0]["job_records"]
             other = any(r["status"] == "timeout" and r.get("limit_s") != limit for r in parts)
-            if whole and not other and all(r["status"] in accepted for r in parts):
-                found[key] = parts
-    return found
+            if complete and not other and all(r["status"] in accepted for r in parts):
+                jobs_by_key[key] = parts
+    return jobs_by_key

@@ -45,10 +45,12 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     started, records, status = time.monotonic(), [], "finished"
     try:
         for replicate in range(config.timing.replicates):
-            found = measure(config, identity, replicate)
-            store.append(*found)
-            records += found
-            print(f"process {replicate + 1} of {config.timing.replicates}: {len(found)} benchmarks")
+            measured = measure(config, identity, replicate)
+            store.append(*measured)
+            records += measured
+            print(
+                f"process {replicate + 1} of {config.timing.replicates}: {len(measured)} benchmarks"
+            )
     except KeyboardInterrupt:
         status = "interrupted"
     except RuntimeError as error:

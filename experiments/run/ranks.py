@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -116,7 +115,9 @@ class ProcessSync(RankSync):
         every = self.peers.exchange(None if error is None else error_words(error))
         if error is not None:
             return error
-        rank, text, out_of_memory = next((r, *said) for r, said in enumerate(every) if said)
+        rank, text, out_of_memory = next(
+            (r, *failure) for r, failure in enumerate(every) if failure
+        )
         kind = MemoryError if out_of_memory else Elsewhere
         return kind(f"rank {rank}: {text}")
 
@@ -181,11 +182,11 @@ class RankClock(Clock):
         """Return every rank's seconds of the last samples in the log; the warm-up's come first."""
         taken = iter(self.log.get(key, []))
         share = 1 / calls
-        found = []
+        by_sample = []
         for _, seconds in samples:
             ranks = next((t for t in taken if max(t) * share == seconds), None)
-            found.append(None if ranks is None else [second * share for second in ranks])
-        return found
+            by_sample.append(None if ranks is None else [second * share for second in ranks])
+        return by_sample
 
 
 class SharedTelemetry(Telemetry):
@@ -286,12 +287,12 @@ def _by_rank(record: Record, ranks: ProcessSync) -> Record:
     """Return the seconds of every rank per sample; a sample's own value is the slowest rank's."""
     clock = ranks.clocks.get(record["mode"])
     calls = record.get("executions", {})
-    found = {
+    samples = {
         phase: clock.seconds_of(f"{record['arm']}/{phase}", taken, calls.get(phase, 1))
         for phase, taken in record["samples"].items()
         if clock
     }
-    return {"rank_samples": found, "rank_threads": torch.get_num_threads()}
+    return {"rank_samples": samples, "rank_threads": torch.get_num_threads()}
 
 
 # The process that starts them
@@ -353,11 +354,6 @@ class RankProcesses:
     def __enter__(self) -> RankProcesses:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for child in self.children:
-            child.__exit__(kind, error, trace)
+            child.__exit__(*error)

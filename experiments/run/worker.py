@@ -103,17 +103,17 @@ def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
 def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[str, Any]:
     """Return the environment of a run, found by a child: the parent never opens the GPU."""
     with Child("experiments.run.worker:look", (config, device, list(words))) as child:
-        found: dict[str, Any] = child.receive()
+        surveyed: dict[str, Any] = child.receive()
     if config.device.strict:
-        preflight.demand(found["preflight"])
-    return found
+        preflight.demand(surveyed["preflight"])
+    return surveyed
 
 
 def look(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
     """Find the environment in the child of `survey`."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
-    found = environment.describe(device, words)
-    found |= context_of(found) | {"preflight": preflight.check(device)}
+    facts = environment.describe(device, words)
+    facts |= context_of(facts) | {"preflight": preflight.check(device)}
     ceilings = bandwidth.measure(device, 0.0 if config.timing.max_rows else BANDWIDTH_SECONDS)
-    pipe.send(found | {"copy_gb_s": ceilings["copy_gb_s"], "bandwidth": ceilings})
+    pipe.send(facts | {"copy_gb_s": ceilings["copy_gb_s"], "bandwidth": ceilings})

@@ -43,11 +43,11 @@ def show(kind: str = "auto", *, as_json: bool = False) -> None:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
-    found = flushes(device) + (spins(device) if device.type == "cuda" else [])
+    times = flushes(device) + (spins(device) if device.type == "cuda" else [])
     if as_json:
-        print(json.dumps([asdict(line) for line in found], indent=1))
+        print(json.dumps([asdict(line) for line in times], indent=1))
         return
-    for line in found:
+    for line in times:
         exposed = f"  {line.exposed:.0%} exposed" * (device.type == "cuda")
         interval = f"[{line.low_us:.1f}, {line.high_us:.1f}]"
         print(f"{line.work:<20} {line.setting:<26} {line.median_us:9.1f} µs {interval}{exposed}")
@@ -67,20 +67,20 @@ def flushes(device: torch.device) -> list[ClockTimes]:
 
 def spins(device: torch.device) -> list[ClockTimes]:
     """Time a short and a long gather on a GPU: behind every spin, in a graph, launched idle."""
-    found = []
+    times = []
     for size in (1 << 16, 1 << 26):
         call, work = _gather(device, size)
         for seconds in SPINS:
             clock = CudaClock(TorchGpu(device), spin=seconds)
-            found.append(_measure(clock, call, work, f"spin of {1e6 * seconds:g} µs at first"))
+            times.append(_measure(clock, call, work, f"spin of {1e6 * seconds:g} µs at first"))
 
         def phase(number: int, call: Callable[[], object] = call) -> object:
             return call()
 
         graph = CudaClock(TorchGpu(device), Mode.graph)
-        found.append(_measure(graph, partial(graph.adapt(phase, 1), 0), work, "graph"))
-        found.append(_measure(CudaClock(TorchGpu(device), Mode.wall), call, work, "wall"))
-    return found
+        times.append(_measure(graph, partial(graph.adapt(phase, 1), 0), work, "graph"))
+        times.append(_measure(CudaClock(TorchGpu(device), Mode.wall), call, work, "wall"))
+    return times
 
 
 def _gather(device: torch.device, size: int) -> tuple[Callable[[], object], str]:

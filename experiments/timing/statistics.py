@@ -40,6 +40,10 @@ class Summary:
         """Return the interquartile range relative to the median."""
         return (self.q75 - self.q25) / abs(self.median) if self.median else math.inf
 
+    def columns(self) -> dict[str, float]:
+        """Return the columns of a table of times in seconds."""
+        return {f"{name}_s": getattr(self, name) for name in ("median", "q25", "q75", "lo", "hi")}
+
 
 def quantile(ordered: Sequence[float], p: float) -> float:
     """Interpolate linearly between order statistics (numpy's default)."""
@@ -122,6 +126,10 @@ class Effect:
     hi: float
     processes: int
     spread: float  # standard deviation of the logs
+
+    def columns(self) -> dict[str, float]:
+        """Return the columns of a table of ratios."""
+        return {"ratio": self.ratio, "ratio_lo": self.lo, "ratio_hi": self.hi}
 
 
 class Verdict(Enum):

@@ -98,10 +98,10 @@ def offline(trace: RowTrace, capacity: int) -> Hits:
     hit = np.zeros(len(trace.rows), np.int64)
     for accesses in trace.slices():
         rows = trace.rows[accesses]
-        there = cached[rows]
-        hit[accesses] = there
+        is_cached = cached[rows]
+        hit[accesses] = is_cached
         value[rows] = urgency[accesses]
-        candidates = np.concatenate([content, rows[~there]])
+        candidates = np.concatenate([content, rows[~is_cached]])
         cached[content] = False
         content = _soonest(candidates, value, capacity)
         cached[content] = True
@@ -201,9 +201,9 @@ def run(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     hit = np.zeros(len(trace.rows), np.int64)
     for batch, (start, end) in enumerate(zip(trace.starts, trace.starts[1:], strict=False)):
         rows, lookups = trace.rows[start:end], trace.lookups[start:end]
-        there = cached[rows]
-        hit[start:end] = there
-        new = rows[~there][np.argsort(trace.positions[start:end][~there])]
+        is_cached = cached[rows]
+        hit[start:end] = is_cached
+        new = rows[~is_cached][np.argsort(trace.positions[start:end][~is_cached])]
         content = np.flatnonzero(cached)
         candidates = np.setdiff1d(content, rows, assume_unique=True)
         over = len(content) + len(new) - capacity
@@ -216,7 +216,7 @@ def run(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
         if policy is Policy.exact_lru:
             rank[rows] = batch
         else:
-            rank[rows] = np.where(there, rank[rows], 0) + lookups
+            rank[rows] = np.where(is_cached, rank[rows], 0) + lookups
     return served(trace, hit)
 
 

@@ -56,10 +56,10 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     if work.distribution is not Distribution.trace:
         return work
     path = _path(work)
-    found = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
-    if work.sha256 and work.sha256 != found:
+    columns_of = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
+    if work.sha256 and work.sha256 != columns_of:
         raise TraceError(
-            f"{path.name} is another file: its sha256 is {found}, workload.sha256 asks for "
+            f"{path.name} is another file: its sha256 is {columns_of}, workload.sha256 asks for "
             f"{work.sha256}"
         )
     columns = _chosen(work)
@@ -84,7 +84,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
         raise TraceError(f"{path.name} has no samples")
     return dataclasses.replace(
         work,
-        sha256=found,
+        sha256=columns_of,
         columns=names,
         sizes=sizes,
         T=len(columns),

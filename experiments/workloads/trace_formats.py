@@ -58,10 +58,10 @@ def torch_load(path: Path) -> Any:
     """Load tensors that stay on disk until they are used; compressed files are unpacked first."""
     if path.suffix != ".gz":
         return _mapped(path, path.name)
-    with tempfile.NamedTemporaryFile(suffix=".pt") as whole, gzip.open(path) as packed:
-        shutil.copyfileobj(packed, whole, 1 << 22)
-        whole.flush()
-        return _mapped(Path(whole.name), path.name)  # the mapping outlives the file's name
+    with tempfile.NamedTemporaryFile(suffix=".pt") as unpacked, gzip.open(path) as packed:
+        shutil.copyfileobj(packed, unpacked, 1 << 22)
+        unpacked.flush()
+        return _mapped(Path(unpacked.name), path.name)  # the mapping outlives the file's name
 
 
 def _mapped(path: Path, name: str) -> Any:
@@ -196,8 +196,8 @@ class Dlrm(MappedReader):
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
         first = table * self.samples[table]
         ends = self.offsets[first + start : first + end + 1].to(torch.int64)
-        lengths, said = ends.diff(), self.lengths[table, start:end].to(torch.int64)
-        if not torch.equal(lengths, said) or bool((lengths < 0).any()):
+        lengths, declared = ends.diff(), self.lengths[table, start:end].to(torch.int64)
+        if not torch.equal(lengths, declared) or bool((lengths < 0).any()):
             raise TraceError(
                 f"{self.path.name}: offsets and lengths disagree in table {table}, between samples "
                 f"{start} and {end}"
@@ -327,19 +327,19 @@ class Parquet(Reader):
         from pyarrow import types
 
         lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-        found = [
+        columns_of = [
             Column(field.name)
             for field in self.schema
             if types.is_integer(
                 field.type.value_type if any(test(field.type) for test in lists) else field.type
             )
         ]
-        if not found:
+        if not columns_of:
             had = ", ".join(f"{f.name}: {f.type}" for f in self.schema)
             raise TraceError(
                 f"{self.path.name}: no column has integers or lists of integers; it has {had}"
             )
-        return found
+        return columns_of
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
         """Yield row groups as pyarrow reads them; a missing value is an empty bag."""

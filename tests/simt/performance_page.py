@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from experiments.kernel_times import GATHER, SHAPES, Shape, model_us
+from experiments.kernel_times import GATHER_TB_S, SHAPES, Shape, model_us
 from tests.pretend.test_hash_launches import BUDGETS
 from tests.pretend.test_tbe_launches import STEPS
 from tests.pretend.test_tt_launches import BUDGET as TRAINS

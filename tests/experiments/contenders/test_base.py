@@ -92,7 +92,7 @@ def test_tt_leaves_the_smaller_tables_plain(tt_tables: int) -> None:
 
 def test_nbytes_of_plain_tables() -> None:
     dense = (7 + 400 + 90) * 8 * 4
-    for name in ("tbe", "torch", "reference_tbe"):
+    for name in ("tbe", "torch"):
         own = build(name, task()).nbytes()
         assert own.pop("cache", 0) == 0
         assert own == {"weights": dense, "optimizer_state": 0}

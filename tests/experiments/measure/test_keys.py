@@ -300,7 +300,7 @@ def test_lines_hold_their_numbers_in_pages_as_asked() -> None:
         found = bandwidth.Lines(1 << 20, huge=huge)
         positions = found.positions(torch.tensor([0, -1, 2**62, 7]))
         for read in (found.read, found.take):
-            assert torch.equal(read(positions) * bandwidth.WORDS, positions)
+            assert torch.equal(read(positions) * bandwidth.WORDS_PER_LINE, positions)
         assert not huge or found.huge_share >= 0
     measured = bandwidth.measure_random_lines(1 << 20, 0.0)
     assert set(measured) == {str(bandwidth.page_bytes(huge=h)) for h in (False, True)}

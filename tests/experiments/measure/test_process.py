@@ -76,10 +76,7 @@ def test_memory_beyond_the_limit_is_an_oom_of_the_child() -> None:
     limit = 256 << 20
     with child("allocate", limit // 2, memory_bytes=limit) as one:
         assert one.receive() == limit // 2
-    with (
-        child("allocate", 2 * limit, memory_bytes=limit) as one,
-        pytest.raises(Died) as death,
-    ):
+    with child("allocate", 2 * limit, memory_bytes=limit) as one, pytest.raises(Died) as death:
         one.receive()
     assert death.value.status == "oom"
 
