@@ -167,6 +167,7 @@ class ShardedBags(Bags):
     """One sharding type for every table, over all ranks."""
 
     cuts_rows = False  # whether a row may be on several ranks
+    rule: Callable[[float, World], Rule]  # of a table, whose position is a share in [0, 1)
 
     def _module(self) -> tuple[Any, list[Block]]:
         ranks = ranks_of(self.task.device)
@@ -197,18 +198,13 @@ class ShardedBags(Bags):
         tables = EmbeddingBagCollection(cls.configs(task), device="meta")
         names = [config.name for config in tables.embedding_bag_configs()]
         share = 1 / len(names)
-        rules = {name: cls._rule(number * share, world) for number, name in enumerate(names)}
+        rules = {name: cls.rule(number * share, world) for number, name in enumerate(names)}
         return construct_module_plan(tables, rules, world)
 
     @staticmethod
     def node_of(size: int) -> int:
         """Return how many ranks of a world count as one node."""
         return RANKS_PER_NODE if size % RANKS_PER_NODE == 0 else size
-
-    @staticmethod
-    @abstractmethod
-    def _rule(share: float, world: World) -> Rule:
-        """Return the sharding rule of a table; `share` in [0, 1) is its position."""
 
     def parts(self, prepared: tuple[KeyedJaggedTensor, Tensor]) -> dict[str, Callable[[], object]]:
         """Return the parts of a step: input_dist, lookup and update, output_dist."""
@@ -250,25 +246,19 @@ def ranks_of(device: torch.device) -> RankGroup:
 class DataParallel(ShardedBags):
     """Every table replicated on every rank."""
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.data_parallel()
+    rule = staticmethod(lambda share, world: sharding_types.data_parallel())
 
 
 class TableWise(ShardedBags):
     """Whole tables, an equal share of neighbours on each rank."""
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.table_wise(int(share * world.size))
+    rule = staticmethod(lambda share, world: sharding_types.table_wise(int(share * world.size)))
 
 
 class RowWise(ShardedBags):
     """Rows of every table on every rank."""
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.row_wise()
+    rule = staticmethod(lambda share, world: sharding_types.row_wise())
 
 
 class ColumnWise(ShardedBags):
@@ -276,17 +266,17 @@ class ColumnWise(ShardedBags):
 
     cuts_rows = True
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.column_wise()
+    rule = staticmethod(lambda share, world: sharding_types.column_wise())
 
 
 class TableRowWise(ShardedBags):
     """Rows of a table on the ranks of one node each."""
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.table_row_wise(int(share * (world.size // world.local_size)))
+    rule = staticmethod(
+        lambda share, world: sharding_types.table_row_wise(
+            int(share * (world.size // world.local_size))
+        )
+    )
 
 
 class TableColumnWise(ShardedBags):
@@ -294,9 +284,11 @@ class TableColumnWise(ShardedBags):
 
     cuts_rows = True
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.table_column_wise(int(share * (world.size // world.local_size)))
+    rule = staticmethod(
+        lambda share, world: sharding_types.table_column_wise(
+            int(share * (world.size // world.local_size))
+        )
+    )
 
 
 class Grid(ShardedBags):
@@ -304,6 +296,4 @@ class Grid(ShardedBags):
 
     cuts_rows = True
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.grid()
+    rule = staticmethod(lambda share, world: sharding_types.grid())

@@ -15,10 +15,7 @@ from experiments.gate.rules import CHANGES, Rules, Ruling, decide
 from experiments.results.store import Record
 from experiments.timing.statistics import LEAST_PROCESSES, Verdict
 
-PEAK_SHARE, PEAK_BYTES = (
-    0.01,
-    16 << 20,
-)  # what peak memory may grow by: it is not exact
+PEAK_SHARE, PEAK_BYTES = (0.01, 16 << 20)  # what peak memory may grow by: it is not exact
 HIT_RATE_CHANGE = 0.005
 BROKEN = ("error", "wrong", "timeout", "oom")
 

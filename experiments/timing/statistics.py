@@ -100,19 +100,6 @@ def settled(noise: Sequence[float]) -> bool:
     return max(last) - min(last) <= SETTLED_WITHIN * quantile(sorted(last), 0.5)
 
 
-def paired_ratio(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Summary:
-    """Return arm / baseline: exp of the median of per-round log ratios, with its interval.
-
-    Only rounds in which both ran count, so that what slows the machine for a moment slows both
-    sides of a pair and cancels.
-    """
-    logs = [math.log(arm[r] / baseline[r]) for r in sorted(arm.keys() & baseline.keys())]
-    s = summarise(logs)
-    return Summary(
-        s.n, math.exp(s.median), math.exp(s.q25), math.exp(s.q75), math.exp(s.lo), math.exp(s.hi)
-    )
-
-
 LEAST_PROCESSES = 2  # below which nothing is known of how processes differ
 NOISE_FACTOR = 3.0  # median deviations of an A/A effect that a margin is at least
 

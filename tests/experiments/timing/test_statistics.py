@@ -232,22 +232,6 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
     assert 0.94 <= hits / 2000 <= 0.98  # 95.7 % by construction at n = 25
 
 
-def test_paired_ratio_cancels_what_both_sides_share() -> None:
-    noise = [1.0, 30.0, 1.1, 9.0, 1.0, 2.0, 50.0]
-    baseline = {r: x for r, x in enumerate(noise)}
-    arm = {r: 2.0 * x for r, x in enumerate(noise)}
-    ratio = statistics.paired_ratio(arm, baseline)
-    assert ratio.median == pytest.approx(2.0)
-    assert ratio.lo == pytest.approx(2.0)
-    assert ratio.hi == pytest.approx(2.0)
-
-
-def test_paired_ratio_uses_only_rounds_that_both_have() -> None:
-    ratio = statistics.paired_ratio({0: 3.0, 2: 3.0, 9: 99.0}, {0: 1.0, 1: 5.0, 2: 1.0})
-    assert ratio.n == 2
-    assert ratio.median == pytest.approx(3.0)
-
-
 def test_spread_is_the_distance_of_the_quartiles_to_the_median() -> None:
     assert statistics.summarise([4.0, 1.0, 3.0, 2.0, 5.0, 6.0]).spread == pytest.approx(2.5 / 3.5)
     assert statistics.summarise([0.0, 0.0]).spread == math.inf
