@@ -43,7 +43,7 @@ __all__ = ["load"]
 
 
 def load(*run_directories: str | Path) -> pd.DataFrame:
-    """Results of any number of runs as one tidy table: a row per cell, contender and phase.
+    """Return the results of any number of runs as one table: a row per cell, contender and phase.
 
     The columns are those of results.csv, and `run`: the directory's name.
     """

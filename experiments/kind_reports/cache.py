@@ -142,7 +142,7 @@ def _rest(by_name: dict[str, pd.Series], best: pd.Series) -> list[str]:
 
 
 def at_headline(run: Run) -> pd.DataFrame | None:
-    """Rows of the sweep's base point at the size nearest to the subject's."""
+    """Return the rows of the sweep's base point at the size nearest to the subject's."""
     rows = good(run)
     if not len(rows):
         return None
@@ -153,7 +153,7 @@ def at_headline(run: Run) -> pd.DataFrame | None:
 
 
 def good(run: Run) -> pd.DataFrame:
-    """Traces that have a result."""
+    """Return the traces that have a result."""
     rows = run.traces
     return rows[rows["status"] == "ok"] if len(rows) else rows
 
@@ -182,7 +182,7 @@ def section_table(run: Run, section: str) -> Table | None:
 
 
 def point(run: Run, row: pd.Series) -> str:
-    """How a trace differs from the sweep's base point, or its skew."""
+    """Describe how a trace differs from the sweep's base point, or its skew."""
     axes = [a for a in AXES if run.traces[a].nunique() > 1] or ["s"]
     words = {a: "uniform" if a == "s" and row[a] == 0 else f"{a}={row[a]:g}" for a in axes}
     return ", ".join(words.values())

@@ -39,7 +39,7 @@ LINE = 0.3  # inches of a bar
 
 
 def good(run: Run) -> pd.DataFrame:
-    """Operations that have a time."""
+    """Return the operations that have a time."""
     rows = run.operations
     return rows[rows["status"] == "ok"] if len(rows) else rows
 
@@ -91,7 +91,7 @@ def _rate(row: pd.Series) -> str:
 
 
 def _along(run: Run, rows: pd.DataFrame) -> list[str]:
-    """How far the load matters, for the subject's operations."""
+    """State how the rates of the subject's operations change with the load."""
     subject_rows = rows[rows["contender"] == run.subject.contender]
     if subject_rows["load"].nunique() < 2:
         return []
@@ -105,7 +105,7 @@ def _along(run: Run, rows: pd.DataFrame) -> list[str]:
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
-    """One for each case and mode, and one for the sweep: a row per arm and operation."""
+    """Return a table per case and mode, and one of the sweep: a row per arm and operation."""
     parts = []
     for mode in run.modes:
         rows = run.at(mode).operations

@@ -63,7 +63,7 @@ def _usable_cores(run: Run) -> int | None:
 
 
 def answer(run: Run) -> list[str]:
-    """Against TorchRec where it was there; how the subject scales; how good predictions are."""
+    """Compare with TorchRec, say how the subject scales and how good predictions are."""
     rows = rows_of(run)
     if not len(rows):
         return ["No answer: no contender has a result."]
@@ -162,7 +162,7 @@ def _sharing_cores(run: Run, rows: pd.DataFrame) -> list[str]:
 
 
 def _predicted(run: Run) -> list[str]:
-    """How well the cost model told the measured steps, and what it says of the largest world."""
+    """State how well the cost model predicted the measured steps."""
     rows = sharding.predictions(run.records)
     correlation, factor, points = sharding.agreement(rows)
     if math.isnan(correlation):

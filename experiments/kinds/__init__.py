@@ -40,8 +40,8 @@ def find(name: str) -> Kind:
 def expand(config: Config) -> list[Cell]:
     """Return the cells of a run.
 
-    Cases come first, so that an interrupted run has its headline. A cell of which a cap makes
-    another one is dropped: its samples would count as more processes.
+    Cases come first, so that an interrupted run has its headline. Where a cap makes two cells equal
+    the second is dropped, because its samples would count as further processes of the first.
     """
     kind = find(config.kind)
     cases, swept = kind.cells(config)

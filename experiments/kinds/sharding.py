@@ -47,7 +47,7 @@ class OverRanks(Kind):
     def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
         """Yield the cell in each world; on one rank both ways of scaling are the same cell.
 
-        Contenders that do not know ranks are left out of worlds of several ranks, and vice versa.
+        A contender that does not know ranks is left out of worlds of several ranks.
         """
         case = config.cases.get(cell.section)
         asked = case.sharding if case else config.sharding

@@ -26,8 +26,8 @@ CGROUP_FILES = (  # a container's limit and use, of either version; "max" is no 
 def keep_freed_blocks() -> bool:
     """Let malloc reuse freed blocks up to 32 MiB, as it does in a process that has run for a while.
 
-    Otherwise a large output may come in fresh pages at one call and not at the next, which costs
-    more than the lookup and depends on the order of calls. True where the C library agreed.
+    Otherwise malloc returns fresh pages for a large output at some calls, depending on their order,
+    and page faults cost more than the lookup. Returns whether the C library accepted.
     """
     try:
         libc = ctypes.CDLL(None)

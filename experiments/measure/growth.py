@@ -31,8 +31,8 @@ PHASE = "insert"
 def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record per arm: the seconds of each call and, from a separate pass, the memory.
 
-    All arms take each call in turn, in random order. `seconds` does not end it: a table that is
-    filled halfway has not shown its longest pause.
+    All arms take each call in turn, in random order. `seconds` is not used: only a table that is
+    filled has shown its longest pause.
     """
     gc.collect()
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}

@@ -194,10 +194,10 @@ def _enter(
 
 
 def die_with_parent() -> None:
-    """Make sure that a killed run leaves no processes that go on computing.
+    """End this process when its parent ends, so that a killed run leaves nothing computing.
 
-    A thread that sleeps until then: the system's own signal would tell of the fork server's death,
-    and that lives as long as its children do.
+    A thread waits for the parent. The system's own signal would report the death of the fork
+    server, which lives as long as its children.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

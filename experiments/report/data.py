@@ -90,7 +90,7 @@ class Run:
 
     @property
     def modes(self) -> list[str]:
-        """Modes that were measured, the one that the answer is about first."""
+        """Return the modes that were measured, the one that the answer is about first."""
         return list(dict.fromkeys(mode_of(r) for r in self.records)) or [Mode.hot.value]
 
     def at(self, mode: str) -> Run:

@@ -73,7 +73,7 @@ def host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
 
 
 def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
-    """Round -> the faster of its two samples: the one that was disturbed less."""
+    """Return, per round, the faster of its two samples, which was disturbed less."""
     best: dict[int, float] = {}
     for number, sample in record["samples"].get(phase, []):
         best[int(number)] = min(float(sample), best.get(int(number), math.inf))
@@ -242,9 +242,9 @@ def summarise_processes(
 ) -> Summary:
     """Summarise all samples of all processes; the interval is over the processes' medians.
 
-    One process gives no interval: what it could give covers the noise within it, which is smaller
-    than what processes differ by. The interval is widened to the median of all samples where
-    processes with many of those pull that away.
+    One process gives no interval, because its samples show the noise within it only, and processes
+    differ by more. The interval is widened to contain the median of all samples, which a process
+    with many samples can pull away from the mean over processes.
     """
     together = statistics.summarise([s for taken in samples for s in taken])
     medians = [statistics.summarise(taken).median for taken in samples if taken]

@@ -56,10 +56,10 @@ def seconds_of(cell: Cell, config: Config) -> float:
 def passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
     """Measure the answer's cells to their end, then the other cells block by block.
 
-    Each list is a pass: some cells once, each in a process of its own. The cells of a block take
-    turns until all of them have all their processes, so a run that is short of time ends with fewer
-    cells and not with fewer processes per cell, of which one says nothing of its own error. Passes
-    after the first are shuffled, so that what drifts does not always meet the same cells.
+    Each list is a pass: some cells once, each in its own process. The cells of a block take turns
+    until each has all its processes. So a run that is short of time ends with fewer cells, not with
+    fewer processes per cell, and a single process gives no error. Passes after the first are
+    shuffled, so that a drift does not always meet the same cells.
     """
     headline = config.report.headline
     answer = [cell for cell in cells if headline and cell.section == headline]
@@ -103,8 +103,8 @@ Done = Mapping[tuple[str, int], list[Record]]
 def done_before(folder: Path, config: Config, context_id: str) -> Done:
     """Find complete jobs of earlier runs of the experiment under `folder`, the latest of each.
 
-    `rerun=failed` forgets those with a failure in them, `rerun=all` all. Who ran out of time under
-    another limit may not under this one.
+    `rerun=failed` ignores jobs with a failure, `rerun=all` ignores every job. A timeout under
+    another limit_seconds does not count, because this limit may suffice.
     """
     jobs_by_key: dict[tuple[str, int], list[Record]] = {}
     if config.rerun is Rerun.all:

@@ -65,8 +65,8 @@ class Reading:
 class Clock:
     """A clock by time.perf_counter, for CPU work, which is finished when the call returns.
 
-    The caches are left as the previous sample left them, which is hot for tables that fit. Other
-    clocks override `time` or `read`.
+    The caches stay as the previous sample left them: hot for tables that fit. Other clocks override
+    `time` or `read`.
     """
 
     mode: Mode = Mode.hot

@@ -128,7 +128,8 @@ class Race:
     def _undisturbed(self, number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
         """Take the samples of a round; repeat them a few times while the machine is throttled.
 
-        Where it stays throttled its samples count, marked; rounds after that are taken once only.
+        If the machine stays throttled its samples count and are marked, and later rounds are taken
+        once.
         """
         for attempt in range(MAX_RETRIES + 1):
             taken = self._take(order)

@@ -203,7 +203,7 @@ def gate_margin(min_effect: float, mad_aa: float, k: int) -> float:
 
 
 def median_deviation(logs: Sequence[float]) -> float:
-    """Median distance from 0, which is what an A/A comparison should have found."""
+    """Return the median distance from 0, the effect that an A/A comparison should find."""
     return statistics.median(abs(x) for x in logs)
 
 
