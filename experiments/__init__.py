@@ -1,22 +1,27 @@
 """The benchmark harness: runs experiments of conf/ on emblib and its peers, and reports them.
 
-It sees emblib's public names only; emblib never imports it. Where what is:
+It sees emblib's public names only; emblib never imports it. Its packages, lowest first (each
+imports from those before it only, for annotations from any):
 
-    cli, config       the command line, checked; the schema of conf/; the cells of a sweep
+    paths, config     where things are; the schema of conf/; arms, and the cells of a sweep
     workloads         tables, and batches of lookups into them: distributions, trace files
-    contenders        the implementations that are measured, all with one interface
+    machine           the machine: environment, flags, bandwidth, ceilings, telemetry, memory
     timing            clocks, warm-up, the race, statistics and verdicts
-    machine           the machine: environment, flags, bandwidth, ceilings, telemetry
-    measure           one cell of each kind, measured in its own process (needs torch)
-    run               jobs in fresh processes, from configuration to report; several ranks
-    kinds             the kinds of experiments: their tables of numbers and their reports
-    gate              the kind that compares two revisions of emblib
+    contenders        the implementations that are measured; `registry`, what is known of each by
+                      name, is below config
+    quality           models that are trained with tables made smaller
     results           records on disk, and the metrics computed from them
-    report            figures, tables and pages of one run
-    compare           the same for several machines, and for published figures
+    measure           one cell of each kind, measured in its own process (needs torch)
+    kinds             the kinds of experiments: their cells and their tables of numbers
+    report            figures, tables and pages of one run; published figures
+    kind_reports      what the report of each kind says and draws
+    configure         the command line, checked
+    run               jobs in fresh processes, from configuration to report; several ranks
+    gate              the kind that compares two revisions of emblib
     bundle            results as an archive that can be verified
-    launch            many runs at once, over Hydra's launchers
-    listing, doctor, reference, gallery  small commands: `python run.py COMMAND --help`
+    compare           one experiment on several machines
+    front_page, kernel_times, doctor, gallery, launch, listing, reference, cli
+                      commands: `python run.py COMMAND --help`
 
 What it calls things. A *sample* is one timed execution of a *phase* (forward or step). An *arm* is
 a contender with its rank or its cache's size. A *round* takes every phase of every arm in random
@@ -34,11 +39,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["hit_rates", "load", "samples"]
+__all__ = ["load"]
 
 
 def load(*run_directories: str | Path) -> pd.DataFrame:
-    """Results of any number of runs as one tidy table: a row per cell, contender and phase.
+    """Return the results of any number of runs as one table: a row per cell, contender and phase.
 
     The columns are those of results.csv, and `run`: the directory's name.
     """
@@ -48,39 +53,3 @@ def load(*run_directories: str | Path) -> pd.DataFrame:
 
     tables = [Run.read(Path(p)).table.assign(run=Path(p).name) for p in run_directories]
     return pd.concat(tables, ignore_index=True)
-
-
-def hit_rates(*run_directories: str | Path) -> pd.DataFrame:
-    """Traces through caches of any number of runs: a row per trace, contender and size.
-
-    The columns are those of hit_rates.csv, and `run`: the directory's name.
-    """
-    import pandas as pd
-
-    from experiments.report.data import Run
-
-    tables = [Run.read(Path(p)).traces.assign(run=Path(p).name) for p in run_directories]
-    return pd.concat([t for t in tables if len(t)] or [pd.DataFrame()], ignore_index=True)
-
-
-def samples(*run_directories: str | Path) -> pd.DataFrame:
-    """Every raw sample of any number of runs: a row per sample, in the order they were taken.
-
-    Columns: run, section, cell, arm, mode, replicate, phase, round, seconds.
-    """
-    import pandas as pd
-
-    from experiments.results.metrics import mode_of, replicate_of
-    from experiments.results.store import read_records
-
-    names = ("section", "cell", "arm")
-    rows = [
-        {"run": Path(path).name, **{k: record[k] for k in names}, "mode": mode_of(record)}
-        | {"replicate": replicate_of(record), "phase": phase, "round": number, "seconds": seconds}
-        for path in run_directories
-        for record in read_records(Path(path))
-        if record.get("kind", "time") == "time"
-        for phase, taken in record["samples"].items()
-        for number, seconds in taken
-    ]
-    return pd.DataFrame(rows)

@@ -14,7 +14,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from experiments.config import configure
 from experiments.config.schema import UsageError
 from experiments.paths import CONF
 
@@ -65,6 +64,8 @@ machine, far steadier on a shared one.
 
 def listing() -> str:
     """Return the experiments with their questions, and the choices of every other group."""
+    from experiments import configure
+
     choices = configure.groups()
     told = [(name, configure.question(name)) for name in choices.pop("experiment")]
     options = [(group, ", ".join(names)) for group, names in choices.items()]
@@ -93,6 +94,16 @@ def main(arguments: Sequence[str]) -> int:
         if "which experiment" in str(error):
             print("\n" + listing(), file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "experiments", "emblib"):
+            raise
+        print(
+            f"error: the harness needs {package}, which is not installed: "
+            "pip install -e '.[harness]'",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -106,6 +117,8 @@ def _command(name: str, arguments: Sequence[str]) -> int:
 
 
 def _measure(arguments: Sequence[str]) -> int:
+    from experiments import configure
+
     flags = {a for a in arguments if a.startswith("-")}
     words = [a for a in arguments if not a.startswith("-")]
     if flags & {"-h", "--help"}:
@@ -132,6 +145,8 @@ def _hydra(arguments: Sequence[str]) -> int:
     """Pass Hydra's own flags (-m, --cfg, ...) on, after the same check of the keys."""
     import hydra
     from omegaconf import DictConfig
+
+    from experiments import configure
 
     configure.register()
     values = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"}

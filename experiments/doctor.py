@@ -57,7 +57,7 @@ TOOLS = {
 }
 FOR_GPUS = ("nvcc", "nvidia-smi")
 DRIVER = Path("/proc/driver/nvidia")  # exists where an NVIDIA driver is loaded
-LITTLE_SPACE = 2 << 30
+LITTLE_SPACE_BYTES = 2 << 30
 # What csrc/core/isa.h asks for, best first.
 INSTRUCTIONS = {
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     findings = [f for section, check in CHECKS.items() for f in findings_of(section, check)]
     if arguments.json:
         broken = [f.what for f in findings if f.state is State.broken]
-        found = {"broken": broken, "findings": [asdict(f) for f in findings]}
-        print(json.dumps(found, indent=1, ensure_ascii=False))
+        report = {"broken": broken, "findings": [asdict(f) for f in findings]}
+        print(json.dumps(report, indent=1, ensure_ascii=False))
     else:
         show(findings)
     return int(any(f.state is State.broken for f in findings))
@@ -120,7 +120,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of the report; the section is that of the check unless given."""
 
     what: str
@@ -130,29 +130,29 @@ class Finding:
     section: str = ""
 
 
-Check = Callable[[], Iterable[Finding]]
+Check = Callable[[], Iterable[CheckResult]]
 
 
-def findings_of(section: str, check: Check) -> list[Finding]:
+def findings_of(section: str, check: Check) -> list[CheckResult]:
     """Return the findings of a check; a check that fails becomes a finding."""
     try:
         return [replace(f, section=f.section or section) for f in check()]
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        return [Finding("this check", text, State.broken, "report it as a bug", section)]
+        return [CheckResult("this check", text, State.broken, "report it as a bug", section)]
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[CheckResult]:
     """Check Python, required packages and optional ones."""
-    yield Finding("python", platform.python_version())
+    yield CheckResult("python", platform.python_version())
     for name in (*NEEDED, *OPTIONAL):
         if version := installed(name):
-            yield Finding(name, version)
+            yield CheckResult(name, version)
         elif name in NEEDED:
-            yield Finding(name, "not installed", State.broken, 'pip install -e ".[harness]"')
+            yield CheckResult(name, "not installed", State.broken, 'pip install -e ".[harness]"')
         else:
             advice = f"pip install {name}: {OPTIONAL[name]}"
-            yield Finding(name, "not installed", State.note, advice)
+            yield CheckResult(name, "not installed", State.note, advice)
 
 
 def installed(package: str) -> str | None:
@@ -163,54 +163,54 @@ def installed(package: str) -> str | None:
         return None
 
 
-def emblib_libraries() -> Iterator[Finding]:
+def emblib_libraries() -> Iterator[CheckResult]:
     """Check whether emblib loads, with which kernels, and whether they compute."""
     try:
         import torch
 
         import emblib
     except ImportError as error:
-        yield Finding("import", str(error), State.broken, "make native")
+        yield CheckResult("import", str(error), State.broken, "make native")
         return
     from experiments.machine.cpu import Cpu
     from experiments.machine.preflight import newer_source
 
     version = installed("emblib") or "of this repository, not installed"
-    yield Finding("version", f"{version}, with libemblib_cpu")
+    yield CheckResult("version", f"{version}, with libemblib_cpu")
     if source := newer_source(torch.device("cpu")):
-        yield Finding("build", f"older than {source}", State.note, remedy("old_library"))
+        yield CheckResult("build", f"older than {source}", State.note, remedy("old_library"))
     yield kernels(Cpu().instructions(), os.environ.get("EMBLIB_ISA"))
     yield _compare_with_torch(torch.device("cpu"))
     if torch.cuda.is_available():
         try:
             emblib.ops.require_kernels(torch.device("cuda"))
         except RuntimeError as error:
-            yield Finding("CUDA kernels", "absent", State.broken, str(error))
+            yield CheckResult("CUDA kernels", "absent", State.broken, str(error))
         else:
             yield _compare_with_torch(torch.device("cuda"))
         return
     built = Path(str(emblib.__file__)).with_name("libemblib_cuda.so").exists()
     state = "built, not loaded: torch sees no GPU" if built else "not built; torch sees no GPU"
-    yield Finding("CUDA kernels", state)
+    yield CheckResult("CUDA kernels", state)
 
 
-def kernels(cpu_flags: frozenset[str], wish: str | None) -> Finding:
+def kernels(cpu_flags: frozenset[str], wish: str | None) -> CheckResult:
     """Return the selected CPU kernels: by the CPU, limited by EMBLIB_ISA, which is `wish`."""
     best = next((name for name, f in INSTRUCTIONS.items() if f <= cpu_flags), "baseline")
     order = ["baseline", *reversed(INSTRUCTIONS)]
     if wish is None:
-        return Finding("CPU kernels", f"{best}, the best that this CPU has")
+        return CheckResult("CPU kernels", f"{best}, the best that this CPU has")
     if wish not in order:
-        found = f"EMBLIB_ISA={wish} is none of {', '.join(order)}"
-        return Finding("CPU kernels", found, State.broken, "unset EMBLIB_ISA")
+        words = f"EMBLIB_ISA={wish} is none of {', '.join(order)}"
+        return CheckResult("CPU kernels", words, State.broken, "unset EMBLIB_ISA")
     chosen = min(best, wish, key=order.index)
     if chosen == best:
-        return Finding("CPU kernels", f"{chosen}, as EMBLIB_ISA={wish} allows")
-    found = f"{chosen} for EMBLIB_ISA={wish}, though this CPU has {best}"
-    return Finding("CPU kernels", found, State.note, "unset EMBLIB_ISA for full speed")
+        return CheckResult("CPU kernels", f"{chosen}, as EMBLIB_ISA={wish} allows")
+    words = f"{chosen} for EMBLIB_ISA={wish}, though this CPU has {best}"
+    return CheckResult("CPU kernels", words, State.note, "unset EMBLIB_ISA for full speed")
 
 
-def _compare_with_torch(device: torch.device) -> Finding:
+def _compare_with_torch(device: torch.device) -> CheckResult:
     """Compare a small lookup with plain PyTorch."""
     import torch
 
@@ -227,13 +227,13 @@ def _compare_with_torch(device: torch.device) -> Finding:
     expected = rows[indices].view(4, 16, 8).sum(dim=1)
     actual = module(indices.to(device), offsets.to(device)).detach().cpu()
     if torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
-        return Finding(f"on {device}", "a lookup agrees with PyTorch")
-    return Finding(
+        return CheckResult(f"on {device}", "a lookup agrees with PyTorch")
+    return CheckResult(
         f"on {device}", "a lookup differs from PyTorch", State.broken, advice="make native"
     )
 
 
-def contenders() -> Iterator[Finding]:
+def contenders() -> Iterator[CheckResult]:
     """Check which contenders can run here."""
     from experiments.contenders import registry
 
@@ -241,20 +241,20 @@ def contenders() -> Iterator[Finding]:
         what = f"{entry.name} ({entry.label})"
         if missing := entry.missing():
             reason, _, advice = missing.partition(": ")
-            yield Finding(what, reason, State.note, advice)
+            yield CheckResult(what, reason, State.note, advice)
         elif unknown := entry.unknown_versions():
-            yield Finding(what, "; ".join(unknown), State.note)
+            yield CheckResult(what, "; ".join(unknown), State.note)
         else:
             versions = ", ".join(f"{p} {v}" for p, v in entry.versions().items())
             where = "; runs on a GPU only" * entry.cuda_only
-            yield Finding(what, (versions or "part of this repository") + where)
+            yield CheckResult(what, (versions or "part of this repository") + where)
 
 
 def processor(
     cpu: Cpu | None = None, sleep: Callable[[float], object] = time.sleep
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Check the CPU, its clocks, and the load of other processes."""
-    from experiments.machine.cpu import CORES, LIKELY_CACHE, Cpu, mean_mhz, usable_cores
+    from experiments.machine.cpu import CORES, LIKELY_CACHE_BYTES, Cpu, mean_mhz, usable_cores
     from experiments.machine.preflight import cpu_flags
 
     cpu = cpu or Cpu()
@@ -280,39 +280,39 @@ def processor(
             "",
         ),
     )
-    for what, found, flag in rows:
+    for what, value, flag in rows:
         if flag in flags:
-            yield _flagged(flag, what, str(found))
-        elif what == "last-level cache" and found is None:
-            advice = f"{_mib(LIKELY_CACHE)} is assumed to empty it"
-            yield Finding(what, "not shown", State.note, advice)
+            yield _flagged(flag, what, str(value))
+        elif what == "last-level cache" and value is None:
+            advice = f"{_mib(LIKELY_CACHE_BYTES)} is assumed to empty it"
+            yield CheckResult(what, "not shown", State.note, advice)
         else:
-            yield Finding(what, found or "not shown")
+            yield CheckResult(what, value or "not shown")
 
 
-def memory() -> Iterator[Finding]:
+def memory() -> Iterator[CheckResult]:
     """Check the memory and its page sizes."""
     import torch
 
     from experiments.machine.cpu import Cpu
-    from experiments.timing.memory import available_bytes, resettable_peak
+    from experiments.machine.memory import available_bytes, resettable_peak
 
-    yield Finding("free for tables", f"{available_bytes(torch.device('cpu')) / 1e9:.1f} GB")
+    yield CheckResult("free for tables", f"{available_bytes(torch.device('cpu')) / 1e9:.1f} GB")
     setting = "sys/kernel/mm/transparent_hugepage/enabled"
     pages = re.search(r"\[(\w+)\]", Cpu().text(setting) or "")
     if pages and pages[1] == "never":
         advice = f"echo madvise > /{setting} as administrator: large tables miss the TLB less"
-        yield Finding("huge pages", "never", State.note, advice)
+        yield CheckResult("huge pages", "never", State.note, advice)
     else:
-        yield Finding("huge pages", pages[1] if pages else "not shown")
+        yield CheckResult("huge pages", pages[1] if pages else "not shown")
     if resettable_peak():
-        yield Finding("peak of one call", "can be measured")
+        yield CheckResult("peak of one call", "can be measured")
     else:
         advice = "/proc/self/clear_refs cannot be written, so reports leave out peak memory"
-        yield Finding("peak of one call", "hidden", State.note, advice)
+        yield CheckResult("peak of one call", "hidden", State.note, advice)
 
 
-def gpus() -> Iterator[Finding]:
+def gpus() -> Iterator[CheckResult]:
     """Check the GPUs that torch sees, with what NVML reports of each."""
     import torch
 
@@ -325,17 +325,17 @@ def gpus() -> Iterator[Finding]:
         yield from gpu(torch.cuda.get_device_properties(device), Nvml.open(device))
 
 
-def no_gpu(version: str, cuda: str | None, *, driver: bool) -> Finding:
+def no_gpu(version: str, cuda: str | None, *, driver: bool) -> CheckResult:
     """Explain why torch sees no GPU: there is none, or torch is built without CUDA."""
     why = f"built for CUDA {cuda}, finds no device" if cuda else "a build for the CPU"
     if not driver:
-        return Finding("torch", f"{version}: {why}")
+        return CheckResult("torch", f"{version}: {why}")
     remedies = "see CUDA_VISIBLE_DEVICES, and nvidia-smi" if cuda else "install a torch for CUDA"
     advice = f"an NVIDIA driver is loaded: {remedies}"
-    return Finding("torch", f"{version}: {why}", State.note, advice)
+    return CheckResult("torch", f"{version}: {why}", State.note, advice)
 
 
-def gpu(properties: Any, nvml: Nvml | None) -> Iterator[Finding]:
+def gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
     """Check one GPU: model, settings, and what would make it steadier."""
     from experiments.machine.preflight import gpu_flags
 
@@ -350,22 +350,22 @@ def gpu(properties: Any, nvml: Nvml | None) -> Iterator[Finding]:
         if key in settings:
             value = settings[key]
             rows[label] = f"{value:g} {unit}" if unit else {True: "on", False: "off"}[value]
-    for what, found in rows.items():
-        yield Finding(what, found, section=section)
+    for what, shown in rows.items():
+        yield CheckResult(what, shown, section=section)
     for flag in flags:
         yield replace(_flagged(flag, flag.replace("_", " "), "yes"), section=section)
 
 
-def permissions(folder: Path = ROOT) -> Iterator[Finding]:
+def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
     """Check permissions and free disk space."""
     if hasattr(os, "geteuid") and os.geteuid() == 0:
-        yield Finding("administrator", "yes")
+        yield CheckResult("administrator", "yes")
     else:
         advice = "only an administrator can lock clocks"
-        yield Finding("administrator", "no", State.note, advice)
+        yield CheckResult("administrator", "no", State.note, advice)
     free = shutil.disk_usage(folder).free
-    few = free <= LITTLE_SPACE
-    yield Finding(
+    few = free <= LITTLE_SPACE_BYTES
+    yield CheckResult(
         "reports",
         f"{free / 1e9:.0f} GB free",
         State.note if few else State.ok,
@@ -373,23 +373,23 @@ def permissions(folder: Path = ROOT) -> Iterator[Finding]:
     )
     if not os.access(folder, os.W_OK):
         advice = "set report.folder to a folder of yours"
-        yield Finding("repository", "cannot be written", State.note, advice)
+        yield CheckResult("repository", "cannot be written", State.note, advice)
     paranoid = Path("/proc/sys/kernel/perf_event_paranoid")
     if paranoid.exists():
         level = paranoid.read_text().strip()
-        yield Finding("hardware counters (perf)", f"perf_event_paranoid={level}")
+        yield CheckResult("hardware counters (perf)", f"perf_event_paranoid={level}")
 
 
-def tools(*, driver: bool | None = None) -> Iterator[Finding]:
+def tools(*, driver: bool | None = None) -> Iterator[CheckResult]:
     """Check external programs; none is required, and some are for GPUs only."""
     driver = DRIVER.exists() if driver is None else driver
     for name, use in TOOLS.items():
         if shutil.which(name):
-            yield Finding(name, "found")
+            yield CheckResult(name, "found")
         elif driver or name not in FOR_GPUS:
-            yield Finding(name, "not on PATH", State.note, use)
+            yield CheckResult(name, "not on PATH", State.note, use)
         else:
-            yield Finding(name, "not on PATH")
+            yield CheckResult(name, "not on PATH")
 
 
 CHECKS: dict[str, Check] = {
@@ -404,15 +404,15 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def _flagged(flag: str, what: str, found: str) -> Finding:
-    return Finding(what, found, State.note, f"{explain(flag)}: {remedy(flag)}")
+def _flagged(flag: str, what: str, value: str) -> CheckResult:
+    return CheckResult(what, value, State.note, f"{explain(flag)}: {remedy(flag)}")
 
 
 def _mib(size: int) -> str:
     return f"{size / (1 << 20):g} MiB"
 
 
-def show(findings: Sequence[Finding]) -> None:
+def show(findings: Sequence[CheckResult]) -> None:
     """Print one table per section, then what to do."""
     from rich.console import Console
     from rich.padding import Padding
@@ -432,7 +432,7 @@ def show(findings: Sequence[Finding]) -> None:
         console.print(Text(title, style="bold"))
         console.print(Padding(table, (0, 0, 1, 2)))
 
-    def mark(finding: Finding) -> str:
+    def mark(finding: CheckResult) -> str:
         absent = finding.state is State.ok and finding.found.startswith("not ")
         return "[dim]–[/]" if absent else marks[finding.state]
 

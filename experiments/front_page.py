@@ -167,8 +167,8 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
         f"| --- |{' ---: |' * len(MATRIX_COLUMNS)}",
     ]
     for work, title in MATRIX_WORK.items():
-        found = [_matrix_cell(cells.get((work, column), [])) for column in MATRIX_COLUMNS]
-        lines.append(f"| {title} | {' | '.join(found)} |")
+        shown = [_matrix_cell(cells.get((work, column), [])) for column in MATRIX_COLUMNS]
+        lines.append(f"| {title} | {' | '.join(shown)} |")
     lines += ["", "Where emblib is slower (peer's time ÷ emblib's):", ""]
     slower = 0
     for work, title in MATRIX_WORK.items():
@@ -186,10 +186,10 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _matrix_cell(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return "–"
-    ratios = sorted(_median(row) for row in rows)
-    won = sum(ratio >= 1 for ratio in ratios)
-    middle = statistics.median(ratios)
-    return f"**{middle:.2f}×** ({ratios[0]:.2f}–{ratios[-1]:.2f}), {won} of {len(ratios)}"
+    values = sorted(_median(row) for row in rows)
+    won = sum(value >= 1 for value in values)
+    middle = statistics.median(values)
+    return f"**{middle:.2f}×** ({values[0]:.2f}–{values[-1]:.2f}), {won} of {len(values)}"
 
 
 def _median(row: Mapping[str, Any]) -> float:

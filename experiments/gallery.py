@@ -61,27 +61,27 @@ def target(experiment: str, directory: Path) -> str:
     return f"{experiment}/{device if name == experiment else name}/index.html"
 
 
-def write(found: pd.DataFrame, out: Path) -> None:
+def write(runs: pd.DataFrame, out: Path) -> None:
     """Write the pages and their list, in place of an older gallery; raise ValueError elsewhere."""
-    if any(path.resolve().is_relative_to(out.resolve()) for path in found["directory"]):
+    if any(path.resolve().is_relative_to(out.resolve()) for path in runs["directory"]):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
-    links = [target(row.experiment, row.directory) for row in found.itertuples()]
+    links = [target(row.experiment, row.directory) for row in runs.itertuples()]
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not _is_gallery(out)):
             raise ValueError(f"{out} is not empty and no gallery: choose another folder")
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    for link, directory in zip(links, found["directory"], strict=True):
+    for link, directory in zip(links, runs["directory"], strict=True):
         (out / link).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(directory / "index.html", out / link)
     table = Table.of(
-        found.assign(link=links),
+        runs.assign(link=links),
         {
             "experiment": lambda row: Value(row["experiment"], link=row["link"]),
             **{name: name for name in ("answer", "status", "device", "measured", "emblib")},
         },
     )
-    answer = f"{text.count(len(found), 'report')}." if len(found) else "No run has a report."
+    answer = f"{text.count(len(runs), 'report')}." if len(runs) else "No run has a report."
     (out / "index.html").write_text(Page(NAME, [answer], [Section(table=table)]).html({}))
 
 
@@ -91,11 +91,11 @@ def _is_gallery(folder: Path) -> bool:
     return index.is_file() and TITLE in index.read_text(errors="replace")
 
 
-def markdown(found: pd.DataFrame) -> str:
+def markdown(runs: pd.DataFrame) -> str:
     """Return the answers in Markdown, for the summary of a job."""
     lines = [
         f"- **{row.experiment}**{f' ({row.status})' * (row.status != 'finished')}: {row.answer}"
-        for row in found.itertuples()
+        for row in runs.itertuples()
     ]
     return text.markdown_document(
         ["### Measurements", "", *(lines or ["No run has a report."]), ""]
@@ -114,11 +114,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.folder.is_dir():
         print(f"error: there is no folder {arguments.folder}", file=sys.stderr)
         return 2
-    found = reports(arguments.folder)
+    runs = reports(arguments.folder)
     try:
-        write(found, arguments.out)
+        write(runs, arguments.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(markdown(found))
+    print(markdown(runs))
     return 0

@@ -21,7 +21,7 @@ from torch import Tensor
 import emblib
 from experiments.config.schema import UsageError
 
-GATHER = 2.77  # TB/s of a gather on an H100, published: pytorch/FBGEMM PR 3993
+GATHER_TB_S = 2.77  # TB/s of a gather on an H100, published: pytorch/FBGEMM PR 3993
 _FLOAT, _ID, _OFFSET = 4, 8, 8
 _POOL = 8  # distinct batches
 _FORWARD = ("pool_kernel", "short_bags_kernel", "long_bags_kernel")
@@ -58,7 +58,7 @@ SHAPES = (Shape(26, 64, 65_536, 1), Shape(10, 128, 4096, 20))
 
 def model_us(nbytes: int) -> float:
     """Return the microseconds that the model allows for moving `nbytes`."""
-    return nbytes / GATHER / 1e6
+    return nbytes / GATHER_TB_S / 1e6
 
 
 class Kernels(NamedTuple):
@@ -130,12 +130,12 @@ def short_name(kernel: str) -> str:
     return plain.removeprefix("void ").split("(")[0]
 
 
-def section(shape: Shape, found: Kernels) -> str:
+def section(shape: Shape, kernels_of: Kernels) -> str:
     """Return the part of the page about one shape."""
     lines = [
         f"## {shape.title}",
         "",
-        f"A step takes {found.step_us:,.0f} us (median, CUDA events).",
+        f"A step takes {kernels_of.step_us:,.0f} us (median, CUDA events).",
         "",
         "| part | model | measured | model ÷ measured |",
         "| --- | ---: | ---: | ---: |",
@@ -145,14 +145,14 @@ def section(shape: Shape, found: Kernels) -> str:
         ("update", _UPDATE, shape.update_bytes()),
     )
     for part, kernels, nbytes in parts:
-        us = sum(t for name, t in found.microseconds.items() if name.startswith(kernels))
+        us = sum(t for name, t in kernels_of.microseconds.items() if name.startswith(kernels))
         model = model_us(nbytes)
         measured = f"{us:,.0f} us | {model / us:.0%}" if us else "not reported | –"
         lines.append(f"| {part}: {', '.join(kernels)} | {model:,.0f} us | {measured} |")
     lines += ["", "| kernel | launches per step | us per step |", "| --- | ---: | ---: |"]
-    order = sorted(found.microseconds, key=lambda name: -found.microseconds[name])
+    order = sorted(kernels_of.microseconds, key=lambda name: -kernels_of.microseconds[name])
     lines += [
-        f"| `{name}` | {found.launches[name]:.3g} | {found.microseconds[name]:,.1f} |"
+        f"| `{name}` | {kernels_of.launches[name]:.3g} | {kernels_of.microseconds[name]:,.1f} |"
         for name in order
     ]
     if not order:
@@ -172,7 +172,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UsageError("kernel_times needs a GPU, and torch sees none")
     name = torch.cuda.get_device_name()
-    head = f"# Kernels on {name}\n\nModel: bytes at {GATHER} TB/s, see docs/cuda_performance.md."
+    head = (
+        f"# Kernels on {name}\n\nModel: bytes at {GATHER_TB_S} TB/s, see docs/cuda_performance.md."
+    )
     sections = [section(s, measure(s, arguments.rows, arguments.steps)) for s in SHAPES]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text("\n\n".join([head, *sections]) + "\n")

@@ -29,12 +29,12 @@ from filelock import FileLock, Timeout
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from experiments import kinds
-from experiments.config import configure
+from experiments import configure, kinds
 from experiments.config.schema import MULTIRUN, Config, DeviceKind, UsageError
+from experiments.kinds.base import Ranks
+from experiments.measure.process import asked_to_end_with_parent
 from experiments.paths import CONF, ROOT
 from experiments.results.store import RunStore
-from experiments.run.process import asked_to_end_with_parent
 
 WAIT_SECONDS = 0.5
 GPUS = "EMBLIB_GPUS"  # devices that jobs may use, where the launcher changes CUDA_VISIBLE_DEVICES
@@ -67,12 +67,12 @@ def list_gpus() -> list[Slot]:
 
 def listed_by(text: str) -> list[str]:
     """Parse the UUIDs in `nvidia-smi -L`; for a GPU split by MIG those of its instances."""
-    found: list[str] = []
+    uuids: list[str] = []
     for uuid in re.findall(r"UUID: ((?:GPU|MIG)-[\w/.-]+)", text):
-        if uuid.startswith("MIG") and found and found[-1].startswith("GPU"):
-            found.pop()
-        found.append(uuid)
-    return found
+        if uuid.startswith("MIG") and uuids and uuids[-1].startswith("GPU"):
+            uuids.pop()
+        uuids.append(uuid)
+    return uuids
 
 
 def _name(entry: str, listed: Sequence[str]) -> str:
@@ -150,7 +150,7 @@ PATIENCE_MINUTES = 7 * 24 * 60  # submitit_local counts the time that a job wait
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """A parsed command line."""
 
     launcher: str
@@ -184,7 +184,7 @@ def worst(statuses: Sequence[int]) -> int:
 # The command line
 
 
-def read(arguments: Sequence[str]) -> Plan:
+def read(arguments: Sequence[str]) -> LaunchPlan:
     """Parse the command line; every usage error is raised before the first job starts."""
     flags = {a for a in arguments if a.startswith("-")} - {"-m", "--multirun"}
     if flags:
@@ -200,7 +200,7 @@ def read(arguments: Sequence[str]) -> Plan:
     jobs = tuple(_jobs(words))
     for job in jobs:
         configure.check_keys(job)
-    return Plan(_launcher(of_hydra), tuple(of_hydra), tuple(words), jobs)
+    return LaunchPlan(_launcher(of_hydra), tuple(of_hydra), tuple(words), jobs)
 
 
 def _jobs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -240,7 +240,7 @@ def _installed(plugin: str) -> bool:
 # The launch
 
 
-def _launch(plan: Plan, folder: Path) -> int:
+def _launch(plan: LaunchPlan, folder: Path) -> int:
     """Run Hydra's part; return a status of its own where Hydra fails."""
     configure.register()
     words = [*plan.words, *plan.hydra_words, *_settings(plan, folder)]
@@ -251,7 +251,7 @@ def _launch(plan: Plan, folder: Path) -> int:
     sys.argv = ["run.py", "-m", *words]
     try:
         with _environment({**allowed, "PYTHONPATH": path}):
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_job)()
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
@@ -261,7 +261,7 @@ def _launch(plan: Plan, folder: Path) -> int:
     return 0
 
 
-def _settings(plan: Plan, folder: Path) -> list[str]:
+def _settings(plan: LaunchPlan, folder: Path) -> list[str]:
     """Return defaults of launchers that were not typed."""
     settings = {
         "hydra.sweep.dir": str(folder),
@@ -293,7 +293,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 # A job, in whatever process the launcher chose
 
 
-def job(composed: DictConfig) -> None:
+def run_job(composed: DictConfig) -> None:
     """Wait for a processor, run, and record how the job ended."""
     at = HydraConfig.get()
     folder, number = Path(at.runtime.output_dir) / JOBS, int(at.job.num)
@@ -339,7 +339,7 @@ def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
 
 def _ranks(config: DictConfig | Config) -> int:
     """Return the largest number of concurrent ranks."""
-    if not kinds.find(str(config.kind)).over_ranks:
+    if kinds.find(str(config.kind)).arms.ranks is not Ranks.OF_WORLDS:
         return int(config.device.ranks)
     asked = [config.sharding, *(case.sharding for case in config.cases.values())]
     return max(int(world) for sharding in asked for world in sharding.worlds)
@@ -382,8 +382,8 @@ def read_end(folder: Path, number: int) -> dict[str, Any]:
     file = folder / JOBS / f"{number}.json"
     end: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if end.get("status") is None:
-        said = "began and never ended: killed?" if end else "never began"
-        return {"status": 1, "seconds": 0.0, "said": said}
+        last_line = "began and never ended: killed?" if end else "never began"
+        return {"status": 1, "seconds": 0.0, "said": last_line}
     log = file.with_suffix(".log")
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return {"said": next((line for line in reversed(lines) if line.strip()), ""), **end}
@@ -392,7 +392,7 @@ def read_end(folder: Path, number: int) -> dict[str, Any]:
 class Watcher(threading.Thread):
     """Print a line for every job that has ended while the launcher waits for all."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: LaunchPlan) -> None:
         super().__init__(daemon=True)
         self.folder, self.left = folder, dict(enumerate(plan.jobs))
         self.over = threading.Event()

@@ -16,22 +16,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from experiments import kinds, launch
-from experiments.config import configure
+from experiments import configure, kinds, launch
 from experiments.config.schema import Config, UsageError
 from experiments.contenders import registry
+from experiments.kinds.base import Effort
 from experiments.paths import CONF, REFERENCE
 from experiments.results.store import read_json, runs_in
 from experiments.run import jobs
 
 UNKNOWN = "–"
 NEEDS_A_GPU = "needs a GPU"
-WIDTH = 110  # where it is not a terminal's
-UNBROKEN = 24  # characters that stay on one line
+WIDTH_CHARACTERS = 110  # where it is not a terminal's
+UNBROKEN_CHARACTERS = 24  # characters that stay on one line
 
 
 @dataclass
-class Section:
+class Listing:
     """A table of the list."""
 
     title: str
@@ -40,9 +40,9 @@ class Section:
     note: str = ""
 
 
-def experiments() -> Section:
+def experiments() -> Listing:
     """List the experiments with their questions and costs at their default presets."""
-    section = Section(
+    section = Listing(
         "Experiments",
         ("name and question", "kind", "cells", "at most"),
         note="python run.py +experiment=NAME; dry_run=true shows the cells and what they need; "
@@ -65,7 +65,9 @@ def extent(config: Config) -> tuple[str, str]:
     if kinds.find(config.kind).leads:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)
-    limited = [cell for cell in cells if kinds.find(cell.kind).limited]
+    limited = [
+        cell for cell in cells if kinds.find(cell.kind).measurement.effort is not Effort.TRAINED
+    ]
     if not limited:
         return str(len(cells)), UNKNOWN
     total = sum(jobs.replicates(cell, config) * jobs.seconds_of(cell, config) for cell in limited)
@@ -78,9 +80,9 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def contenders() -> Section:
+def contenders() -> Listing:
     """List the contenders and whether they can run here."""
-    section = Section(
+    section = Listing(
         "Contenders",
         ("name", "in reports", "one per", "here"),
         note="contenders=[tbe,torch] chooses; CONTRIBUTING.md says how to add one",
@@ -94,19 +96,19 @@ def contenders() -> Section:
     return section
 
 
-def workloads() -> Section:
+def workloads() -> Listing:
     """List the group `workload`."""
     return _group("Workloads", "workload", "workload=NAME, and workload.B=512 for a part of one")
 
 
-def presets() -> Section:
+def presets() -> Listing:
     """List the group `timing`."""
     note = "timing=NAME, and timing.cell_seconds=5 for a part of one"
     return _group("Timing presets", "timing", note)
 
 
-def _group(title: str, group: str, note: str) -> Section:
-    section = Section(title, ("name", "what it is"), note=note)
+def _group(title: str, group: str, note: str) -> Listing:
+    section = Listing(title, ("name", "what it is"), note=note)
     for name in configure.groups()[group]:
         section.rows.append((name, summary(CONF / group / f"{name}.yaml")))
     return section
@@ -124,11 +126,11 @@ def summary(file: Path) -> str:
     return " ".join(lines)
 
 
-def hardware() -> Section:
+def hardware() -> Listing:
     """List the table of devices, with theoretical figures."""
     from experiments.machine.ceilings import FIGURES, table
 
-    section = Section(
+    section = Listing(
         "Hardware",
         ("name", *FIGURES.values()),
         note="as their makers say, sources in conf/hardware; reports divide by the bandwidth",
@@ -140,23 +142,23 @@ def hardware() -> Section:
     return section
 
 
-def references(folder: Path = REFERENCE) -> Section:
+def references(folder: Path = REFERENCE) -> Listing:
     """List the committed runs."""
-    section = Section(
+    section = Listing(
         "Committed results",
         ("device", "experiment", "torch", "emblib", "measured"),
         note="in reports/reference; to add one: python run.py reference keep RUN",
     )
-    for run in runs_in(folder, "*/*"):
-        found: dict[str, Any] = read_json(run, "environment.json")
-        sha = (found.get("git") or {}).get("sha") or UNKNOWN
-        when = str(found.get("time_utc", UNKNOWN))[:10]
-        device = str(found.get("device", run.parent.name))
-        section.rows.append((device, run.name, str(found.get("torch", UNKNOWN)), sha, when))
+    for path in runs_in(folder, "*/*"):
+        environment: dict[str, Any] = read_json(path, "environment.json")
+        sha = (environment.get("git") or {}).get("sha") or UNKNOWN
+        when = str(environment.get("time_utc", UNKNOWN))[:10]
+        device = str(environment.get("device", path.parent.name))
+        section.rows.append((device, path.name, str(environment.get("torch", UNKNOWN)), sha, when))
     return section
 
 
-SECTIONS: dict[str, Callable[[], Section]] = {
+SECTIONS: dict[str, Callable[[], Listing]] = {
     "experiments": experiments,
     "contenders": contenders,
     "workloads": workloads,
@@ -188,7 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
 def show(names: Sequence[str] = (), console: Console | None = None) -> None:
     """Print the named sections, or all, each as soon as it is complete."""
     if console is None:
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_CHARACTERS)
     for number, name in enumerate(names or SECTIONS):
         section = SECTIONS[name]()
         if number:
@@ -199,11 +201,11 @@ def show(names: Sequence[str] = (), console: Console | None = None) -> None:
             console.print(Text(f"  {section.note}", style="dim"))
 
 
-def _heading(section: Section) -> Text:
+def _heading(section: Listing) -> Text:
     return Text.assemble((section.title, "bold"), (f"  {len(section.rows)}", "dim"))
 
 
-def _table(section: Section) -> Table:
+def _table(section: Listing) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for number, title in enumerate(section.columns):
         texts = [row[number] for row in section.rows]
@@ -211,7 +213,7 @@ def _table(section: Section) -> Table:
         table.add_column(
             title,
             justify="right" if figures else "left",
-            no_wrap=max(map(len, texts)) <= UNBROKEN,
+            no_wrap=max(map(len, texts)) <= UNBROKEN_CHARACTERS,
         )
     for first, *others in section.rows:
         name, _, below = first.partition("\n")

@@ -18,8 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import front_page
-from experiments.config import configure
+from experiments import configure, front_page
 from experiments.config.schema import UsageError, folder_name
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
@@ -76,11 +75,11 @@ def update(*, write: bool) -> int:
 
 def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     """Copy a run to reports/reference/<device>/<experiment>, its raw samples compressed."""
-    run = Run.read(run_directory)
-    if run.smoke or run.info.get("status") != "finished":
+    measured = Run.read(run_directory)
+    if measured.smoke or measured.info.get("status") != "finished":
         raise ValueError("only a finished run at full size can be a reference")
-    device = re.sub(r"[^a-z0-9]+", "-", str(run.environment["device"]).lower()).strip("-")
-    target = folder / device / folder_name(run.config.name)  # an older one there is removed
+    device = re.sub(r"[^a-z0-9]+", "-", str(measured.environment["device"]).lower()).strip("-")
+    target = folder / device / folder_name(measured.config.name)  # an older one there is removed
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
@@ -96,10 +95,10 @@ def results(folder: Path = REFERENCE) -> str:
     """Return the block of docs/benchmarks.md: tables or answers of all references, and what ran."""
     blocks, answers = [], []
     for path in runs_in(folder, "*/*"):
-        run = Run.read(path)
-        lines = run.kind.readme_lines(run, _ran(run), _link(path))
+        measured = Run.read(path)
+        lines = measured.kind.readme_lines(measured, _ran(measured), _link(path))
         if lines is None:
-            answers.append(_line(run, path))
+            answers.append(_line(measured, path))
         else:
             blocks.append("\n".join(lines))
     blocks += ["\n".join(answers)] if answers else []
@@ -108,18 +107,18 @@ def results(folder: Path = REFERENCE) -> str:
     )
 
 
-def _ran(run: Run) -> str:
-    e, git = run.environment, run.environment.get("git") or {}
+def _ran(measured: Run) -> str:
+    e, git = measured.environment, measured.environment.get("git") or {}
     return (
         f"`{e['command']}` on {e['device']} (torch {e['torch']}, emblib {git.get('sha')}, "
         f"{e['time_utc'][:10]})"
     )
 
 
-def _line(run: Run, path: Path) -> str:
+def _line(measured: Run, path: Path) -> str:
     """Return the bold sentence of a run's report, which is its answer."""
     answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
-    return f"- {_ran(run)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
+    return f"- {_ran(measured)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
 
 
 def _link(path: Path) -> str:
@@ -157,16 +156,16 @@ def add(words: Sequence[str]) -> int:
             worst = 1
             continue
         try:
-            kept = keep(newest(name))
+            stored = keep(newest(name))
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
             worst = 1
             continue
-        print(f"kept {os.path.relpath(kept, ROOT)}")
+        print(f"kept {os.path.relpath(stored, ROOT)}")
         for other in runs_in(REFERENCE, f"*/{name}"):
-            if other != kept:
-                paths = [os.path.relpath(path, ROOT) for path in (other, kept)]
-                folder = f"reports/compare/{name}/{other.parent.name}-{kept.parent.name}"
+            if other != stored:
+                paths = [os.path.relpath(path, ROOT) for path in (other, stored)]
+                folder = f"reports/compare/{name}/{other.parent.name}-{stored.parent.name}"
                 _run_py("compare", *paths, "--out", folder)
     for page in (["reference", "write"], ["compare", "--overview", "write"]):
         if _run_py(*page):

@@ -12,7 +12,7 @@ mkdir -p "$perf"
 take_the_machine
 "$python" run.py doctor | tee "$perf/doctor.txt" || say "the doctor reported problems"
 experiments=${EXPERIMENTS:-$("$python" - <<'PY'
-from experiments.config import configure
+from experiments import configure
 names = set(configure.groups()["experiment"]) - {"gate", "gate_power"}
 print(*sorted(names, key=lambda name: (name != "selftest_aa", name)))
 PY

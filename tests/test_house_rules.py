@@ -41,7 +41,9 @@ SMALL_FILES = {
     "emblib/compat/option_pages.py",
     # Loaded by name: a contender, and kinds of experiments.
     "experiments/contenders/cykhash.py",
+    "experiments/kind_reports/time.py",
     "experiments/kinds/gate.py",
+    "experiments/kinds/timing.py",
 }
 
 # Layers of emblib, lowest first: a module may import from the layers below its own and from itself.
@@ -60,6 +62,35 @@ LAYERS = (
     ("emblib.collections",),
     ("emblib.sharding",),
     ("emblib.memory_plan", "emblib.metrics", "emblib.captured_step", "emblib.migration"),
+)
+# The same of the harness; `experiments/__init__.py` says what each is.
+LAYERS_OF_THE_HARNESS = (
+    "paths",
+    "contenders.registry",
+    "config",
+    "workloads",
+    "machine",
+    "timing",
+    "contenders",
+    "quality",
+    "results",
+    "measure",
+    "kinds",
+    "report",
+    "kind_reports",
+    "configure",
+    "run",
+    "gate",
+    "bundle",
+    "compare",
+    "front_page",
+    "kernel_times",
+    "doctor",
+    "gallery",
+    "launch",
+    "listing",
+    "reference",
+    "cli",
 )
 # What the library never imports: it depends on torch alone (`emblib.metrics` also on torchmetrics).
 OUTSIDE = {
@@ -306,6 +337,31 @@ def test_layers_of_the_library() -> None:
     assert not bad, "\n".join(bad)
 
 
+def _level(module: str) -> int:
+    """Return the layer of a module of the harness; the longest name that it begins with counts."""
+    parts = module.split(".")[1:]
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    level = next((LAYERS_OF_THE_HARNESS.index(n) for n in names if n in LAYERS_OF_THE_HARNESS), -1)
+    assert level >= 0, f"{module} is in no layer: add it to LAYERS_OF_THE_HARNESS"
+    return level
+
+
+def test_layers_of_the_harness() -> None:
+    """Imports at the top and in functions; those for annotations alone may go anywhere."""
+    bad = []
+    for name in _with_suffix(".py", under="experiments/"):
+        module = ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__")
+        if module == "experiments":
+            continue
+        used = _top_level_imports(name)
+        for node in ast.walk(_tree(name)):
+            if isinstance(node, ast.FunctionDef):
+                used |= _top_level_imports_of(node)
+        used = {u for u in used if u.startswith("experiments.")}
+        bad += [f"{name} imports {u}" for u in used if _level(u) > _level(module)]
+    assert not bad, "\n".join(sorted(bad))
+
+
 def test_the_harness_sees_public_names_only() -> None:
     """`emblib.X`, `from emblib import X` and `from emblib.X import y`, where X is in `__all__`.
 
@@ -392,8 +448,12 @@ def test_a_small_file_has_several_importers() -> None:
 
 def _top_level_imports(name: str) -> set[str]:
     """Return the modules that are imported when a file is, without those for type checkers."""
+    return _top_level_imports_of(_tree(name))
+
+
+def _top_level_imports_of(tree: ast.AST) -> set[str]:
     found = set()
-    pending: list[ast.AST] = [_tree(name)]
+    pending: list[ast.AST] = [tree]
     while pending:
         for node in ast.iter_child_nodes(pending.pop()):
             if isinstance(node, ast.ImportFrom):
@@ -491,14 +551,33 @@ def test_text_has_no_retired_phrases() -> None:
     assert not bad, "say it in plain words:\n" + "\n".join(bad)
 
 
-def test_class_names_are_unique() -> None:
+@pytest.mark.parametrize("package", ["emblib", "experiments"])
+def test_class_names_are_unique(package: str) -> None:
     """`emblib.compat` has the names of other libraries."""
     places: dict[str, list[str]] = {}
-    for name in _with_suffix(".py", under="emblib/"):
+    for name in _with_suffix(".py", under=f"{package}/"):
         for node in _tree(name).body:
             if isinstance(node, ast.ClassDef) and not name.startswith("emblib/compat/"):
                 places.setdefault(node.name, []).append(name)
     bad = [f"{name}: {', '.join(files)}" for name, files in places.items() if len(files) > 1]
+    assert not bad, "\n".join(bad)
+
+
+def test_variables_of_the_harness_have_no_function_s_name() -> None:
+    """No variable or argument named as a function, class or import of its file."""
+    bad = []
+    for name in _with_suffix(".py", under="experiments/"):
+        imports = [n for n in _tree(name).body if isinstance(n, ast.Import | ast.ImportFrom)]
+        taken = {(a.asname or a.name).partition(".")[0] for n in imports for a in n.names}
+        taken |= {n.name for n in _tree(name).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        for function in ast.walk(_tree(name)):
+            if not isinstance(function, ast.FunctionDef | ast.Lambda):
+                continue
+            for node in ast.walk(function):
+                stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+                variable = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+                if variable in taken:
+                    bad.append(f"{name}:{node.lineno}: {variable}")
     assert not bad, "\n".join(bad)
 
 

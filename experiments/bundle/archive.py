@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 SUMS = "SHA256SUMS"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can say
-MOST_BYTES = 1 << 30  # of a bundle, unpacked: far above what results need, and fits in memory
+MAX_BYTES = 1 << 30  # of a bundle, unpacked: far above what results need, and fits in memory
 
 DAMAGED = (
     zipfile.BadZipFile,
@@ -29,7 +29,7 @@ DAMAGED = (
 )
 
 
-TOO_LARGE = f"it would unpack to more than {MOST_BYTES >> 30} GiB"
+TOO_LARGE = f"it would unpack to more than {MAX_BYTES >> 30} GiB"
 
 
 class BundleError(Exception):
@@ -40,7 +40,7 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
     """Write contents and checksums (as `sha256sum -c` reads them); return the sums' checksum."""
     lines = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in contents.items()]
     sums = "\n".join(sorted(lines, key=lambda line: line[66:])) + "\n"
-    if sum(map(len, contents.values())) + len(sums) > MOST_BYTES:
+    if sum(map(len, contents.values())) + len(sums) > MAX_BYTES:
         raise BundleError(f"{TOO_LARGE}: pack fewer runs")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -84,7 +84,7 @@ def _check_names(entries: list[zipfile.ZipInfo]) -> None:
             raise BundleError(f"{entry.filename!r} would be outside the bundle")
         if entry.is_dir() or kind not in (0, stat.S_IFREG):
             raise BundleError(f"{entry.filename!r} is not a plain file")
-    if sum(entry.file_size for entry in entries) > MOST_BYTES:
+    if sum(entry.file_size for entry in entries) > MAX_BYTES:
         raise BundleError(TOO_LARGE)
 
 

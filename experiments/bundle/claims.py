@@ -30,7 +30,7 @@ class Measure(Enum):
     nbytes = "bytes"
 
 
-class Outcome(Enum):
+class ClaimOutcome(Enum):
     """The result of measuring a claim again."""
 
     holds = "holds"
@@ -61,19 +61,19 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckedClaim:
     """A claim and its outcome."""
 
     claim: Claim
-    outcome: Outcome
+    outcome: ClaimOutcome
     again: Claim | None = None
     reason: str = ""
 
 
 def claims_of(run: Run) -> list[Claim]:
     """Return all claims of a run in the order of measurement."""
-    found = [] if run.smoke else [*_ratios(run), *_hit_rates(run)]
-    return [*found, *_bytes(run)]
+    timed_claims = [] if run.smoke else [*_ratios(run), *_hit_rates(run)]
+    return [*timed_claims, *_bytes(run)]
 
 
 def _ratios(run: Run) -> list[Claim]:
@@ -103,33 +103,35 @@ def _hit_rates(run: Run) -> list[Claim]:
 
 
 def _bytes(run: Run) -> list[Claim]:
-    found: dict[tuple[str, str], Claim] = {}
+    claims: dict[tuple[str, str], Claim] = {}
     for record in run.records:
         for name in ("weights_bytes", "optimizer_state_bytes", "cache_bytes"):
             if record.get("status") == "ok" and record.get(name):
                 about, number = f"{record['cell']} · {record['label']}", float(record[name])
                 claim = Claim(Measure.nbytes, about, name.replace("_", " "), *[number] * 3)
-                found.setdefault(claim.key, claim)
-    return list(found.values())
+                claims.setdefault(claim.key, claim)
+    return list(claims.values())
 
 
 def compare(
     old: Sequence[Claim], new: Sequence[Claim], why_not: Mapping[str, str], tolerance: float
-) -> list[Finding]:
+) -> list[CheckedClaim]:
     """Pair old claims with new ones; `why_not` explains missing ones."""
     again = {claim.key: claim for claim in new}
-    found = []
+    checked = []
     for claim in old:
         other = again.get(claim.key)
         if other is None:
             reason = why_not.get(claim.about, "it was not reached")
-            found.append(Finding(claim, Outcome.unmeasured, None, reason))
+            checked.append(CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason))
         elif claim.measure is Measure.ratio and math.isnan(other.lo):
-            found.append(Finding(claim, Outcome.unmeasured, other, TOO_FEW))
+            checked.append(CheckedClaim(claim, ClaimOutcome.unmeasured, other, TOO_FEW))
         else:
             fits = holds(claim, other, tolerance)
-            found.append(Finding(claim, Outcome.holds if fits else Outcome.differs, other))
-    return found
+            checked.append(
+                CheckedClaim(claim, ClaimOutcome.holds if fits else ClaimOutcome.differs, other)
+            )
+    return checked
 
 
 def holds(claim: Claim, again: Claim, tolerance: float) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.bundle import pack
 from experiments.bundle.archive import BundleError
-from experiments.bundle.claims import RULE, TIME_TOLERANCE, Finding, Outcome
+from experiments.bundle.claims import RULE, TIME_TOLERANCE, CheckedClaim, ClaimOutcome
 from experiments.config.schema import UsageError
 from experiments.report import text
 
@@ -101,25 +101,26 @@ def _rerun(
 ) -> int:
     from experiments.bundle.rerun import measure_again
 
-    names = [str(run["experiment"]) for run in runs]
+    names = [str(entry["experiment"]) for entry in runs]
     if unknown := sorted(set(parsed.only) - set(names)):
         raise UsageError(f"--only {unknown[0]}: the bundle has {', '.join(sorted(set(names)))}")
-    chosen = [run for run in runs if not parsed.only or run["experiment"] in parsed.only]
-    findings: list[Finding] = []
-    for number, run in enumerate(chosen):
-        if not run["claims"]:
-            print(f"\n{run['folder']}: claims nothing that could be compared")
+    chosen = [entry for entry in runs if not parsed.only or entry["experiment"] in parsed.only]
+    findings: list[CheckedClaim] = []
+    for number, entry in enumerate(chosen):
+        if not entry["claims"]:
+            print(f"\n{entry['folder']}: claims nothing that could be compared")
             continue
-        print(f"\n{run['folder']}: measuring again (it took {run['seconds']} s on {run['device']})")
+        took = f"it took {entry['seconds']} s on {entry['device']}"
+        print(f"\n{entry['folder']}: measuring again ({took})")
         result = measure_again(
-            run,
-            unpacked / run["folder"],
+            entry,
+            unpacked / entry["folder"],
             again / str(number),
             tolerance=parsed.tolerance,
             preset=parsed.timing,
         )
         if result.run is not None:
-            _machines(run, result.run.environment)
+            _machines(entry, result.run.environment)
         if result.reason:
             print(f"  {result.reason}")
         _tell(result.findings)
@@ -127,45 +128,45 @@ def _rerun(
     return _status(findings)
 
 
-def _machines(run: dict[str, Any], here: dict[str, Any]) -> None:
+def _machines(entry: dict[str, Any], here: dict[str, Any]) -> None:
     """Print how the two machines differ."""
     pairs = {
-        "device": (run["device"], here.get("device")),
-        "torch": (run["torch"], here.get("torch")),
-        "commit": (run["code"].get("sha"), (here.get("git") or {}).get("sha")),
+        "device": (entry["device"], here.get("device")),
+        "torch": (entry["torch"], here.get("torch")),
+        "commit": (entry["code"].get("sha"), (here.get("git") or {}).get("sha")),
     }
     for name, (then, now) in pairs.items():
         if then != now:
             print(f"  {name}: {then} then, {now} now")
 
 
-def _tell(findings: Sequence[Finding]) -> None:
+def _tell(findings: Sequence[CheckedClaim]) -> None:
     for finding in findings:
         claim, again = finding.claim, finding.again
-        if finding.outcome is Outcome.differs and again is not None:
+        if finding.outcome is ClaimOutcome.differs and again is not None:
             print(
                 f"  DIFFERS {claim.about}: {claim.what} {_number(claim.value)} "
                 f"{text.interval(claim.lo, claim.hi)}, now {_number(again.value)} "
                 f"{text.interval(again.lo, again.hi)}"
             )
-    reasons = Counter(f.reason for f in findings if f.outcome is Outcome.unmeasured)
+    reasons = Counter(f.reason for f in findings if f.outcome is ClaimOutcome.unmeasured)
     for reason, count in reasons.most_common():
         print(f"  not measured, {count} claims: {reason}")
     counts = Counter(f.outcome for f in findings)
-    print("  " + ", ".join(f"{counts[o]} {o.value}" for o in Outcome if counts[o]))
+    print("  " + ", ".join(f"{counts[o]} {o.value}" for o in ClaimOutcome if counts[o]))
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else text.digits(value)
 
 
-def _status(findings: Sequence[Finding]) -> int:
+def _status(findings: Sequence[CheckedClaim]) -> int:
     outcomes = Counter(f.outcome for f in findings)
     if not findings:
         return 6
     print(f"\n{len(findings)} claims: " + ", ".join(f"{n} {o.value}" for o, n in outcomes.items()))
-    if outcomes[Outcome.differs]:
+    if outcomes[ClaimOutcome.differs]:
         return 4
-    if not outcomes[Outcome.holds]:
+    if not outcomes[ClaimOutcome.holds]:
         return 6
-    return 5 if outcomes[Outcome.unmeasured] else 0
+    return 5 if outcomes[ClaimOutcome.unmeasured] else 0

@@ -67,7 +67,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
         for path in sorted(files):
             contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
         runs.append(describe(name, run))
-        if run.kind.rebuilds:
+        if run.kind.reporting.rebuild:
             notes.append(
                 f"{name}: what follows from its samples is the {run.kind.name}'s own work, "
                 "and only its checksums are verified."
@@ -106,8 +106,8 @@ def _place(directory: Path, taken: Sequence[str]) -> str:
         experiment = folder_name(OmegaConf.load(directory / "config.yaml").name)
     except UsageError as error:
         raise BundleError(f"{directory}: {error}") from error
-    own, parent = directory.resolve().name, directory.resolve().parent.name
-    base = f"runs/{experiment}/{own if own != experiment else parent}"
+    folder, parent = directory.resolve().name, directory.resolve().parent.name
+    base = f"runs/{experiment}/{folder if folder != experiment else parent}"
     name, number = base, 1
     while name in taken:
         number += 1
@@ -122,7 +122,7 @@ def _rebuilt(directory: Path, target: Path) -> Run:
     """
     try:
         run = Run.read(directory)
-        if run.kind.rebuilds:
+        if run.kind.reporting.rebuild:
             shutil.copytree(directory, target, ignore=shutil.ignore_patterns(".*"))
             unpack_records(target)
             return dataclasses.replace(run, path=target)
@@ -195,20 +195,20 @@ def _untraceable(sha: str, *, known: bool) -> str:
 
 def _packages() -> str:
     """Return the packages installed where the bundle is packed."""
-    found = {(d.name or "?", d.version) for d in importlib.metadata.distributions()}
-    lines = sorted(f"{name}=={version}" for name, version in found)
+    versions = {(d.name or "?", d.version) for d in importlib.metadata.distributions()}
+    lines = sorted(f"{name}=={version}" for name, version in versions)
     return "# Installed where the bundle was packed.\n" + "\n".join(lines) + "\n"
 
 
 @cache
 def harness() -> str:
     """Return a hash of the code that turns samples into numbers and text."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     folder = ROOT / "experiments"
     sources = [p for suffix in ("py", "html", "md", "jinja") for p in folder.rglob(f"*.{suffix}")]
     for path in sorted(sources):
-        found.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:

@@ -12,10 +12,17 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments import configure
 from experiments.bundle.archive import BundleError
-from experiments.bundle.claims import Claim, Finding, Outcome, claims_of, compare
-from experiments.config import configure
-from experiments.config.schema import Config, Rerun, UsageError, folder_name
+from experiments.bundle.claims import CheckedClaim, Claim, ClaimOutcome, claims_of, compare
+from experiments.config.schema import (
+    Config,
+    DeviceKind,
+    Rerun,
+    UsageError,
+    device_kind,
+    folder_name,
+)
 from experiments.paths import CONF, ROOT
 from experiments.report.data import Run
 from experiments.results.store import read_config
@@ -25,7 +32,7 @@ from experiments.results.store import read_config
 class Again:
     """A run measured again, or the reason why not."""
 
-    findings: list[Finding]
+    findings: list[CheckedClaim]
     run: Run | None = None
     reason: str = ""
 
@@ -49,9 +56,9 @@ def configuration(path: Path, folder: Path, preset: str = "") -> Config:
         pool = packed.timing.pool  # the batches are part of what was measured
         packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
     try:
-        whole = OmegaConf.merge(OmegaConf.structured(Config), packed)
-        assert isinstance(whole, DictConfig)
-        return configure.checked(whole)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), packed)
+        assert isinstance(merged, DictConfig)
+        return configure.checked(merged)
     except (OmegaConfBaseException, UsageError) as error:
         raise BundleError(
             f"this version of the harness cannot run it: {str(error).splitlines()[0]}. Use the "
@@ -67,7 +74,7 @@ def measure_again(
     claims = claims_of(old)
     if not claims:
         return Again([], reason="it claims nothing that could be compared")
-    if entry["cuda"] and configure.device_kind(old_kind(old)) != "cuda":
+    if entry["cuda"] and device_kind(old_kind(old)) != "cuda":
         return Again(_all(claims, "measured on a GPU, and there is none here"))
     words = ["bundle", "measure", str(packed / "config.yaml"), str(folder), preset]
     done = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT)
@@ -87,21 +94,21 @@ def measure_again(
 
 def old_kind(run: Run) -> Any:
     """Return the device that the configuration means; 'auto' is cuda only where there is one."""
-    return configure.DeviceKind[str(run.config.device.kind)]
+    return DeviceKind[str(run.config.device.kind)]
 
 
-def _all(claims: Sequence[Claim], reason: str) -> list[Finding]:
-    return [Finding(claim, Outcome.unmeasured, None, reason) for claim in claims]
+def _all(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:
+    return [CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason) for claim in claims]
 
 
 def unmeasured(run: Run) -> dict[str, str]:
     """Return, by claim, why this run has no number for it."""
-    found = {}
+    reasons = {}
     for record in run.failures():
         reason = f"{record['status']}: {record['reason']}"
-        found[f"{record['cell']} · {record['label']}"] = reason
-        found[f"{record['cell']} · {record['label']} · {record.get('mode', 'hot')}"] = reason
-    return found
+        reasons[f"{record['cell']} · {record['label']}"] = reason
+        reasons[f"{record['cell']} · {record['label']} · {record.get('mode', 'hot')}"] = reason
+    return reasons
 
 
 def different_work(old: Run, new: Run) -> set[str]:

@@ -27,7 +27,7 @@ from experiments.report.data import Run
 FIGURE = re.compile(r"^!\[[^\n]*\]\([^\n]*\.png\)\n\n\*\*[^\n]*\n\n", re.MULTILINE)
 SILENT = ("figure", "svg", "style", "script")
 HEADING = "Figures"  # is there only where there are figures
-SHOWN = 60  # characters of a difference
+SHOWN_CHARACTERS = 60  # characters of a difference
 
 
 class _Words(HTMLParser):
@@ -56,17 +56,17 @@ def page_problems(packed: Path, rebuilt: Path) -> list[str]:
 
     Figures are left out, and `rebuilt` quotes a config.yaml that draws none.
     """
-    found = []
+    problems = []
     for name in ("report.md", "index.html"):
         if not (packed / name).is_file():
-            found.append(f"{name} is missing, but the samples give it")
+            problems.append(f"{name} is missing, but the samples give it")
             continue
         old, new = _pieces(packed / name), _pieces(rebuilt / name)
         config = _config(rebuilt)
         new = [_config(packed) if piece == config else piece for piece in new]
         if difference := _first(old, new):
-            found.append(f"{name} does not say what the samples say: {difference}")
-    return found
+            problems.append(f"{name} does not say what the samples say: {difference}")
+    return problems
 
 
 def _config(folder: Path) -> str:
@@ -93,14 +93,14 @@ def _first(old: Sequence[str], new: Sequence[str]) -> str:
                 ),
                 min(len(packed), len(rebuilt)),
             )
-            begin = max(0, start - SHOWN // 3)
-            here, there = (repr(t[begin : begin + SHOWN]) for t in (packed, rebuilt))
+            begin = max(0, start - SHOWN_CHARACTERS // 3)
+            here, there = (repr(t[begin : begin + SHOWN_CHARACTERS]) for t in (packed, rebuilt))
             return f"{here}, but they give {there}"
     return ""
 
 
-RELATIVE = 1e-9  # a number that is read back from text and computed again in another order
-MOST_SHOWN = 5
+RELATIVE_TOLERANCE = 1e-9  # of a number that is read from text and computed in another order
+MAX_SHOWN = 5
 NUMBERS = ("value", "lo", "hi")  # of a claim
 CLAIM = ("measure", "about", "what", *NUMBERS)
 KNOWN = {"points.jsonl", "config.yaml", "environment.json", "run.json", "report.md", "index.html"}
@@ -150,18 +150,18 @@ def _description(contents: Mapping[str, bytes]) -> dict[str, Any]:
     if "bundle.json" not in contents:
         raise BundleError("it has no bundle.json: not a bundle")
     try:
-        found = json.loads(contents["bundle.json"])
-        version = found.get("bundle_version")
+        description = json.loads(contents["bundle.json"])
+        version = description.get("bundle_version")
         if version != VERSION:
             raise BundleError(f"bundle_version is {version}, this harness reads {VERSION}")
-        for entry in found["runs"]:
+        for entry in description["runs"]:
             if f"{entry['folder']}/config.yaml" not in contents:
                 raise BundleError(f"the run {entry['folder']!r} is not in it")
             needed = [(entry, FACTS), *((claim, CLAIM) for claim in entry["claims"])]
             for part, names in needed:
                 if missing := set(names) - set(part):
                     raise KeyError(min(missing))
-        return dict(found, notes=list(found["notes"]), harness=found["harness"])
+        return dict(description, notes=list(description["notes"]), harness=description["harness"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BundleError(f"bundle.json cannot be read ({error!r})") from error
 
@@ -180,7 +180,7 @@ def _check_run(
 ) -> list[str]:
     run = Run.read(folder)
     problems = _facts(entry, run) if words else []
-    if run.kind.rebuilds:
+    if run.kind.reporting.rebuild:
         return problems  # a note of the bundle says that its numbers are not checked
     again = _rebuilt(folder, scratch)
     names = {p.name for place in (folder, again) for p in place.glob("*.csv")}
@@ -258,22 +258,22 @@ def differences(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str],
     if len(packed) != len(rebuilt):
         return [f"{len(packed)} rows, but the samples give {len(rebuilt)}"], 0
     columns = [c for c in packed.columns if c in rebuilt.columns]
-    found = []
+    differing = []
     count = 0
     for column in columns:
         for row, (old, new) in enumerate(zip(packed[column], rebuilt[column], strict=True)):
             count += isinstance(old, (int, float))
             if not _equal(old, new):
-                found.append(f"row {row + 1}, {column}: {old}, but the samples give {new}")
-    more = [f"and {len(found) - MOST_SHOWN} more"] if len(found) > MOST_SHOWN else []
-    return [*found[:MOST_SHOWN], *more], count
+                differing.append(f"row {row + 1}, {column}: {old}, but the samples give {new}")
+    more = [f"and {len(differing) - MAX_SHOWN} more"] if len(differing) > MAX_SHOWN else []
+    return [*differing[:MAX_SHOWN], *more], count
 
 
 def _equal(old: Any, new: Any) -> bool:
     if _missing(old) or _missing(new):
         return _missing(old) and _missing(new)
     try:
-        return math.isclose(float(old), float(new), rel_tol=RELATIVE, abs_tol=0.0)
+        return math.isclose(float(old), float(new), rel_tol=RELATIVE_TOLERANCE, abs_tol=0.0)
     except ValueError:
         return bool(old == new)
 

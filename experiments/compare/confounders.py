@@ -48,7 +48,7 @@ def find(machines: Sequence[Machine]) -> list[Difference]:
     facts = pd.DataFrame(_facts([m.run for m in machines]), dtype=object)
     facts["mode of timing"] = [m.mode for m in machines]
     remarks = ("build of torch", "preset", "CPU threads")
-    found = [
+    differing = [
         Difference(
             Weight.remark if what in remarks else Weight.confounder,
             str(what),
@@ -57,8 +57,8 @@ def find(machines: Sequence[Machine]) -> list[Difference]:
         for what, values in facts.items()
         if values.nunique() > 1
     ]
-    found += [*_configuration(machines), *_state(machines)]
-    return sorted(found, key=lambda difference: difference.weight is Weight.remark)
+    differing += [*_configuration(machines), *_state(machines)]
+    return sorted(differing, key=lambda difference: difference.weight is Weight.remark)
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
@@ -113,24 +113,24 @@ def _configuration(machines: Sequence[Machine]) -> list[Difference]:
 
 def _state(machines: Sequence[Machine]) -> list[Difference]:
     """Return what is wrong with a single run, and whether all are of one machine."""
-    found = []
+    remarks = []
     dirty = [m.label for m in machines if (m.run.environment.get("git") or {}).get("dirty")]
     if dirty:
         text = f"uncommitted changes on {', '.join(dirty)}: what ran is no commit"
-        found.append(Difference(Weight.confounder, "emblib", text))
+        remarks.append(Difference(Weight.confounder, "emblib", text))
     for machine in machines:
         run, label = machine.run, machine.label
         flags = (run.environment.get("preflight") or {}).get("flags")
         if run.smoke:
             text = f"{label} has capped sizes; its times mean nothing"
-            found.append(Difference(Weight.confounder, "smoke run", text))
+            remarks.append(Difference(Weight.confounder, "smoke run", text))
         if run.info.get("status") not in (None, "finished"):
             text = f"{label}: {run.info['status']}"
-            found.append(Difference(Weight.remark, "run did not end", text))
+            remarks.append(Difference(Weight.remark, "run did not end", text))
         if flags:
             text = f"{label}: {', '.join(flags)}"
-            found.append(Difference(Weight.remark, "state of the machine", text))
+            remarks.append(Difference(Weight.remark, "state of the machine", text))
     if len({m.run.environment.get("hardware_id") or m.name for m in machines}) == 1:
         text = "all runs are of one machine: what differs is its state, or the software"
-        found.append(Difference(Weight.remark, "hardware", text))
-    return found
+        remarks.append(Difference(Weight.remark, "hardware", text))
+    return remarks

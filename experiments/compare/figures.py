@@ -21,7 +21,7 @@ from experiments.report.charts import (
     Row,
     Scale,
     curves,
-    rows,
+    row_chart,
 )
 from experiments.report.figures import contender_curve
 from experiments.report.style import Drawing, Figure, Panel, colour_of, marker_of
@@ -35,35 +35,41 @@ BANDWIDTHS: dict[str, tuple[str, LineStyle]] = {
 SHADES = ("#0072b2", "#d55e00", "#009e73", "#7b3fa0", "#8c6d31", "#777777")  # of machines
 
 
-def figures(found: Comparison) -> list[Figure]:
+def figures(comparison: Comparison) -> list[Figure]:
     """Return the figures that have something to show, the headline first."""
-    step, forward = (rates(found, phase) for phase in PHASES)
-    drawn = (step, speedups(found), forward, *against_baseline(found), *working_set(found))
+    step, forward = (rates(comparison, phase) for phase in PHASES)
+    drawn = (
+        step,
+        speedups(comparison),
+        forward,
+        *against_baseline(comparison),
+        *working_set(comparison),
+    )
     return [figure for figure in drawn if figure.panels]
 
 
-def rates(found: Comparison, phase: str) -> Figure:
+def rates(comparison: Comparison, phase: str) -> Figure:
     """Return lookups per second, and the share of a known bandwidth, from machine to machine."""
-    points, role = found.points, found.headline
+    points, role = comparison.points, comparison.headline
     known = known_ceiling(points)
     points = points[(points["role"] == role) & (points["phase"] == phase)]
     per_second = points.assign(
         y=1e-6 * points["rate"], lo=1e-6 * points["rate_lo"], hi=1e-6 * points["rate_hi"]
     )
-    drawing = _over_machines(found, per_second, "million lookups per second")
+    drawing = _over_machines(comparison, per_second, "million lookups per second")
     panels = [Panel("Lookups per second", drawing, 5.2, 4.2)]
     words = "No bandwidth is known of every machine."
     if known:
         ceiling = CEILINGS[known]
         shares = points.assign(y=100 * points[known], lo=math.nan, hi=math.nan)
-        drawing = _over_machines(found, shares, f"% of {ceiling}")
+        drawing = _over_machines(comparison, shares, f"% of {ceiling}")
         panels.append(Panel(f"Share of {ceiling}", drawing, 5.2, 4.2))
         words = (
             "Right: distinct bytes per second of the task as plain tables would do it, as a share "
             f"of the {ceiling} of the same machine. A level line: the kernel uses the same "
             "share of a faster memory."
         )
-    title = role if role.startswith(SWEEP) else found.machines[0].run.title(role)
+    title = role if role.startswith(SWEEP) else comparison.machines[0].run.title(role)
     return Figure(
         f"generations_{phase}",
         f"{phase.capitalize()} from machine to machine: {title}",
@@ -76,7 +82,7 @@ def rates(found: Comparison, phase: str) -> Figure:
 
 
 def _over_machines(
-    found: Comparison, points: pd.DataFrame, label: str, marks: Sequence[Mark] = ()
+    comparison: Comparison, points: pd.DataFrame, label: str, marks: Sequence[Mark] = ()
 ) -> Drawing:
     """Return a curve per contender over the machines; columns y, lo and hi are drawn."""
     lines = []
@@ -89,19 +95,19 @@ def _over_machines(
             high=group["hi"],
         )
         lines.append(dataclasses.replace(curve, label=group["name"].iloc[0]))
-    last = len(found.machines) - 1
-    names = ["\n".join(textwrap.wrap(m.label, 15)) for m in found.machines]
+    last = len(comparison.machines) - 1
+    names = ["\n".join(textwrap.wrap(m.label, 15)) for m in comparison.machines]
     across = Scale("", ticks=range(last + 1), names=names, low=-0.25, high=last * 1.34 + 0.25)
     return curves(lines, across, Scale(label, log=10), names="ends", marks=marks)
 
 
-def speedups(found: Comparison) -> Figure:
+def speedups(comparison: Comparison) -> Figure:
     """Return, per further machine, the speed-up of every role and the ratio of bandwidths."""
-    base = found.machines[0].label
-    height = 1.4 + 0.34 * found.points["role"].nunique()
+    base = comparison.machines[0].label
+    height = 1.4 + 0.34 * comparison.points["role"].nunique()
     panels = [
-        Panel(f"{machine.label} ÷ {base}", _speedups(found, number), 7.4, height)
-        for number, machine in enumerate(found.machines)
+        Panel(f"{machine.label} ÷ {base}", _speedups(comparison, number), 7.4, height)
+        for number, machine in enumerate(comparison.machines)
         if number
     ]
     return Figure(
@@ -117,8 +123,8 @@ def speedups(found: Comparison) -> Figure:
     )
 
 
-def _speedups(found: Comparison, number: int) -> Drawing:
-    points = found.points
+def _speedups(comparison: Comparison, number: int) -> Drawing:
+    points = comparison.points
     points = points[(points["machine"] == number) & (points["phase"] == "step")]
     lines: list[Row] = []
     labelled: set[str] = set()
@@ -140,17 +146,17 @@ def _speedups(found: Comparison, number: int) -> Drawing:
         labelled.add(family)
     marks = [
         Mark(ratio, label=BANDWIDTHS[kind][0], line=BANDWIDTHS[kind][1], upright=True)
-        for kind, ratio in found.bandwidth_ratios(number).items()
+        for kind, ratio in comparison.bandwidth_ratios(number).items()
         if math.isfinite(ratio)
     ]
     scale = Scale("speed-up", log=10, shown=lambda v: f"{v:g}×")
-    return rows(lines, scale, marks=marks, shared=True)
+    return row_chart(lines, scale, marks=marks, shared=True)
 
 
-def against_baseline(found: Comparison) -> list[Figure]:
+def against_baseline(comparison: Comparison) -> list[Figure]:
     """Return the ratios to the baseline on each machine; empty where there are none."""
-    points, baseline = found.points, found.machines[0].run.baseline
-    points = points[(points["role"] == found.headline) & (points["arm"] != baseline.key)]
+    points, baseline = comparison.points, comparison.machines[0].run.baseline
+    points = points[(points["role"] == comparison.headline) & (points["arm"] != baseline.key)]
     points = points[points["ratio"].notna()]
     if not len(points):
         return []
@@ -159,7 +165,7 @@ def against_baseline(found: Comparison) -> list[Figure]:
         part = points[points["phase"] == phase]
         part = part[part.groupby("arm")["machine"].transform("nunique") > 1]
         part = part.assign(y=part["ratio"], lo=part["ratio_lo"], hi=part["ratio_hi"])
-        drawing = _over_machines(found, part, f"time ÷ {baseline.label}", [Mark(1.0)])
+        drawing = _over_machines(comparison, part, f"time ÷ {baseline.label}", [Mark(1.0)])
         panels.append(Panel(phase.capitalize(), drawing, 5.2, 4.0))
     return [
         Figure(
@@ -175,9 +181,9 @@ def against_baseline(found: Comparison) -> list[Figure]:
     ]
 
 
-def working_set(found: Comparison) -> list[Figure]:
+def working_set(comparison: Comparison) -> list[Figure]:
     """Return the share of the bandwidth by size of the tables, where the rows E were swept."""
-    points = found.points[found.points["phase"] == "step"]
+    points = comparison.points[comparison.points["phase"] == "step"]
     points = points[points["role"].str.match(r"sweep, (base point|E=[^,]+)$")]
     known = known_ceiling(points) if points["role"].nunique() > 1 else None
     if known is None:
@@ -185,7 +191,7 @@ def working_set(found: Comparison) -> list[Figure]:
     panels = []
     for _, group in points.groupby("arm", sort=False):
         lines, marks = [], []
-        for number, machine in enumerate(found.machines):
+        for number, machine in enumerate(comparison.machines):
             line = group[group["machine"] == number].sort_values("dense_bytes")
             shade = SHADES[number % len(SHADES)]
             x, y = line["dense_bytes"] / 1e6, 100 * line[known]

@@ -178,17 +178,17 @@ def read(paths: Sequence[Path]) -> list[Machine]:
         raise NotComparable(
             f"these runs ask different questions ({', '.join(names)}): take runs of one experiment"
         )
-    if not all(run.kind.comparable for run in runs):
+    if not all(run.kind.reporting.compared for run in runs):
         raise NotComparable(f"{names[0]} looks at ids only: a machine makes no difference to it")
     # A mode that all have, or else each run's own first one, which a notice says.
     shared = [mode for mode in runs[0].modes if all(mode in run.modes for run in runs)]
-    found = []
+    machines = []
     for label, run in zip(_labels(runs), runs, strict=True):
         mode = (shared or run.modes)[0]
         device, roofs = ceilings.of_environment(run.environment), Roofs.of(run.environment)
         run = run.at(mode)
-        found.append(Machine(label, run, device, roofs, mode, _cells(run.records)))
-    return found
+        machines.append(Machine(label, run, device, roofs, mode, _cells(run.records)))
+    return machines
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
@@ -267,26 +267,26 @@ def _points(number: int, machine: Machine) -> pd.DataFrame:
     table = machine.run.table
     if not len(table):
         return pd.DataFrame()
-    found = table[table["status"] == "ok"].join(machine.cells[["role", "work"]], on="cell")
-    found = found.drop_duplicates(KEYS)
-    sizes = WEIGHT_BYTES * found["D"].astype(float)
+    rows = table[table["status"] == "ok"].join(machine.cells[["role", "work"]], on="cell")
+    rows = rows.drop_duplicates(KEYS)
+    sizes = WEIGHT_BYTES * rows["D"].astype(float)
     columns = ["theory", "copy", "gather"]
-    bandwidths = pd.DataFrame(map(machine.bandwidths, sizes), found.index, columns)
+    bandwidths = pd.DataFrame(map(machine.bandwidths, sizes), rows.index, columns)
     copied = ["section", "role", "work", "contender", "arm", "phase", "lookups", "median_s", "lo_s"]
     copied += ["hi_s", "ratio", "ratio_lo", "ratio_hi", "distinct_gb_s"]
     return pd.DataFrame(
         {
             "machine": number,
             "label": machine.label,
-            "name": found["label"],
-            **{column: found[column] for column in copied},
-            "rate": found["lookups"] / found["median_s"],
-            "rate_lo": found["lookups"] / found["hi_s"],
-            "rate_hi": found["lookups"] / found["lo_s"],
-            **{f"of_{kind}": found["distinct_gb_s"] / bandwidths[kind] for kind in columns},
+            "name": rows["label"],
+            **{column: rows[column] for column in copied},
+            "rate": rows["lookups"] / rows["median_s"],
+            "rate_lo": rows["lookups"] / rows["hi_s"],
+            "rate_hi": rows["lookups"] / rows["lo_s"],
+            **{f"of_{kind}": rows["distinct_gb_s"] / bandwidths[kind] for kind in columns},
             "gather_gb_s": bandwidths["gather"],
-            "weights_bytes": found["weights_bytes"],
-            "dense_bytes": found["dense_bytes"],
+            "weights_bytes": rows["weights_bytes"],
+            "dense_bytes": rows["dense_bytes"],
         }
     )
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.compare import confounders, figures, published
+from experiments.compare import confounders, figures
 from experiments.compare.machines import CEILINGS, Comparison, Machine, known_ceiling
-from experiments.compare.published import Figure, Finding, Source, Verdict
 from experiments.config.schema import folder_name
 from experiments.config.sweep import SWEEP
-from experiments.kinds import anchor_report
+from experiments.kind_reports import anchor as anchor_report
 from experiments.machine import ceilings
 from experiments.paths import ROOT
-from experiments.report import document, text
+from experiments.report import document, published, text
 from experiments.report.document import Notice, Page, Section
+from experiments.report.published import JudgedFigure, Publication, PublishedFigure, Reproduction
 from experiments.report.tables import Column, Table, Value
 from experiments.results.store import RunStore
 
@@ -46,11 +46,11 @@ HOW_TO_READ = (
 
 def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
     """Write the comparison, print its notices and answer, and return the path of the page."""
-    found = Comparison.read(runs)
-    own = folder or FOLDER / folder_name(found.machines[0].run.config.name)
-    store = RunStore(own.resolve())
-    store.write("compare.csv", found.points.to_csv(index=False))
-    report = page(found, command)
+    comparison = Comparison.read(runs)
+    target = folder or FOLDER / folder_name(comparison.machines[0].run.config.name)
+    store = RunStore(target.resolve())
+    store.write("compare.csv", comparison.points.to_csv(index=False))
+    report = page(comparison, command)
     written = document.write(store.path, report)
     for notice in report.notices:
         print(notice.text)
@@ -58,10 +58,10 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
     return written
 
 
-def page(found: Comparison, command: str) -> Page:
+def page(comparison: Comparison, command: str) -> Page:
     """Return the page of a comparison; `command` repeats it."""
-    machines, points = found.machines, found.points
-    drawn = figures.figures(found)
+    machines, points = comparison.machines, comparison.points
+    drawn = figures.figures(comparison)
     name, labels = str(machines[0].run.config.name), [m.label for m in machines]
     resized = points[~points["same"]]["role"].unique()
     commands = [f"{m.run.environment.get('command', '')}  # on {m.name}" for m in machines]
@@ -74,17 +74,18 @@ def page(found: Comparison, command: str) -> Page:
     ]
     return Page(
         name=f"{name} on {len(machines)} machines",
-        answer=sentences(found),
+        answer=sentences(comparison),
         sections=[
             Section("Results", figures=drawn[:1]),
             Section("Machines", table=machines_table(machines)),
-            Section("Step", table=points_table(found, "step")),
-            Section("Forward", table=points_table(found, "forward")),
+            Section("Step", table=points_table(comparison, "step")),
+            Section("Forward", table=points_table(comparison, "forward")),
             Section("Figures", figures=drawn[1:]),
             Section(
-                "Work of other sizes", points=[f"{role}: {found.sizes(role)}" for role in resized]
+                "Work of other sizes",
+                points=[f"{role}: {comparison.sizes(role)}" for role in resized],
             ),
-            Section("Not compared", points=found.left_out),
+            Section("Not compared", points=comparison.left_out),
             Section("Published elsewhere", points=others),
             Section("How to read this", points=HOW_TO_READ),
             Section(
@@ -100,29 +101,31 @@ def page(found: Comparison, command: str) -> Page:
     )
 
 
-def sentences(found: Comparison) -> list[str]:
+def sentences(comparison: Comparison) -> list[str]:
     """Compare each machine with the first on the headline's work; then subject and baseline."""
-    points, base = found.points, found.machines[0]
-    points = points[(points["role"] == found.headline) & (points["phase"] == "step")]
+    points, base = comparison.points, comparison.machines[0]
+    points = points[(points["role"] == comparison.headline) & (points["phase"] == "step")]
     arms, subject, baseline = points["arm"].unique(), base.run.subject.key, base.run.baseline
     arm = subject if subject in arms else arms[0]
     by_machine = points[points["arm"] == arm].to_dict("records")
-    said = [_gain(found, number, by_machine) for number in range(1, len(found.machines))]
+    gains = [_gain(comparison, number, by_machine) for number in range(1, len(comparison.machines))]
     if baseline.key in arms and baseline.key != arm:
         ratios = ", ".join(f"{text.ratio(point)} on {point['label']}" for point in by_machine)
         name = by_machine[0]["name"]
-        said.append(f"The time of {name} as a multiple of {baseline.label}'s is {ratios}.")
-    return said
+        gains.append(f"The time of {name} as a multiple of {baseline.label}'s is {ratios}.")
+    return gains
 
 
-def _gain(found: Comparison, number: int, by_machine: Sequence[Mapping[str, Any]]) -> str:
+def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str, Any]]) -> str:
     """State a machine's speed-up over the first, and the bandwidth that may explain it."""
-    point, first, role = by_machine[number], by_machine[0], found.headline
+    point, first, role = by_machine[number], by_machine[0], comparison.headline
     title = (
-        "the sweep's base point" if role.startswith(SWEEP) else found.machines[0].run.title(role)
+        "the sweep's base point"
+        if role.startswith(SWEEP)
+        else comparison.machines[0].run.title(role)
     )
     sizes = "" if point["same"] else ", each with sizes of its own"
-    ratios, why = found.bandwidth_ratios(number), "no bandwidth is known of both"
+    ratios, why = comparison.bandwidth_ratios(number), "no bandwidth is known of both"
     for kind, words in (
         ("theory", "its makers state {} the bandwidth"),
         ("copy", "its memory copies {} as much"),
@@ -154,10 +157,10 @@ def _times(point: Mapping[str, Any]) -> str:
     return text.times(point["gain"]) + f" {text.interval(low, high)}" * known
 
 
-def points_table(found: Comparison, phase: str) -> Table:
+def points_table(comparison: Comparison, phase: str) -> Table:
     """Return, per role and contender, each machine's gain on the first, its rate and its share."""
-    points = found.points[found.points["phase"] == phase]
-    ceiling, base = known_ceiling(points), found.machines[0].label
+    points = comparison.points[comparison.points["phase"] == phase]
+    ceiling, base = known_ceiling(points), comparison.machines[0].label
 
     def gain(n: int) -> Column:
         return lambda p: Value(_times(p[n]) + " (sizes differ)" * (not p[n]["same"]), p[n]["gain"])
@@ -168,7 +171,7 @@ def points_table(found: Comparison, phase: str) -> Table:
     def share(n: int) -> Column:
         return lambda p: Value.of(100 * p[n][ceiling], text.digits)
 
-    machines = [(n, machine.label) for n, machine in enumerate(found.machines)]
+    machines = [(n, machine.label) for n, machine in enumerate(comparison.machines)]
     columns: dict[str, Column] = {
         "work": lambda p: p[0]["role"],
         "contender": lambda p: p[0]["name"],
@@ -197,10 +200,10 @@ def machines_table(machines: Sequence[Machine]) -> Table:
 
     def fact(*keys: str) -> Column:
         def read(machine: Machine) -> str:
-            found: Any = machine.run.environment
+            value_of: Any = machine.run.environment
             for key in keys:
-                found = (found or {}).get(key)
-            return str(found or text.NONE)
+                value_of = (value_of or {}).get(key)
+            return str(value_of or text.NONE)
 
         return read
 
@@ -251,27 +254,29 @@ in `reports/reference/`. How to add a figure or a run:
 
 def overview(extra: Sequence[Path] = ()) -> Page:
     """Return the page of every published figure and its verdict, with further runs of ours."""
-    found = published.of_references(extra)
-    counts = ", ".join(f"{n} {v.value}" for v, n in published.counted(found).items())
+    judged = published.of_references(extra)
+    counts = ", ".join(f"{n} {v.value}" for v, n in published.counted(judged).items())
     return Page(
         name="Published figures",
-        answer=[f"{len(found)} figures: {counts}."],
+        answer=[f"{len(judged)} figures: {counts}."],
         sections=[
             Section(words=[OPENING, published.RULE]),
             *[
-                _source(source, [f for f in found if f.source is source])
+                _source(source, [f for f in judged if f.source is source])
                 for source in published.sources()
             ],
         ],
     )
 
 
-def _source(source: Source, found: Sequence[Finding]) -> Section:
+def _source(source: Publication, judgements: Sequence[JudgedFigure]) -> Section:
     """Return a publication's verdicts, and what is not run here by reason."""
     command = f"`python run.py +experiment={source.experiment}`. " * bool(source.experiment)
-    judged = [f for f in found if f.verdict is not Verdict.NOT_RUN or math.isfinite(f.ours)]
-    reasons: dict[str, list[Figure]] = {}
-    for finding in found:
+    judged = [
+        f for f in judgements if f.verdict is not Reproduction.NOT_RUN or math.isfinite(f.ours)
+    ]
+    reasons: dict[str, list[PublishedFigure]] = {}
+    for finding in judgements:
         if finding not in judged:
             reasons.setdefault(finding.reason, []).append(finding.figure)
     return Section(
@@ -280,18 +285,18 @@ def _source(source: Source, found: Sequence[Finding]) -> Section:
         table=anchor_report.table(judged),
         parts=[
             Section(
-                words=[f"Not run here: {reason}. Theirs is of {published.theirs(figures[0])}."],
-                points=_listed(figures),
+                words=[f"Not run here: {reason}. Theirs is of {published.theirs(alike[0])}."],
+                points=_listed(alike),
             )
-            for reason, figures in reasons.items()
+            for reason, alike in reasons.items()
         ],
     )
 
 
-def _listed(figures: Sequence[Figure]) -> list[str]:
+def _listed(alike: Sequence[PublishedFigure]) -> list[str]:
     """Return one line per figure, or one for all with the same prefix up to the last colon."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for figure in figures:
+    for figure in alike:
         begin, colon, end = figure.name.rpartition(": ")
         value = published.shown(figure.value)
         prefix, words = (begin, f"{end} {value}") if colon else (figure.name, value)

@@ -120,6 +120,15 @@ class DeviceKind(Enum):
     cuda = "cuda"
 
 
+def device_kind(kind: DeviceKind) -> str:
+    """Return 'cpu' or 'cuda'; torch is imported only when the answer depends on it."""
+    if kind is not DeviceKind.auto:
+        return kind.value
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 class Optimizer(Enum):
     """Update rule of the step."""
 

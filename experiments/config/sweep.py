@@ -25,7 +25,6 @@ from experiments.config.schema import (
     WorkloadConfig,
 )
 from experiments.contenders import registry
-from experiments.quality import LABELS
 
 SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
 
@@ -37,12 +36,35 @@ COMPUTED = IDEALS | EXACT
 LOOKUPS = {"lookups": "the lookups"}  # the one arm of a trace that is only looked at
 CALIBRATED = {"constants": "constants of the cost model"}  # the one arm of a calibration
 PREDICTED = {"trains": "tensor trains"}  # the one arm of kind=predictions
+PLAIN = "plain"
+TRAINED = {  # methods of kind=quality, in the order in which they are tried
+    "plain": "plain",
+    "bf16": "16-bit rows",
+    "narrow": "narrower",
+    "projected": "narrower, projected",
+    "hashed": "hashed",
+    "modulo": "remainder",
+    "hashed_twice": "hashed twice",
+    "qr_sum": "quotient + remainder",
+    "qr_product": "quotient × remainder",
+    "tt_permuted": "tensor train",
+    "tt_as_given": "tensor train, ids as given",
+    "tt_from_plain": "tensor train from plain",
+    "tt_hot": "hot rows + tensor train",
+    "tt_cached": "cached tensor train",
+    "tt_cached_drop": "cached tensor train, dropping",
+    "hashed_hot": "hot rows + hashed",
+    "evicting": "dynamic, evicting",
+    "planned": "planned per table",
+    "robe": "ROBE",
+    "dhe": "DHE",
+}
 Condition = Callable[[dict[str, Any]], bool]
 
 
 def label_of(contender: str) -> str:
     """Return the label of a contender or of a computed arm."""
-    return (COMPUTED | LOOKUPS | CALIBRATED | PREDICTED | LABELS).get(contender) or registry.label(
+    return (COMPUTED | LOOKUPS | CALIBRATED | PREDICTED | TRAINED).get(contender) or registry.label(
         contender
     )
 
@@ -156,23 +178,6 @@ def case_cells(config: Config, kind_of: Callable[[CaseConfig], str]) -> list[Cel
     ]
 
 
-def resolve(cell: Cell, *, sized: bool) -> Cell:
-    """Add what a trace file says of its tables; raises UsageError where the file cannot be used.
-
-    `sized`: tables are made, so that the number of their rows must be known.
-    """
-    if cell.workload.distribution is not Distribution.trace:
-        return cell
-    from experiments.workloads import trace_files
-
-    try:
-        workload = trace_files.resolve(cell.workload, sized=sized)
-    except trace_files.TraceError as error:
-        raise UsageError(str(error)) from error
-    title = _title(workload) if cell.section == SWEEP else cell.title
-    return replace(cell, workload=workload, title=title)
-
-
 def axes_of(config: Config) -> dict[str, list[Any]]:
     """Return the axes that are swept, with their values."""
     values = {a: list(getattr(config.sweep, a)) for a in (*AXES, "rank")}
@@ -210,7 +215,7 @@ def swept_cells(
         )
         cell = Cell(
             SWEEP,
-            _title(workload),
+            title_of(workload),
             workload,
             arms,
             config.tt,
@@ -235,7 +240,7 @@ def _kept(values: dict[str, Any], keep: Sequence[Condition], drop: Sequence[Cond
     return all(test(values) for test in keep) and not any(test(values) for test in drop)
 
 
-def _title(w: WorkloadConfig) -> str:
+def title_of(w: WorkloadConfig) -> str:
     """Return the workload as the end of a sentence."""
     tables = "a table" if w.T == 1 else f"{w.T} tables"
     if w.distribution is Distribution.trace:
@@ -245,21 +250,6 @@ def _title(w: WorkloadConfig) -> str:
 
 def _values(workload: WorkloadConfig) -> dict[str, Any]:
     return {axis: getattr(workload, axis) for axis in AXES}
-
-
-def cap(cell: Cell, config: Config) -> Cell:
-    """Return the cell with smaller tables and batches where the timing preset caps them (smoke)."""
-    rows, batch = config.timing.max_rows, config.timing.max_batch
-    workload, scale = cell.workload, 1.0
-    if batch and batch < workload.B:
-        workload = dataclasses.replace(workload, B=batch)
-    if rows:
-        from experiments.workloads.workload import table_rows  # loads torch
-
-        scale = min(1.0, rows / max(1, *table_rows(workload)))  # 0: a trace does not say
-    plain = cell.section == SWEEP and not cell.ranks
-    title = _title(workload) if plain else cell.title
-    return dataclasses.replace(cell, workload=workload, rows_scale=scale, title=title)
 
 
 _COMPARE: dict[type, Callable[[Any, Any], Any]] = {

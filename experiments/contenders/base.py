@@ -215,8 +215,8 @@ def fill_(weights: Tensor, seed: int) -> Tensor:
     size = min(1 << 20, flat.numel())
     generator = torch.Generator().manual_seed(seed)
     noise = (torch.rand(size, generator=generator) * 0.02 - 0.01).to(flat)
-    whole = flat.numel() // size * size
+    end = flat.numel() // size * size
     with torch.no_grad():
-        flat[:whole].view(-1, size).copy_(noise.expand(whole // size, size))
-        flat[whole:] = noise[: flat.numel() - whole]
+        flat[:end].view(-1, size).copy_(noise.expand(end // size, size))
+        flat[end:] = noise[: flat.numel() - end]
     return weights

@@ -11,7 +11,7 @@ from experiments.contenders.keys import KeyTable, KeyTask, Unsupported
 
 Prepared = tuple[Tensor, Tensor]
 ABSENT = -1
-BYTES = 16.25  # of a slot: key, value and two bits, in a table of a power of two of them
+SLOT_BYTES = 16.25  # of a slot: key, value and two bits, in a table of a power of two of them
 MAX_LOAD = 0.77
 
 
@@ -49,4 +49,4 @@ class Cykhash(KeyTable):
         slots = 4
         while slots * MAX_LOAD < max(1, len(self.map)):
             slots *= 2
-        return int(slots * BYTES)
+        return int(slots * SLOT_BYTES)

@@ -14,8 +14,8 @@ from experiments.contenders.base import OneModule, State, Task, touched
 from experiments.contenders.tables import OPTIMIZERS
 from experiments.workloads.workload import Batch
 
-LOAD = 0.75  # rows ÷ slots: below where a key might find no slot
-FILL = 1 << 18  # ids at a time when the tables are filled
+FILLED_LOAD = 0.75  # rows ÷ slots: below where a key might find no slot
+IDS_PER_FILL = 1 << 18  # ids at a time when the tables are filled
 MAX_MISSES = 1 << 20  # rows of a batch that the fast tier does not have: its own limit on a CPU
 Prepared = tuple[Tensor, Tensor, Tensor]
 
@@ -31,7 +31,7 @@ class Dynamic(OneModule):
 
     def _module(self) -> emblib.DynamicEmbeddingBags:
         return emblib.DynamicEmbeddingBags(
-            [emblib.DynamicSpec(math.ceil(s.rows / LOAD), s.dim) for s in self.task.shapes],
+            [emblib.DynamicSpec(math.ceil(s.rows / FILLED_LOAD), s.dim) for s in self.task.shapes],
             OPTIMIZERS[self.task.optimizer](self.task.lr),
             device=self.task.device,
         )
@@ -39,8 +39,8 @@ class Dynamic(OneModule):
     def _fill(self) -> None:
         """Insert every id by a training forward, table by table."""
         for table, shape in enumerate(self.task.shapes):
-            for first in range(0, shape.rows, FILL):
-                ids = torch.arange(first, min(first + FILL, shape.rows))
+            for first in range(0, shape.rows, IDS_PER_FILL):
+                ids = torch.arange(first, min(first + IDS_PER_FILL, shape.rows))
                 self.module(ids.to(self.task.device), self._offsets(table, 1, len(ids)))
 
     def _offsets(self, table: int, bags: int, ids: int) -> Tensor:
@@ -52,22 +52,22 @@ class Dynamic(OneModule):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes that the module reports; keys count as weights."""
-        found = dict(self.module.nbytes())
+        nbytes = dict(self.module.nbytes())
         return {
-            "weights": sum(found.values()) - found.get("optimizer_state", 0),
-            "optimizer_state": found.get("optimizer_state", 0),
+            "weights": sum(nbytes.values()) - nbytes.get("optimizer_state", 0),
+            "optimizer_state": nbytes.get("optimizer_state", 0),
         }
 
     def observe(self, batch: Batch) -> State:
         """Read the touched rows of each table, one id per bag."""
-        found = []
+        tables = []
         dims = [s.dim for s in self.task.shapes]
         for table, ids in enumerate(touched(batch, self.task)):
             offsets = self._offsets(table, len(ids), len(ids))
             with torch.no_grad():
                 rows = self.module(ids.to(self.task.device), offsets)
-            found.append(rows.split(dims, dim=1)[table].cpu().clone())
-        return found
+            tables.append(rows.split(dims, dim=1)[table].cpu().clone())
+        return tables
 
 
 class Tiered(Dynamic):

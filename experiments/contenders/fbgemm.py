@@ -25,7 +25,7 @@ OPTIMIZERS = {
     Optimizer.adagrad: EmbOptimType.EXACT_ADAGRAD,
     Optimizer.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
-LANES = 4  # its rows are whole groups of so many columns
+COLUMN_MULTIPLE = 4  # its rows are whole groups of so many columns
 
 
 class Fbgemm(OneModule):
@@ -91,9 +91,9 @@ class Fbgemm(OneModule):
 
 def check_dims(task: Task) -> None:
     """Raise Unsupported where FBGEMM's kernels cannot hold a row."""
-    odd = sorted({s.dim for s in task.shapes if s.dim % LANES})
+    odd = sorted({s.dim for s in task.shapes if s.dim % COLUMN_MULTIPLE})
     if odd:
-        raise Unsupported(f"FBGEMM needs D divisible by {LANES}, got {odd[0]}")
+        raise Unsupported(f"FBGEMM needs D divisible by {COLUMN_MULTIPLE}, got {odd[0]}")
 
 
 def id_type(task: Task) -> torch.dtype:

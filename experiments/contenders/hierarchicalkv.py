@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.config.schema import OPERATIONS
 from experiments.contenders.keys import KeyTable, KeyTask, Unsupported
 
 VARIABLE = "EMBLIB_HIERARCHICALKV"
@@ -50,14 +51,7 @@ LIBRARY = library()  # loaded with the module, so that the registry reports what
 class HierarchicalKV(KeyTable):
     """HierarchicalKV with all slots from the beginning; its slots are addresses of rows."""
 
-    operations = (
-        "find",
-        "find_slots",
-        "find_or_insert",
-        "find_or_insert_slots",
-        "insert_or_assign",
-        "insert_and_evict",
-    )
+    operations = tuple(OPERATIONS)
     erases = True
 
     def __init__(self, task: KeyTask) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import emblib
+from experiments.config.schema import OPERATIONS
 from experiments.contenders.registry import Missing, Unsupported, find
 from experiments.machine.bandwidth import Lines
 
@@ -104,14 +105,7 @@ Prepared = tuple[Tensor, Tensor]
 class Scored(KeyTable):
     """emblib.HashTable with all slots from the beginning, also as a cache with LRU eviction."""
 
-    operations = (
-        "find",
-        "find_slots",
-        "find_or_insert",
-        "find_or_insert_slots",
-        "insert_or_assign",
-        "insert_and_evict",
-    )
+    operations = tuple(OPERATIONS)
     erases = True
     eviction: ClassVar[emblib.Eviction] = emblib.Eviction.LRU
 
@@ -204,8 +198,8 @@ class SortedKeys(KeyTable):
         """Look up the distinct keys of the call, ascending, which is faster than all of them."""
         distinct, inverse = torch.unique(prepared[0], return_inverse=True)
         slots = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
-        found = torch.where(self.keys[slots] == distinct, slots, -1)
-        return found[inverse]
+        slots_of = torch.where(self.keys[slots] == distinct, slots, -1)
+        return slots_of[inverse]
 
     def nbytes(self) -> int:
         """Return the bytes of the keys."""

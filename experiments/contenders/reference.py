@@ -2,84 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
-from emblib.reference import tbe, tt
-from experiments.contenders.base import Contender, State, Task, Unsupported, fill_, read_rows
+from emblib.reference import tt
+from experiments.contenders.base import State, Task, Unsupported
 from experiments.contenders.tables import OPTIMIZERS
 from experiments.contenders.torch_bag import Prepared, TableByTable
 from experiments.contenders.tt import expect_tt, tt_specs
 from experiments.workloads.workload import Batch
-
-
-class ReferenceTables(Contender):
-    """Flat weights, dense gradient, one update per distinct row."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        rows = [s.rows for s in task.shapes]
-        dims = [s.dim for s in task.shapes]
-        sizes = [r * d for r, d in zip(rows, dims, strict=True)]
-        offsets, bases, columns = ([0, *itertools.accumulate(x)][:-1] for x in (sizes, rows, dims))
-        self.columns = sum(dims)
-        self.features = torch.tensor(
-            [
-                (offset, base, count, dim, column, 0, base, 0)  # one memory tier, no cache
-                for offset, base, count, dim, column in zip(
-                    offsets, bases, rows, dims, columns, strict=True
-                )
-            ],
-            device=task.device,
-        )
-        self.weights = fill_(torch.empty(sum(sizes), device=task.device), 0).requires_grad_()
-        self.rule = OPTIMIZERS[task.optimizer](task.lr)
-        self.hyperparams = self.rule.hyperparams(task.device)
-        self.states = [
-            torch.zeros(sum(rows) if s.per_row else sum(sizes), device=task.device)
-            for s in self.rule.states
-        ]
-
-    def _lookup(self, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        return tbe.lookup(
-            self.weights, self.features, prepared[0], prepared[1], output_dim=self.columns
-        )
-
-    def forward(self, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Run reference.tbe.lookup."""
-        with torch.no_grad():
-            return self._lookup(prepared)
-
-    def step(self, prepared: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Run autograd to a dense gradient, then reference.tbe.update_."""
-        (gradient,) = torch.autograd.grad(self._lookup(prepared), self.weights, prepared[2])
-        self.hyperparams[1] += 1
-        groups = tbe.group(self.features, prepared[0], prepared[1])
-        with torch.no_grad():
-            tbe.update_(
-                self.weights,
-                self.states,
-                self.hyperparams,
-                self.rule.name,
-                gradient,
-                self.features,
-                groups,
-            )
-
-    def nbytes(self) -> dict[str, int]:
-        """Return the bytes; the dense gradient is scratch and shows in the peak."""
-        return {
-            "weights": self.weights.nbytes,
-            "optimizer_state": sum(s.nbytes for s in self.states),
-        }
-
-    def observe(self, batch: Batch) -> State:
-        """Return the touched rows of each table."""
-        flat = self.weights.detach()
-        tables = [flat[o : o + r * d].view(r, d) for o, _, r, d, *_ in self.features.tolist()]
-        return read_rows(tables, batch, self.task)
 
 
 class ReferenceTT(TableByTable):

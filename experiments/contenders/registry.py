@@ -29,6 +29,7 @@ import yaml
 HERE = Path(__file__).parent
 TABLE = "contenders.yaml"
 VARIANTS = ("", "rank", "cache")
+SHARDED = "sharded_"  # begins the names of emblib's contenders over ranks; then the sharding type
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 TARGET = re.compile(r"(\w+):(\w+)")
 REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9._+!-]+)")
@@ -44,6 +45,10 @@ class Unsupported(Exception):
 
 class Missing(Unsupported):
     """This contender needs a package that is not installed; the message says what to type."""
+
+
+class Wrong(Exception):
+    """The contender computed something else; it is reported as wrong and not timed."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,8 @@ class Entry:
 
     def versions(self) -> dict[str, str]:
         """Return the installed version of each package it needs."""
-        found = (installed(requirement) for requirement in self.requires)
-        return dict(pair for pair in found if pair)
+        pairs = (installed(requirement) for requirement in self.requires)
+        return dict(pair for pair in pairs if pair)
 
     def unknown_versions(self) -> list[str]:
         """Describe installed packages whose version is not the one known to work."""
@@ -104,7 +109,7 @@ class Entry:
         if reason := self.missing():
             raise Missing(reason)
         try:
-            found: type[Any] = getattr(_module(self.file), self.cls)
+            loaded: type[Any] = getattr(_module(self.file), self.cls)
         except (ImportError, OSError) as error:  # OSError: a shared library that does not load
             if self.variable:
                 raise Missing(f"{self.built()} does not load here ({error})") from error
@@ -114,7 +119,7 @@ class Entry:
             raise Missing(
                 f"{here} does not load here ({error}); known to work: {', '.join(self.requires)}"
             ) from error
-        return found
+        return loaded
 
 
 def entries() -> dict[str, Entry]:
@@ -159,15 +164,15 @@ def unknown_versions(name: str) -> list[str]:
 
 def identity(name: str) -> dict[str, str]:
     """Return what decides, besides this repository's files, which program the contender is."""
-    found = packages(name)
+    facts = packages(name)
     built = entries()[name].built() if name in entries() and entries()[name].variable else None
     if built is not None:
         size, when = (built.stat().st_size, built.stat().st_mtime_ns) if built.exists() else (0, 0)
-        found["built"] = f"{built} {size} {when}"
+        facts["built"] = f"{built} {size} {when}"
     if name in entries() and entries()[name].file.parent != HERE:
         text = entries()[name].file.read_bytes()
-        found["file"] = hashlib.blake2b(text, digest_size=8).hexdigest()
-    return found
+        facts["file"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+    return facts
 
 
 def keyed(name: str) -> bool:
@@ -185,11 +190,6 @@ def fits(name: str, ranks: int) -> bool:
     return ranks == 1 or name not in entries() or not entries()[name].alone
 
 
-def of_bags() -> tuple[str, ...]:
-    """Return the contenders that look up bags, which the kind `time` measures."""
-    return tuple(name for name, entry in entries().items() if not entry.keyed)
-
-
 def cached() -> tuple[str, ...]:
     """Return the contenders with a cache, which a trace can be run through."""
     return tuple(name for name, entry in entries().items() if entry.variants == "cache")
@@ -197,7 +197,7 @@ def cached() -> tuple[str, ...]:
 
 @functools.cache
 def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+    entries_by_name: dict[str, Entry] = {}
     for folder in folders:
         path = folder / TABLE
         try:
@@ -211,26 +211,26 @@ def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
             if name.startswith("_"):
                 continue
             facts = _of_release(shared, words, torch)
-            if name in found:
+            if name in entries_by_name:
                 raise RegistryError(f"{path}: the name '{name}' is taken; choose another")
-            found[name] = _entry(folder, name, facts)
-    return found
+            entries_by_name[name] = _entry(folder, name, facts)
+    return entries_by_name
 
 
 def _of_release(
     facts: Mapping[str, Any], words: Mapping[str, Mapping[str, str]], torch: str
 ) -> dict[str, Any]:
     """Return the facts with each word in braces replaced by its text for a version of torch."""
-    found = dict(facts)
+    facts_of = dict(facts)
     for word, texts in words.items():
         braced, release = f"{{{word}}}", _nearest(list(texts), torch)
-        needed = [str(text) for text in found.get("requires", ())]
+        needed = [str(text) for text in facts_of.get("requires", ())]
         if any(braced in text for text in needed):
-            found["of_torch"] = release
-            found["requires"] = [text.replace(braced, texts[release]) for text in needed]
-            if "install" in found:
-                found["install"] = found["install"].replace(braced, texts[release])
-    return found
+            facts_of["of_torch"] = release
+            facts_of["requires"] = [text.replace(braced, texts[release]) for text in needed]
+            if "install" in facts_of:
+                facts_of["install"] = facts_of["install"].replace(braced, texts[release])
+    return facts_of
 
 
 def _nearest(releases: Sequence[str], version: str) -> str:
@@ -245,8 +245,8 @@ def _nearest(releases: Sequence[str], version: str) -> str:
 
 def _numbers(version: str) -> tuple[float, ...]:
     """Return (2, 13) of 2.13.0+cpu; empty where the text is no version."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (float(found[1]), float(found[2])) if found else ()
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (float(match[1]), float(match[2])) if match else ()
 
 
 def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig, TableGroups
 from emblib.jagged import KeyedJaggedTensor
-from emblib.optim import Optimizer
 from emblib.sharding import (
     ParameterSharding,
     RankGroup,
@@ -23,7 +23,7 @@ from emblib.sharding import (
     sharding_types,
 )
 from emblib.sharding.sharding_types import Rule
-from experiments.config.schema import Optimizer as Kind
+from experiments.config.schema import Optimizer
 from experiments.contenders.base import Contender, State, Task, Unsupported, fill_, touched
 from experiments.contenders.tables import OPTIMIZERS
 from experiments.workloads.workload import Batch
@@ -69,27 +69,27 @@ class Collection(Contender):
 
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of each table, gathered from all ranks; a collective."""
-        rank, size = world()
+        rank, size = rank_and_size()
         rows = []
         for number, (ids, s) in enumerate(
             zip(touched(batch, self.task), self.task.shapes, strict=True)
         ):
-            whole = torch.zeros(len(ids), s.dim)
+            gathered = torch.zeros(len(ids), s.dim)
             for block in (b for b in self.blocks if b.table == number):
                 if block.replicated and rank:
                     continue
                 local = ids - block.first_row
                 here = (local >= 0) & (local < block.weights.size(0))
                 columns = slice(block.first_column, block.first_column + block.weights.size(1))
-                found = block.weights.detach()[local[here].to(block.weights.device)]
-                whole[here, columns] = found.float().cpu()
+                values = block.weights.detach()[local[here].to(block.weights.device)]
+                gathered[here, columns] = values.float().cpu()
             if size > 1:
-                dist.all_reduce(whole)
-            rows.append(whole)
+                dist.all_reduce(gathered)
+            rows.append(gathered)
         return rows
 
 
-def world() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     if not dist.is_initialized():
         return 0, 1
@@ -98,7 +98,7 @@ def world() -> tuple[int, int]:
 
 def over_ranks(nbytes: Mapping[str, int]) -> dict[str, int]:
     """Sum over all ranks; a collective."""
-    if world()[1] == 1:
+    if rank_and_size()[1] == 1:
         return dict(nbytes)
     total = torch.tensor(list(nbytes.values()), dtype=torch.int64)
     dist.all_reduce(total)
@@ -119,7 +119,7 @@ class Bags(Collection):
         ]
 
     @staticmethod
-    def optimizer_of(task: Task) -> Optimizer:
+    def optimizer_of(task: Task) -> optim.Optimizer:
         """Return the optimizer of all tables."""
         return OPTIMIZERS[task.optimizer](task.lr)
 
@@ -136,9 +136,9 @@ class Bags(Collection):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of all ranks."""
-        found = [group.module.nbytes() for groups in self._groups() for group in groups.groups]
+        sizes = [group.module.nbytes() for groups in self._groups() for group in groups.groups]
         names = ("weights", "optimizer_state")
-        return over_ranks({name: sum(own.get(name, 0) for own in found) for name in names})
+        return over_ranks({name: sum(size.get(name, 0) for size in sizes) for name in names})
 
     @abstractmethod
     def _groups(self) -> list[TableGroups]:
@@ -160,17 +160,18 @@ class WholeBags(Bags):
         return [self.module.groups]
 
 
-NODE = 2  # ranks that count as one node, where a sharding type asks for nodes
+RANKS_PER_NODE = 2  # ranks that count as one node, where a sharding type asks for nodes
 
 
 class ShardedBags(Bags):
     """One sharding type for every table, over all ranks."""
 
     cuts_rows = False  # whether a row may be on several ranks
+    rule: Callable[[float, World], Rule]  # of a table, whose position is a share in [0, 1)
 
     def _module(self) -> tuple[Any, list[Block]]:
         ranks = ranks_of(self.task.device)
-        if self.cuts_rows and ranks.size > 1 and self.task.optimizer is Kind.rowwise_adagrad:
+        if self.cuts_rows and ranks.size > 1 and self.task.optimizer is Optimizer.rowwise_adagrad:
             raise Unsupported(
                 "row-wise Adagrad has one sum for each part of a row: parts by columns train "
                 "otherwise than whole rows"
@@ -197,18 +198,13 @@ class ShardedBags(Bags):
         tables = EmbeddingBagCollection(cls.configs(task), device="meta")
         names = [config.name for config in tables.embedding_bag_configs()]
         share = 1 / len(names)
-        rules = {name: cls._rule(number * share, world) for number, name in enumerate(names)}
+        rules = {name: cls.rule(number * share, world) for number, name in enumerate(names)}
         return construct_module_plan(tables, rules, world)
 
     @staticmethod
     def node_of(size: int) -> int:
         """Return how many ranks of a world count as one node."""
-        return NODE if size % NODE == 0 else size
-
-    @staticmethod
-    @abstractmethod
-    def _rule(share: float, world: World) -> Rule:
-        """Return the sharding rule of a table; `share` in [0, 1) is its position."""
+        return RANKS_PER_NODE if size % RANKS_PER_NODE == 0 else size
 
     def parts(self, prepared: tuple[KeyedJaggedTensor, Tensor]) -> dict[str, Callable[[], object]]:
         """Return the parts of a step: input_dist, lookup and update, output_dist."""
@@ -217,7 +213,7 @@ class ShardedBags(Bags):
         rows = module.rows(received)
         gradient = torch.randn_like(rows) / len(features.keys())
         with torch.no_grad():
-            found = module.compute(received)
+            local_rows = module.compute(received)
 
         def local() -> None:
             out = module.rows(received)
@@ -226,7 +222,7 @@ class ShardedBags(Bags):
 
         def output() -> object:
             with torch.no_grad():
-                return module.output_dist(found, received).values()
+                return module.output_dist(local_rows, received).values()
 
         return {
             "input": lambda: module.input_dist(features).wait().wait(),
@@ -235,13 +231,13 @@ class ShardedBags(Bags):
         }
 
     def _groups(self) -> list[TableGroups]:
-        found = {id(local.groups): local.groups for local in self.module.local_shards()}
-        return list(found.values())
+        groups = {id(local.groups): local.groups for local in self.module.local_shards()}
+        return list(groups.values())
 
 
 def ranks_of(device: torch.device) -> RankGroup:
     """Return the group of all ranks; where there are enough, as nodes of NODE."""
-    size = world()[1]
+    size = rank_and_size()[1]
     if size == 1:
         return RankGroup.single(device)
     return RankGroup(local_size=ShardedBags.node_of(size), device=device)
@@ -250,25 +246,19 @@ def ranks_of(device: torch.device) -> RankGroup:
 class DataParallel(ShardedBags):
     """Every table replicated on every rank."""
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.data_parallel()
+    rule = staticmethod(lambda share, world: sharding_types.data_parallel())
 
 
 class TableWise(ShardedBags):
     """Whole tables, an equal share of neighbours on each rank."""
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.table_wise(int(share * world.size))
+    rule = staticmethod(lambda share, world: sharding_types.table_wise(int(share * world.size)))
 
 
 class RowWise(ShardedBags):
     """Rows of every table on every rank."""
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.row_wise()
+    rule = staticmethod(lambda share, world: sharding_types.row_wise())
 
 
 class ColumnWise(ShardedBags):
@@ -276,17 +266,17 @@ class ColumnWise(ShardedBags):
 
     cuts_rows = True
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.column_wise()
+    rule = staticmethod(lambda share, world: sharding_types.column_wise())
 
 
 class TableRowWise(ShardedBags):
     """Rows of a table on the ranks of one node each."""
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.table_row_wise(int(share * (world.size // world.local_size)))
+    rule = staticmethod(
+        lambda share, world: sharding_types.table_row_wise(
+            int(share * (world.size // world.local_size))
+        )
+    )
 
 
 class TableColumnWise(ShardedBags):
@@ -294,9 +284,11 @@ class TableColumnWise(ShardedBags):
 
     cuts_rows = True
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.table_column_wise(int(share * (world.size // world.local_size)))
+    rule = staticmethod(
+        lambda share, world: sharding_types.table_column_wise(
+            int(share * (world.size // world.local_size))
+        )
+    )
 
 
 class Grid(ShardedBags):
@@ -304,6 +296,4 @@ class Grid(ShardedBags):
 
     cuts_rows = True
 
-    @staticmethod
-    def _rule(share: float, world: World) -> Rule:
-        return sharding_types.grid()
+    rule = staticmethod(lambda share, world: sharding_types.grid())

@@ -27,7 +27,7 @@ from experiments.config.schema import Optimizer
 from experiments.contenders.base import State, Task, Unsupported, optimizer_bytes, read_rows
 from experiments.contenders.fbgemm import check_dims, id_type
 from experiments.contenders.keys import KeyTable, KeyTask
-from experiments.contenders.sharded import Block, Collection, over_ranks, world
+from experiments.contenders.sharded import Block, Collection, over_ranks, rank_and_size
 from experiments.workloads.workload import Batch
 
 # It warns whoever builds a sharded collection of a function that TorchRec itself calls.
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[Optimizer, type[Any]] = {
 FUSED = "fused"  # the compute kernel that is FBGEMM's tables with the optimizer in backward
 
 
-class Bags(Collection):
+class TorchRecCollection(Collection):
     """The common part of TorchRec's collections."""
 
     feature_name = "f{:05}"  # as state dicts sort
@@ -91,7 +91,7 @@ class Bags(Collection):
         """Return the optimizer's state, table by table."""
 
 
-class WholeBags(Bags):
+class TorchRecInProcess(TorchRecCollection):
     """Collections that are not sharded and need no process group."""
 
     def _module(self) -> tuple[nn.Module, list[Block]]:
@@ -108,7 +108,7 @@ class WholeBags(Bags):
         return read_rows((block.weights for block in self.blocks), batch, self.task)
 
 
-class Fused(WholeBags):
+class TorchRecFused(TorchRecInProcess):
     """TorchRec's FusedEmbeddingBagCollection: FBGEMM's tables behind its interface, no sharding."""
 
     def _collection(self) -> nn.Module:
@@ -126,7 +126,7 @@ class Fused(WholeBags):
         return states
 
 
-class Unsharded(WholeBags):
+class TorchRecDense(TorchRecInProcess):
     """TorchRec's EmbeddingBagCollection before it is sharded: dense gradients, torch.optim.
 
     Every row of every table gets a gradient and an update, so that a step reads and writes whole
@@ -152,7 +152,7 @@ class Unsharded(WholeBags):
         return self.optimizer.state.values()
 
 
-class ShardedBags(Bags):
+class TorchRecSharded(TorchRecCollection):
     """TorchRec as it is trained with: DistributedModelParallel, its optimizer in backward.
 
     Without a process group, it gets one of this process alone; its input and output distribution
@@ -170,7 +170,7 @@ class ShardedBags(Bags):
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             atexit.register(dist.destroy_process_group)
-        _, ranks = world()
+        _, ranks = rank_and_size()
         collection = torchrec.EmbeddingBagCollection(
             tables=self._configs(), device=torch.device("meta")
         )
@@ -210,7 +210,7 @@ class ShardedBags(Bags):
         return over_ranks(super().nbytes())
 
 
-class TableWise(ShardedBags):
+class TorchRecTableWise(TorchRecSharded):
     """Whole tables, an equal share of neighbours on each rank.
 
     So its features keep their order, which otherwise goes by the rank of their table.
@@ -220,7 +220,7 @@ class TableWise(ShardedBags):
         return sharding_plan.table_wise(rank=int(share * ranks), compute_kernel=FUSED)
 
 
-class Sharded(TableWise):
+class TorchRecAlone(TorchRecTableWise):
     """The same in one process, compared with contenders that are not sharded."""
 
     def __init__(self, task: Task) -> None:
@@ -232,14 +232,14 @@ class Sharded(TableWise):
         super().__init__(task)
 
 
-class RowWise(ShardedBags):
+class TorchRecRowWise(TorchRecSharded):
     """Rows of every table on every rank."""
 
     def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
         return sharding_plan.row_wise(compute_kernel=FUSED)
 
 
-class ColumnWise(ShardedBags):
+class TorchRecColumnWise(TorchRecSharded):
     """Columns of every table on every rank."""
 
     def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
@@ -247,8 +247,8 @@ class ColumnWise(ShardedBags):
 
 
 FEATURE = "ids"
-INTERVAL = 10  # iterations from one eviction to the next
-FEWEST = 2  # rows: unknown ids share the last one
+EVICTION_INTERVAL = 10  # iterations from one eviction to the next
+MIN_ROWS = 2  # rows: unknown ids share the last one
 
 PreparedIds = dict[str, JaggedTensor]
 
@@ -260,11 +260,11 @@ class ManagedCollisions(KeyTable):
     """
 
     operations = ("find_slots", "find_or_insert_slots")
-    period = INTERVAL
+    period = EVICTION_INTERVAL
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
-        self.absent = max(FEWEST, task.resident + 1) - 1
+        self.absent = max(MIN_ROWS, task.resident + 1) - 1
         self.parts: list[Tensor] = []
         self.ready()
 
@@ -274,7 +274,7 @@ class ManagedCollisions(KeyTable):
             zch_size=self.absent + 1,
             device=self.task.device,
             eviction_policy=LFU_EvictionPolicy(),
-            eviction_interval=INTERVAL,
+            eviction_interval=EVICTION_INTERVAL,
         )
         self.merged = 0
 

@@ -15,12 +15,12 @@ import torch
 
 from experiments.config.sweep import Cell
 from experiments.contenders.base import Contender, build
-from experiments.gate.points import Built, Point, Setup, Turn
+from experiments.gate.points import BuildResult, Point, Setup, TakeSamples
+from experiments.machine import memory
 from experiments.measure.outcome import status_of, verify
+from experiments.measure.process import note
+from experiments.measure.session import Session
 from experiments.measure.timing import VERIFY_BATCH, task_of
-from experiments.run.process import note
-from experiments.run.session import Session
-from experiments.timing import memory
 from experiments.timing.clock import Clock, Work, clock_for
 from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up
@@ -53,17 +53,19 @@ class Bench:
             torch.set_num_threads(setup.config.device.threads)
         memory.keep_freed_blocks()
 
-    def build(self) -> dict[str, Built]:
+    def build(self) -> dict[str, BuildResult]:
         """Build all points; a point that cannot be built reports why, and the others go on."""
-        found = {}
+        results = {}
         for point in self.setup.points:
             note(f"{point.name}|building")
             try:
                 self.ready[point.name] = self._build(point)
-                found[point.name] = Built()
+                results[point.name] = BuildResult()
             except Exception as error:  # whatever it is, it is that point's
-                found[point.name] = Built(status_of(error), f"{type(error).__name__}: {error}")
-        return found
+                results[point.name] = BuildResult(
+                    status_of(error), f"{type(error).__name__}: {error}"
+                )
+        return results
 
     def _build(self, point: Point) -> Ready:
         config = dataclasses.replace(self.setup.config, optimizer=point.optimizer)
@@ -110,7 +112,7 @@ class Bench:
         note(f"{name}|timing")
         return {"execution_s": warm.typical.get(name, 0.0), **warm.describe()}
 
-    def turn(self, turn: Turn) -> list[float]:
+    def turn(self, turn: TakeSamples) -> list[float]:
         """Take one sample per batch, each after one uncounted execution.
 
         The other worker has just filled the caches, and the scheduler may have to wake this
@@ -141,12 +143,12 @@ class Bench:
     def weigh(self, name: str) -> dict[str, float]:
         """Measure what does not depend on time; less is better, except for hit rates."""
         ready = self.ready[name]
-        found: dict[str, float] = {f"{k}_bytes": v for k, v in ready.contender.nbytes().items()}
+        weights: dict[str, float] = {f"{k}_bytes": v for k, v in ready.contender.nbytes().items()}
         counters = ready.contender.counters
         if counters():
             pool, reset = self.setup.config.timing.pool, ready.contender.reset_counters
             counted = counting_pass(ready.step, pool, reset, counters)
             if counted.get("lookups"):
-                found["hit_rate"] = counted["lookup_hits"] / counted["lookups"]
+                weights["hit_rate"] = counted["lookup_hits"] / counted["lookups"]
         peak = memory.measure(partial(ready.step, 0), self.device).get("peak")
-        return found if peak is None else found | {"peak_bytes": peak}
+        return weights if peak is None else weights | {"peak_bytes": peak}

@@ -39,7 +39,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     try:
         if config.dry_run:
             return setup.plan(config, f"{config.gate.floor_pairs} pairs of processes")
-        start = setup.start(config, words)
+        start = setup.begin(config, words)
         both, store = setup.one_revision(start, print), start.create()
     except UsageError as error:
         return setup.refuse(error)
@@ -60,11 +60,11 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         except KeyboardInterrupt:
             status = "interrupted"
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = setup.content(start.environment, config, trial.evidence.first, when)
-    place = store.write_json("noise.json", found)
+    floor = setup.content(start.environment, config, trial.evidence.first, when)
+    place = store.write_json("noise.json", floor)
     if status == "finished" and not start.smoke:
-        kept = RunStore(ROOT / config.gate.noise)
-        place = kept.write_json(setup.name(start.environment, config), found)
+        floors = RunStore(ROOT / config.gate.noise)
+        place = floors.write_json(setup.floor_file(start.environment, config), floor)
     seconds = round(time.monotonic() - began, 1)
     store.write_json(
         "run.json",
@@ -81,7 +81,7 @@ def write(path: Path) -> str:
     points: Mapping[str, Mapping[str, Any]] = read_json(path, "noise.json")["points"]
     failed = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
     pairs, min_effect = int(config.timing.replicates), float(config.gate.min_effect)
-    margins = {n: statistics.margin(min_effect, p["mad"], pairs) for n, p in points.items()}
+    margins = {n: statistics.gate_margin(min_effect, p["mad"], pairs) for n, p in points.items()}
     answer = sentence(points, margins, pairs)
     notices = []
     if config.timing.max_rows:
@@ -133,7 +133,7 @@ def table(points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float])
         points.items(),
         {
             "point": lambda x: x[0],
-            "pairs": lambda x: tables.count(x[1]["pairs"]),
+            "pairs": lambda x: tables.count_value(x[1]["pairs"]),
             "A ÷ A [95\u00a0%]": lambda x: pages.ratio(statistics.combine(x[1]["effects"])),
             "MAD": lambda x: pages.percent(x[1]["mad"]),
             "95 % of pairs within": lambda x: pages.percent(x[1]["p95"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gate.rules import Ruling
-from experiments.gate.verdicts import Findings, Line, as_json
+from experiments.gate.verdicts import Findings, PointFinding, as_json
 from experiments.report import document, tables, text
 from experiments.report.charts import Row, forest
 from experiments.report.document import Notice, Page, Section, Tile
@@ -100,7 +100,7 @@ TILE_STYLES = {"SLOWER": "bad", "FASTER": "good", "UNSURE": "open"}
 
 def write_outputs(
     path: Path,
-    found: Findings,
+    findings: Findings,
     facts: Mapping[str, Any],
     status: int,
     *,
@@ -108,8 +108,8 @@ def write_outputs(
 ) -> str:
     """Write all files of a gate, append gate.md to the file `summary`, and return the answer."""
     store = RunStore(path)
-    answer = sentence(found, facts)
-    report = _page(path, found, facts, answer, status)
+    answer = sentence(findings, facts)
+    report = _page(path, findings, facts, answer, status)
     store.write("gate.md", report.markdown(figures=False))
     store.write_json(
         "gate.json",
@@ -118,10 +118,10 @@ def write_outputs(
             "meaning": MEANING[status],
             "answer": answer,
             **facts,
-            "points": [as_json(line) for line in found.lines],
+            "points": [as_json(line) for line in findings.lines],
         },
     )
-    store.write("junit.xml", junit(found, answer))
+    store.write("junit.xml", junit(findings, answer))
     document.write(path, report)
     if summary:
         with open(summary, "a") as out:
@@ -129,37 +129,37 @@ def write_outputs(
     return answer
 
 
-def sentence(found: Findings, facts: Mapping[str, Any]) -> str:
+def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
     """State the result of the gate in one sentence."""
     between = f"{facts['head']} against {facts['base']}"
-    if found.broken:
-        return f"{between}: nothing could be compared: {found.broken}"
-    bad = [x for x in found.lines if x.regression]
+    if findings.broken:
+        return f"{between}: nothing could be compared: {findings.broken}"
+    bad = [x for x in findings.lines if x.regression]
     if bad:
         worst = bad[0]
         what = f"{worst.point}, {_effect(worst)}" if worst.state == "SLOWER" else worst.point
         more = f" and {text.count(len(bad) - 1, 'other point')}" * (len(bad) > 1)
         return f"{between} is worse at {what}{more}."
-    broken = found.having("MISSING", "FAILED")
+    broken = findings.having("MISSING", "FAILED")
     if broken:
         return f"{between}: {text.count(len(broken), 'point')} failed in head."
-    if not found.compared:
+    if not findings.compared:
         return f"{between}: nothing could be compared."
-    unsure, total = len(found.having("UNSURE")), len(found.compared)
-    faster = found.having("FASTER")
+    unsure, total = len(findings.having("UNSURE")), len(findings.compared)
+    faster = findings.having("FASTER")
     gain = f", {text.count(len(faster), 'point')} faster" * bool(faster)
     doubt = f"; unsure of {unsure} of {total}" * bool(unsure)
     return f"{between}: no slowdown was found at {text.count(total, 'point')}{gain}{doubt}."
 
 
-def _effect(line: Line) -> str:
+def _effect(line: PointFinding) -> str:
     if line.ruling is None:
         return ""
     effect = line.ruling.effect
     return f"{effect.ratio:.3f}× [{effect.lo:.3f}, {effect.hi:.3f}]"
 
 
-def describe(line: Line) -> str:
+def describe(line: PointFinding) -> str:
     """Format one finding as a line for the terminal."""
     if line.ruling is None:
         return f"{line.state:<8} {line.point}: {line.reason}"
@@ -178,37 +178,41 @@ def _pairs(ruling: Ruling) -> str:
     return "+".join(str(len(pairs)) for pairs in (ruling.first, ruling.second) if pairs)
 
 
-def _page(path: Path, found: Findings, facts: Mapping[str, Any], answer: str, status: int) -> Page:
+def _page(
+    path: Path, findings: Findings, facts: Mapping[str, Any], answer: str, status: int
+) -> Page:
     notices = [f"Exit status {status}: {MEANING[status]}."] if status else []
     notices += list(facts.get("notices", ()))
     tiles = [
         Tile(
-            str(len(found.having(v.value))),
+            str(len(findings.having(v.value))),
             v.value.lower(),
-            TILE_STYLES.get(v.value, "") if found.having(v.value) else "",
+            TILE_STYLES.get(v.value, "") if findings.having(v.value) else "",
         )
         for v in (Verdict.SLOWER, Verdict.UNSURE, Verdict.FASTER, Verdict.SAME)
     ]
-    sections = [Section("Points", table=table(found.lines), figures=_figures(found.lines))]
-    others = [f"{x.state.lower()}: {x.point} – {x.reason}" for x in found.lines if x.ruling is None]
-    others += [f"unsure: {x.point} – {x.reason}" for x in found.having("UNSURE")]
-    others += [f"{x.point}: {change}" for x in found.lines for change in (*x.grown, *x.shrunk)]
+    sections = [Section("Points", table=table(findings.lines), figures=_figures(findings.lines))]
+    others = [
+        f"{x.state.lower()}: {x.point} – {x.reason}" for x in findings.lines if x.ruling is None
+    ]
+    others += [f"unsure: {x.point} – {x.reason}" for x in findings.having("UNSURE")]
+    others += [f"{x.point}: {change}" for x in findings.lines for change in (*x.grown, *x.shrunk)]
     if others:
         sections.append(Section("Remarks", others))
     name = str(facts["experiment"])
     return page_of(path, name, [answer], sections, tiles=tiles, notices=notices)
 
 
-def table(lines: Sequence[Line]) -> Table:
+def table(lines: Sequence[PointFinding]) -> Table:
     """Return one row per compared point."""
-    columns: dict[str, Callable[[tuple[Line, Ruling]], Value | str]] = {
+    columns: dict[str, Callable[[tuple[PointFinding, Ruling]], Value | str]] = {
         "point": lambda x: x[0].point,
         "verdict": lambda x: x[0].state + " (bytes or hits)" * bool(x[0].grown),
         "head ÷ base [95\u00a0%]": lambda x: ratio(x[1].effect),
         "margin": lambda x: percent(x[1].margin),
         "smallest detectable": lambda x: percent(x[1].visible),
-        "base": lambda x: tables.seconds(x[0].base_s),
-        "head": lambda x: tables.seconds(x[0].head_s),
+        "base": lambda x: tables.time_value(x[0].base_s),
+        "head": lambda x: tables.time_value(x[0].head_s),
         "pairs": lambda x: _pairs(x[1]),
         "what": lambda x: x[0].words,
     }
@@ -233,7 +237,7 @@ def effect_row(
     )
 
 
-def _figures(lines: Sequence[Line]) -> list[Figure]:
+def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
     """Draw the funnel: every ratio, sorted, with its margin."""
     compared = [(line, line.ruling) for line in lines if line.ruling]
     compared.sort(key=lambda x: -x[1].effect.ratio)
@@ -257,23 +261,27 @@ def _figures(lines: Sequence[Line]) -> list[Figure]:
     return [Figure("funnel", "Every point", caption, f"{len(drawn)} points", [panel])]
 
 
-def junit(found: Findings, answer: str) -> str:
+def junit(findings: Findings, answer: str) -> str:
     """Return one test case per point: failed where it is worse, skipped where undecided."""
-    suite = ElementTree.Element("testsuite", name="performance gate", tests=str(len(found.lines)))
+    suite = ElementTree.Element(
+        "testsuite", name="performance gate", tests=str(len(findings.lines))
+    )
     failures = 0
-    for line in found.lines:
+    for line in findings.lines:
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name=line.point)
-        said = describe(line)
+        words = describe(line)
         if line.regression or line.state in ("MISSING", "FAILED"):
             failures += 1
-            ElementTree.SubElement(case, "failure", message=said, type=line.state).text = line.words
+            ElementTree.SubElement(
+                case, "failure", message=words, type=line.state
+            ).text = line.words
         elif line.state not in ("SAME", "FASTER"):
-            ElementTree.SubElement(case, "skipped", message=f"{said} {line.reason}".strip())
-        ElementTree.SubElement(case, "system-out").text = said
-    if found.broken:
+            ElementTree.SubElement(case, "skipped", message=f"{words} {line.reason}".strip())
+        ElementTree.SubElement(case, "system-out").text = words
+    if findings.broken:
         failures += 1
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name="build")
-        ElementTree.SubElement(case, "failure", message=answer, type="BUILD").text = found.broken
-        suite.set("tests", str(len(found.lines) + 1))
+        ElementTree.SubElement(case, "failure", message=answer, type="BUILD").text = findings.broken
+        suite.set("tests", str(len(findings.lines) + 1))
     suite.set("failures", str(failures))
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from experiments.config.schema import Config
-from experiments.gate.points import Built, Point, Setup, Turn, Warm, Weigh
+from experiments.gate.points import BuildResult, Point, Setup, TakeSamples, WarmUp, WeighPoint
 from experiments.gate.rules import Evidence, Request, Rules, Stage, next_request
+from experiments.measure.process import Child, Died, Limits
 from experiments.results.store import Record, RunStore
-from experiments.run.process import Child, Died, Limits
 from experiments.run.progress import Display
 from experiments.timing import statistics
 
 WORKER = "experiments.gate.worker:serve"
-MIN_SECONDS = 300e-6  # of a sample; calls that take less share one, as waking up costs 10e-6
+MIN_SAMPLE_SECONDS = 300e-6  # of a sample; calls that take less share one, as waking up costs 10e-6
 MAX_EXECUTIONS = 64
 PAIR_SEEDS = 1_000_003  # a prime between the seeds of two runs
 
@@ -50,7 +50,7 @@ class Revisions:
 
 
 @dataclass(frozen=True)
-class Job:
+class PairJob:
     """One pair of processes: its points and settings."""
 
     points: Sequence[Point]
@@ -87,11 +87,11 @@ class Found:
     """The outcome of a pair: the samples, and the points that could not be measured."""
 
     taken: dict[str, Taken] = field(default_factory=dict)
-    failed: dict[str, dict[Side, Built]] = field(default_factory=dict)
+    failed: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
 
     def fail(self, point: str, side: Side, status: str, reason: str) -> None:
         """Record a point that one side cannot run; it is not measured on the other either."""
-        self.failed.setdefault(point, {})[side] = Built(status, reason)
+        self.failed.setdefault(point, {})[side] = BuildResult(status, reason)
         self.taken.pop(point, None)
 
 
@@ -103,20 +103,20 @@ def hire(seconds: float, side: Side, package: str) -> Child:
     return Child(WORKER, (package,), limits=Limits(seconds or math.inf))
 
 
-def run_pair(job: Job, revisions: Revisions, employ: Hire | None = None) -> Found:
+def run_pair(job: PairJob, revisions: Revisions, employ: Hire | None = None) -> Found:
     """Measure all points of the job. A crash costs only the point it happened at."""
-    found, points = Found(), list(job.points)
+    outcome, points = Found(), list(job.points)
     employ = employ or partial(hire, job.config.timing.limit_seconds)
     while points:
         try:
-            _attempt(dataclasses.replace(job, points=points), revisions, employ, found)
+            _attempt(dataclasses.replace(job, points=points), revisions, employ, outcome)
             break
         except Lost as loss:
             names = [loss.point] if loss.point else [p.name for p in points]
             for name in names:
-                found.fail(name, loss.side, loss.death.status, str(loss.death))
-        points = [p for p in points if p.name not in found.taken and p.name not in found.failed]
-    return found
+                outcome.fail(name, loss.side, loss.death.status, str(loss.death))
+        points = [p for p in points if p.name not in outcome.taken and p.name not in outcome.failed]
+    return outcome
 
 
 class Lost(Exception):
@@ -127,7 +127,7 @@ class Lost(Exception):
         self.side, self.point, self.death = side, point, death
 
 
-def _attempt(job: Job, revisions: Revisions, employ: Hire, found: Found) -> None:
+def _attempt(job: PairJob, revisions: Revisions, employ: Hire, outcome: Found) -> None:
     """Measure all points in one pair of processes, in random order."""
     seed = PAIR_SEEDS * job.config.seed + job.number
     rng = random.Random(seed)
@@ -161,27 +161,27 @@ def _attempt(job: Job, revisions: Revisions, employ: Hire, found: Found) -> None
             )
             for name, built in ask(side, setup).items():
                 if built.status != "ok":
-                    found.fail(name, side, built.status, built.reason)
-        ready = [p.name for p in job.points if p.name not in found.failed]
+                    outcome.fail(name, side, built.status, built.reason)
+        ready = [p.name for p in job.points if p.name not in outcome.failed]
         for name in rng.sample(ready, len(ready)):
-            found.taken[name] = _measure(job, name, ask, rng)
+            outcome.taken[name] = _measure(job, name, ask, rng)
         for worker in workers.values():
             worker.send(None)
 
 
-def _measure(job: Job, name: str, ask: Callable[..., Any], rng: random.Random) -> Taken:
+def _measure(job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random) -> Taken:
     """Measure the blocks of one point: base head head base, or the reverse, at random."""
     taken = Taken()
     for side in rng.sample(list(Side), 2):
-        taken.warm[side.value] = ask(side, Warm(name), name)
+        taken.warm[side.value] = ask(side, WarmUp(name), name)
     seconds = min(w["execution_s"] for w in taken.warm.values())
-    if 0 < seconds < MIN_SECONDS:
-        taken.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SECONDS / seconds))
+    if 0 < seconds < MIN_SAMPLE_SECONDS:
+        taken.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SAMPLE_SECONDS / seconds))
     pool = job.config.timing.pool
     for block in range(job.config.timing.min_rounds):
         outer, inner = rng.sample(list(Side), 2)
         pair = (2 * block % pool, (2 * block + 1) % pool)  # the same batches on both sides
-        turn = partial(Turn, name, executions=taken.executions)
+        turn = partial(TakeSamples, name, executions=taken.executions)
         first = ask(outer, turn(pair[:1]), name)
         middle = ask(inner, turn(pair), name)
         last = ask(outer, turn(pair[1:]), name)
@@ -189,11 +189,11 @@ def _measure(job: Job, name: str, ask: Callable[..., Any], rng: random.Random) -
         taken.of(inner).append(list(middle))
     if job.check:
         for side in Side:
-            taken.weight[side.value] = ask(side, Weigh(name), name)
+            taken.weight[side.value] = ask(side, WeighPoint(name), name)
     return taken
 
 
-Measure = Callable[[Job, Revisions], Found]
+Measure = Callable[[PairJob, Revisions], Found]
 
 
 @dataclass
@@ -204,7 +204,7 @@ class Trial:
     slow: float = 1.0
     attempt: int = 1
     evidence: Evidence = field(default_factory=Evidence)
-    failed: dict[str, dict[Side, Built]] = field(default_factory=dict)
+    failed: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
     weights: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def remember(self, record: Record) -> None:
@@ -216,7 +216,7 @@ class Trial:
                 self.weights[record["point"]] = record["weight"]
         else:
             side = Side(record["side"])
-            built = Built(record["status"], record["reason"])
+            built = BuildResult(record["status"], record["reason"])
             self.failed.setdefault(record["point"], {})[side] = built
             self.evidence.lost.add(record["point"])
 
@@ -246,7 +246,7 @@ class Conductor:
         """Run one pair of processes."""
         started = time.monotonic()
         first = trial.number == 0 and not trial.evidence.first
-        job = Job(
+        job = PairJob(
             [p for p in self.points if p.name in request.points],
             self.config,
             str(self.device),
@@ -255,16 +255,16 @@ class Conductor:
             check=first,
         )
         self.display.begin(f"{request.stage.value} set, {len(job.points)} points")
-        found = self.measure(job, self.revisions)
+        outcome = self.measure(job, self.revisions)
         wall = round(time.monotonic() - started, 3)
-        records = self._records(trial, request, job, found, wall)
+        records = self._records(trial, request, job, outcome, wall)
         self.store.append(*records)
         for record in records:
             trial.remember(record)
         self.pairs += 1
 
     def _records(
-        self, trial: Trial, request: Request, job: Job, found: Found, wall: float
+        self, trial: Trial, request: Request, job: PairJob, outcome: Found, wall: float
     ) -> list[Record]:
         """Return one record per measured point, and one per side that could not run a point."""
         mode = self.config.timing.modes[0].value
@@ -288,11 +288,11 @@ class Conductor:
                 "pair": job.number,
                 "wall_s": wall,
             }
-            for side, built in found.failed.get(point.name, {}).items():
+            for side, built in outcome.failed.get(point.name, {}).items():
                 lost = {"status": built.status, "reason": built.reason, "side": side.value}
                 records.append(shared | lost)
-            if point.name in found.taken and point.name not in found.failed:
-                taken = found.taken[point.name]
+            if point.name in outcome.taken and point.name not in outcome.failed:
+                taken = outcome.taken[point.name]
                 samples = {
                     f"{side.value}_ns": [
                         [round(1e9 * s) for s in block] for block in taken.of(side)

@@ -34,7 +34,7 @@ def points_of(config: Config) -> list[Point]:
     wanted = config.gate.points
     if not wanted:
         raise UsageError("gate.points is empty: name at least one, e.g. {case: ..., phase: step}")
-    found = []
+    points = []
     for asked in wanted:
         if asked.case not in cells:
             known = ", ".join(cells) or "none"
@@ -46,12 +46,12 @@ def points_of(config: Config) -> list[Point]:
         for arm in cell.arms:
             several = f" {arm.key}" * (len(cell.arms) > 1)
             name = f"{asked.case}{several} {asked.phase}{update}"
-            found.append(Point(name, cell, arm, asked.phase, asked.optimizer))
-    names = [p.name for p in found]
+            points.append(Point(name, cell, arm, asked.phase, asked.optimizer))
+    names = [p.name for p in points]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"gate.points: '{name}' is there twice")
-    return found
+    return points
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Warm:
+class WarmUp:
     """Run a point until it is warm; answered by the time of one execution."""
 
     point: str
 
 
 @dataclass(frozen=True)
-class Turn:
+class TakeSamples:
     """Time a point on these batches, one sample each; answered by their seconds."""
 
     point: str
@@ -85,14 +85,14 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Weigh:
+class WeighPoint:
     """Count bytes, peak memory and hit rate of a point."""
 
     point: str
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """The result of building a point in one worker; `status` as in a run's records."""
 
     status: str = "ok"

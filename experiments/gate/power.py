@@ -37,7 +37,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         if config.dry_run:
             trials = f"{len(schedule(config))} trials of a gate"
             return setup.plan(config, f"{trials} of {setup.pairs_of(config)}")
-        start = setup.start(config, words)
+        start = setup.begin(config, words)
         if config.gate.inject <= 1 and config.gate.slowed_trials:
             raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
         both = setup.one_revision(start, print)
@@ -85,8 +85,8 @@ def complete(path: Path) -> list[dict[str, Any]]:
         return []
     names = list(rules.margins)
     trials = replay(read_records(path)).values()
-    whole = [t for t in trials if next_request(names, t.evidence, rules) is None]
-    return [outcome(t, names, rules) for t in sorted(whole, key=lambda t: t.number)]
+    trials_done = [t for t in trials if next_request(names, t.evidence, rules) is None]
+    return [outcome(t, names, rules) for t in sorted(trials_done, key=lambda t: t.number)]
 
 
 def _trials(conductor: Conductor, done: dict[int, Trial]) -> str:
@@ -149,16 +149,16 @@ def outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
     }
 
 
-def line(found: Mapping[str, Any]) -> str:
+def line(trial: Mapping[str, Any]) -> str:
     """Format a trial for the terminal."""
-    slowed = f"slowed {found['slow']:g}×" if found["slow"] > 1 else "A/A"
+    slowed = f"slowed {trial['slow']:g}×" if trial["slow"] > 1 else "A/A"
     counts = ", ".join(
-        f"{len(found[v.value.lower()])} {v.value.lower()}"
+        f"{len(trial[v.value.lower()])} {v.value.lower()}"
         for v in Verdict
-        if found[v.value.lower()]
+        if trial[v.value.lower()]
     )
-    pairs = max((len(e["first"]) + len(e["second"]) for e in found["effects"].values()), default=0)
-    return f"{slowed:<12} {'ALARM' if found['alarm'] else 'quiet':<6} {counts} ({pairs} pairs)"
+    pairs = max((len(e["first"]) + len(e["second"]) for e in trial["effects"].values()), default=0)
+    return f"{slowed:<12} {'ALARM' if trial['alarm'] else 'quiet':<6} {counts} ({pairs} pairs)"
 
 
 def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -169,25 +169,27 @@ def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     caught = [n for t in slowed for n in t["slower"]]
     by_point = {
         name: {
-            "false_alarms": rate(
+            "false_alarms": hit_rate(
                 sum(name in t["slower"] for t in still), sum(name in t["effects"] for t in still)
             ),
-            "caught": rate(caught.count(name), seen.count(name)),
+            "caught": hit_rate(caught.count(name), seen.count(name)),
         }
         for name in sorted({n for t in trials for n in t["effects"]})
     }
     return {
-        "false_alarms": rate(sum(t["alarm"] for t in still), len(still)),
-        "false_screened": rate(sum(bool(t["screened"]) for t in still), len(still)),
-        "false_faster": rate(sum(bool(t["faster"]) for t in still), len(still)),
-        "caught": rate(len(caught), len(seen)),
-        "caught_by_gate": rate(sum(t["alarm"] for t in slowed), len(slowed)),
-        "unsure": rate(sum(len(t["unsure"]) for t in still), sum(len(t["effects"]) for t in still)),
+        "false_alarms": hit_rate(sum(t["alarm"] for t in still), len(still)),
+        "false_screened": hit_rate(sum(bool(t["screened"]) for t in still), len(still)),
+        "false_faster": hit_rate(sum(bool(t["faster"]) for t in still), len(still)),
+        "caught": hit_rate(len(caught), len(seen)),
+        "caught_by_gate": hit_rate(sum(t["alarm"] for t in slowed), len(slowed)),
+        "unsure": hit_rate(
+            sum(len(t["unsure"]) for t in still), sum(len(t["effects"]) for t in still)
+        ),
         "points": by_point,
     }
 
 
-def rate(hits: int, trials: int) -> dict[str, Any]:
+def hit_rate(hits: int, trials: int) -> dict[str, Any]:
     """Return a rate with its 95 % interval."""
     lo, hi = wilson(hits, trials)
     share = hits / trials if trials else None
@@ -288,9 +290,9 @@ def rate_table(rates: Mapping[str, Any]) -> Table:
         return f"{100 * rate['lo']:.3g} – {100 * rate['hi']:.3g} %"
 
     rows = []
-    for name, found in rates["points"].items():
+    for name, rates_of in rates["points"].items():
         row = [Value(name)]
-        for rate in (found["false_alarms"], found["caught"]):
+        for rate in (rates_of["false_alarms"], rates_of["caught"]):
             share = math.nan if rate["rate"] is None else rate["rate"]
             row += [Value(f"{rate['hits']} of {rate['of']}", share), Value(bounds(rate))]
         rows.append(row)

@@ -55,8 +55,8 @@ def git(*arguments: str) -> bytes:
     except OSError as error:
         raise UsageError(f"the gate needs git ({error}); gate.base=WORKTREE does not") from error
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        raise UsageError(f"git {' '.join(arguments[:2])}: {said[-1]}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        raise UsageError(f"git {' '.join(arguments[:2])}: {lines[-1]}")
     return done.stdout
 
 
@@ -65,12 +65,12 @@ def resolve(name: str) -> str:
     if name == WORKTREE:
         return WORKTREE
     try:
-        found = git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}")
+        sha = git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}")
     except UsageError:
         raise UsageError(
             f"gate: '{name}' is no commit here; fetch it, or name another, e.g. gate.base=HEAD"
         ) from None
-    return found.decode().strip()
+    return sha.decode().strip()
 
 
 def base_name(config: Config, *, smoke: bool) -> str:
@@ -121,20 +121,20 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _digest(root: Path, part: str = "") -> str:
-    found = hashlib.blake2b(digest_size=6)
+    digest = hashlib.blake2b(digest_size=6)
     for path in _sources(root):
         place = str(path.relative_to(root))
         if place.startswith(part):
-            found.update(place.encode() + b"\0" + hashlib.blake2b(path.read_bytes()).digest())
-    return found.hexdigest()
+            digest.update(place.encode() + b"\0" + hashlib.blake2b(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def installed() -> list[Path]:
     """Return the native libraries that `import emblib` uses here."""
     spec = importlib.util.find_spec("emblib")
     folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
-    found = {p.name: p for folder in reversed(folders) for p in folder.glob("libemblib_*.so")}
-    return list(found.values())
+    libraries = {p.name: p for folder in reversed(folders) for p in folder.glob("libemblib_*.so")}
+    return list(libraries.values())
 
 
 Say = Callable[[str], object]  # prints a message before a step that takes long
@@ -184,9 +184,9 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     """
     cuda = "OFF" if device == "cpu" else os.environ.get("EMBLIB_CUDA") or "AUTO"
     folder = home / _key(revision, cuda)
-    found = sorted(folder.glob("libemblib_*.so"))
-    if found:
-        return found
+    libraries = sorted(folder.glob("libemblib_*.so"))
+    if libraries:
+        return libraries
     if not (revision.folder / "csrc" / "CMakeLists.txt").exists():
         raise BuildError("it has no csrc/CMakeLists.txt")
     say(f"building the native libraries of {revision.words}; this is done once")

@@ -98,13 +98,15 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
     new = [p for p in points if len(first[p]) < rules.pairs]
     if new:
         return Request(Stage.first, tuple(new))
-    said = {p: _said(first[p], rules.margins[p]) for p in points}
+    verdicts = {p: _said(first[p], rules.margins[p]) for p in points}
     enough = rules.max_pairs if rules.pairs >= statistics.LEAST_PROCESSES else 0
-    unsure = [p for p in points if said[p] is Verdict.UNSURE and len(first[p]) < enough]
+    unsure = [p for p in points if verdicts[p] is Verdict.UNSURE and len(first[p]) < enough]
     if unsure:
         return Request(Stage.first, tuple(unsure))
     doubted = [
-        p for p in points if said[p] in CHANGES and len(evidence.second.get(p, [])) < len(first[p])
+        p
+        for p in points
+        if verdicts[p] in CHANGES and len(evidence.second.get(p, [])) < len(first[p])
     ]
     return Request(Stage.second, tuple(doubted)) if doubted else None
 
@@ -117,15 +119,15 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
     direction = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
     chances = [statistics.p_value(evidence.second[p], direction[screened[p]]) for p in again]
     adjusted = dict(zip(again, statistics.holm(chances), strict=True))
-    found = {}
+    rulings = {}
     for point in measured:
         margin, first = rules.margins[point], evidence.first[point]
         second = evidence.second.get(point, []) if point in adjusted else []
-        verdict, said = screened[point], _said(second, margin) if second else Verdict.UNSURE
-        if verdict in CHANGES and not (said is verdict and adjusted[point] <= ALPHA):
+        verdict, confirmed = screened[point], _said(second, margin) if second else Verdict.UNSURE
+        if verdict in CHANGES and not (confirmed is verdict and adjusted[point] <= ALPHA):
             verdict = Verdict.UNSURE
         effect = statistics.combine(second or first)
-        found[point] = Ruling(
+        rulings[point] = Ruling(
             verdict,
             effect,
             margin,
@@ -135,7 +137,7 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
             tuple(second),
             adjusted.get(point, math.nan),
         )
-    return found
+    return rulings
 
 
 def _said(logs: Sequence[float], margin: float) -> Verdict:

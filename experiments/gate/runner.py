@@ -32,29 +32,29 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         smoke = bool(config.timing.max_rows)
         name = revisions.base_name(config, smoke=smoke)
         base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
-        start = setup.start(config, words)
+        start = setup.begin(config, words)
         store = start.create()
     except UsageError as error:
         return setup.refuse(error)
     start.rules.save(store)
     with Display(len(start.points)) as display:
         display.say(setup.heading(start, f"{config.gate.head} against {name}"))
-        found, facts = _compare(start, store, display, name, alike=base_sha == head_sha)
-    status = found.status(strict=config.gate.strict)
+        results, facts = _compare(start, store, display, name, alike=base_sha == head_sha)
+    status = results.status(strict=config.gate.strict)
     facts |= {"experiment": config.name, "seconds": round(time.monotonic() - began, 1)}
     store.write_json(
         "run.json",
         {
             "experiment": config.name,
             "question": question,
-            "status": "interrupted" if found.interrupted else "finished",
+            "status": "interrupted" if results.interrupted else "finished",
             "seconds": facts["seconds"],
             "exit": status,
         },
     )
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
-    answer = pages.write_outputs(store.path, found, facts, status, summary=summary)
-    for line in found.lines:
+    answer = pages.write_outputs(store.path, results, facts, status, summary=summary)
+    for line in results.lines:
         print(pages.describe(line))
     print(f"\n{answer}\n")
     print(f"exit status {status}: {pages.MEANING[status]}" if status else "no objection")
@@ -88,26 +88,26 @@ def _compare(
         return Findings(broken=str(error), broken_side=side), facts
     except KeyboardInterrupt:
         stopped = True
-    found = findings(start.points, trial, rules, read_records(store.path))
-    return dataclasses.replace(found, interrupted=stopped), facts
+    results = findings(start.points, trial, rules, read_records(store.path))
+    return dataclasses.replace(results, interrupted=stopped), facts
 
 
 def _notices(start: Start) -> list[str]:
-    found = []
+    notices = []
     if start.smoke:
-        found.append("Smoke run: tiny tables, one pair of processes: no verdict is possible.")
+        notices.append("Smoke run: tiny tables, one pair of processes: no verdict is possible.")
     if start.floor is None:
         margin = 100 * start.config.gate.min_effect
-        found.append(
+        notices.append(
             f"There is no noise floor of this machine, so margins are {margin:g} % everywhere. "
             "To measure one: python run.py +experiment=selftest_aa."
         )
     if start.config.gate.inject > 1:
-        found.append(
+        notices.append(
             f"gate.inject: head was slowed to {start.config.gate.inject:g} times its time."
         )
     preflight = start.environment.get("preflight") or {}
-    return found + [f"Machine: {flag}" for flag in preflight.get("flags", [])]
+    return notices + [f"Machine: {flag}" for flag in preflight.get("flags", [])]
 
 
 DERIVED = ("status", "meaning", "answer", "points")  # of gate.json; the other entries are facts
@@ -124,7 +124,7 @@ def rebuild(path: Path) -> str:
     trial = Trial()
     for record in records:
         trial.remember(record)
-    found = findings(points_of(config), trial, rules, records)
-    found = dataclasses.replace(found, interrupted=saved["status"] == 130)
+    results = findings(points_of(config), trial, rules, records)
+    results = dataclasses.replace(results, interrupted=saved["status"] == 130)
     facts = {k: v for k, v in saved.items() if k not in DERIVED}
-    return pages.write_outputs(path, found, facts, saved["status"])
+    return pages.write_outputs(path, results, facts, saved["status"])

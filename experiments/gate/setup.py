@@ -40,7 +40,7 @@ class Floor:
     def margin(self, point: str, min_effect: float, pairs: int) -> float:
         """Return a point's margin for an effect over `pairs`; `min_effect` for an unknown point."""
         noise = self.points.get(point)
-        return statistics.margin(min_effect, noise["mad"], pairs) if noise else min_effect
+        return statistics.gate_margin(min_effect, noise["mad"], pairs) if noise else min_effect
 
 
 def measures(config: Config) -> str:
@@ -72,7 +72,7 @@ def key(environment: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def name(environment: Mapping[str, Any], config: Config) -> str:
+def floor_file(environment: Mapping[str, Any], config: Config) -> str:
     """Return the file name for a machine and way of measuring."""
     return f"{environment['hardware_id']}-{measures(config)[:8]}.json"
 
@@ -104,14 +104,14 @@ def content(
 
 def read(folder: Path, environment: Mapping[str, Any], config: Config) -> Floor | None:
     """Return the floor for this machine and way of measuring; None where there is none."""
-    source = folder / name(environment, config)
+    source = folder / floor_file(environment, config)
     try:
-        found = json.loads(source.read_text())
+        saved = json.loads(source.read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    if found.get("schema") != SCHEMA or found["key"] != key(environment):
+    if saved.get("schema") != SCHEMA or saved["key"] != key(environment):
         return None
-    return Floor(source.name, found["points"], found["measured"])
+    return Floor(source.name, saved["points"], saved["measured"])
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Start:
         return RunStore.begin(self.config, self.environment)
 
 
-def start(config: Config, words: Sequence[str]) -> Start:
+def begin(config: Config, words: Sequence[str]) -> Start:
     """Prepare a run; raise UsageError where it cannot run."""
     device = device_of(config)
     points = points_of(config)

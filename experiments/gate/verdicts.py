@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.gate.pairs import Side, Trial, seconds_of
-from experiments.gate.points import Built, Point
+from experiments.gate.points import BuildResult, Point
 from experiments.gate.rules import CHANGES, Rules, Ruling, decide
 from experiments.results.store import Record
 from experiments.timing.statistics import LEAST_PROCESSES, Verdict
 
-PEAK_SHARE, PEAK_BYTES = 0.01, 16 << 20  # what peak memory may grow by: it is not exact
-HIT_RATE = 0.005
+PEAK_SHARE, PEAK_BYTES = (0.01, 16 << 20)  # what peak memory may grow by: it is not exact
+HIT_RATE_CHANGE = 0.005
 BROKEN = ("error", "wrong", "timeout", "oom")
 
 FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
 
 
 @dataclass(frozen=True)
-class Line:
+class PointFinding:
     """The finding for one point."""
 
     point: str
@@ -46,17 +46,17 @@ class Line:
 class Findings:
     """All findings of a gate."""
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[PointFinding] = field(default_factory=list)
     broken: str = ""  # why nothing could be compared
     broken_side: Side = Side.base
     interrupted: bool = False
 
-    def having(self, *states: str) -> list[Line]:
+    def having(self, *states: str) -> list[PointFinding]:
         """Return the lines in one of these states."""
         return [x for x in self.lines if x.state in states]
 
     @property
-    def compared(self) -> list[Line]:
+    def compared(self) -> list[PointFinding]:
         """Return the points with a verdict."""
         return self.having(*(v.value for v in Verdict))
 
@@ -93,39 +93,41 @@ def findings(
             lines.append(_failed(point, failed))
         elif point.name not in rules.margins:
             reason = "its noise on this machine requires a margin beyond gate.max_margin"
-            lines.append(Line(point.name, point.words, "NOISY", reason))
+            lines.append(PointFinding(point.name, point.words, "NOISY", reason))
         elif point.name in rulings:
             lines.append(_judged(point, rulings[point.name], trial, records))
 
-    def severity(line: Line) -> tuple[bool, int, float]:
+    def severity(line: PointFinding) -> tuple[bool, int, float]:
         size = abs(math.log(line.ruling.effect.ratio)) if line.ruling else 0.0
         return not line.regression, ORDER.index(line.state), -size
 
     return Findings(sorted(lines, key=severity))
 
 
-def _failed(point: Point, failed: Mapping[Side, Built]) -> Line:
+def _failed(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
     """Classify a failure: of head, new (only base cannot run it), or unavailable on both."""
     head, base = failed.get(Side.head), failed.get(Side.base)
-    built = head or base or Built("error", "no reason was given")
+    built = head or base or BuildResult("error", "no reason was given")
     reason = f"{built.status}: {built.reason}"
     if head is None:
-        return Line(point.name, point.words, "NEW", f"base cannot run it ({reason})")
+        return PointFinding(point.name, point.words, "NEW", f"base cannot run it ({reason})")
     if head.status in BROKEN and base is not None:
-        return Line(point.name, point.words, "FAILED", f"on both sides ({reason})")
+        return PointFinding(point.name, point.words, "FAILED", f"on both sides ({reason})")
     if base is None:
-        return Line(point.name, point.words, "MISSING", f"base can run it, head cannot ({reason})")
-    return Line(point.name, point.words, "NEW", f"neither side can run it here ({reason})")
+        return PointFinding(
+            point.name, point.words, "MISSING", f"base can run it, head cannot ({reason})"
+        )
+    return PointFinding(point.name, point.words, "NEW", f"neither side can run it here ({reason})")
 
 
-def _judged(point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]) -> Line:
+def _judged(point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]) -> PointFinding:
     weights = trial.weights.get(point.name, {})
     grown, shrunk = changes(weights.get("base", {}), weights.get("head", {}))
     times = (seconds_of(records, point.name, side) for side in Side)
     base, head = (statistics.median(t) if t else math.nan for t in times)
     reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
     state = ruling.verdict.value
-    return Line(point.name, point.words, state, reason, ruling, base, head, grown, shrunk)
+    return PointFinding(point.name, point.words, state, reason, ruling, base, head, grown, shrunk)
 
 
 def advice(ruling: Ruling) -> str:
@@ -133,8 +135,8 @@ def advice(ruling: Ruling) -> str:
     if ruling.effect.processes < LEAST_PROCESSES:
         return "one pair of processes gives no verdict; raise timing.replicates"
     if ruling.screened in CHANGES:
-        said = ruling.screened.value.lower()
-        return f"looked {said} at first, which new pairs did not confirm; run the gate again"
+        verdict = ruling.screened.value.lower()
+        return f"looked {verdict} at first, which new pairs did not confirm; run the gate again"
     return "the noise is too large: close other programs, raise gate.max_pairs or timing.min_rounds"
 
 
@@ -145,7 +147,7 @@ def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[
         before, after = base[key], head[key]
         text = f"{key.replace('_', ' ')} {before:,.4g} → {after:,.4g}"
         if key == "hit_rate":
-            grown, shrunk = before - after > HIT_RATE, after - before > HIT_RATE
+            grown, shrunk = before - after > HIT_RATE_CHANGE, after - before > HIT_RATE_CHANGE
         elif key == "peak_bytes":
             slack = PEAK_SHARE * before + PEAK_BYTES
             grown, shrunk = after > before + slack, after < before - slack
@@ -156,14 +158,14 @@ def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[
     return worse, better
 
 
-def as_json(line: Line) -> dict[str, Any]:
+def as_json(line: PointFinding) -> dict[str, Any]:
     """Return the content of gate.json; missing numbers are null."""
-    found = dataclasses.asdict(line)
-    del found["ruling"]
+    content = dataclasses.asdict(line)
+    del content["ruling"]
     if line.ruling:
         ruling = line.ruling
-        found |= dataclasses.asdict(ruling.effect)
-        found |= {
+        content |= dataclasses.asdict(ruling.effect)
+        content |= {
             "margin": ruling.margin,
             "visible": ruling.visible,
             "screened": ruling.screened.value,
@@ -172,5 +174,5 @@ def as_json(line: Line) -> dict[str, Any]:
             "second": list(ruling.second),
         }
     return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()
     }

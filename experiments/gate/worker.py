@@ -22,18 +22,18 @@ def serve(pipe: Connection, package: str) -> None:
     """Import emblib from the folder `package` ("" for the default), then answer messages."""
     prefer(package)
     from experiments.gate.bench import Bench
-    from experiments.gate.points import Turn, Warm, Weigh
+    from experiments.gate.points import TakeSamples, WarmUp, WeighPoint
 
     bench = Bench(pipe.recv())
     pipe.send(bench.build())
     bench.settle()
     while True:
         match pipe.recv():
-            case Warm(point):
+            case WarmUp(point):
                 pipe.send(bench.warm(point))
-            case Turn() as turn:
+            case TakeSamples() as turn:
                 pipe.send(bench.turn(turn))
-            case Weigh(point):
+            case WeighPoint(point):
                 pipe.send(bench.weigh(point))
             case _:
                 return

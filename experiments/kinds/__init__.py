@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from experiments.config.schema import Config
-from experiments.config.sweep import Cell, cap, resolve
+from experiments.config.schema import Config, Distribution, UsageError
+from experiments.config.sweep import SWEEP, Cell, title_of
 from experiments.kinds.base import Kind, load
 
 # A kind is imported when an experiment asks for it.
@@ -40,18 +40,50 @@ def find(name: str) -> Kind:
 def expand(config: Config) -> list[Cell]:
     """Return the cells of a run.
 
-    Cases come first, so that an interrupted run has its headline. A cell of which a cap makes
-    another one is dropped: its samples would count as more processes.
+    Cases come first, so that an interrupted run has its headline. Where a cap makes two cells equal
+    the second is dropped, because its samples would count as further processes of the first.
     """
     kind = find(config.kind)
     cases, swept = kind.cells(config)
     cases = [cell if cell.kind == kind.name else find(cell.kind).as_case(cell) for cell in cases]
     swept = swept[: config.timing.max_cells or None]
-    found: dict[str, Cell] = {}
-    for cell in swept + cases if kind.swept_first else cases + swept:
+    cells: dict[str, Cell] = {}
+    for cell in swept + cases if kind.cell_kinds.sweep_first else cases + swept:
         if cell.kind == kind.name and not cell.options:
             cell = dataclasses.replace(cell, options=config.options)
-        sized = resolve(cell, sized=find(cell.kind).makes_tables)
+        sized = resolve(cell, sized=find(cell.kind).measurement.makes_tables)
         capped = cap(sized, config)
-        found.setdefault(capped.key, capped)
-    return list(found.values())
+        cells.setdefault(capped.key, capped)
+    return list(cells.values())
+
+
+def resolve(cell: Cell, *, sized: bool) -> Cell:
+    """Add what a trace file says of its tables; raises UsageError where the file cannot be used.
+
+    `sized`: tables are made, so that the number of their rows must be known.
+    """
+    if cell.workload.distribution is not Distribution.trace:
+        return cell
+    from experiments.workloads import trace_files
+
+    try:
+        workload = trace_files.resolve(cell.workload, sized=sized)
+    except trace_files.TraceError as error:
+        raise UsageError(str(error)) from error
+    title = title_of(workload) if cell.section == SWEEP else cell.title
+    return dataclasses.replace(cell, workload=workload, title=title)
+
+
+def cap(cell: Cell, config: Config) -> Cell:
+    """Return the cell with smaller tables and batches where the timing preset caps them (smoke)."""
+    rows, batch = config.timing.max_rows, config.timing.max_batch
+    workload, scale = cell.workload, 1.0
+    if batch and batch < workload.B:
+        workload = dataclasses.replace(workload, B=batch)
+    if rows:
+        from experiments.workloads.workload import table_rows  # loads torch
+
+        scale = min(1.0, rows / max(1, *table_rows(workload)))  # 0: a trace does not say
+    plain = cell.section == SWEEP and not cell.ranks
+    title = title_of(workload) if plain else cell.title
+    return dataclasses.replace(cell, workload=workload, rows_scale=scale, title=title)

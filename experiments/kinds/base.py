@@ -1,9 +1,9 @@
 """The interface of a kind of experiment: which cells it has, how they are measured and reported.
 
 A new kind is a subclass of `Kind` in one file and a line in the table of `experiments/kinds`. What
-the subclass leaves out behaves as the kind `time` does: contenders timed side by side. Methods that
-measure or draw import what they need themselves, so that the command line loads neither torch nor
-matplotlib; larger kinds name a module that does (`measures`, `report`).
+the subclass leaves out behaves as the kind `time` does: contenders timed side by side. Its objects
+`cell_kinds`, `arms`, `measurement` and `reporting` hold the facts that others ask of it. They name
+the modules that measure and report, so that the command line loads neither torch nor matplotlib.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from experiments.config.schema import CaseConfig, Config, UsageError
+from experiments.config.schema import CaseConfig, Config, Mode, UsageError
 from experiments.config.sweep import Arm, Cell, case_cells, swept_cells
 from experiments.contenders import registry
 from experiments.results.store import Record
@@ -24,14 +25,92 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
+    from experiments.measure.session import Session
     from experiments.report.data import Run
     from experiments.report.document import Tile
     from experiments.report.style import Figure
     from experiments.report.tables import Table
-    from experiments.run.session import Session
 
 TIME = "time"  # the kind of cells whose contenders are timed side by side
 KEYS = "keys"  # the kind of a case that names loads of hash tables
+
+
+@dataclass(frozen=True)
+class CellKinds:
+    """The kinds of the cells of an experiment, and which come first."""
+
+    sweep: str = ""  # of the cells of `sweep`; empty: the kind itself
+    cases: str = TIME  # of the cells of `cases`
+    sweep_first: bool = False  # else an interrupted run has its cases
+
+
+class Ranks(Enum):
+    """The processes that measure a cell together."""
+
+    ONE = "one"
+    OF_RUN = "device.ranks"
+    OF_WORLDS = "sharding.worlds"  # a cell per world; its ranks share each table
+
+
+class Sort(Enum):
+    """The contenders that an experiment may have."""
+
+    BAGS = "contenders that look up bags"
+    KEYED = "hash tables"
+    BOTH = "both"
+
+
+@dataclass(frozen=True)
+class ArmRules:
+    """The arms of the cells."""
+
+    only: str = ""  # the one arm of every cell, instead of contenders
+    computed: tuple[str, ...] = ()  # arms that every cell of the sweep has besides
+    choices: tuple[str, ...] = ()  # computed arms that `contenders` may name
+    contenders: Sort = Sort.BAGS
+    ranks: Ranks = Ranks.ONE
+
+
+class Effort(Enum):
+    """The processes that measure a cell, and what limits their time."""
+
+    TIMED = "timing.replicates processes, each for timing.cell_seconds"
+    TRAINED = "timing.replicates processes, each until its models are trained"
+    ONCE = "one process, whose counts any other would repeat"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How a cell is measured."""
+
+    cell: str = ""  # "module:function": (cell, session, seconds) -> records
+    effort: Effort = Effort.TIMED
+    modes: tuple[Mode, ...] = ()  # empty: timing.modes
+    makes_tables: bool = True  # so their rows must be known and their bytes fit
+    packages: tuple[str, ...] = ()  # besides the contenders', which change a result
+
+    def modes_of(self, config: Config) -> Sequence[Mode]:
+        """Return the modes in which a run measures a cell."""
+        return self.modes or config.timing.modes
+
+
+class Compared(IntEnum):
+    """What numbers of a run may be compared with; each level includes those below it."""
+
+    NOTHING = 0
+    MACHINES = 1  # the same number of another machine
+    ROUNDS = 2  # that of other contenders, which take turns in the same process
+    PROCESSES = 3  # those over several processes, which give a verdict
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """How a run is reported."""
+
+    module: str = ""  # its functions: `answer`, `figures`, and others that `Kind` calls; and NOTES
+    rebuild: str = ""  # "module:function": (path) -> answer; writes a report of the kind's own
+    compared: Compared = Compared.ROUNDS
+    success: str = "None: all {count} measurements ran and agreed with the reference."
 
 
 @dataclass(frozen=True)
@@ -48,42 +127,18 @@ class Kind:
 
     name: ClassVar[str]
     options: ClassVar[type | None] = None  # dataclass of the configuration's `options`
-
-    # Cells
-    swept_kind: ClassVar[str] = ""  # kind of the cells of `sweep`; empty: this one
-    case_kind: ClassVar[str] = TIME  # kind of the cells of `cases`
-    swept_first: ClassVar[bool] = False  # cells of the sweep come before the cases
-    only_arm: ClassVar[str] = ""  # the one arm of every cell, instead of contenders
-    extra_arms: ClassVar[Sequence[str]] = ()  # computed arms that every cell of the sweep has
-    choices: ClassVar[Sequence[str]] = ()  # computed arms that `contenders` may name
-    has_ranks: ClassVar[bool] = False  # device.ranks may be more than 1
-    over_ranks: ClassVar[bool] = False  # a cell for each of sharding.worlds; one table per world
-    keyed: ClassVar[bool | None] = False  # contenders are hash tables; None: some are
-    makes_tables: ClassVar[bool] = True
-
-    # Measuring
-    packages: ClassVar[Sequence[str]] = ()  # besides the contenders', which change a result
-    measures: ClassVar[str] = ""  # "module:function": (cell, session, seconds) -> records
+    cell_kinds: ClassVar[CellKinds] = CellKinds()
+    arms: ClassVar[ArmRules] = ArmRules()
+    measurement: ClassVar[Measurement] = Measurement()
+    reporting: ClassVar[Reporting] = Reporting()
     leads: ClassVar[str] = ""  # "module:function": (config, *, question, words) -> exit status
-    timed: ClassVar[bool] = True  # samples are seconds: timing.replicates processes per cell
-    limited: ClassVar[bool] = True  # False: a process takes as long as its training does
-    has_modes: ClassVar[bool] = True  # a cell is measured in each of timing.modes
-
-    # Reporting
-    report: ClassVar[str] = ""  # module with answer(run), figures(run), tables(run) and NOTES
-    notes: ClassVar[Sequence[str]] = ()  # of "How to read this", after the report module's NOTES
-    rebuilds: ClassVar[str] = ""  # "module:function": (path) -> answer; the kind's own report
-    verdicts: ClassVar[bool] = False  # contenders are judged over processes
-    side_by_side: ClassVar[bool] = True  # contenders take turns in the same process
-    comparable: ClassVar[bool] = True  # runs on several machines can be compared
-    done: ClassVar[str] = "None: all {count} measurements ran and agreed with the reference."
 
     # Cells
 
     def check(self, config: Config) -> None:
         """Raise UsageError where the configuration does not suit the kind."""
-        if config.device.ranks > 1 and not self.has_ranks:
-            hint = "; say sharding.worlds" * self.over_ranks
+        if config.device.ranks > 1 and self.arms.ranks is not Ranks.OF_RUN:
+            hint = "; say sharding.worlds" * (self.arms.ranks is Ranks.OF_WORLDS)
             raise UsageError(f"device.ranks: only kind=time has ranks, this is {self.name}{hint}")
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
@@ -95,13 +150,12 @@ class Kind:
     def case_cells(self, config: Config) -> list[Cell]:
         """Return a cell per case."""
         cells = case_cells(config, lambda case: case.kind or self.kind_of_case(case))
-        if not self.only_arm:
-            return cells
-        return [cell.with_arms(Arm(self.only_arm)) for cell in cells]
+        only = self.arms.only
+        return [cell.with_arms(Arm(only)) for cell in cells] if only else cells
 
     def kind_of_case(self, case: CaseConfig) -> str:
         """Return the kind of a case that names none: one that names loads is about hash tables."""
-        return KEYS if case.keys.loads else self.case_kind
+        return KEYS if case.keys.loads else self.cell_kinds.cases
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
         """Raise UsageError where options of this kind, of a run or of a case, do not suit it."""
@@ -112,8 +166,9 @@ class Kind:
 
     def swept_cells(self, config: Config) -> list[Cell]:
         """Return the cells of the sweep."""
-        names = [self.only_arm] if self.only_arm else [*config.contenders, *self.extra_arms]
-        kind = self.swept_kind or self.name
+        only = self.arms.only
+        names = [only] if only else [*config.contenders, *self.arms.computed]
+        kind = self.cell_kinds.sweep or self.name
         loads = config.keys.loads if kind == KEYS else ()
         return list(swept_cells(config, kind, names, loads))
 
@@ -125,7 +180,7 @@ class Kind:
 
     def measure(self, cell: Cell, session: Session, seconds: float) -> list[Record]:
         """Measure a cell in the process it was given; `seconds` is the budget for timing."""
-        records: list[Record] = load(self.measures)(cell, session, seconds)
+        records: list[Record] = load(self.measurement.cell)(cell, session, seconds)
         return records
 
     def lead(self, config: Config, *, question: str, words: Sequence[str]) -> int:
@@ -149,64 +204,63 @@ class Kind:
 
     def write_files(self, run: Run) -> Mapping[str, str]:
         """Return further files of a run directory, by name."""
-        return {}
+        return self._part("write_files", {}, run)
 
     def rebuild(self, path: Path) -> str | None:
         """Write the kind's own report and return its answer; None: the kind has the common one."""
-        return str(load(self.rebuilds)(path)) if self.rebuilds else None
+        return str(load(self.reporting.rebuild)(path)) if self.reporting.rebuild else None
 
     def answer(self, run: Run) -> list[str]:
         """Return the sentences that answer the question; the first is the headline."""
-        found: list[str] = self._report().answer(run)
-        return found
+        return self._part("answer", [], run)
 
     def figures(self, run: Run) -> list[Figure]:
         """Return the figures, the main one first."""
-        found: list[Figure] = self._report().figures(run)
-        return found
+        return self._part("figures", [], run)
 
     def tables(self, run: Run) -> Sequence[tuple[str, str, Table]]:
         """Return (title, explanation, table) of each table before the results."""
-        of = getattr(self._report(), "tables", None) if self.report else None
-        found: Sequence[tuple[str, str, Table]] = of(run) if of else ()
-        return found
+        return self._part("tables", (), run)
 
     def case_report(self, run: Run) -> CaseReport:
         """Return what cases of this kind add to the report of another kind's experiment."""
-        return CaseReport()
+        return self._part("case_report", CaseReport(), run)
 
     def how_to_read(self) -> Sequence[str]:
         """Return what a reader must know about the kind's numbers."""
-        own = getattr(self._report(), "NOTES", ()) if self.report else ()
-        return (*own, *self.notes)
+        module = self.reporting.module
+        return getattr(importlib.import_module(module), "NOTES", ()) if module else ()
 
     def section_table(self, run: Run, section: str) -> Table | None:
         """Return a section's table of results; None: there is nothing to show."""
-        if not len(run.of(section)):
-            return None
-        found: Table = load("experiments.report.results:section_table")(run, section)
-        return found
+        table: Table | None = self._part("section_table", None, run, section)
+        if table is None and len(run.of(section)):
+            table = load("experiments.report.results:section_table")(run, section)
+        return table
 
     def tiles(self, run: Run) -> list[Tile]:
         """Return the numbers at the top of the page."""
-        return []
+        return self._part("tiles", [], run)
 
     def readme_lines(self, run: Run, command: str, link: str) -> list[str] | None:
         """Return the run's lines in the README's results; None: the answer stands there.
 
         `command` says what ran where; `link` leads to the report.
         """
-        return None
+        return self._part("readme_lines", None, run, command, link)
 
-    def _report(self) -> Any:
-        return importlib.import_module(self.report)
+    def _part(self, name: str, default: Any, *arguments: Any) -> Any:
+        """Call a function of the module that reports; return `default` where it has none."""
+        module = importlib.import_module(self.reporting.module) if self.reporting.module else None
+        part = getattr(module, name, None)
+        return part(*arguments) if part else default
 
 
 def load(target: str) -> Callable[..., Any]:
     """Import the object that "module:name" refers to."""
     module, _, name = target.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    target_object: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return target_object
 
 
 def median_of(record: Record, phase: str) -> float:

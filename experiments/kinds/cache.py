@@ -5,53 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import Config, UsageError
+from experiments.config.schema import Config, Mode, UsageError
 from experiments.config.sweep import EXACT, IDEALS
 from experiments.contenders import registry
-from experiments.kinds.base import Kind
-from experiments.results import metrics
+from experiments.kinds.base import ArmRules, Effort, Kind, Measurement, Reporting, Sort
 from experiments.results.store import Record
-
-if TYPE_CHECKING:
-    from experiments.report.data import Run
-    from experiments.report.tables import Table
-
-FORMULA = (
-    "A cache is probed with all distinct rows of a batch before any row moves, so that a row is a "
-    "hit or a miss together with all its lookups in that batch. Hit rate per lookup: lookups of "
-    "rows that were there ÷ lookups. Hit rate per distinct row: rows that were there ÷ distinct "
-    "rows, batch by batch; this is the one that says how many rows must be moved. Both are over "
-    "the counted batches, after those that fill the cache."
-)
-NOTES_ON_IDEALS = (
-    "'Offline optimum' is Belady's MIN on batches: of the rows it holds and those of the batch it "
-    "keeps the ones looked up again soonest. No cache of that size serves more distinct rows of "
-    "this trace. Among rows due in the same batch it keeps those with more lookups.",
-    "'Static top-k' takes in the k most frequent rows of the trace and no others. Both ideals know "
-    "the whole trace; as any cache, they can hold a row only after its first lookup.",
-    "The dotted line is the top-k of the distribution: the expected hit rate if the k most likely "
-    "rows were always there, as in an endless trace. It can lie above the others where a trace is "
-    "too short for every popular row to have been looked up once.",
-)
 
 
 class Cache(Kind):
     """How much of the lookups does a cache of a given size serve?"""
 
     name = "cache"
-    extra_arms = tuple(IDEALS)
-    choices = tuple(EXACT)
-    keyed: ClassVar[bool | None] = None  # a trace goes through tables of both sorts
-    measures = "experiments.measure.cache:cache_cell"
-    timed = False
-    has_modes = False
-    report = "experiments.kinds.cache_report"
-    notes = (FORMULA, *NOTES_ON_IDEALS, metrics.FORMULA)
-    done = "None: all {count} measurements ran, and what was timed agreed with the reference."
+    arms = ArmRules(computed=tuple(IDEALS), choices=tuple(EXACT), contenders=Sort.BOTH)
+    measurement = Measurement(
+        "experiments.measure.cache:cache_cell", effort=Effort.ONCE, modes=(Mode.hot,)
+    )
+    reporting = Reporting(
+        "experiments.kind_reports.cache",
+        success="None: all {count} measurements ran, and what was timed agreed with the reference.",
+    )
 
     def check(self, config: Config) -> None:
         """Check that all contenders have a cache."""
@@ -76,34 +52,21 @@ class Cache(Kind):
         """Return hit_rates.csv: a row per trace, contender and size."""
         return {"hit_rates": frame(records)}
 
-    def section_table(self, run: Run, section: str) -> Table | None:
-        """Return hit rates where there are any, else times."""
-        if not len(run.traces) or not (run.traces["section"] == section).any():
-            return super().section_table(run, section)
-        found: Table = self._report().section_table(run, section)
-        return found
-
-    def readme_lines(self, run: Run, command: str, link: str) -> list[str] | None:
-        """Return hit rates and times of the headline."""
-        if run.table.empty:
-            return None
-        return [f"{command}.", *self._report().readme_lines(run), "", link]
-
 
 @dataclass(frozen=True)
-class Rates:
+class HitRates:
     """Hit rates of the counted batches."""
 
     lookups: float
     rows: float
 
 
-def counted(record: Record) -> Rates:
+def counted(record: Record) -> HitRates:
     """Sum over the counted batches; return the hit rates."""
     samples = record["samples"]
     skip = len(samples["rows"]) - record["batches"]
     total = {name: sum(values[skip:]) for name, values in samples.items()}
-    return Rates(_share(total, "lookup"), _share(total, "row"))
+    return HitRates(_share(total, "lookup"), _share(total, "row"))
 
 
 def _share(total: dict[str, int], of: str) -> float:
@@ -118,7 +81,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _row(record: Record) -> dict[str, Any]:
     ok = record["status"] == "ok"
-    found = counted(record) if ok else Rates(math.nan, math.nan)
+    rates = counted(record) if ok else HitRates(math.nan, math.nan)
     lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
     most = record.get("most_lookup_hits", math.nan)
     size = record.get("cache_rows", math.nan)  # a process that died did not get so far
@@ -130,8 +93,8 @@ def _row(record: Record) -> dict[str, Any]:
         "cache_rows": size,
         "fraction": size / record["rows"],
         "batches": record.get("batches", 0),
-        "lookup_hit_rate": found.lookups,
-        "row_hit_rate": found.rows,
+        "lookup_hit_rate": rates.lookups,
+        "row_hit_rate": rates.rows,
         "most_lookup_hit_rate": most / lookups if lookups else math.nan,
         "expected_lookup_hit_rate": record.get("expected_lookup_hit_rate", math.nan),
         "expected_row_hit_rate": record.get("expected_row_hit_rate", math.nan),

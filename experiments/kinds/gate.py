@@ -5,16 +5,16 @@ They lead their processes and write their reports themselves (`experiments/gate`
 
 from __future__ import annotations
 
-from experiments.kinds.base import TIME, Kind
+from experiments.kinds.base import TIME, CellKinds, Kind, Reporting
 
 
 class Gate(Kind):
     """Is one revision of emblib slower than another?"""
 
     name = "gate"
-    swept_kind = TIME
+    cell_kinds = CellKinds(sweep=TIME)
     leads = "experiments.gate.runner:run"
-    rebuilds = "experiments.gate.runner:rebuild"
+    reporting = Reporting(rebuild="experiments.gate.runner:rebuild")
 
 
 class Noise(Gate):
@@ -22,7 +22,7 @@ class Noise(Gate):
 
     name = "noise"
     leads = "experiments.gate.noise:run"
-    rebuilds = "experiments.gate.noise:write"
+    reporting = Reporting(rebuild="experiments.gate.noise:write")
 
 
 class Power(Gate):
@@ -30,4 +30,4 @@ class Power(Gate):
 
     name = "power"
     leads = "experiments.gate.power:run"
-    rebuilds = "experiments.gate.power:write"
+    reporting = Reporting(rebuild="experiments.gate.power:write")

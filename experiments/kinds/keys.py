@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import OPERATIONS
-from experiments.kinds.base import KEYS, Kind, median_of
+from experiments.config.schema import OPERATIONS, Mode
+from experiments.kinds.base import (
+    KEYS,
+    ArmRules,
+    CellKinds,
+    Kind,
+    Measurement,
+    Reporting,
+    Sort,
+    median_of,
+)
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
@@ -17,23 +26,13 @@ from experiments.timing import statistics
 YARDSTICK = "find_slots"  # of the subject at the same load: what ratios are to
 PHASE = "insert"  # what a table that grows is timed at
 
-FORMULA = (
-    "Keys per second are keys of a call ÷ its median time. Ratios are time ÷ the time of find* of "
-    "the subject at the same load, paired in each round: 3× means that find* does three times as "
-    "many keys in the same time. find copies the values of the keys, find* and find_or_insert* "
-    "give their slots. Calls that change a table are undone before the next one, outside of its "
-    "time; where the new keys do not fit, they take the places of others, as in a full table. Of a "
-    "table that evicts from time to time, a sample is the mean of as many calls as that is."
-)
-
 
 class Keys(Kind):
     """How many keys per second does each operation of a hash table process?"""
 
     name = KEYS
-    measures = "experiments.measure.keys:keys_cell"
-    report = "experiments.kinds.keys_report"
-    notes = (FORMULA,)
+    measurement = Measurement("experiments.measure.keys:keys_cell")
+    reporting = Reporting("experiments.kind_reports.keys")
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the rate of each table's first operation."""
@@ -44,19 +43,14 @@ class Keys(Kind):
         return {"operations": frame(records, str(settings.subject))}
 
 
-class Growth(Kind):
+class Growth(Keys):
     """How long does a growing hash table pause, and how much memory does it take?"""
 
     name = "growth"
-    case_kind = "growth"
-    keyed: ClassVar[bool | None] = True
-    measures = "experiments.measure.growth:growth_cell"
-    has_modes = False
-    report = "experiments.kinds.growth_report"
-
-    def progress(self, records: Sequence[Record]) -> str:
-        """Return the rate at which each table was filled."""
-        return " · ".join(_rate_of(record) for record in records)
+    cell_kinds = CellKinds(cases="growth")
+    arms = ArmRules(contenders=Sort.KEYED)
+    measurement = Measurement("experiments.measure.growth:growth_cell", modes=(Mode.hot,))
+    reporting = Reporting("experiments.kind_reports.growth")
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return growth.csv: a row per table."""
@@ -74,29 +68,20 @@ def _rate_of(record: Record) -> str:
 
 def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
     """Return a row per arm, mode and operation of a cell, all its processes together."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        if record.get("kind") == Keys.name:
-            key = record["cell"], record["arm"], metrics.mode_of(record)
-            groups.setdefault(key, []).append(record)
-    pairs: dict[tuple[str, str], list[tuple[list[Record], list[Record]]]] = {}
-    measured = []
-    for (cell, _, mode), group in groups.items():
-        base = groups.get((cell, f"{subject}@{group[0]['load']:g}", mode), [])
-        phases = next((list(r["samples"]) for r in group if r["samples"]), [])
-        for phase in phases or [""]:
-            pairs.setdefault((mode, phase), []).append((group, as_yardstick(base, phase)))
-            measured.append((group, mode, phase, base))
-    pools = {key: metrics.Pools.of(found, key[1]) for key, found in pairs.items()}
-    rows = [_row(group, phase, base, pools[mode, phase]) for group, mode, phase, base in measured]
-    return pd.DataFrame(rows)
+    return metrics.phase_rows(
+        records,
+        Keys.name,
+        lambda record: f"{subject}@{record['load']:g}",
+        _row,
+        phases_of=lambda group: metrics.sampled_phases(group, ""),
+        pair=as_yardstick,
+    )
 
 
 def _row(
     group: Sequence[Record], phase: str, base: Sequence[Record], pools: metrics.Pools
 ) -> dict[str, Any]:
     taken = metrics.good(group)
-    wrong = any(r["status"] == "wrong" for r in group)
     record = taken[0] if taken else group[0]
     time = metrics.summarise_processes([metrics.seconds(r, phase) for r in taken], pools.times)
     effect = metrics.ratio(taken, as_yardstick(metrics.good(base), phase), phase, pools.ratios)
@@ -106,23 +91,17 @@ def _row(
         "mode": metrics.mode_of(record),
         "phase": phase,
         "operation": OPERATIONS.get(phase, phase),
-        "status": "wrong" if wrong else record["status"],
+        "status": metrics.status_of(group),
         "reason": record["reason"],
         **record["params"],
         "slots": record.get("slots", math.nan),
         "keys_there": record.get("keys_there", math.nan),
         "hits": record.get("hits", math.nan),
-        "median_s": time.median,
-        "q25_s": time.q25,
-        "q75_s": time.q75,
-        "lo_s": time.lo,
-        "hi_s": time.hi,
+        **time.columns(),
         "samples": time.n,
         "processes": len(taken),
         "keys_per_s": record["lookups"] / time.median,
-        "ratio": effect.ratio,
-        "ratio_lo": effect.lo,
-        "ratio_hi": effect.hi,
+        **effect.columns(),
         "bytes": record.get("weights_bytes"),
     }
 
@@ -146,8 +125,7 @@ def growth(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _grown(group: Sequence[Record]) -> dict[str, Any]:
-    wrong = any(r["status"] == "wrong" for r in group)
-    taken = [] if wrong else [r for r in group if r["status"] == "ok"]
+    taken = metrics.good(group)
     record = taken[0] if taken else group[0]
     each = [metrics.seconds(r, PHASE) for r in taken]
     time = statistics.summarise([s for seconds in each for s in seconds])
@@ -155,12 +133,12 @@ def _grown(group: Sequence[Record]) -> dict[str, Any]:
     # The longest call of each process; of several processes the middle one.
     longest = statistics.summarise([max(seconds) for seconds in each if seconds])
     total = statistics.summarise([sum(seconds) for seconds in each if seconds])
-    peak, kept = (_middle(taken, name) for name in ("peak_bytes", "kept_bytes"))
+    peak, final = (_middle(taken, name) for name in ("peak_bytes", "kept_bytes"))
     names = ("section", "cell", "contender", "arm", "label", "lookups")
     return {
         **{name: record[name] for name in names},
         **record["params"],
-        "status": "wrong" if wrong else record["status"],
+        "status": metrics.status_of(group),
         "reason": record["reason"],
         "keys_there": record.get("keys_there", math.nan),
         "calls": len(each[0]) if each else 0,
@@ -170,11 +148,11 @@ def _grown(group: Sequence[Record]) -> dict[str, Any]:
         "longest_s": longest.median,
         "total_s": total.median,
         "peak_bytes": peak,
-        "kept_bytes": kept,
-        "peak_over_kept": peak / kept if kept and not math.isnan(peak) else math.nan,
+        "kept_bytes": final,
+        "peak_over_kept": peak / final if final and not math.isnan(peak) else math.nan,
     }
 
 
 def _middle(taken: Sequence[Record], name: str) -> float:
-    found = [float(r[name]) for r in taken if r.get(name) is not None]
-    return statistics.summarise(found).median
+    values = [float(r[name]) for r in taken if r.get(name) is not None]
+    return statistics.summarise(values).median

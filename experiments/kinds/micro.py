@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.config.configure import device_kind
 from experiments.config.schema import Config, Mode, UsageError
-from experiments.kinds.base import TIME, Kind
-from experiments.paths import ROOT
+from experiments.kinds.base import TIME, CellKinds, Compared, Kind, Reporting
 from experiments.results.metrics import summarise_processes
 from experiments.results.store import Record, RunStore
 
@@ -33,10 +25,9 @@ class Micro(Kind):
     """How long does one call of each operation take?"""
 
     name = "micro"
-    swept_kind = TIME
-    leads = "experiments.kinds.micro:run"
-    report = "experiments.kinds.micro_report"
-    side_by_side = False
+    cell_kinds = CellKinds(sweep=TIME)
+    leads = "experiments.run.micro:run"
+    reporting = Reporting("experiments.kind_reports.micro", compared=Compared.MACHINES)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return latency.csv: a row per benchmark."""
@@ -44,12 +35,12 @@ class Micro(Kind):
 
 
 def records_of(
-    found: Mapping[str, Any], identity: Mapping[str, Any], replicate: int = 0
+    benchmarks: Mapping[str, Any], identity: Mapping[str, Any], replicate: int = 0
 ) -> list[Record]:
     """Return a record per benchmark; seconds are those of one call."""
     return [
         _record(benchmark, identity, replicate) | {"order": order}
-        for order, benchmark in enumerate(found["benchmarks"])
+        for order, benchmark in enumerate(benchmarks["benchmarks"])
     ]
 
 
@@ -119,7 +110,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 def _row(group: Sequence[Record]) -> dict[str, Any]:
     first = group[0]
     taken = [[s for _, s in r["samples"].get("call", [])] for r in group if r["status"] == "ok"]
-    time = summarise_processes(taken)
+    taken_s = summarise_processes(taken)
     return {
         "operation": first["section"],
         "benchmark": first["cell"],
@@ -127,55 +118,10 @@ def _row(group: Sequence[Record]) -> dict[str, Any]:
         **{name: first["params"].get(name) for name in AXES},
         "lookups": first["lookups"],
         "status": next((r["status"] for r in group if r["status"] != "ok"), "ok"),
-        "median_s": time.median,
-        "q25_s": time.q25,
-        "q75_s": time.q75,
-        "lo_s": time.lo,
-        "hi_s": time.hi,
-        "samples": time.n,
+        **taken_s.columns(),
+        "samples": taken_s.n,
         "processes": len(taken),
     }
-
-
-FILES = "tests/bench/test_*latency.py"
-SMOKE = "one or lookup_op or 1024 or lru-tenth or forward-8"
-SHARE = 0.2  # of timing.cell_seconds, for one benchmark
-NONE_COLLECTED = 5  # pytest's exit status
-
-
-def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Lead a run in which each replicate is one process for all benchmarks."""
-    try:
-        if importlib.util.find_spec("pytest_benchmark") is None:
-            raise UsageError("micro-benchmarks need pytest-benchmark: pip install 'emblib[test]'")
-        if not list(ROOT.glob(FILES)):
-            raise UsageError(f"micro-benchmarks are in the source tree ({FILES}), not installed")
-        from experiments.run import runner
-        from experiments.run.worker import survey
-
-        device = runner.device_of(config)
-        if config.dry_run:
-            return subprocess.run([*command(config), "--collect-only"], cwd=ROOT).returncode
-        environment = survey(config, device, words)
-        store = RunStore.begin(config, environment)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    identity = {"run_id": store.path.name, "context_id": environment.get("context_id")}
-    started, records, status = time.monotonic(), [], "finished"
-    try:
-        for replicate in range(config.timing.replicates):
-            found = measure(config, identity, replicate)
-            store.append(*found)
-            records += found
-            print(f"process {replicate + 1} of {config.timing.replicates}: {len(found)} benchmarks")
-    except KeyboardInterrupt:
-        status = "interrupted"
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = f"pytest: {str(error).splitlines()[0]}"
-    extra = summary(records) | {"seconds": round(time.monotonic() - started, 1)}
-    return runner.finish(store, config, status=status, question=question, extra=extra)
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -187,48 +133,11 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def command(config: Config) -> list[str]:
-    """Return pytest's command; a smoke run leaves out what is large."""
-    only = device_kind(config.device.kind)
-    if config.timing.max_rows:
-        only += f" and ({SMOKE})"
-    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(FILES))
-    return [
-        *(sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-k", only),
-        *("--benchmark-enable", "--benchmark-only", "--benchmark-disable-gc"),
-        f"--benchmark-min-rounds={config.timing.min_rounds}",
-        f"--benchmark-max-time={SHARE * config.timing.cell_seconds:g}",
-    ]
-
-
-def measure(config: Config, identity: Mapping[str, Any], replicate: int) -> list[Record]:
-    """Run all benchmarks in one fresh process; raises RuntimeError if pytest itself broke."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if config.device.threads:
-        variables["OMP_NUM_THREADS"] = str(config.device.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "benchmarks.json"
-        done = subprocess.run(
-            [*command(config), f"--benchmark-json={target}"],
-            cwd=ROOT,
-            env=variables,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode not in (0, 1):
-            tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
-            why = "found no benchmark" if done.returncode == NONE_COLLECTED else "broke"
-            raise RuntimeError(f"pytest {why} (exit status {done.returncode})\n{tail}")
-        timed = json.loads(target.read_text()) if target.exists() and target.stat().st_size else {}
-    failed = failures_of(done.stdout, identity, replicate)
-    return [*records_of({"benchmarks": [], **timed}, identity, replicate), *failed]
-
-
 def take(path: Path, folder: Path) -> Path:
     """Make a run directory from the JSON of pytest-benchmark; raises UsageError."""
     try:
-        found = json.loads(path.read_text())
-        benchmarks = found["benchmarks"]
+        content = json.loads(path.read_text())
+        benchmarks = content["benchmarks"]
         if any("data" not in b["stats"] for b in benchmarks):
             raise UsageError(f"{path} has no single times: use --benchmark-json or -save-data")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -237,14 +146,14 @@ def take(path: Path, folder: Path) -> Path:
         raise UsageError(f"{path} has no benchmarks in it: was --benchmark-enable left out?")
     store = RunStore.create(folder, "micro")
     store.write_config(dataclasses.replace(Config(), name="micro", kind=Micro.name))
-    environment = found.get("emblib") or {
-        "time_utc": found.get("datetime"),
-        "device": (found.get("machine_info", {}).get("cpu") or {}).get("brand_raw"),
-        "git": {"sha": str(found.get("commit_info", {}).get("id") or "")[:12] or None},
+    environment = content.get("emblib") or {
+        "time_utc": content.get("datetime"),
+        "device": (content.get("machine_info", {}).get("cpu") or {}).get("brand_raw"),
+        "git": {"sha": str(content.get("commit_info", {}).get("id") or "")[:12] or None},
     }
     store.write_json("environment.json", environment | {"command": f"pytest, {path.name}"})
     identity = {"run_id": store.path.name, "context_id": None}
-    records = records_of(found, identity)
+    records = records_of(content, identity)
     store.append(*records)
     question = "how long does one call of each operation take?"
     ended = {"experiment": "micro", "question": question, "status": "finished", **summary(records)}

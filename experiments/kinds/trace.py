@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import Config
+from experiments.config.schema import Config, Mode
 from experiments.config.sweep import Cell
-from experiments.kinds.base import Kind
+from experiments.kinds import base
 from experiments.results.store import Record
 from experiments.workloads.trace_analysis import SHARES
-
-if TYPE_CHECKING:
-    from experiments.report.data import Run
-    from experiments.report.tables import Table
 
 POLICIES = ("lru", "offline", "static_top")
 COLUMNS = (
@@ -25,21 +21,24 @@ COLUMNS = (
 )
 
 
-class Trace(Kind):
+class Trace(base.Kind):
     """How skewed is a trace, what is its working set, and what could caches serve?"""
 
     name = "trace"
-    case_kind = "trace"
-    swept_first = True  # the user's own trace; cases are what it is compared with
-    only_arm = "lookups"
-    makes_tables = False
-    measures = "experiments.measure.trace:trace_cell"
-    timed = False
-    has_modes = False
-    report = "experiments.kinds.trace_report"
-    side_by_side = False
-    comparable = False
-    done = "None: all {count} sets of lookups were read."
+    # The sweep is the user's own trace; cases are what it is compared with.
+    cell_kinds = base.CellKinds(cases="trace", sweep_first=True)
+    arms = base.ArmRules(only="lookups")
+    measurement = base.Measurement(
+        "experiments.measure.trace:trace_cell",
+        effort=base.Effort.ONCE,
+        modes=(Mode.hot,),
+        makes_tables=False,
+    )
+    reporting = base.Reporting(
+        "experiments.kind_reports.trace",
+        compared=base.Compared.NOTHING,
+        success="None: all {count} sets of lookups were read.",
+    )
 
     def case_cells(self, config: Config) -> list[Cell]:
         """Return the cases with the run's caches, which is what curves are compared at."""
@@ -50,17 +49,12 @@ class Trace(Kind):
         """Return how many distinct rows are looked up."""
         if any(r["status"] != "ok" for r in records):
             return super().progress(records)
-        found = [r["analysis"]["distinct"] for r in records]
-        return f"distinct rows: {', '.join(f'{n:,}' for n in found)}"
+        counts = [r["analysis"]["distinct"] for r in records]
+        return f"distinct rows: {', '.join(f'{n:,}' for n in counts)}"
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return tables.csv and ideal_hit_rates.csv."""
         return {"tables": tables(records), "ideal_hit_rates": curves(records)}
-
-    def section_table(self, run: Run, section: str) -> Table | None:
-        """Return the numbers of every table of the trace."""
-        found: Table = self._report().section_table(run, section)
-        return found
 
 
 def looked_at(records: Sequence[Record]) -> list[Record]:
@@ -74,14 +68,14 @@ def tables(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _tables(record: Record) -> Iterator[dict[str, Any]]:
-    for own in record["tables"]:
-        fit = own["fit"] or {"s": None, "q": None, "misfit": None}
+    for table in record["tables"]:
+        fit = table["fit"] or {"s": None, "q": None, "misfit": None}
         yield {
             "section": record["section"],
             "cell": record["cell"],
-            "table": own["name"],
-            **{name: own[name] for name in COLUMNS},
-            **{f"rows_of_{share:g}": own["rows_of"][f"{share:g}"] for share in SHARES},
+            "table": table["name"],
+            **{name: table[name] for name in COLUMNS},
+            **{f"rows_of_{share:g}": table["rows_of"][f"{share:g}"] for share in SHARES},
             **fit,
         }
 
@@ -90,16 +84,16 @@ def curves(records: Sequence[Record]) -> pd.DataFrame:
     """Return a row per cell, policy and size of one cache for all tables."""
     rows = []
     for record in looked_at(records):
-        found = record["analysis"]["hit_rates"]
+        rates = record["analysis"]["hit_rates"]
         for policy in POLICIES:
-            for point in found[policy]:
+            for point in rates[policy]:
                 rows.append(
                     {
                         "section": record["section"],
                         "cell": record["cell"],
                         "policy": policy,
                         "cache_rows": point["cache_rows"],
-                        "fraction": point["cache_rows"] / found["distinct"],
+                        "fraction": point["cache_rows"] / rates["distinct"],
                         "lookup_hit_rate": point["lookups"],
                         "row_hit_rate": point["rows"],
                     }

@@ -29,19 +29,19 @@ from torch import Tensor
 
 import emblib
 from experiments.machine.cpu import last_level_cache_bytes
-from experiments.timing.memory import available_bytes
+from experiments.machine.memory import available_bytes
 
 ROW_BYTES = (64, 128, 256, 512, 1024)
 ID_BYTES = 8  # int64, offsets too
-BAG = 32
+BAG_LENGTH = 32
 SPIN_CYCLES = 200_000  # about 100 us of a GPU: longer than the host takes to launch a call
-BEYOND_CACHE = 8  # times the last-level cache: hits are then rare enough to be ignored
+CACHES_PER_TABLE = 8  # times the last-level cache: hits are then rare enough to be ignored
 MIN_RUNS = 3  # of each
-SQUARE = 1024  # rows and columns of the matrices that are multiplied
-SHARE = 0.1  # of the free memory may be used for the table
-SMALL_TABLE = 32 << 20  # of smoke runs
-LINE = 64  # bytes
-WORDS = LINE // 8
+MATRIX_SIDE = 1024  # rows and columns of the matrices that are multiplied
+MEMORY_SHARE = 0.1  # of the free memory may be used for the table
+SMOKE_BYTES = 32 << 20  # of smoke runs
+LINE_BYTES = 64  # bytes
+WORDS_PER_LINE = LINE_BYTES // 8
 
 
 def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
@@ -50,14 +50,14 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     On a CPU also "random_lines", keyed by bytes per page, see `measure_random_lines`. Without
     `seconds` the table is small and the numbers are those of a cache.
     """
-    size = table_bytes(device) if seconds else SMALL_TABLE
+    size = table_bytes(device) if seconds else SMOKE_BYTES
     flat = torch.ones(size // 4, device=device)
     copied = copy_bandwidth(flat, 0.2 * seconds)
-    gathers = {str(row): gather_bandwidth(flat, row, 0.2 * seconds) for row in ROW_BYTES}
-    found: dict[str, Any] = {
+    rates = {str(row): gather_bandwidth(flat, row, 0.2 * seconds) for row in ROW_BYTES}
+    ceilings: dict[str, Any] = {
         "copy_gb_s": round(copied / 1e9, 3),
-        "gather_gb_s": {row: round(rate / 1e9, 3) for row, (rate, _) in gathers.items()},
-        "gather_by": {row: way for row, (_, way) in gathers.items()},
+        "gather_gb_s": {row: round(rate / 1e9, 3) for row, (rate, _) in rates.items()},
+        "gather_by": {row: way for row, (_, way) in rates.items()},
         "sgemm_gflop_s": round(sgemm_rate(device, 0.1 * seconds) / 1e9, 3),
         "counted": "bytes read + bytes written; of gathers rows, ids, offsets and output",
         "table_bytes": size,
@@ -65,20 +65,20 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     }
     if device.type == "cuda":  # from a call on an idle GPU until its almost empty kernel has ended
         one = torch.zeros(1, device=device)
-        found["launch_us"] = round(1e6 * best(lambda: one.add_(1.0), device, 0.01), 3)
+        ceilings["launch_us"] = round(1e6 * best(lambda: one.add_(1.0), device, 0.01), 3)
     else:
-        found["random_lines"] = measure_random_lines(size, 0.1 * seconds)
-    return found
+        ceilings["random_lines"] = measure_random_lines(size, 0.1 * seconds)
+    return ceilings
 
 
 def table_bytes(device: torch.device) -> int:
     """Return a size far above the caches, as memory permits."""
     if device.type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
-        wanted = max(2 << 30, BEYOND_CACHE * cache)
+        wanted = max(2 << 30, CACHES_PER_TABLE * cache)
     else:
-        wanted = BEYOND_CACHE * last_level_cache_bytes()
-    return max(SMALL_TABLE, min(wanted, int(SHARE * available_bytes(device)) >> 20 << 20))
+        wanted = CACHES_PER_TABLE * last_level_cache_bytes()
+    return max(SMOKE_BYTES, min(wanted, int(MEMORY_SHARE * available_bytes(device)) >> 20 << 20))
 
 
 def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
@@ -89,19 +89,19 @@ def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
     """Return multiplications plus additions per second of a product of float32 matrices."""
-    left, right = torch.ones(2, SQUARE, SQUARE, device=device)
+    left, right = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
     out = torch.empty_like(left)
-    return 2 * SQUARE**3 / shortest(lambda: torch.mm(left, right, out=out), device, seconds)
+    return 2 * MATRIX_SIDE**3 / shortest(lambda: torch.mm(left, right, out=out), device, seconds)
 
 
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
     """Return bytes per second of the best gather of rows of the size of `flat`, and its name."""
-    found = {
+    rates = {
         way: nbytes / shortest(work, flat.device, seconds / 4)
         for way, nbytes, work in gathers(flat, row_bytes)
     }
-    way = max(found, key=lambda name: found[name])
-    return found[way], way
+    way = max(rates, key=lambda name: rates[name])
+    return rates[way], way
 
 
 def gathers(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
@@ -113,12 +113,12 @@ def gathers(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[
     rows, device = table.size(0), flat.device
     generator = torch.Generator(device=device).manual_seed(row_bytes)
     if device.type == "cuda":
-        count = rows // 2 // BAG * BAG
+        count = rows // 2 // BAG_LENGTH * BAG_LENGTH
         ids = torch.randperm(rows, device=device, generator=generator)[:count]
     else:
-        count = rows // 8 // BAG * BAG
+        count = rows // 8 // BAG_LENGTH * BAG_LENGTH
         ids = torch.randint(rows, (count,), device=device, generator=generator)
-    bags = ids.view(-1, BAG)
+    bags = ids.view(-1, BAG_LENGTH)
     out = torch.empty(count, table.size(1), device=device)
     read, per_row = count * (row_bytes + ID_BYTES), count * row_bytes
     yield (
@@ -126,10 +126,10 @@ def gathers(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[
         read + per_row,
         lambda: torch.index_select(table, 0, ids, out=out),
     )
-    pooled = read + per_row // BAG + ID_BYTES * (count // BAG)
+    pooled = read + per_row // BAG_LENGTH + ID_BYTES * (count // BAG_LENGTH)
     yield "embedding_bag", pooled, lambda: F.embedding_bag(bags, table, mode="sum")
     module = _one_table(rows, table.size(1), device)
-    for length, nbytes in ((1, read + per_row + ID_BYTES * (count + 1)), (BAG, pooled)):
+    for length, nbytes in ((1, read + per_row + ID_BYTES * (count + 1)), (BAG_LENGTH, pooled)):
         offsets = torch.arange(0, count + 1, length, device=device)
 
         def look_up(offsets: Tensor = offsets) -> object:
@@ -146,7 +146,7 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
     small tables draw.
     """
     tables = [emblib.TableSpec(rows, dim)]
-    drawn = device.type == "cuda" or 4 * rows * dim <= SMALL_TABLE
+    drawn = device.type == "cuda" or 4 * rows * dim <= SMOKE_BYTES
     module = emblib.TableBatchedEmbeddingBags(
         tables,
         emblib.optim.SGD(1.0),
@@ -204,7 +204,7 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
 
     The better of two ways to read, the best of several calls.
     """
-    found = {}
+    rates = {}
     for huge in (False, True):
         lines = Lines(nbytes, huge=huge)
         count = max(1, min(1 << 20, lines.count // 8))
@@ -216,33 +216,33 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
             start = time.perf_counter()
             read(positions)
             least, calls = min(least, time.perf_counter() - start), calls + 1
-        found[str(page_bytes(huge=huge))] = {
+        rates[str(page_bytes(huge=huge))] = {
             "million_lines_s": round(count / least / 1e6, 3),
             "huge_share": round(lines.huge_share, 3),
         }
-    return found
+    return rates
 
 
 class Lines:
     """Memory of `nbytes` in pages of the requested size; line n begins with the number n."""
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
-        self.count = max(1, nbytes // LINE)
+        self.count = max(1, nbytes // LINE_BYTES)
         before, page = huge_bytes(), page_bytes(huge=True)
-        size = (self.count * LINE // page + 2) * page
+        size = (self.count * LINE_BYTES // page + 2) * page
         # Private: shared memory gets huge pages by other rules.
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         advice = getattr(mmap, "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", None)
         if advice is not None:
             self.memory.madvise(advice)
-        self.words = np.frombuffer(self.memory, np.int64)[: self.count * WORDS]
+        self.words = np.frombuffer(self.memory, np.int64)[: self.count * WORDS_PER_LINE]
         self.words[:] = 0
-        self.words[::WORDS] = np.arange(self.count)
+        self.words[::WORDS_PER_LINE] = np.arange(self.count)
         self.huge_share = max(0.0, min(1.0, (huge_bytes() - before) / size))
 
     def positions(self, keys: Tensor) -> Tensor:
         """Return the index of the word to read for each key."""
-        return keys.remainder(self.count) * WORDS
+        return keys.remainder(self.count) * WORDS_PER_LINE
 
     def read(self, positions: Tensor) -> Tensor:
         """Read a word of each line, on torch's threads."""
@@ -270,5 +270,5 @@ def huge_bytes() -> int:
         text = Path("/proc/self/smaps_rollup").read_text()
     except OSError:
         return 0
-    found = re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+    match = re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) << 10 if match else 0

@@ -39,14 +39,14 @@ class Roofs:
     @classmethod
     def of(cls, environment: Mapping[str, Any]) -> Roofs:
         """Read from environment.json; early runs have the copy bandwidth only."""
-        found = environment.get("bandwidth") or {}
-        copied = found.get("copy_gb_s") or environment.get("copy_gb_s")
-        gathered = {int(k): float(v) for k, v in (found.get("gather_gb_s") or {}).items()}
+        measured = environment.get("bandwidth") or {}
+        copied = measured.get("copy_gb_s") or environment.get("copy_gb_s")
+        gathered = {int(k): float(v) for k, v in (measured.get("gather_gb_s") or {}).items()}
         return cls(
             float(copied) if copied else math.nan,
             tuple(sorted(gathered.items())),
-            float(found.get("sgemm_gflop_s") or math.nan),
-            tuple(dict.fromkeys((found.get("gather_by") or {}).values())),
+            float(measured.get("sgemm_gflop_s") or math.nan),
+            tuple(dict.fromkeys((measured.get("gather_by") or {}).values())),
         )
 
     def gather(self, row_bytes: float) -> float:
@@ -124,8 +124,8 @@ def read(path: Path) -> Device:
 @cache
 def table(folder: Path = FOLDER) -> tuple[Device, ...]:
     """Return every device, GPUs first, by name."""
-    found = [read(path) for path in sorted(folder.glob("*.yaml"))]
-    return tuple(sorted(found, key=lambda d: (d.kind != "gpu", d.name)))
+    devices = [read(path) for path in sorted(folder.glob("*.yaml"))]
+    return tuple(sorted(devices, key=lambda d: (d.kind != "gpu", d.name)))
 
 
 def find(name: str, folder: Path = FOLDER) -> Device | None:

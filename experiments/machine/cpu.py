@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-BUSY = 0.25  # cores: more for other processes is worth a flag
-SHORTEST = 0.1  # seconds: ten clock ticks
-LIKELY_CACHE = 32 << 20  # where the system does not say how large the last-level cache is
+BUSY_CORES = 0.25  # cores: more for other processes is worth a flag
+MIN_SECONDS = 0.1  # seconds: ten clock ticks
+LIKELY_CACHE_BYTES = 32 << 20  # where the system does not say how large the last-level cache is
 CORES = "sys/devices/system/cpu"
 
 
@@ -28,7 +28,7 @@ def usable_cores() -> list[int]:
 
 def last_level_cache_bytes() -> int:
     """Return the last-level cache of the usable cores; a likely size where unknown."""
-    return Cpu().last_level_cache() or LIKELY_CACHE
+    return Cpu().last_level_cache() or LIKELY_CACHE_BYTES
 
 
 def mean_mhz() -> float | None:
@@ -60,9 +60,9 @@ class CpuTime:
         if total <= 0:
             return None, None
         process = os.times()
-        own = process.user + process.system - self._process.user - self._process.system
+        process_s = process.user + process.system - self._process.user - self._process.system
         seconds = total / (os.cpu_count() or 1)
-        others = None if seconds < SHORTEST else max(0.0, busy - own) / seconds
+        others = None if seconds < MIN_SECONDS else max(0.0, busy - process_s) / seconds
         return stolen / total, others
 
 
@@ -88,8 +88,8 @@ class Cpu:
 
     def info(self, key: str) -> str:
         """Return an entry of /proc/cpuinfo about the first core."""
-        found = re.search(rf"^{key}\s*:(.*)", self.text("proc/cpuinfo") or "", re.MULTILINE)
-        return found[1].strip() if found else ""
+        match = re.search(rf"^{key}\s*:(.*)", self.text("proc/cpuinfo") or "", re.MULTILINE)
+        return match[1].strip() if match else ""
 
     def instructions(self) -> frozenset[str]:
         """Return the CPU's flags."""

@@ -87,7 +87,7 @@ def _cpu_model() -> str:
 
 def _gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
-    found = {
+    facts = {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
@@ -96,9 +96,9 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     }
     nvml = Nvml.open(device)
     if nvml is None:
-        return found | {"nvml": "unavailable"}
+        return facts | {"nvml": "unavailable"}
     settings = nvml.settings()
-    return found | {
+    return facts | {
         "driver": nvml.driver(),
         "sm_clock_mhz": settings.pop("sm_mhz", None),
         **settings,

@@ -12,12 +12,12 @@ import psutil
 import torch
 
 from experiments.config.schema import UsageError
-from experiments.machine.cpu import BUSY, Cpu, CpuTime, usable_cores
+from experiments.machine.cpu import BUSY_CORES, Cpu, CpuTime, usable_cores
 from experiments.machine.flags import MINOR, explain, remedy
 from experiments.machine.telemetry import Nvml
 from experiments.paths import ROOT, library_folders
 
-HOT = 75  # degrees Celsius of an idle GPU
+HOT_CELSIUS = 75  # degrees Celsius of an idle GPU
 DEVICE_CODE = {".cu", ".cuh"}  # of the CUDA library only
 LOOK_SECONDS = 0.15  # for which the load of other processes is watched
 
@@ -35,15 +35,15 @@ def check(
     if source := newer_source(device):
         flags, details = [*flags, "old_library"], details | {"newer_source": source}
     if device.type == "cuda":
-        found, settings = gpu_flags(nvml or Nvml.open(device))
-        flags, details = flags + found, details | {"gpu": settings}
+        on_gpu, settings = gpu_flags(nvml or Nvml.open(device))
+        flags, details = flags + on_gpu, details | {"gpu": settings}
     return {"flags": flags, "fit": not set(flags) - set(MINOR), **details}
 
 
-def demand(found: Mapping[str, Any]) -> None:
+def demand(checked: Mapping[str, Any]) -> None:
     """Raise UsageError with remedies where `check` found the machine unfit."""
-    if not found["fit"]:
-        reasons = [f"{explain(f)} ({remedy(f)})" for f in found["flags"] if f not in MINOR]
+    if not checked["fit"]:
+        reasons = [f"{explain(f)} ({remedy(f)})" for f in checked["flags"] if f not in MINOR]
         raise UsageError(
             "device.strict=true, and this machine is not fit to measure on: "
             f"{'; '.join(reasons)}. Without device.strict=true these become flags of the results"
@@ -59,7 +59,7 @@ def cpu_flags(
     _, others = watched.shares()
     cores, quota, governor = len(usable_cores()), cpu.quota(), cpu.governor()
     flags = {
-        "busy": others is not None and others > BUSY,
+        "busy": others is not None and others > BUSY_CORES,
         "governor": governor not in (None, "performance"),
         "virtual": cpu.virtual(),
         "quota": quota is not None and quota < threads,
@@ -87,7 +87,7 @@ def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
         # A container has other process numbers than the driver: one process may be this one.
         "other_processes": len(nvml.processes() or {}) > 1,
         "slowed": bool(settings.get("reasons")),
-        "hot": settings.get("temperature_c", 0) >= HOT,
+        "hot": settings.get("temperature_c", 0) >= HOT_CELSIUS,
         "power_limit": limit is not None and default is not None and limit < default,
         "persistence_off": settings.get("persistence") is False,
         "mig": settings.get("mig", False),

@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import torch
 
-from experiments.machine.cpu import BUSY, Cpu, CpuTime, mean_mhz
+from experiments.machine.cpu import BUSY_CORES, Cpu, CpuTime, mean_mhz
 
-PERIOD = 0.2  # seconds between two samples of the CPU's load and frequency
-STOLEN = 0.01  # a larger share of the time for other virtual machines is worth a flag
-NVML_PERIOD = 0.1  # seconds between two samples; the driver renews power and clocks about as often
-VARIED = 0.02  # of the median clock; a wider range is worth a flag
+CPU_PERIOD_SECONDS = 0.2  # between two samples of the CPU's load and frequency
+MAX_STOLEN_SHARE = 0.01  # a larger share of the time for other virtual machines is worth a flag
+NVML_PERIOD_SECONDS = 0.1  # the driver renews power and clocks about as often
+MAX_CLOCK_RANGE = 0.02  # of the median clock; a wider range is worth a flag
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be". Idle, clocks
 # set by the user, sync boost and display clocks are intended states.
 SLOWED = {
@@ -83,7 +83,7 @@ class CpuTelemetry(Telemetry):
 
     def check(self) -> list[str]:
         """Return thermal throttling since the last check; sample the rest every `PERIOD`."""
-        if time.monotonic() - self._sampled > PERIOD:
+        if time.monotonic() - self._sampled > CPU_PERIOD_SECONDS:
             self._sample()
         before, self._throttled = self._throttled, self.cpu.throttled()
         if before is None or self._throttled is None or self._throttled <= before:
@@ -108,11 +108,11 @@ class CpuTelemetry(Telemetry):
 
     def flags(self) -> list[str]:
         """Return flags for stolen time and other processes."""
-        found = {
-            "stolen_time": (self.stolen or 0.0) > STOLEN,
-            "busy": (self.others or 0.0) > BUSY,
+        raised = {
+            "stolen_time": (self.stolen or 0.0) > MAX_STOLEN_SHARE,
+            "busy": (self.others or 0.0) > BUSY_CORES,
         }
-        return [flag for flag, is_so in found.items() if is_so]
+        return [flag for flag, is_so in raised.items() if is_so]
 
     def _sample(self) -> None:
         self._sampled = time.monotonic()
@@ -149,9 +149,9 @@ class NvmlTelemetry(Telemetry):
         slowed = reasons(self.nvml.mask() or 0)
         with self._lock:
             self._slowed.update(slowed)
-            found, self._slowed = self._slowed, set()
-            self._seen |= found
-        return sorted(found)
+            slowed_by, self._slowed = self._slowed, set()
+            self._seen |= slowed_by
+        return sorted(slowed_by)
 
     def stop(self) -> None:
         """Stop the thread and take a last sample, for short races."""
@@ -175,7 +175,7 @@ class NvmlTelemetry(Telemetry):
     def flags(self) -> list[str]:
         """Return whether clocks moved; the race reports throttling, as it knows the rounds."""
         seen = spread(self._samples.get("sm_mhz", ()))
-        return ["clocks_varied"] if seen and seen[2] - seen[0] > VARIED * seen[1] else []
+        return ["clocks_varied"] if seen and seen[2] - seen[0] > MAX_CLOCK_RANGE * seen[1] else []
 
     def sample(self) -> None:
         """Take one sample of everything."""
@@ -187,7 +187,7 @@ class NvmlTelemetry(Telemetry):
             self._slowed.update(slowed)
 
     def _watch(self) -> None:
-        while not self._pause(NVML_PERIOD):
+        while not self._pause(NVML_PERIOD_SECONDS):
             self.sample()
 
 
@@ -255,8 +255,8 @@ class Nvml:
 
     def processes(self) -> dict[int, int | None] | None:
         """Return the processes that compute on the device, and the bytes that each uses."""
-        found = self.ask("GetComputeRunningProcesses")
-        return None if found is None else {p.pid: p.usedGpuMemory for p in found}
+        processes = self.ask("GetComputeRunningProcesses")
+        return None if processes is None else {p.pid: p.usedGpuMemory for p in processes}
 
     def settings(self) -> dict[str, Any]:
         """Return the device's settings, without those that are unavailable."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from experiments.config.schema import Order
 from experiments.config.sweep import COMPUTED, EXACT, Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, build
+from experiments.contenders.key_checks import CHECKED_KEYS, verify_keyed
+from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
 from experiments.contenders.registry import Unsupported
-from experiments.measure.keys import run_keys
 from experiments.measure.outcome import Outcome, describe, facts
+from experiments.measure.session import Session
 from experiments.measure.timing import task_of
 from experiments.results.store import Record
-from experiments.run.session import Session
 from experiments.workloads import cache_bounds
 from experiments.workloads.distributions import Ids
+from experiments.workloads.keys import KeySpace, values_of
 from experiments.workloads.trace_files import TraceError
 from experiments.workloads.workload import (
     WAYS,
@@ -77,9 +82,9 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
     return records
 
 
-def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> cache_bounds.Trace:
+def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> cache_bounds.RowTrace:
     """Return the rows of all tables under one numbering, batch by batch."""
-    return cache_bounds.Trace.of([_linear(b, shapes) for b in pool.batches], warm)
+    return cache_bounds.RowTrace.of([_linear(b, shapes) for b in pool.batches], warm)
 
 
 def _linear(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
@@ -105,7 +110,7 @@ def _run(contender: Contender, pool: Pool) -> dict[str, list[int]]:
 
 
 def _ideal(
-    name: str, trace: cache_bounds.Trace, size: int, cell: Cell, shapes: tuple[TableShape, ...]
+    name: str, trace: cache_bounds.RowTrace, size: int, cell: Cell, shapes: tuple[TableShape, ...]
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """Return the hits of the counted batches, and what bounds or predicts them."""
     if name in EXACT:
@@ -128,3 +133,38 @@ def _ideal(
     lookups = len(shapes) * work.B * work.L
     by_lookup, by_row = cache_bounds.expected_top(np.concatenate(every), size, lookups)
     return samples, {"expected_lookup_hit_rate": by_lookup, "expected_row_hit_rate": by_row}
+
+
+def run_keys(
+    contender: str, batches: Sequence[Ids], slots: int, session: Session
+) -> dict[str, list[int]]:
+    """Count per batch the keys that were present before the batch was inserted.
+
+    A table of the same contender is checked first, with other keys and more slots.
+    """
+    space = KeySpace(Order.permuted, session.seed)
+    checked = _build_for_trace(contender, 4 * CHECKED_KEYS, session)
+    keys = space.run(0, CHECKED_KEYS)
+    checked.fill(keys, values_of(keys, 1))
+    verify_keyed(checked, space, keys)
+    table = _build_for_trace(contender, slots, session)
+    samples: dict[str, list[int]] = {k: [] for k in ("lookups", "lookup_hits", "rows", "row_hits")}
+    for ids in batches:
+        rows, lookups = np.unique(ids, return_counts=True)
+        slots_of = table.find_slots(_prepare_trace(table, rows)).cpu().numpy()
+        present = slots_of != table.absent
+        table.find_or_insert_slots(_prepare_trace(table, ids))
+        samples["lookups"].append(len(ids))
+        samples["lookup_hits"].append(int(lookups[present].sum()))
+        samples["rows"].append(len(rows))
+        samples["row_hits"].append(int(present.sum()))
+    return samples
+
+
+def _build_for_trace(contender: str, slots: int, session: Session) -> KeyTable:
+    return build_keyed(contender, KeyTask(slots, 1, session.device, slots))
+
+
+def _prepare_trace(table: KeyTable, ids: Ids) -> Any:
+    keys = torch.from_numpy(ids.astype(np.int64))
+    return table.prepare(keys, torch.zeros(len(ids), 1))

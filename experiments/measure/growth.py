@@ -14,23 +14,25 @@ from torch import Tensor
 
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
+from experiments.contenders.registry import Wrong
+from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
-from experiments.measure.keys import FILL, KeySpace, values_of
-from experiments.measure.outcome import Outcome, Wrong, describe
+from experiments.measure.keys import KEYS_PER_FILL
+from experiments.measure.outcome import Outcome, describe
+from experiments.measure.session import Session
 from experiments.results.store import Record
-from experiments.run.session import Session
-from experiments.timing import memory
+from experiments.workloads.keys import KeySpace, values_of
 from experiments.workloads.workload import table_shapes
 
-FILLED = 0.75  # of the slots in the end
+FILLED_SHARE = 0.75  # of the slots in the end
 PHASE = "insert"
 
 
 def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record per arm: the seconds of each call and, from a separate pass, the memory.
 
-    All arms take each call in turn, in random order. `seconds` does not end it: a table that is
-    filled halfway has not shown its longest pause.
+    All arms take each call in turn, in random order. `seconds` is not used: only a table that is
+    filled has shown its longest pause.
     """
     gc.collect()
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
@@ -67,7 +69,7 @@ def calls_of(cell: Cell) -> tuple[int, int]:
     """Return the number of keys of a call and of all calls together."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     size = cell.workload.B * cell.workload.L
-    return size, max(1, int(FILLED * shape.rows) // size) * size
+    return size, max(1, int(FILLED_SHARE * shape.rows) // size) * size
 
 
 def _table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
@@ -127,16 +129,16 @@ def _call(table: KeyTable, keys: Tensor) -> float:
 
 def _check(table: KeyTable, space: KeySpace, total: int) -> None:
     """Check that every key is present, in its own slot, with its value."""
-    found = []
-    for first in range(0, total, FILL):
-        keys = space.run(first, min(FILL, total - first))
+    parts = []
+    for first in range(0, total, KEYS_PER_FILL):
+        keys = space.run(first, min(KEYS_PER_FILL, total - first))
         values = values_of(keys, table.task.dim)
-        found.append(table.find_slots(table.prepare(keys, values)).cpu())
+        parts.append(table.find_slots(table.prepare(keys, values)).cpu())
         if "find" in table.operations and not torch.equal(
             table.find(table.prepare(keys, values)).cpu(), values
         ):
             raise Wrong("after growth a key has another value")
-    slots = torch.cat(found)
+    slots = torch.cat(parts)
     if (slots == table.absent).any():
         raise Wrong(f"after growth {int((slots == table.absent).sum())} keys are not there")
     if len(slots.unique()) < total:
@@ -146,14 +148,14 @@ def _check(table: KeyTable, space: KeySpace, total: int) -> None:
 def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
     """Measure the peak memory while the table grows, and what it keeps in the end."""
     size, total = calls_of(cell)
-    kept: list[KeyTable] = []
+    tables: list[KeyTable] = []
 
     def grow() -> None:
         table = _table(cell, arm, session)
         for first in range(0, total, size):
             keys = space.run(first, size)
             table.fill(keys.to(session.device), values_of(keys, table.task.dim).to(session.device))
-        kept.append(table)
+        tables.append(table)
 
     gc.collect()
     before = _held(session.device)
@@ -162,7 +164,7 @@ def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
     held = _held(session.device)
     known = before is not None and held is not None and "peak" in measured
     after = held - before if known and before is not None and held is not None else None
-    kept.clear()
+    tables.clear()
     return {"memory": measured, "peak_bytes": measured.get("peak"), "kept_bytes": after}
 
 

@@ -16,20 +16,16 @@ from experiments.config.schema import Mode
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, update_rounding
-from experiments.contenders.registry import Missing, Unsupported
+from experiments.contenders.registry import Missing, Unsupported, Wrong
+from experiments.measure.process import Died, is_out_of_memory
+from experiments.measure.session import Session
 from experiments.results.store import Record
-from experiments.run.process import Died, is_out_of_memory
-from experiments.run.session import Session
 from experiments.timing.clock import UnsupportedMode
 from experiments.timing.race import Measured
 from experiments.workloads.workload import Batch, Pool, dense_bytes, table_shapes
 
 RTOL = 1e-3  # of the largest element; float32 sums of a few thousand terms in another order
 ROUNDING = 5e-7  # of the largest weight: what an update loses when it is added to a float32 weight
-
-
-class Wrong(Exception):
-    """The contender computed something else; it is reported as wrong and not timed."""
 
 
 def verify(contender: Contender, batch: Batch) -> None:

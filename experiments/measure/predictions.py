@@ -22,19 +22,19 @@ from torch import Tensor
 
 import emblib
 from experiments.config.sweep import Cell
-from experiments.contenders.registry import Unsupported
-from experiments.measure.outcome import Outcome, Wrong, describe
+from experiments.contenders.registry import Unsupported, Wrong
+from experiments.measure.outcome import Outcome, describe
+from experiments.measure.session import Session
 from experiments.results.store import Record
-from experiments.run.session import Session
 from experiments.timing import statistics
 
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
 CACHE_TERMS = ("step", "lookup", "row")
-NEAR = 1 << 20  # bytes of made rows that stay in a core's cache
+NEAR_BYTES = 1 << 20  # bytes of made rows that stay in a core's cache
 BATCHES = 3  # different ones per kind of step
 FITTED = (1 / 16, 1 / 4, 1.0)  # lookups of fitted steps, as shares of those of the predicted
 REPEATS = (1, 8)  # lookups per id of fitted steps: of all ids, and of an eighth as many
-RATE = 1e-3  # learning rate
+SGD_RATE = 1e-3
 AS_GIVEN, PERMUTED = "by frequency", "permuted"
 
 Batch = tuple[Tensor, Tensor]
@@ -42,7 +42,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass
-class Steps:
+class TimedSteps:
     """Steps of one kind: their batches and what was measured of them.
 
     Attributes:
@@ -73,10 +73,10 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
     try:
         if session.device.type != "cpu":
             raise Unsupported("kind=predictions measures the CPU")
-        found = _Experiment(cell, session)
+        experiment = _Experiment(cell, session)
         session.note(f"{cell.arms[0].key}|timing steps")
-        _time(found.steps, cell.options["rounds"], session.seed)
-        record = found.predicted()
+        _time(experiment.steps, cell.options["rounds"], session.seed)
+        record = experiment.predicted()
         outcome.measured.stop_reason = "predicted"
     except Exception as error:  # whatever it is becomes the row
         outcome.fail(error)
@@ -92,13 +92,13 @@ class _Experiment:
         (self.rank,) = cell.options["ranks"]
         self.draw = np.random.default_rng(session.seed)
         self.trains = {order: self._train(order) for order in (AS_GIVEN, PERMUTED)}
-        self.steps: list[Steps] = []
+        self.steps: list[TimedSteps] = []
         for share in (0.0, *self.options["cached"]):
             session.note(f"{cell.arms[0].key}|{share:g} of the rows cached")
             self._add(share)
 
     def _train(self, order: str) -> emblib.TableBatchedTTEmbeddingBags:
-        return emblib.TableBatchedTTEmbeddingBags([self._spec(order)], emblib.optim.SGD(RATE))
+        return emblib.TableBatchedTTEmbeddingBags([self._spec(order)], emblib.optim.SGD(SGD_RATE))
 
     def _spec(self, order: str) -> emblib.TTSpec:
         ids: Any = "permuted" if order == PERMUTED else "as_given"
@@ -138,7 +138,7 @@ class _Experiment:
             return self.trains[order], 0
         stored = max(1, int(share * self.work.E))
         cache = emblib.TTCache(stored, emblib.RowEviction.DROP)
-        bags = emblib.CachedTTEmbeddingBags([self._spec(order)], cache, emblib.optim.SGD(RATE))
+        bags = emblib.CachedTTEmbeddingBags([self._spec(order)], cache, emblib.optim.SGD(SGD_RATE))
         hot = torch.arange(stored)
         for _ in range(2):
             _step(bags, (hot, torch.tensor([0, stored])))
@@ -165,14 +165,14 @@ class _Experiment:
 
     def _steps(
         self, order: str, module: Any, stored: int, batches: list[Batch], known: dict[str, Any]
-    ) -> Steps:
+    ) -> TimedSteps:
         terms, added, hits = [], [], []
         for ids, _ in batches:
             distinct = ids.unique()
             missed = ids[ids >= stored]
             work = self.trains[order].work(missed, torch.tensor([0, len(missed)]))[0]
             nbytes = max(1, work.rows * self.work.D * 4)
-            beyond = len(missed) * max(0.0, 1.0 - NEAR / nbytes)
+            beyond = len(missed) * max(0.0, 1.0 - NEAR_BYTES / nbytes)
             products = work.forward + work.backward
             terms.append((1, len(missed), beyond, work.rows, products))
             added.append((1, len(ids), len(distinct)))
@@ -182,7 +182,7 @@ class _Experiment:
             known |= {"hit_rate": mean[0], "row_hit_rate": mean[1]}
             known["rows"] = float(np.mean([row[2] for row in added]))
         costs = np.mean(added, 0) if stored else np.zeros(0)
-        return Steps(module, batches, np.mean(terms, 0), costs, known)
+        return TimedSteps(module, batches, np.mean(terms, 0), costs, known)
 
     def predicted(self) -> Record:
         """Return the constants, and a point per kind of step that is predicted."""
@@ -221,7 +221,7 @@ class _Experiment:
         }
 
     @staticmethod
-    def _point(steps: Steps) -> tuple[Any, ...]:
+    def _point(steps: TimedSteps) -> tuple[Any, ...]:
         return tuple(steps.known[name] for name in ("skew", "order", "lookups"))
 
 
@@ -229,11 +229,11 @@ def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None
     """Return constants >= 0 of the least squared error, relative to `weights` (the times)."""
     by = times if weights is None else weights
     scale = terms.max(0).clip(min=1e-300)
-    found, _ = nnls(terms / scale / by[:, None], times / by)
-    return np.asarray(found) / scale
+    constants, _ = nnls(terms / scale / by[:, None], times / by)
+    return np.asarray(constants) / scale
 
 
-def _time(steps: Sequence[Steps], rounds: int, seed: int) -> None:
+def _time(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
     """Time steps in turns, in random order; the first round warms up."""
     one_thread = torch.get_num_threads() == 1
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns

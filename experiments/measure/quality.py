@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from experiments.config.sweep import Arm, Cell
+from experiments.config.sweep import PLAIN, Arm, Cell
 from experiments.contenders.registry import Missing
 from experiments.measure.outcome import Outcome, describe
-from experiments.quality import PLAIN
-from experiments.quality.data import Clicks, Source, Unreadable, load
-from experiments.quality.methods import FLOAT, Stored
+from experiments.measure.session import Session
+from experiments.quality.data import Clicks, DataSource, Unreadable, load
+from experiments.quality.methods import FLOAT_BYTES, Stored
 from experiments.quality.training import (
-    Fit,
     Model,
-    Plan,
+    TrainedModel,
+    TrainingPlan,
     build,
     fit,
     oracle,
@@ -28,9 +28,8 @@ from experiments.quality.training import (
     task_of,
 )
 from experiments.results.store import Record
-from experiments.run.session import Session
 
-SMOKE = 600  # samples of a smoke run
+SMOKE_SAMPLES = 600  # samples of a smoke run
 
 
 def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
@@ -74,19 +73,19 @@ def _is_smoke(session: Session) -> bool:
     return bool(session.config.timing.max_rows)
 
 
-def _source(cell: Cell, session: Session) -> Source:
+def _source(cell: Cell, session: Session) -> DataSource:
     options = cell.options
     samples = options["samples"]
     if _is_smoke(session):
-        samples = min(samples or SMOKE, SMOKE)
+        samples = min(samples or SMOKE_SAMPLES, SMOKE_SAMPLES)
     name = options["data"][0]
     # The same samples for all processes: seeds differ in initial values and order only.
-    return Source(name, cell.workload.file, samples, options["scale"], session.config.seed)
+    return DataSource(name, cell.workload.file, samples, options["scale"], session.config.seed)
 
 
-def _plan(cell: Cell, session: Session) -> Plan:
+def _plan(cell: Cell, session: Session) -> TrainingPlan:
     options = cell.options
-    return Plan(
+    return TrainingPlan(
         dim=cell.workload.D,
         batch=cell.workload.B,
         epochs=1 if _is_smoke(session) else options["epochs"],
@@ -97,10 +96,10 @@ def _plan(cell: Cell, session: Session) -> Plan:
 
 
 def _fits(
-    cell: Cell, session: Session, data: Clicks, plan: Plan, outcomes: dict[Arm, Outcome]
-) -> dict[Arm, Fit]:
+    cell: Cell, session: Session, data: Clicks, plan: TrainingPlan, outcomes: dict[Arm, Outcome]
+) -> dict[Arm, TrainedModel]:
     """Train every arm, plain tables first: some methods start from them."""
-    fits: dict[Arm, Fit] = {}
+    fits: dict[Arm, TrainedModel] = {}
     plain: Stored | None = None
 
     def make(arm: Arm, rate: float) -> Model:
@@ -124,7 +123,7 @@ def _fits(
     return fits
 
 
-def _known(data: Clicks, plan: Plan) -> dict[str, Any]:
+def _known(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
     """Return what the records of all methods say about the data."""
     best = oracle(data)
     rows = [data.rows[field] for field in data.large(plan.large)]
@@ -138,21 +137,21 @@ def _known(data: Clicks, plan: Plan) -> dict[str, Any]:
         },
         "positive": float(data.labels.mean()),
         "large_tables": len(rows),
-        "large_bytes": sum(rows) * plan.dim * FLOAT,
+        "large_bytes": sum(rows) * plan.dim * FLOAT_BYTES,
         "oracle_auc": best and best.auc,
         "oracle_loss": best and best.loss,
     }
 
 
-def _described(found: Fit) -> Record:
+def _described(trained: TrainedModel) -> Record:
     """Return what a record says about a trained model."""
-    rows = found.model.rows
+    rows = trained.model.rows
     return {
-        "auc": found.test.auc,
-        "log_loss": found.test.loss,
-        "valid_loss": found.valid.loss,
-        "rate": found.rate,
-        "epoch": found.epoch,
+        "auc": trained.test.auc,
+        "log_loss": trained.test.loss,
+        "valid_loss": trained.valid.loss,
+        "rate": trained.rate,
+        "epoch": trained.epoch,
         "weights_bytes": rows.trained_bytes,
         "served_bytes": rows.served_bytes,
         "ranks": getattr(rows, "ranks", None) or None,

@@ -21,11 +21,10 @@ from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task
 from experiments.contenders.sharded import ranks_of
-from experiments.kinds.sharding import OURS
 from experiments.measure.outcome import Outcome, describe
+from experiments.measure.session import Session
 from experiments.measure.timing import measure_cell, whole_steps
 from experiments.results.store import Record
-from experiments.run.session import Session
 from experiments.timing.race import Phase
 from experiments.workloads.workload import Pool, table_shapes
 
@@ -39,9 +38,9 @@ def constants(session: Session) -> Calibration:
     return calibrate(ranks_of(session.device), sizes)
 
 
-def as_data(found: Calibration) -> Record:
+def as_data(calibration: Calibration) -> Record:
     """Convert to what `Calibration.load` reads."""
-    data: Record = json.loads(found.to_json())
+    data: Record = json.loads(calibration.to_json())
     return data
 
 
@@ -80,7 +79,7 @@ class Predictor:
 
     def of(self, contender: str) -> Record:
         """Return the prediction for a contender; empty where it has no plan."""
-        if self.found is None or not contender.startswith(OURS):
+        if self.found is None or not contender.startswith(registry.SHARDED):
             return {}
         here, scaling = self.cell.ranks, self.cell.scaling
         told = [self._step(contender, here, scaling, self.found)]
@@ -97,8 +96,8 @@ class Predictor:
     ) -> dict[str, Any]:
         """Predict a step; measured worlds share this machine's cores, others have one per rank."""
         # The batch that one rank has where this one is scaled from.
-        whole = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
-        batch = max(1, whole // ranks) if scaling is Scaling.strong else whole
+        bags = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
+        batch = max(1, bags // ranks) if scaling is Scaling.strong else bags
         entry: Any = registry.find(contender).load()
         task = self._task()
         world = World(ranks, entry.node_of(ranks))

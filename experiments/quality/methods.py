@@ -20,14 +20,14 @@ import emblib
 from emblib import EmbeddingBagConfig, storage
 from experiments.contenders.registry import Unsupported
 
-FLOAT = 4  # bytes
+FLOAT_BYTES = 4  # bytes
 QUANTISED = storage.Quantized(8)  # how dense rows are served
 PERMUTED = "permuted"  # the order of ids of tensor trains
 NETWORK_RATE = 1e-3  # of Adam, for what is no table
 
 
 @dataclass(frozen=True)
-class Task:
+class MethodTask:
     """What a method makes small, and how it is trained.
 
     Attributes:
@@ -53,11 +53,13 @@ class Task:
 
     def nbytes(self, table: int) -> int:
         """Return the bytes allowed for a table."""
-        return int(self.share * self.rows[table] * self.dim * FLOAT)
+        return int(self.share * self.rows[table] * self.dim * FLOAT_BYTES)
 
-    def scaled(self, share: float) -> Task:
+    def scaled(self, share: float) -> MethodTask:
         """Return the task with `share` of these bytes."""
-        return Task(self.rows, self.dim, share * self.share, self.rate, self.counts, self.trained)
+        return MethodTask(
+            self.rows, self.dim, share * self.share, self.rate, self.counts, self.trained
+        )
 
     def optimizer(self) -> emblib.optim.Adagrad:
         """Return the optimizer of tables."""
@@ -73,7 +75,7 @@ class Rows(nn.Module):
         served_bytes: of the parameters with dense rows quantised to 8 bits.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: MethodTask) -> None:
         super().__init__()
         self.task = task
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -94,14 +96,14 @@ def look_up(tables: nn.Module, ids: Tensor) -> Tensor:
     """Return the rows of ids `[B, K]`, one per sample and table; id -1 gives zeros."""
     batch, fields = ids.shape
     flat = ids.t().reshape(-1)
-    found: Tensor = tables(flat, torch.arange(len(flat) + 1, device=ids.device))
-    return found.view(batch, fields, -1)
+    rows: Tensor = tables(flat, torch.arange(len(flat) + 1, device=ids.device))
+    return rows.view(batch, fields, -1)
 
 
 class Stored(Rows):
     """Tables of a collection, as users have them."""
 
-    def __init__(self, task: Task, tables: Sequence[EmbeddingBagConfig]) -> None:
+    def __init__(self, task: MethodTask, tables: Sequence[EmbeddingBagConfig]) -> None:
         super().__init__(task)
         self.bags = emblib.EmbeddingBagCollection(tables, optimizer=task.optimizer())
         self.names = [config.name for config in tables]
@@ -134,21 +136,21 @@ class Stored(Rows):
 
 _NO_STATES = emblib.optim.SGD(1.0)  # bytes are counted without optimizer states
 
-Choice = Callable[[Task, int], EmbeddingBagConfig]
+Choice = Callable[[MethodTask, int], EmbeddingBagConfig]
 """Says how a table of a task is stored."""
 
 
-def stored(choose: Choice, task: Task) -> Stored:
+def stored(choose: Choice, task: MethodTask) -> Stored:
     """Return the tables of a task, each as `choose` says."""
     return Stored(task, [choose(task, t) for t in range(len(task.rows))])
 
 
-def plain(task: Task, table: int, **changes: Any) -> EmbeddingBagConfig:
+def plain(task: MethodTask, table: int, **changes: Any) -> EmbeddingBagConfig:
     """Store every row; `changes` are of the configuration."""
     return EmbeddingBagConfig(task.rows[table], task.dim, f"t{table}", **changes)
 
 
-def half_precision(task: Task, table: int) -> EmbeddingBagConfig:
+def half_precision(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store every row in bfloat16, and round updates at random."""
     if task.share < 0.5:
         raise Unsupported("16-bit rows are half of the bytes")
@@ -156,31 +158,33 @@ def half_precision(task: Task, table: int) -> EmbeddingBagConfig:
     return plain(task, table, data_type=torch.bfloat16, rounding=rounding)
 
 
-def narrow(task: Task, table: int) -> EmbeddingBagConfig:
+def narrow(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store shorter rows: the missing columns are zeros."""
     width = _width(task)
     kind = storage.Narrow(width) if width < task.dim else storage.Dense()
     return plain(task, table, storage=kind)
 
 
-def projected(task: Task, table: int) -> EmbeddingBagConfig:
+def projected(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store shorter rows, and a learned matrix per table that makes them `dim` long."""
     return plain(task, table, storage=storage.TensorTrain.projected(_width(task)))
 
 
-def _width(task: Task) -> int:
+def _width(task: MethodTask) -> int:
     width = int(task.share * task.dim)
     if not width:
         raise Unsupported(f"{task.share:g} of {task.dim} columns is less than one")
     return width
 
 
-def hashed(task: Task, table: int, **choices: Any) -> EmbeddingBagConfig:
+def hashed(task: MethodTask, table: int, **choices: Any) -> EmbeddingBagConfig:
     """Have ids share fewer rows; `choices` are of `storage.Hashed`."""
     return plain(task, table, storage=storage.Hashed(task.fewer[table], **choices))
 
 
-def quotient_remainder(task: Task, table: int, combine: storage.Combine) -> EmbeddingBagConfig:
+def quotient_remainder(
+    task: MethodTask, table: int, combine: storage.Combine
+) -> EmbeddingBagConfig:
     """Make a row of one by the quotient and one by the remainder of its id."""
     try:
         kind = storage.QuotientRemainder.for_share(task.rows[table], task.share, combine)
@@ -189,7 +193,7 @@ def quotient_remainder(task: Task, table: int, combine: storage.Combine) -> Embe
     return plain(task, table, storage=kind)
 
 
-def train_spec(task: Task, table: int, ids: Any) -> emblib.TTSpec:
+def train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
     """Return the tensor train of the largest ranks that fit."""
     rows = task.rows[table]
     like = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
@@ -199,41 +203,41 @@ def train_spec(task: Task, table: int, ids: Any) -> emblib.TTSpec:
         raise Unsupported(str(error)) from error
 
 
-def tensor_train(task: Task, table: int, ids: Any = PERMUTED) -> EmbeddingBagConfig:
+def tensor_train(task: MethodTask, table: int, ids: Any = PERMUTED) -> EmbeddingBagConfig:
     """Store a tensor train; by default its ids are in an order that means nothing."""
     spec = train_spec(task, table, ids)
     kind = storage.TensorTrain(spec.ranks, ids=spec.ids, seed=spec.seed)
     return plain(task, table, storage=kind)
 
 
-def evicting(task: Task, table: int) -> EmbeddingBagConfig:
+def evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store rows by key: the ids that were used least lose their rows to others."""
     kind = storage.Hash(eviction=emblib.Eviction.LFU)
     return EmbeddingBagConfig(task.fewer[table], task.dim, f"t{table}", storage=kind)
 
 
-def train_from_plain(task: Task) -> Stored:
+def train_from_plain(task: MethodTask) -> Stored:
     """Return tensor trains made from the trained plain tables, to be trained further."""
     if task.trained is None:
         raise Unsupported("the plain tables were not trained: contenders needs plain")
     trains = stored(tensor_train, task)
     handles: Any = trains.bags.handles()
     for t, weight in enumerate(task.trained()):
-        made = emblib.TTEmbeddingBag.from_dense(
+        cores = emblib.TTEmbeddingBag.from_dense(
             weight,
             spec=train_spec(task, t, PERMUTED),
             counts=task.counts[t].clamp(min=1),
         )
         with torch.no_grad():
-            for core, value in zip(handles[f"t{t}"].cores, made.cores, strict=True):
+            for core, value in zip(handles[f"t{t}"].cores, cores.cores, strict=True):
                 core.copy_(value)
     return trains
 
 
-def planned(task: Task) -> Stored:
+def planned(task: MethodTask) -> Stored:
     """Return each table as `emblib.plan_memory` chooses, all within the bytes of all."""
     tables = [plain(task, t) for t in range(len(task.rows))]
-    nbytes = sum(task.rows) * task.dim * FLOAT
+    nbytes = sum(task.rows) * task.dim * FLOAT_BYTES
     try:
         plan = emblib.plan_memory(
             tables,
@@ -252,7 +256,7 @@ class Hot(Rows):
     places: Tensor
     starts: Tensor
 
-    def __init__(self, task: Task, rest: Choice) -> None:
+    def __init__(self, task: MethodTask, rest: Choice) -> None:
         super().__init__(task)
         half = task.scaled(0.5)
         own = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(half.fewer)]
@@ -283,7 +287,7 @@ class CachedTensorTrain(Rows):
     eviction = emblib.RowEviction.PROJECT
     every = 50  # training lookups between choices
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: MethodTask) -> None:
         super().__init__(task)
         half = task.scaled(0.5)
         specs = [train_spec(half, t, PERMUTED) for t in range(len(task.rows))]
@@ -320,12 +324,12 @@ def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace
 class Robe(Rows):
     """ROBE-Z: a row is a run of numbers, at a hash of its id, in one array for all tables."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: MethodTask) -> None:
         super().__init__(task)
         size = max(task.dim, int(task.share * sum(task.rows) * task.dim))
         bound = 1 / math.sqrt(sum(task.rows) / len(task.rows))
         self.array = nn.Parameter(torch.empty(size).uniform_(-bound, bound))
-        self.count(size * FLOAT)
+        self.count(size * FLOAT_BYTES)
         self.optimizers = [torch.optim.Adagrad([self.array], task.rate)]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -341,15 +345,15 @@ class Dhe(Rows):
 
     hashes = 32
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: MethodTask) -> None:
         super().__init__(task)
         self.networks = nn.ModuleList(self._network(t) for t in range(len(task.rows)))
-        self.count(sum(p.numel() for p in self.networks.parameters()) * FLOAT)
+        self.count(sum(p.numel() for p in self.networks.parameters()) * FLOAT_BYTES)
         self.optimizers = [torch.optim.Adam(self.networks.parameters(), task.rate / 20)]
 
     def _network(self, table: int) -> nn.Module:
         """Return the widest network that fits."""
-        size = self.task.nbytes(table) / FLOAT
+        size = self.task.nbytes(table) / FLOAT_BYTES
         line = self.hashes + self.task.dim + 2
         width = int((math.sqrt(line**2 + 4 * (size - self.task.dim)) - line) / 2)
         if width < 1:
@@ -387,7 +391,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-METHODS: dict[str, Callable[[Task], Rows]] = {
+METHODS: dict[str, Callable[[MethodTask], Rows]] = {
     "plain": partial(stored, plain),
     "bf16": partial(stored, half_precision),
     "narrow": partial(stored, narrow),

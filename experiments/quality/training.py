@@ -10,16 +10,16 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from experiments.quality import PLAIN
+from experiments.config.sweep import PLAIN
 from experiments.quality.data import Clicks, counts
-from experiments.quality.methods import METHODS, NETWORK_RATE, Rows, Task
+from experiments.quality.methods import METHODS, NETWORK_RATE, MethodTask, Rows
 
-WIDTH = 64  # of the network's hidden layer
-CHUNK = 8192  # samples predicted at a time
+HIDDEN = 64  # of the network's hidden layer
+CHUNK_SIZE = 8192  # samples predicted at a time
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How a model is trained.
 
     Attributes:
@@ -48,7 +48,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Fit:
+class TrainedModel:
     """A trained model: its scores on the test samples, and the choices that led to them."""
 
     test: Scores
@@ -66,28 +66,28 @@ class Model(nn.Module):
 
     pairs: Tensor
 
-    def __init__(self, data: Clicks, plan: Plan, rows: Rows) -> None:
+    def __init__(self, data: Clicks, plan: TrainingPlan, rows: Rows) -> None:
         super().__init__()
         self.rows: Rows = rows
         self.large = data.large(plan.large)
         self.small = [f for f in range(len(data.rows)) if f not in self.large]
-        rest = Task(tuple(data.rows[f] for f in self.small), plan.dim, 1.0, rows.task.rate)
+        rest = MethodTask(tuple(data.rows[f] for f in self.small), plan.dim, 1.0, rows.task.rate)
         self.others = METHODS[PLAIN](rest) if self.small else None
         self.numbers = nn.Linear(data.numbers.size(1), plan.dim)
         count = 1 + len(data.rows)
         self.register_buffer("pairs", torch.triu_indices(count, count, 1), persistent=False)
         inputs = plan.dim + count * (count - 1) // 2
-        self.top = nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+        self.top = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
         network = [*self.numbers.parameters(), *self.top.parameters()]
         self.optimizers = [torch.optim.Adam(network, NETWORK_RATE), *rows.optimizers]
 
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
         """Return the log-odds `[B]`."""
         dense = self.numbers(numbers)
-        found = [dense[:, None], self.rows(ids[:, self.large])]
+        fields = [dense[:, None], self.rows(ids[:, self.large])]
         if self.others is not None:
-            found.append(self.others(ids[:, self.small]))
-        vectors = torch.cat(found, 1)
+            fields.append(self.others(ids[:, self.small]))
+        vectors = torch.cat(fields, 1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         one, other = self.pairs.unbind()
         odds: Tensor = self.top(torch.cat([dense, products[:, one, other]], 1))
@@ -103,14 +103,14 @@ class Model(nn.Module):
             optimizer.step()
 
 
-def task_of(data: Clicks, plan: Plan, share: float, rate: float) -> Task:
+def task_of(data: Clicks, plan: TrainingPlan, share: float, rate: float) -> MethodTask:
     """Return what a method has to make small."""
     large = data.large(plan.large)
     rows = tuple(data.rows[f] for f in large)
-    return Task(rows, plan.dim, share, rate, counts(data, large))
+    return MethodTask(rows, plan.dim, share, rate, counts(data, large))
 
 
-def build(data: Clicks, plan: Plan, method: str, task: Task) -> Model:
+def build(data: Clicks, plan: TrainingPlan, method: str, task: MethodTask) -> Model:
     """Return a model with fresh tables; equal plans start with equal networks."""
     torch.manual_seed(plan.seed)
     rows = METHODS[method](task)
@@ -119,8 +119,8 @@ def build(data: Clicks, plan: Plan, method: str, task: Task) -> Model:
 
 
 def fit(
-    data: Clicks, plan: Plan, make: Callable[[float], Model], note: Callable[[str], object]
-) -> Fit:
+    data: Clicks, plan: TrainingPlan, make: Callable[[float], Model], note: Callable[[str], object]
+) -> TrainedModel:
     """Train once per learning rate, and return the model of the least loss in validation."""
     fits = []
     for rate in plan.rates:
@@ -129,8 +129,8 @@ def fit(
     return min(fits, key=lambda one: one.valid.loss)
 
 
-def _fit_once(data: Clicks, plan: Plan, model: Model, rate: float) -> Fit:
-    best: Fit | None = None
+def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> TrainedModel:
+    best: TrainedModel | None = None
     for epoch in range(plan.epochs):
         model.train()
         for batch in batches(data, plan, epoch):
@@ -139,12 +139,12 @@ def _fit_once(data: Clicks, plan: Plan, model: Model, rate: float) -> Fit:
         if best is not None and not valid.loss < best.valid.loss:
             break
         test = scores(data, data.test, predict(model, data, data.test))
-        best = Fit(test, valid, rate, epoch + 1, model)
+        best = TrainedModel(test, valid, rate, epoch + 1, model)
     assert best is not None
     return best
 
 
-def batches(data: Clicks, plan: Plan, epoch: int) -> Iterator[Tensor]:
+def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
     """Yield the samples of each step of an epoch, the same for all models of a seed."""
     chance = torch.Generator().manual_seed(1000 * plan.seed + epoch)
     order = torch.randperm(data.ends[0], generator=chance)
@@ -155,7 +155,7 @@ def batches(data: Clicks, plan: Plan, epoch: int) -> Iterator[Tensor]:
 def predict(model: Model, data: Clicks, part: slice) -> Tensor:
     """Return the log-odds of samples."""
     model.eval()
-    ids, numbers = data.ids[part].split(CHUNK), data.numbers[part].split(CHUNK)
+    ids, numbers = (data.ids[part].split(CHUNK_SIZE), data.numbers[part].split(CHUNK_SIZE))
     return torch.cat([model(i, n) for i, n in zip(ids, numbers, strict=True)])
 
 
@@ -185,7 +185,7 @@ def oracle(data: Clicks) -> Scores | None:
 
 
 def step_samples(
-    models: Sequence[Model], data: Clicks, plan: Plan, rounds: int, clock: Callable[[], int]
+    models: Sequence[Model], data: Clicks, plan: TrainingPlan, rounds: int, clock: Callable[[], int]
 ) -> list[list[tuple[int, float]]]:
     """Return (round, seconds) of steps of each model, one after another on the same batches."""
     chance = torch.Generator().manual_seed(plan.seed)
@@ -204,7 +204,7 @@ def step_samples(
     return taken
 
 
-def _endless(data: Clicks, plan: Plan) -> Iterator[Tensor]:
+def _endless(data: Clicks, plan: TrainingPlan) -> Iterator[Tensor]:
     epoch = 0
     while True:
         yield from (

@@ -18,31 +18,31 @@ BROKEN = ("wrong", "error", "timeout")
 
 
 @dataclass(frozen=True)
-class Summary:
+class ReportSummary:
     """What the terminal shows of a report."""
 
     answer: str
     failures: int  # wrong or broken; running out of memory and unsupported tasks are results
 
 
-def write_report(path: Path) -> Summary:
+def write_report(path: Path) -> ReportSummary:
     """Write every derived file of the run in `path` from its raw records."""
     from experiments.report import document, pages
 
-    found = Run.read(path)
-    bad = sum(r["status"] in BROKEN for r in found.records)
-    if (answer := found.kind.rebuild(path)) is not None:
-        return Summary(answer, bad)
+    run_data = Run.read(path)
+    bad = sum(r["status"] in BROKEN for r in run_data.records)
+    if (answer := run_data.kind.rebuild(path)) is not None:
+        return ReportSummary(answer, bad)
     store = RunStore(path)
-    always = {"results", *found.kind.frames([], found.config.report)}
-    for name, table in found.frames.items():
+    always = {"results", *run_data.kind.frames([], run_data.config.report)}
+    for name, table in run_data.frames.items():
         if len(table) or name in always:
             store.write_table(name, table)
-    for name, content in found.kind.write_files(found).items():
+    for name, content in run_data.kind.write_files(run_data).items():
         store.write(name, content)
-    page = pages.page(found)
+    page = pages.page(run_data)
     document.write(path, page)
-    return Summary(" ".join(page.answer), bad)
+    return ReportSummary(" ".join(page.answer), bad)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

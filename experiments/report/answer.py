@@ -104,16 +104,16 @@ def tiles(run: Run) -> list[Tile]:
     subject = _pick(first, cell, run.subject.key) if cell else {}
     if not subject or subject["step"]["status"] != "ok":
         return []
-    found = []
+    shown = []
     for phase in ("step", "forward"):
         row = subject[phase]
         if not text.missing(row["ratio"]):
             word = text.verdict(row["verdict"])
             interval = text.interval(row["ratio_lo"], row["ratio_hi"])
             meaning = f"{phase} time of {run.baseline.label} {interval}{word and ': ' + word}"
-            found.append(Tile(text.times(row["ratio"]), meaning, STYLES.get(word, "")))
+            shown.append(Tile(text.times(row["ratio"]), meaning, STYLES.get(word, "")))
     step = subject["step"]
     if step["compression"] != 1:
-        found.append(Tile(f"1/{text.digits(step['compression'])}", "of the plain tables' memory"))
+        shown.append(Tile(f"1/{text.digits(step['compression'])}", "of the plain tables' memory"))
     rate = text.digits(step["lookups"] / step["median_s"] / 1e6)
-    return [*found, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]
+    return [*shown, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]

@@ -296,8 +296,10 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
     for group in groups:
         ordered = sorted(group, key=lambda name: name.point[1])
         wanted = [math.log(name.point[1]) for name in ordered]
-        for name, own, height in zip(ordered, wanted, apart(wanted, gap, low, high), strict=True):
-            moved = abs(height - own) > gap / 3
+        for name, wished, height in zip(
+            ordered, wanted, apart(wanted, gap, low, high), strict=True
+        ):
+            moved = abs(height - wished) > gap / 3
             axes.annotate(
                 name.words,
                 name.point if moved else (name.x, math.exp(height)),
@@ -371,7 +373,7 @@ class Row:
     label: str = ""  # in the legend
 
 
-def rows(
+def row_chart(
     lines: Sequence[Row], x: Scale, *, marks: Sequence[Mark] = (), shared: bool = False
 ) -> Drawing:
     """Return a drawing of rows from the top in the order given.
@@ -444,13 +446,13 @@ def _bar(axes: Axes, row: Row, y: int) -> None:
         axes.annotate(row.words, (row.value, y), (4, 0), textcoords="offset points", va="center")
 
 
-MOST_ROWS = 44  # of a panel; beyond it the first and the last are shown
+MAX_ROWS = 44  # of a panel; beyond it the first and the last are shown
 
 
 def forest(title: str, lines: Sequence[Row], label: str) -> Panel:
     """Return ratios with their intervals about 1; the panel is as high as they need."""
     height = max(2.0, 0.235 * len(lines) + 1.0)
-    drawing = rows(lines, Scale(label, log=10), marks=[Mark(1.0, upright=True)])
+    drawing = row_chart(lines, Scale(label, log=10), marks=[Mark(1.0, upright=True)])
     return Panel(title, drawing, WIDTH + 0.8, height)
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.config.schema import AXES, Mode, UsageError
 from experiments.config.sweep import SWEEP, Arm, variants_of
 from experiments.kinds import KINDS, Kind, find
-from experiments.kinds.base import TIME, CaseReport
+from experiments.kinds.base import TIME, CaseReport, Compared
 from experiments.report import text
 from experiments.results.metrics import mode_of, replicate_of
 from experiments.results.store import Record, read_config, read_json, read_records
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def modes(self) -> list[str]:
-        """Modes that were measured, the one that the answer is about first."""
+        """Return the modes that were measured, the one that the answer is about first."""
         return list(dict.fromkeys(mode_of(r) for r in self.records)) or [Mode.hot.value]
 
     def at(self, mode: str) -> Run:
@@ -175,7 +175,7 @@ class Run:
         record = next(r for r in self.records if r["section"] == section)
         p, tables = record["params"], record["features"]
         ids = describe_distribution(p)
-        base = "Base point: " if section == SWEEP and not self.kind.swept_first else ""
+        base = "Base point: " if section == SWEEP and not self.kind.cell_kinds.sweep_first else ""
         return (
             f"{base}{tables} table{'s' * (tables > 1)}, "
             f"{record['rows']:,} rows, D={p['D']}, B={p['B']:,}, "
@@ -188,8 +188,13 @@ class Run:
 
     def passes(self) -> Mapping[str, int]:
         """Return the number of processes that measured each cell."""
-        judged = [r for r in self.records if find(r.get("kind", TIME)).verdicts]
-        return Counter(cell for cell, _ in {(r["cell"], replicate_of(r)) for r in judged})
+        kinds = {name: find(name).reporting.compared for name in KINDS}
+        judged = {
+            (r["cell"], replicate_of(r))
+            for r in self.records
+            if kinds[r.get("kind", TIME)] is Compared.PROCESSES
+        }
+        return Counter(cell for cell, _ in judged)
 
     @property
     def planned(self) -> int:

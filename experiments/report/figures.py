@@ -13,16 +13,7 @@ from experiments.config.sweep import SWEEP, label_of
 from experiments.machine import ceilings
 from experiments.machine.ceilings import Roofs
 from experiments.report import ratios, text
-from experiments.report.charts import (
-    DASHED,
-    SHORT,
-    Curve,
-    Mark,
-    Row,
-    Scale,
-    curves,
-    rows,
-)
+from experiments.report.charts import DASHED, SHORT, Curve, Mark, Row, Scale, curves, row_chart
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
@@ -35,9 +26,9 @@ LOG_AXES = ("T", "E", "D", "B", "L", "rank")
 
 def figures(run: Run) -> list[Figure]:
     """Return every figure that this run of one mode has the data for, the main one first."""
-    found = [*cost_figures(run), *ratios.forest_figures(run), *ratios.speedup_figures(run)]
-    found += [*sweep_figures(run), *roofline_figures(run), *published(run)]
-    return [f for f in (*found, *sample_figures(run)) if f.panels]
+    drawn = [*cost_figures(run), *ratios.forest_figures(run), *ratios.speedup_figures(run)]
+    drawn += [*sweep_figures(run), *roofline_figures(run), *published(run)]
+    return [f for f in (*drawn, *sample_figures(run)) if f.panels]
 
 
 def subtitle(run: Run) -> str:
@@ -70,47 +61,39 @@ def _headline(run: Run) -> pd.DataFrame:
 
 
 def cost_figures(run: Run) -> list[Figure]:
-    """Return time against memory, and error against memory where an error is known."""
+    """Return time against memory."""
     rows = _headline(run)
     if not len(rows):
         return []
 
-    def scatter(rows: pd.DataFrame, column: str, label: str, factor: float = 1.0) -> Drawing:
-        timed = column == "median_s"
+    def scatter(rows: pd.DataFrame) -> Drawing:
         lines = [
             contender_curve(
                 str(name),
                 group["weights_bytes"] / 1e6,
-                factor * group[column],
+                1e3 * group["median_s"],
                 width=1.2,
-                low=factor * group["q25_s"] if timed else None,
-                high=factor * group["q75_s"] if timed else None,
+                low=1e3 * group["q25_s"],
+                high=1e3 * group["q75_s"],
                 names=list(group["label"]),
                 offset=(0, 0),
             )
             for name, unsorted in rows.groupby("contender", sort=False)
             for group in [unsorted.sort_values("weights_bytes")]
         ]
-        across, up = Scale("parameters (MB)", log=10), Scale(label, log=10)
+        across, up = Scale("parameters (MB)", log=10), Scale("time per batch (ms)", log=10)
         return curves(lines, across, up, names="points")
 
     panels = [
-        Panel(
-            f"Time of {title}",
-            scatter(rows[rows["phase"] == phase], "median_s", "time per batch (ms)", 1e3),
-        )
+        Panel(f"Time of {title}", scatter(rows[rows["phase"] == phase]))
         for phase, title in PHASES.items()
     ]
-    known, words = rows[(rows["phase"] == "step") & (rows["error"].fillna(0) > 0)], ""
-    if len(known):
-        panels.append(Panel("Error", scatter(known, "error", "relative error")))
-        words = " Error: relative distance of the rows that are looked up from the plain tables'."
     return [
         Figure(
             "cost_and_memory",
-            f"Time{', error' * bool(words)} against memory on {run.title(run.headline)}",
+            f"Time against memory on {run.title(run.headline)}",
             "Each mark is one contender: parameters on the horizontal axis, median time of one "
-            f"batch on the vertical one, with quartiles. Left and down is better.{words}",
+            "batch on the vertical one, with quartiles. Left and down is better.",
             run.sizes(run.headline),
             panels,
         )
@@ -154,7 +137,7 @@ def modes(run: Run) -> list[Figure]:
 
 def published(run: Run) -> list[Figure]:
     """Return a figure of each case that has a published time per lookup."""
-    found = []
+    drawn = []
     for section in run.sections():
         case, steps = run.config.cases.get(section), run.of(section)
         numbers = [p for p in case.published if p["unit"].startswith(UNIT)] if case else []
@@ -176,20 +159,20 @@ def published(run: Run) -> list[Figure]:
         ]
         longest = max(line.value for line in lines)
         scale = Scale("µs per lookup of a step (log scale)", log=10, reach=(longest, 1.6 * longest))
-        found.append(
+        drawn.append(
             Figure(
                 f"published_{section}",
                 text.capitalised(run.title(section)),
                 "Measured here (solid) and published elsewhere (hatched): another machine, so the "
                 "two kinds of bar are not divided by each other. Shorter is better.",
                 run.sizes(section),
-                [Panel("Time per lookup", rows(lines, scale), 1.2 * WIDTH)],
+                [Panel("Time per lookup", row_chart(lines, scale), 1.2 * WIDTH)],
             )
         )
-    return found
+    return drawn
 
 
-ASIDE = 0.055  # shift between contenders of one size, on a logarithmic axis
+CONTENDER_SHIFT = 0.055  # shift between contenders of one size, on a logarithmic axis
 
 
 def roofline_figures(run: Run) -> list[Figure]:
@@ -230,7 +213,7 @@ def _roofline(rows: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing
     ends = (sizes[0] / 1.6, sizes[-1] * 1.6)
     lines, groups = [], list(rows.groupby("contender", sort=False))
     for number, (name, group) in enumerate(groups):
-        x = group["row_bytes"] * 2 ** (ASIDE * (2 * number - len(groups) + 1))
+        x = group["row_bytes"] * 2 ** (CONTENDER_SHIFT * (2 * number - len(groups) + 1))
         points = contender_curve(str(name), x, group["distinct_gb_s"], line="", size=5)
         lines.append(dataclasses.replace(points, y=group["useful_gb_s"], hollow=True, label=""))
         lines.append(points)
@@ -254,8 +237,8 @@ def _rate(gb_s: float) -> str:
     return f"{gb_s:,.0f}" if gb_s >= 100 else f"{gb_s:.3g}"
 
 
-FEW = 60  # samples of a contender, up to which the dots are large
-GAP = 0.06  # between processes, in widths of one
+FEW_SAMPLES = 60  # samples of a contender, up to which the dots are large
+PROCESS_GAP = 0.06  # between processes, in widths of one
 
 
 def sample_figures(run: Run) -> list[Figure]:
@@ -290,9 +273,9 @@ def _samples(records: list[dict[str, Any]], phase: str) -> Drawing:
         width = 0.86 / len(processes)
         for process, record in enumerate(processes):
             taken = [1e3 * s for s in seconds(record, phase)]
-            left, span = number - 0.43 + process * width, width * (1 - GAP)
+            left, span = number - 0.43 + process * width, width * (1 - PROCESS_GAP)
             x = [left + span * (i + 0.5) / len(taken) for i in range(len(taken))]
-            size = 3.2 if len(taken) * len(processes) > FEW else 6
+            size = 3.2 if len(taken) * len(processes) > FEW_SAMPLES else 6
             colour = colour_of(record["contender"])
             lines.append(Curve(x, taken, colour, marker=".", line="", size=size, opacity=0.65))
             lines.append(Curve([left, left + span], [summarise(taken).median] * 2, width=1.2))

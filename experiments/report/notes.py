@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from experiments.config.schema import PHASES, Mode
+from experiments.kinds.base import Compared
 from experiments.machine.ceilings import Roofs
 from experiments.machine.flags import MINOR, explain
 from experiments.report import text
 from experiments.report.data import Run
 from experiments.results.metrics import GPU_BUSY, MARGIN, PROCESSES_FOR_A_VERDICT
 
-NOISY = 0.3  # typical distance of the quartiles, relative to the median, that deserves a warning
+NOISY_SPREAD = 0.3  # between quartiles, relative to the median, that deserves a warning
 
 MODES = {
     Mode.hot.value: "Hot: executions follow each other, so that caches hold what the one before "
@@ -81,58 +82,58 @@ VERDICTS = (
 
 def how_to_read(run: Run) -> list[str]:
     """Return the notes that apply to this run."""
-    if not run.kind.side_by_side:
+    if run.kind.reporting.compared < Compared.ROUNDS:
         return []
-    found = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
+    notes = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
     several = max(run.passes().values(), default=0) > 1
-    found += [PROCESSES, VERDICTS] if several else [ONE_PROCESS]
-    found += HOW_TO_READ[1:]
+    notes += [PROCESSES, VERDICTS] if several else [ONE_PROCESS]
+    notes += HOW_TO_READ[1:]
     ids = {r["params"].get("distribution") for r in run.records}
-    found += [SYNTHETIC] if ids & {"uniform", "zipf"} else []
-    found += [PRODUCTION] if "production" in ids else []
-    found += [REPLAYED] if "trace" in ids else []
+    notes += [SYNTHETIC] if ids & {"uniform", "zipf"} else []
+    notes += [PRODUCTION] if "production" in ids else []
+    notes += [REPLAYED] if "trace" in ids else []
     roofs = Roofs.of(run.environment)
-    found += [f"'of gather' divides by {roofs.gather_method}."] if roofs.gather_gb_s else []
-    found += [HOST] if any(r.get("wall_samples") for r in run.records) else []
+    notes += [f"'of gather' divides by {roofs.gather_method}."] if roofs.gather_gb_s else []
+    notes += [HOST] if any(r.get("wall_samples") for r in run.records) else []
     packages = sorted({pair for r in run.records for pair in r.get("packages", {}).items()})
     if packages:
         named = ", ".join(f"{package} {version}" for package, version in packages)
-        found.append(f"Contenders from other packages are those of {named}.")
-    return found
+        notes.append(f"Contenders from other packages are those of {named}.")
+    return notes
 
 
 def notices(run: Run) -> list[str]:
     """Return what a reader must know before trusting a number."""
-    found = []
+    sentences = []
     if run.smoke:
-        found.append(
+        sentences.append(
             "Tables, batches and rounds are capped to see whether everything works (timing=smoke)."
         )
     else:
-        found += _scaled(run)
-        if run.spread() > NOISY:
-            found.append(
+        sentences += _scaled(run)
+        if run.spread() > NOISY_SPREAD:
+            sentences.append(
                 f"Noisy run: half of the medians have quartiles more than {100 * run.spread():.0f} "
                 "% apart. Something else used the machine; believe the intervals, not the third "
                 "digit."
             )
-    found += _unfinished(run)
+    sentences += _unfinished(run)
     if note := run.environment.get("note"):  # what was added to the environment by hand
-        found.append(f"Note: {note}")
-    found += host_bound(run)
+        sentences.append(f"Note: {note}")
+    sentences += host_bound(run)
     disturbed = [(explain(f), n) for f, n in flag_counts(run).items() if f not in MINOR]
     if disturbed:
         total = len(run.table) // len(PHASES)
         words = "; ".join(f"{flag} ({n} of {total} rows)" for flag, n in disturbed)
-        found.append(f"While this was measured: {words}.")
+        sentences.append(f"While this was measured: {words}.")
     folded = {r["section"]: r for r in run.records if r.get("pool_folded")}
     for section, record in folded.items():
         share = record["pool_folded"] / (record["lookups"] * record["pool_batches"])
-        found.append(
+        sentences.append(
             f"Trace: {100 * share:.3g} % of the lookups of {run.title(section)} are outside their "
             "tables and were folded into them (ids modulo rows), so that rows collide."
         )
-    return found
+    return sentences
 
 
 def host_bound(run: Run) -> list[str]:
@@ -172,28 +173,30 @@ def _scaled(run: Run) -> list[str]:
 
 def _unfinished(run: Run) -> list[str]:
     """Describe interrupted runs and passes that exceeded the budget."""
-    found, passes = [], run.passes()
+    sentences, passes = [], run.passes()
     status = run.info.get("status", "finished")
     if status != "finished":
         done = len({r["cell"] for r in run.records})
         what = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
-        found.append(
+        sentences.append(
             f"{what} after {done} of {run.info.get('cells')} cells; the same command goes on."
         )
     short = [n for n in passes.values() if n < run.planned]
     if short:
-        found.append(
+        sentences.append(
             f"{len(short)} of {text.count(len(passes), 'cell')} were measured in fewer than the "
             f"planned {text.count(run.planned, 'process', 'processes')} (fewest: {min(short)}). "
             "One process gives no interval; two take the spread of the run's other cells."
         )
+    if values := run.info.get("values_left_out"):
+        sentences.append(f"Not in this run, for timing.max_cells: {', '.join(values)}.")
     left_out = int(run.info.get("cells_left_out", 0))
     if left_out:
-        found.append(
+        sentences.append(
             f"{left_out} of {text.count(run.info['cells'], 'cell')} were not measured: the time "
             "of the run (timing.total_seconds) was used up. The same command goes on with them."
         )
-    return found
+    return sentences
 
 
 def flag_counts(run: Run) -> dict[str, int]:

@@ -65,12 +65,12 @@ def _together(processes: pd.DataFrame) -> dict[str, Any]:
 
 def figures(run: Run) -> list[Figure]:
     """Draw a map of all outcomes, where any is not a success."""
-    found = outcomes(run)
-    if (found["status"] == "ok").all():
+    results = outcomes(run)
+    if (results["status"] == "ok").all():
         return []
-    words = "; ".join(f"{s}: {MEANING[s]}" for s in MEANING if s in set(found["status"]))
-    found["short"] = found["cell"].map(_short)
-    unique = found["short"].nunique() == found["cell"].nunique()
+    words = "; ".join(f"{s}: {MEANING[s]}" for s in MEANING if s in set(results["status"]))
+    results["short"] = results["cell"].map(_short)
+    unique = results["short"].nunique() == results["cell"].nunique()
     entries = [
         Square(
             row.label,
@@ -79,16 +79,16 @@ def figures(run: Run) -> list[Figure]:
             STATUS.get(row.status, STATUS["error"]),
             0.25 if row.status == "ok" else 0.6,
         )
-        for row in found.itertuples()
+        for row in results.itertuples()
     ]
-    width = max(5.4, 2.6 + 0.55 * found["label"].nunique())
-    height = max(2.2, 0.26 * found["cell"].nunique() + 1.6)
+    width = max(5.4, 2.6 + 0.55 * results["label"].nunique())
+    height = max(2.2, 0.26 * results["cell"].nunique() + 1.6)
     return [
         Figure(
             "outcomes",
             "Outcome of every measurement",
             f"A line per cell, a column per contender. {words}. Reasons are in the table.",
-            f"{len(found)} measurements",
+            f"{len(results)} measurements",
             [Panel("Outcomes", squares(entries), width, height)],
         )
     ]
@@ -102,9 +102,9 @@ def _short(cell: str) -> str:
 
 def table(run: Run) -> Table:
     """Return the contenders without a measurement, and why."""
-    found = outcomes(run)
+    results = outcomes(run)
     return Table.of(
-        found[found["status"] != "ok"],
+        results[results["status"] != "ok"],
         {
             "contender": "label",
             "cell": "cell",
@@ -123,6 +123,6 @@ def sentence(run: Run) -> str:
     statuses = outcomes(run)["status"]
     bad = statuses[statuses != "ok"].value_counts()
     if not len(bad):
-        return run.kind.done.format(count=len(statuses))
+        return run.kind.reporting.success.format(count=len(statuses))
     words = ", ".join(f"{bad[status]} {status}" for status in MEANING if status in bad)
     return f"{bad.sum()} of {len(statuses)} measurements have no result, or not all of it: {words}."

@@ -102,7 +102,7 @@ def _case(run: Run, section: str) -> list[Section]:
     table = run.kind.section_table(run, section)
     if table is None:
         return []
-    swept = section == SWEEP and not run.kind.swept_first
+    swept = section == SWEEP and not run.kind.cell_kinds.sweep_first
     title = "The sweep" if swept else text.capitalised(run.title(section))
     records = [r for r in run.records if r["section"] == section]
     case, workload = run.config.cases.get(section), run.sizes(section)

@@ -11,15 +11,15 @@ from experiments.config.schema import AXES
 from experiments.config.sweep import SWEEP
 from experiments.report import text
 from experiments.report.answer import where
-from experiments.report.charts import MOST_ROWS, Row, Square, forest, squares
+from experiments.report.charts import MAX_ROWS, Row, Square, forest, squares
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import FASTER, SLOWER, WIDTH, Figure, Panel, colour_of
 from experiments.results.metrics import MARGIN, process_logs
 from experiments.results.store import Record
 
 MODEL_PHASES = ("step", "forward")  # what a model pays for first
-STRONGEST = 4.0  # a speed-up of 4, or of a quarter, has the full colour
-OPACITY = 0.75
+FULL_COLOUR_SPEEDUP = 4.0  # a speed-up of 4, or of a quarter, has the full colour
+MAX_OPACITY = 0.75
 
 
 def forest_figures(run: Run) -> list[Figure]:
@@ -28,7 +28,11 @@ def forest_figures(run: Run) -> list[Figure]:
         return []
     label = f"time ÷ {run.baseline.label}"
     lines = {phase: forest_rows(run, phase) for phase in MODEL_PHASES}
-    panels = [forest(phase.capitalize(), found, label) for phase, found in lines.items() if found]
+    panels = [
+        forest(phase.capitalize(), ratio_rows, label)
+        for phase, ratio_rows in lines.items()
+        if ratio_rows
+    ]
     if not panels:
         return []
     dots = "One process per cell: the interval covers the noise within that process only. "
@@ -52,8 +56,8 @@ def forest_rows(run: Run, phase: str) -> list[Row]:
     """Return the ratios of a phase, smallest first; of many, the smallest and the largest."""
     rows = run.table[(run.table["phase"] == phase) & (run.table["arm"] != run.baseline.key)]
     rows = rows[(rows["status"] == "ok") & rows["ratio"].notna()].sort_values("ratio")
-    if len(rows) > MOST_ROWS:
-        rows = pd.concat([rows[: MOST_ROWS // 2], rows[-(MOST_ROWS // 2) :]])
+    if len(rows) > MAX_ROWS:
+        rows = pd.concat([rows[: MAX_ROWS // 2], rows[-(MAX_ROWS // 2) :]])
     margin = MARGIN if any(text.verdict(v) for v in rows["verdict"]) else math.nan
     dots = process_ratios(run, phase)
     return [
@@ -145,6 +149,6 @@ def speedup_square(row: pd.Series, column: str, line: str) -> Square:
         line,
         f"{speedup:.2f}×" if 0.1 <= speedup < 10 else text.times(speedup),
         FASTER if speedup > 1 else SLOWER,
-        OPACITY * min(1.0, abs(math.log(speedup)) / math.log(STRONGEST)),
+        MAX_OPACITY * min(1.0, abs(math.log(speedup)) / math.log(FULL_COLOUR_SPEEDUP)),
         hatched=text.missing(low) or text.missing(high) or low <= 1 <= high,
     )

@@ -14,13 +14,13 @@ from experiments.report.tables import (
     Column,
     Table,
     Value,
-    count,
-    digits,
-    percent,
-    ratio,
-    seconds,
-    size,
-    times,
+    bytes_value,
+    count_value,
+    factor_value,
+    number_value,
+    percent_value,
+    ratio_value,
+    time_value,
 )
 from experiments.results.metrics import WEIGHT_BYTES
 
@@ -39,16 +39,16 @@ def section_table(run: Run, section: str) -> Table:
         columns["point"] = lambda r: where(run, r)
     columns["contender"] = "label"
     if rows["row_hit_rate"].notna().any():
-        columns["lookups served"] = lambda r: percent(r["lookup_hit_rate"])
-        columns["rows served"] = lambda r: percent(r["row_hit_rate"])
-    columns["forward"] = lambda r: seconds(r["forward_s"])
-    columns["step"] = lambda r: seconds(r["median_s"])
+        columns["lookups served"] = lambda r: percent_value(r["lookup_hit_rate"])
+        columns["rows served"] = lambda r: percent_value(r["row_hit_rate"])
+    columns["forward"] = lambda r: time_value(r["forward_s"])
+    columns["step"] = lambda r: time_value(r["median_s"])
     if rows["host_s"].notna().any():
-        columns["host"] = lambda r: seconds(r["host_s"])
+        columns["host"] = lambda r: time_value(r["host_s"])
         columns["bound by"] = lambda r: (
             text.NONE if text.missing(r["host_s"]) else "host" if r["host_bound"] else "GPU"
         )
-    columns[f"step ÷ {run.baseline.label} [95\u00a0%]"] = lambda r: ratio(
+    columns[f"step ÷ {run.baseline.label} [95\u00a0%]"] = lambda r: ratio_value(
         r, is_baseline=r["arm"] == run.baseline.key
     )
     if (run.table["processes"].max() or 0) > 1:
@@ -58,29 +58,29 @@ def section_table(run: Run, section: str) -> Table:
         if (
             rows.loc[rows["status"] == "ok", "processes"].nunique() > 1
         ):  # else the head of the page says it
-            columns["processes"] = lambda r: count(r["processes"])
+            columns["processes"] = lambda r: count_value(r["processes"])
         columns["smallest effect shown"] = lambda r: (
             text.NONE
             if r["arm"] == run.baseline.key
             else Value.of(r["visible"], lambda v: f"±{100 * v:.1f} %")
         )
     columns["per lookup"] = lambda r: Value.of(r["ns_per_lookup"], lambda v: text.seconds(v / 1e9))
-    columns["useful GB/s"] = lambda r: digits(r["useful_gb_s"])
-    columns["distinct GB/s"] = lambda r: digits(r["distinct_gb_s"])
+    columns["useful GB/s"] = lambda r: number_value(r["useful_gb_s"])
+    columns["distinct GB/s"] = lambda r: number_value(r["distinct_gb_s"])
     if roofs.gather_gb_s:  # the bandwidth that was measured for rows of about this size
-        columns["of gather"] = lambda r: percent(
+        columns["of gather"] = lambda r: percent_value(
             float(r["distinct_gb_s"]) / roofs.gather(WEIGHT_BYTES * float(r["D"]))
         )
     if rows["gflop_s"].notna().any():  # the products of tensor trains
-        columns["GFLOP/s"] = lambda r: digits(r["gflop_s"])
-        columns["of sgemm"] = lambda r: percent(float(r["gflop_s"]) / roofs.sgemm_gflop_s)
-    columns["parameters"] = lambda r: size(r["weights_bytes"])
+        columns["GFLOP/s"] = lambda r: number_value(r["gflop_s"])
+        columns["of sgemm"] = lambda r: percent_value(float(r["gflop_s"]) / roofs.sgemm_gflop_s)
+    columns["parameters"] = lambda r: bytes_value(r["weights_bytes"])
     columns["compression"] = lambda r: Value.of(
         r["compression"], lambda v: "1×" if v == 1 else text.times(v)
     )
-    columns["scratch"] = lambda r: size(r["peak_bytes"])
+    columns["scratch"] = lambda r: bytes_value(r["peak_bytes"])
     if (run.table["optimizer_state_bytes"].fillna(0) > 0).any():
-        columns["optimizer state"] = lambda r: size(r["optimizer_state_bytes"])
+        columns["optimizer state"] = lambda r: bytes_value(r["optimizer_state_bytes"])
     steps = rows[rows["phase"] == "step"].join(forward, on=keys)
     return Table.of(steps, columns, names=1 + sweep)
 
@@ -98,7 +98,7 @@ def flags_table(run: Run) -> Table:
         {
             "flag": lambda flag: flag[0],
             "what it means": lambda flag: explain(flag[0]),
-            "rows": lambda flag: count(flag[1]),
+            "rows": lambda flag: count_value(flag[1]),
             "what would help": lambda flag: remedy(flag[0]),
         },
     )
@@ -106,24 +106,24 @@ def flags_table(run: Run) -> Table:
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return (name, value) of every entry, names joined by spaces; unknown values are left out."""
-    found: list[tuple[str, str]] = []
+    entries: list[tuple[str, str]] = []
     for key, value in tree.items():
         name = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, dict):
-            found += flatten(value, f"{name} ")
+            entries += flatten(value, f"{name} ")
         elif key == "memory_bytes" and value:
-            found.append((name.replace(" bytes", ""), text.size(value)))
+            entries.append((name.replace(" bytes", ""), text.size(value)))
         elif key == "copy_gb_s" and value:
             shown = f"{text.digits(value)} GB/s (read + write)"
-            found += [("copy bandwidth", shown)] * (("copy bandwidth", shown) not in found)
+            entries += [("copy bandwidth", shown)] * (("copy bandwidth", shown) not in entries)
         elif key == "sgemm_gflop_s" and value:
-            found.append(("float32 matrix products", f"{text.digits(value)} GFLOP/s"))
+            entries.append(("float32 matrix products", f"{text.digits(value)} GFLOP/s"))
         elif prefix.endswith("gather gb s "):
-            found.append((f"gather bandwidth, rows of {key} B", f"{text.digits(value)} GB/s"))
+            entries.append((f"gather bandwidth, rows of {key} B", f"{text.digits(value)} GB/s"))
         elif value is not None and value != []:
             shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            found.append((name, shown))
-    return found
+            entries.append((name, shown))
+    return entries
 
 
 def readme_table(run: Run) -> list[str]:
@@ -132,13 +132,13 @@ def readme_table(run: Run) -> list[str]:
     forward = rows[rows["phase"] == "forward"].set_index("arm")["median_s"].rename("forward_s")
     columns: dict[str, Column] = {
         "contender": "label",
-        "forward": lambda r: seconds(r["forward_s"]),
-        "step": lambda r: seconds(r["median_s"]),
-        f"step ÷ {run.baseline.label}": lambda r: ratio(
+        "forward": lambda r: time_value(r["forward_s"]),
+        "step": lambda r: time_value(r["median_s"]),
+        f"step ÷ {run.baseline.label}": lambda r: ratio_value(
             r, is_baseline=r["arm"] == run.baseline.key
         ),
-        "parameters": lambda r: size(r["weights_bytes"]),
-        "compression": lambda r: times(r["compression"]),
+        "parameters": lambda r: bytes_value(r["weights_bytes"]),
+        "compression": lambda r: factor_value(r["compression"]),
     }
     steps = rows[rows["phase"] == "step"].join(forward, on="arm")
     return Table.of(steps, columns, names=1).markdown().splitlines()

@@ -30,37 +30,37 @@ class Value:
         return cls(shown(value), float(value))
 
 
-def seconds(value: float | None) -> Value:
+def time_value(value: float | None) -> Value:
     """Return a time."""
     return Value.of(value, text.seconds)
 
 
-def size(value: float | None) -> Value:
+def bytes_value(value: float | None) -> Value:
     """Return a number of bytes."""
     return Value.of(value, text.size)
 
 
-def digits(value: float | None) -> Value:
+def number_value(value: float | None) -> Value:
     """Return a number with three digits."""
     return Value.of(value, text.digits)
 
 
-def count(value: float | None) -> Value:
+def count_value(value: float | None) -> Value:
     """Return a whole number."""
     return Value.of(value, lambda v: f"{v:,.0f}")
 
 
-def percent(share: float | None) -> Value:
+def percent_value(share: float | None) -> Value:
     """Return a share of 1 in percent; it sorts by the percentage."""
     return Value.of(None if share is None else 100 * share, lambda v: f"{text.digits(v)} %")
 
 
-def times(value: float | None) -> Value:
+def factor_value(value: float | None) -> Value:
     """Return a factor."""
     return Value.of(value, text.times)
 
 
-def ratio(row: Row, *, is_baseline: bool = False) -> Value:
+def ratio_value(row: Row, *, is_baseline: bool = False) -> Value:
     """Return a row's ratio with its interval; 1 for the baseline itself."""
     if is_baseline and not text.missing(row["ratio"]):
         return Value("1", 1.0)

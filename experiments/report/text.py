@@ -96,9 +96,9 @@ def fraction(value: float) -> str:
     return f"1/{digits(value)}" if value >= 1 else times(1 / value)
 
 
-def count(number: float, one: str, many: str = "") -> str:
+def count(amount: float, one: str, many: str = "") -> str:
     """Return '1 cell' or '3 cells'; `many` is for plurals that are not `one` and an s."""
-    return f"{number:,.0f} {one if number == 1 else many or one + 's'}"
+    return f"{amount:,.0f} {one if amount == 1 else many or one + 's'}"
 
 
 def number(value: float) -> str:

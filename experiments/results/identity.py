@@ -6,12 +6,11 @@ import dataclasses
 import enum
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments import kinds
 from experiments.config.schema import Config
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
@@ -20,8 +19,8 @@ from experiments.paths import ROOT, library_folders
 # How a number comes about: a change here makes earlier samples another measurement.
 BENCH_SOURCES = (
     *(f"{package}/*.py" for package in ("workloads", "timing", "contenders", "measure", "quality")),
-    *(f"run/{name}.py" for name in ("ranks", "session", "worker")),
-    *("machine/cpu.py", "machine/telemetry.py"),
+    *("run/ranks.py", "run/worker.py"),
+    *(f"machine/{name}.py" for name in ("cpu", "memory", "telemetry")),
 )
 # Of a timing preset: what says how much is measured, not what.
 AMOUNTS = (
@@ -49,8 +48,11 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def point_key(cell: Cell, config: Config) -> str:
-    """Return a key that is equal for cells of any run that measure the same work."""
+def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
+    """Return a key that is equal for cells of any run that measure the same work.
+
+    `packages` are those besides the contenders' which change a result.
+    """
     timing = dataclasses.asdict(config.timing)
     return digest(
         {
@@ -63,7 +65,7 @@ def point_key(cell: Cell, config: Config) -> str:
             "device": {"kind": config.device.kind, "ranks": config.device.ranks},
             "bench": bench_version(),
             "others": {arm.contender: registry.identity(arm.contender) for arm in cell.arms},
-            "packages": [registry.installed(name) for name in kinds.find(cell.kind).packages],
+            "packages": [registry.installed(name) for name in packages],
         }
     )
 
@@ -105,7 +107,7 @@ def code_id() -> str:
 
 
 def _of_files(paths: Iterable[Path]) -> str:
-    found = hashlib.blake2b(digest_size=8)
+    digest_of_all = hashlib.blake2b(digest_size=8)
     for path in sorted(paths):
-        found.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())
-    return found.hexdigest()
+        digest_of_all.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())
+    return digest_of_all.hexdigest()

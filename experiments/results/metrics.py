@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import pandas as pd
 from experiments.config.schema import PHASES, Mode
 from experiments.results.store import Record
 from experiments.timing import statistics
-from experiments.timing.statistics import Effect, Pool, Summary
+from experiments.timing.statistics import Effect, ProcessSpread, Summary
 
 INDEX_BYTES = 8  # int64 ids and offsets
 WEIGHT_BYTES = 4  # float32
@@ -61,19 +61,19 @@ def host_seconds(group: Sequence[Record], phase: str) -> float:
     return statistics.summarise(walls).median if walls else math.nan
 
 
-def host_bound(mode: str, seconds: float, host: float) -> bool:
+def host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
     """Return whether the GPU would idle for a fifth of the time or more if calls followed eagerly.
 
-    `seconds` is the time on the GPU, and in mode wall the time from call to completion. Unknown
+    `gpu_s` is the time on the GPU, and in mode wall the time from call to completion. Unknown
     times give False.
     """
     if mode == Mode.wall.value:
-        return host > GPU_BUSY * seconds
-    return seconds < GPU_BUSY * host
+        return host_s > GPU_BUSY * gpu_s
+    return gpu_s < GPU_BUSY * host_s
 
 
 def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
-    """Round -> the faster of its two samples: the one that was disturbed less."""
+    """Return, per round, the faster of its two samples, which was disturbed less."""
     best: dict[int, float] = {}
     for number, sample in record["samples"].get(phase, []):
         best[int(number)] = min(float(sample), best.get(int(number), math.inf))
@@ -85,27 +85,60 @@ def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
 
     Ratios are to the arm `baseline` of the same cell and mode, paired within each process.
     """
+    return phase_rows(records, "time", lambda _: baseline, _row, phases_of=lambda _: PHASES)
+
+
+Group = Sequence[Record]
+RowOf = Callable[[Group, str, Group, "Pools"], dict[str, Any]]
+
+
+def phase_rows(
+    records: Sequence[Record],
+    kind: str,
+    baseline_of: Callable[[Record], str],
+    row_of: RowOf,
+    *,
+    phases_of: Callable[[Group], Sequence[str]],
+    pair: Callable[[Group, str], Group] = lambda base, phase: base,
+) -> pd.DataFrame:
+    """Return a row per arm, mode and phase of the cells of a kind, all processes together.
+
+    Args:
+        records: Of a run, of all kinds.
+        kind: The kind whose cells count.
+        baseline_of: The arm that the arm of a record is compared with.
+        row_of: Makes a row of a group, its phase, its baseline's group, and the run's spread.
+        phases_of: The phases of a group.
+        pair: The baseline's records as they are paired with a phase.
+    """
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        if record.get("kind", "time") == "time":
+        if record.get("kind", "time") == kind:
             groups.setdefault((record["cell"], record["arm"], mode_of(record)), []).append(record)
-    pairs: dict[str, list[tuple[list[Record], list[Record]]]] = {}
+    pairs: dict[tuple[str, str], list[tuple[Group, Group]]] = {}
+    measured = []
     for (cell, _, mode), group in groups.items():
-        pairs.setdefault(mode, []).append((group, groups.get((cell, baseline, mode), [])))
-    pools = {(mode, phase): Pools.of(pairs[mode], phase) for mode in pairs for phase in PHASES}
-    rows = []
-    for (cell, _, mode), group in groups.items():
-        base = groups.get((cell, baseline, mode), [])
-        rows += [_row(group, phase, base, pools[mode, phase]) for phase in PHASES]
-    return pd.DataFrame(rows)
+        base = groups.get((cell, baseline_of(group[0]), mode), [])
+        for phase in phases_of(group):
+            pairs.setdefault((mode, phase), []).append((group, pair(base, phase)))
+            measured.append((group, mode, phase, base))
+    pools = {key: Pools.of(group_pairs, key[1]) for key, group_pairs in pairs.items()}
+    return pd.DataFrame(
+        [row_of(group, phase, base, pools[mode, phase]) for group, mode, phase, base in measured]
+    )
+
+
+def sampled_phases(group: Group, otherwise: str) -> Sequence[str]:
+    """Return the phases that a group has samples of; `otherwise` where it has none."""
+    return next((list(r["samples"]) for r in group if r["samples"]), [otherwise])
 
 
 @dataclass(frozen=True)
 class Pools:
     """The variation between processes in one mode and phase of a run, for cells with only two."""
 
-    times: Pool | None
-    ratios: Pool | None
+    times: ProcessSpread | None
+    ratios: ProcessSpread | None
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], phase: str) -> Pools:
@@ -120,7 +153,7 @@ class Pools:
 
 def good(group: Sequence[Record]) -> list[Record]:
     """Return the processes of an arm that count: none once one of them was wrong."""
-    return [r for r in group if r["status"] == "ok"] if _status(group) == "ok" else []
+    return [r for r in group if r["status"] == "ok"] if status_of(group) == "ok" else []
 
 
 def mode_of(record: Record) -> str:
@@ -132,7 +165,7 @@ def _row(
     group: Sequence[Record], phase: str, base: Sequence[Record], pools: Pools
 ) -> dict[str, Any]:
     record = next((r for r in group if r["status"] == "ok"), group[0])
-    status, taken = _status(group), good(group)
+    status, taken = status_of(group), good(group)
     sampled = [seconds(r, phase) for r in taken]
     time = summarise_processes(sampled, pools.times)
     ends = statistics.tail([s for each in sampled for s in each])
@@ -147,11 +180,7 @@ def _row(
         "phase": phase,
         "status": status,
         **record["params"],
-        "median_s": time.median,
-        "q25_s": time.q25,
-        "q75_s": time.q75,
-        "lo_s": time.lo,
-        "hi_s": time.hi,
+        **time.columns(),
         "host_s": (host := host_seconds(taken, phase)),
         "host_bound": host_bound(mode_of(record), time.median, host),
         "min_s": ends.least,
@@ -161,9 +190,7 @@ def _row(
         "processes": len(taken),
         "stop_reason": record["stop_reason"],
         "flags": "; ".join(_flags(group)),
-        "ratio": effect.ratio,
-        "ratio_lo": effect.lo,
-        "ratio_hi": effect.hi,
+        **effect.columns(),
         "verdict": statistics.verdict(effect, MARGIN).value if judged else "",
         "visible": statistics.smallest_visible(effect, MARGIN) if judged else math.nan,
         "ns_per_lookup": 1e9 * time.median / record["lookups"],
@@ -180,7 +207,6 @@ def _row(
         "peak_bytes": record["peak_bytes"],
         "dense_bytes": record["dense_bytes"],
         "compression": compression(record),
-        "error": (record.get("error") or {}).get("relative", math.nan),
         "lookup_hit_rate": hit_rate(record, "lookup"),
         "row_hit_rate": hit_rate(record, "row"),
         "rows_scale": record["rows_scale"],
@@ -194,37 +220,39 @@ def _flops(record: Record, phase: str) -> float:
     return float((record.get("flops") or {}).get(phase, math.nan))
 
 
-def _status(group: Sequence[Record]) -> str:
+def status_of(group: Sequence[Record]) -> str:
     """Return 'ok' if any process measured the arm and none found it wrong."""
-    found = [r["status"] for r in group]
-    if "wrong" in found:
+    statuses = [r["status"] for r in group]
+    if "wrong" in statuses:
         return "wrong"
-    return "ok" if "ok" in found else str(found[0]) if found else "missing"
+    return "ok" if "ok" in statuses else str(statuses[0]) if statuses else "missing"
 
 
 def _flags(group: Sequence[Record]) -> list[str]:
     """Return what a reader should know of some of the processes, each flag once."""
-    found = [flag for r in group for flag in r.get("flags", [])]
+    flags = [flag for r in group for flag in r.get("flags", [])]
     failed = [r["status"] for r in group if r["status"] != "ok"]
     if failed and len(failed) < len(group):
-        found.append(f"{failed[0]} in {len(failed)} of {len(group)} processes")
-    return list(dict.fromkeys(found))
+        flags.append(f"{failed[0]} in {len(failed)} of {len(group)} processes")
+    return list(dict.fromkeys(flags))
 
 
-def summarise_processes(samples: Sequence[Sequence[float]], others: Pool | None = None) -> Summary:
+def summarise_processes(
+    samples: Sequence[Sequence[float]], others: ProcessSpread | None = None
+) -> Summary:
     """Summarise all samples of all processes; the interval is over the processes' medians.
 
-    One process gives no interval: what it could give covers the noise within it, which is smaller
-    than what processes differ by. The interval is widened to the median of all samples where
-    processes with many of those pull that away.
+    One process gives no interval, because its samples show the noise within it only, and processes
+    differ by more. The interval is widened to contain the median of all samples, which a process
+    with many samples can pull away from the mean over processes.
     """
-    whole = statistics.summarise([s for taken in samples for s in taken])
+    together = statistics.summarise([s for taken in samples for s in taken])
     medians = [statistics.summarise(taken).median for taken in samples if taken]
     spread = statistics.combine([math.log(m) for m in medians], others)
     if math.isnan(spread.lo):
-        return dataclasses.replace(whole, lo=math.nan, hi=math.nan)
-    lo, hi = min(spread.lo, whole.median), max(spread.hi, whole.median)
-    return dataclasses.replace(whole, lo=lo, hi=hi)
+        return dataclasses.replace(together, lo=math.nan, hi=math.nan)
+    lo, hi = min(spread.lo, together.median), max(spread.hi, together.median)
+    return dataclasses.replace(together, lo=lo, hi=hi)
 
 
 def process_medians(arm: Sequence[Record], phase: str) -> list[float]:
@@ -234,7 +262,7 @@ def process_medians(arm: Sequence[Record], phase: str) -> list[float]:
 
 
 def ratio(
-    arm: Sequence[Record], base: Sequence[Record], phase: str, others: Pool | None = None
+    arm: Sequence[Record], base: Sequence[Record], phase: str, others: ProcessSpread | None = None
 ) -> Effect:
     """Return arm / base: per process the median over rounds, over processes mean and t-interval.
 
@@ -251,8 +279,8 @@ def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> l
         for r in arm
         if replicate_of(r) in others
     ]
-    pairs = [(own, other) for own, other in pairs if own.keys() & other.keys()]
-    return [statistics.process_effect(own, other) for own, other in pairs]
+    pairs = [(best, other) for best, other in pairs if best.keys() & other.keys()]
+    return [statistics.process_effect(best, other) for best, other in pairs]
 
 
 def replicate_of(record: Record) -> int:

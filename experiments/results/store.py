@@ -110,8 +110,8 @@ class RunStore:
     def append(self, *records: Record) -> None:
         """Append whole lines in one write; a kill leaves at worst half of the last one.
 
-        What a full disk cut off is taken back before the error is raised, and what an earlier
-        writer of the file left half-written is removed before anything is added.
+        On a full disk the bytes written so far are removed before the error is raised. A
+        half-written last line of an earlier writer is removed first.
         """
         lines = "".join(json.dumps({"schema_version": SCHEMA_VERSION, **r}) + "\n" for r in records)
         data = lines.encode()

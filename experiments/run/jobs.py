@@ -11,6 +11,7 @@ from pathlib import Path
 from experiments import kinds
 from experiments.config.schema import AXES, Config, Rerun
 from experiments.config.sweep import SWEEP, Cell
+from experiments.kinds.base import Effort
 from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
@@ -33,17 +34,19 @@ class Job:
 
     def key(self, config: Config) -> tuple[str, int]:
         """Return a key that is the same in every run that asks for the same measurement."""
-        return point_key(self.cell, config), self.replicate
+        packages = kinds.find(self.cell.kind).measurement.packages
+        return point_key(self.cell, config, packages), self.replicate
 
 
 def replicates(cell: Cell, config: Config) -> int:
     """Return the number of fresh processes that measure the cell; counts are the same in each."""
-    return config.timing.replicates if kinds.find(cell.kind).timed else 1
+    once = kinds.find(cell.kind).measurement.effort is Effort.ONCE
+    return 1 if once else config.timing.replicates
 
 
 def seconds_of(cell: Cell, config: Config) -> float:
     """Estimate the seconds of one process from above, without building tables."""
-    if not kinds.find(cell.kind).timed:
+    if kinds.find(cell.kind).measurement.effort is Effort.ONCE:
         return START_SECONDS
     timing = config.timing
     warm = len(cell.arms) * timing.warmup_seconds
@@ -53,10 +56,10 @@ def seconds_of(cell: Cell, config: Config) -> float:
 def passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
     """Measure the answer's cells to their end, then the other cells block by block.
 
-    Each list is a pass: some cells once, each in a process of its own. The cells of a block take
-    turns until all of them have all their processes, so a run that is short of time ends with fewer
-    cells and not with fewer processes per cell, of which one says nothing of its own error. Passes
-    after the first are shuffled, so that what drifts does not always meet the same cells.
+    Each list is a pass: some cells once, each in its own process. The cells of a block take turns
+    until each has all its processes. So a run that is short of time ends with fewer cells, not with
+    fewer processes per cell, and a single process gives no error. Passes after the first are
+    shuffled, so that a drift does not always meet the same cells.
     """
     headline = config.report.headline
     answer = [cell for cell in cells if headline and cell.section == headline]
@@ -100,12 +103,12 @@ Done = Mapping[tuple[str, int], list[Record]]
 def done_before(folder: Path, config: Config, context_id: str) -> Done:
     """Find complete jobs of earlier runs of the experiment under `folder`, the latest of each.
 
-    `rerun=failed` forgets those with a failure in them, `rerun=all` all. Who ran out of time under
-    another limit may not under this one.
+    `rerun=failed` ignores jobs with a failure, `rerun=all` ignores every job. A timeout under
+    another limit_seconds does not count, because this limit may suffice.
     """
-    found: dict[tuple[str, int], list[Record]] = {}
+    jobs_by_key: dict[tuple[str, int], list[Record]] = {}
     if config.rerun is Rerun.all:
-        return found
+        return jobs_by_key
     accepted = GOOD if config.rerun is Rerun.failed else SETTLED
     limit = config.timing.limit_seconds
     for points in sorted(folder.glob("*/points.jsonl")):
@@ -118,8 +121,8 @@ def done_before(folder: Path, config: Config, context_id: str) -> Done:
             if record.get("context_id") == context_id:
                 jobs.setdefault((record["point_key"], record["replicate"]), []).append(record)
         for key, parts in jobs.items():
-            whole = len(parts) == parts[0]["job_records"]
+            complete = len(parts) == parts[0]["job_records"]
             other = any(r["status"] == "timeout" and r.get("limit_s") != limit for r in parts)
-            if whole and not other and all(r["status"] in accepted for r in parts):
-                found[key] = parts
-    return found
+            if complete and not other and all(r["status"] in accepted for r in parts):
+                jobs_by_key[key] = parts
+    return jobs_by_key

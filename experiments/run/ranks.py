@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from experiments import kinds
+from experiments.machine import memory
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
+from experiments.measure.process import Child, Died, Limits, is_out_of_memory, note
+from experiments.measure.session import Orders, RankSync
 from experiments.results.store import Record
-from experiments.run.process import Child, Died, Limits, is_out_of_memory, note
-from experiments.run.session import Orders, RankSync
-from experiments.timing import memory
 from experiments.timing.clock import Clock, Phase, Reading, Work
 
 ARM, CLOCK = 1.0, 2.0  # whose a failure is: the contender's, or of all that was timed together
@@ -106,22 +105,24 @@ class ProcessSync(RankSync):
         """Give every rank the first rank's failure of each arm."""
         every = self.peers.exchange({key: (o.status, o.reason) for key, o in outcomes.items()})
         for key, outcome in outcomes.items():
-            told = [(rank, *said[key]) for rank, said in enumerate(every) if said[key][0] != "ok"]
-            if told and outcome.status == "ok":
-                rank, outcome.status, reason = told[0]
+            failures = [(rank, *o[key]) for rank, o in enumerate(every) if o[key][0] != "ok"]
+            if failures and outcome.status == "ok":
+                rank, outcome.status, reason = failures[0]
                 outcome.reason = f"rank {rank}: {reason}"
 
     def share(self, error: Exception | None) -> Exception:
         """Return the error to raise after some ranks failed: this rank's, else another's."""
-        every = self.peers.exchange(None if error is None else told(error))
+        every = self.peers.exchange(None if error is None else error_words(error))
         if error is not None:
             return error
-        rank, text, out_of_memory = next((r, *said) for r, said in enumerate(every) if said)
+        rank, text, out_of_memory = next(
+            (r, *failure) for r, failure in enumerate(every) if failure
+        )
         kind = MemoryError if out_of_memory else Elsewhere
         return kind(f"rank {rank}: {text}")
 
 
-def told(error: Exception) -> tuple[str, bool]:
+def error_words(error: Exception) -> tuple[str, bool]:
     """Return an error's text and whether memory ran out, for other ranks."""
     return f"{type(error).__name__}: {error}", is_out_of_memory(error)
 
@@ -181,11 +182,11 @@ class RankClock(Clock):
         """Return every rank's seconds of the last samples in the log; the warm-up's come first."""
         taken = iter(self.log.get(key, []))
         share = 1 / calls
-        found = []
+        by_sample = []
         for _, seconds in samples:
             ranks = next((t for t in taken if max(t) * share == seconds), None)
-            found.append(None if ranks is None else [second * share for second in ranks])
-        return found
+            by_sample.append(None if ranks is None else [second * share for second in ranks])
+        return by_sample
 
 
 class SharedTelemetry(Telemetry):
@@ -286,12 +287,12 @@ def _by_rank(record: Record, ranks: ProcessSync) -> Record:
     """Return the seconds of every rank per sample; a sample's own value is the slowest rank's."""
     clock = ranks.clocks.get(record["mode"])
     calls = record.get("executions", {})
-    found = {
+    samples = {
         phase: clock.seconds_of(f"{record['arm']}/{phase}", taken, calls.get(phase, 1))
         for phase, taken in record["samples"].items()
         if clock
     }
-    return {"rank_samples": found, "rank_threads": torch.get_num_threads()}
+    return {"rank_samples": samples, "rank_threads": torch.get_num_threads()}
 
 
 # The process that starts them
@@ -353,11 +354,6 @@ class RankProcesses:
     def __enter__(self) -> RankProcesses:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for child in self.children:
-            child.__exit__(kind, error, trace)
+            child.__exit__(*error)

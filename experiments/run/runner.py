@@ -17,19 +17,19 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from experiments import kinds
-from experiments.config.configure import device_kind
-from experiments.config.schema import Config, Mode, UsageError
-from experiments.config.sweep import Cell
+from experiments.config.schema import AXES, Config, Mode, UsageError, device_kind
+from experiments.config.sweep import SWEEP, Cell, axes_of
+from experiments.contenders import registry
+from experiments.kinds.base import Effort, Ranks
+from experiments.machine import memory
 from experiments.machine.flags import explain
-from experiments.measure.timing import dense_arms, fit_memory
+from experiments.measure.session import Session
 from experiments.paths import ROOT
 from experiments.report import text, write_report
 from experiments.results.store import Record, RunStore
 from experiments.run.jobs import Done, Job, done_before, passes, replicates, seconds_of
 from experiments.run.progress import Display, outcome_line, where
-from experiments.run.session import Session
 from experiments.run.worker import measure_job, survey
-from experiments.timing import memory
 from experiments.workloads.workload import dense_bytes, table_shapes
 
 WIDTH = 120  # of the table where it is not a terminal's
@@ -46,22 +46,25 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
         kind = kinds.find(cell.kind)
         fitted = fit_memory(cell, session.over_ranks_of(cell))
         size = text.NONE
-        if kind.makes_tables:
+        if kind.measurement.makes_tables:
             scaled = f" ({100 * fitted.rows_scale:.3g} % of the rows)" * (fitted.rows_scale < 1)
             shapes = table_shapes(fitted.workload, scale=fitted.rows_scale)
             size = text.size(dense_bytes(shapes)) + scaled
         seconds = estimate(fitted, config) * replicates(cell, config)
-        total += seconds if kind.limited else 0.0
-        unlimited += not kind.limited
+        limited = kind.measurement.effort is not Effort.TRAINED
+        total += seconds if limited else 0.0
+        unlimited += not limited
         table.add_row(
             where(fitted),
             ", ".join(arm.key for arm in cell.arms),
             size,
             str(replicates(cell, config)),
-            text.seconds(seconds) if kind.limited else text.NONE,
+            text.seconds(seconds) if limited else text.NONE,
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
+    if values := values_left_out(cells, config):
+        console.print(f"\nWithout {', '.join(values)}: timing.max_cells={config.timing.max_cells}.")
     limit = config.timing.total_seconds
     bound = f", cut to about {limit:g} s by timing.total_seconds" if 0 < limit < total else ""
     times = [f"about {text.seconds(total)} at most{bound}"] if total else []
@@ -79,6 +82,29 @@ def estimate(cell: Cell, config: Config) -> float:
     if dense := dense_arms(cell):
         built = dense * dense_bytes(table_shapes(cell.workload, scale=cell.rows_scale))
     return seconds_of(cell, config) + built / BUILD_BYTES_PER_SECOND
+
+
+def dense_arms(cell: Cell) -> int:
+    """Count the contenders of the cell that hold its tables uncompressed; computed arms do not."""
+    if not kinds.find(cell.kind).measurement.makes_tables:
+        return 0
+    return sum(registry.dense(arm.contender) for arm in cell.arms)
+
+
+def fit_memory(cell: Cell, session: Session) -> Cell:
+    """Shrink the tables only if the uncompressed contenders would not fit in the free memory."""
+    kind = kinds.find(cell.kind)
+    if not kind.measurement.makes_tables:
+        return cell
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    adagrad = session.config.optimizer.value == "adagrad"
+    wanted = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
+    if session.device.type == "cpu" and kind.arms.ranks is not Ranks.OF_WORLDS:
+        wanted *= session.config.device.ranks  # whose tables lie in the same memory
+    room = memory.available_bytes(session.device) * session.config.device.memory_share
+    if wanted <= room:
+        return cell
+    return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
 
 
 TIMED_SHARE = 0.6  # of a job's time; building and checking its contenders take the rest
@@ -112,6 +138,22 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         work = Passes(session, store, display, earlier, environment["context_id"])
         status = work.do(cells)
     return finish(store, config, status=status, question=question, extra=work.summary(cells))
+
+
+def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
+    """Return the values of the sweep that timing.max_cells leaves without a cell."""
+    if not config.timing.max_cells:
+        return []
+    swept = [cell for cell in cells if cell.section == SWEEP]
+    measured = {axis: {getattr(cell.workload, axis) for cell in swept} for axis in AXES}
+    measured["rank"] = {arm.rank for cell in swept for arm in cell.arms}
+    return [
+        f"{axis}={value:g}"
+        for axis, values in axes_of(config).items()
+        if axis != "B" or not config.timing.max_batch  # a capped batch has another size
+        for value in values
+        if value not in measured[axis]
+    ]
 
 
 def device_of(config: Config) -> torch.device:
@@ -170,6 +212,10 @@ def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) 
     left_out = len(kinds.expand(dataclasses.replace(config, where=[], exclude=[]))) - len(cells)
     ruled_out = f" ({left_out} left out by where and exclude)" * bool(left_out)
     flags = environment["preflight"]["flags"]
+    if values := values_left_out(cells, config):
+        ruled_out += (
+            f" (without {', '.join(values)}: timing.max_cells={config.timing.max_cells}; 0 has all)"
+        )
     warning = f"\nmeasurements may be less precise: {', '.join(map(explain, flags))}" * bool(flags)
     return (
         f"{config.name} · {text.count(len(cells), 'cell')}{ruled_out} × {processes} · "
@@ -324,6 +370,7 @@ class Passes:
         return {
             "cells": len(cells),
             "cells_left_out": len(self.not_begun),
+            "values_left_out": values_left_out(cells, self.session.config),
             "jobs": self.jobs,
             "reused": self.reused,
             "outcomes": dict(self.outcomes),

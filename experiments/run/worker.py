@@ -12,17 +12,16 @@ from typing import Any
 import torch
 
 from experiments import kinds
-from experiments.config.schema import Config, Mode
+from experiments.config.schema import Config
 from experiments.config.sweep import Arm, Cell
-from experiments.machine import bandwidth, environment, preflight
+from experiments.machine import bandwidth, environment, memory, preflight
 from experiments.measure.outcome import Outcome, describe
+from experiments.measure.process import Child, Died, Limits, note
+from experiments.measure.session import Orders, Session
 from experiments.results.identity import bench_version, context_of
 from experiments.results.store import Record
 from experiments.run.jobs import Job
-from experiments.run.process import Child, Died, Limits, note
 from experiments.run.ranks import RankProcesses
-from experiments.run.session import Orders, Session
-from experiments.timing import memory
 
 MEMORY_LIMIT = 0.95  # of what is free: the limit is there so that the machine lives on
 BANDWIDTH_SECONDS = 1.5  # for all ceilings together
@@ -94,7 +93,7 @@ def _culprit(cell: Cell, noted: str) -> Arm | None:
 
 def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
     """Return a row per mode for an arm whose process died; its samples died with it."""
-    modes = session.config.timing.modes if kinds.find(cell.kind).has_modes else [Mode.hot]
+    modes = kinds.find(cell.kind).measurement.modes_of(session.config)
     lost = [Outcome(arm, mode) for mode in modes]
     for outcome in lost:
         outcome.fail(death)
@@ -104,17 +103,17 @@ def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
 def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[str, Any]:
     """Return the environment of a run, found by a child: the parent never opens the GPU."""
     with Child("experiments.run.worker:look", (config, device, list(words))) as child:
-        found: dict[str, Any] = child.receive()
+        surveyed: dict[str, Any] = child.receive()
     if config.device.strict:
-        preflight.demand(found["preflight"])
-    return found
+        preflight.demand(surveyed["preflight"])
+    return surveyed
 
 
 def look(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
     """Find the environment in the child of `survey`."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
-    found = environment.describe(device, words)
-    found |= context_of(found) | {"preflight": preflight.check(device)}
+    facts = environment.describe(device, words)
+    facts |= context_of(facts) | {"preflight": preflight.check(device)}
     ceilings = bandwidth.measure(device, 0.0 if config.timing.max_rows else BANDWIDTH_SECONDS)
-    pipe.send(found | {"copy_gb_s": ceilings["copy_gb_s"], "bandwidth": ceilings})
+    pipe.send(facts | {"copy_gb_s": ceilings["copy_gb_s"], "bandwidth": ceilings})

@@ -14,11 +14,11 @@ import torch
 from experiments.config.schema import Mode
 from experiments.machine.cpu import last_level_cache_bytes
 
-FLUSH = 2  # times the last-level cache are written to empty it
-CHUNK = 64  # samples between two synchronisations
+CACHES_FLUSHED = 2  # times the last-level cache are written to empty it
+SAMPLES_PER_CHUNK = 64  # samples between two synchronisations
 SPIN_SECONDS = 50e-6  # at first
 MAX_SPIN_SECONDS = 20e-3
-GIVE_UP = 4  # longer spins in a row that did not help: the work itself waits for the GPU
+MAX_VAIN_SPINS = 4  # longer spins in a row that did not help: the work itself waits for the GPU
 CALIBRATION_CYCLES = 2_000_000
 Phase = Callable[[int], object]  # runs batch number n of the pool
 Launched = tuple[Any, Any, float, bool]  # start and end events, seconds on the host, exposed
@@ -65,8 +65,8 @@ class Reading:
 class Clock:
     """A clock by time.perf_counter, for CPU work, which is finished when the call returns.
 
-    The caches are left as the previous sample left them, which is hot for tables that fit. Other
-    clocks override `time` or `read`.
+    The caches stay as the previous sample left them: hot for tables that fit. Other clocks override
+    `time` or `read`.
     """
 
     mode: Mode = Mode.hot
@@ -108,7 +108,7 @@ class ColdClock(Clock):
         self,
         flush: Callable[[], object] | None = None,
         now: Callable[[], int] = time.perf_counter_ns,
-        size: float = FLUSH,
+        size: float = CACHES_FLUSHED,
     ) -> None:
         self.flush_bytes = int(size * last_level_cache_bytes())
         self.now = now
@@ -152,7 +152,7 @@ class CudaClock(Clock):
         begun = self.gpu.now()
         for work in works:
             launched.append(self._launch(work))
-            if len(launched) == CHUNK:
+            if len(launched) == SAMPLES_PER_CHUNK:
                 readings += self._collect(launched, begun)
                 launched, begun = [], self.gpu.now()
         return readings + self._collect(launched, begun)
@@ -186,7 +186,7 @@ class CudaClock(Clock):
         elif ahead:  # a longer spin, or none for work that waits anyway
             self.in_vain[work.key] += 1
             longer = min(MAX_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
-            self.ahead[work.key] = 0.0 if self.in_vain[work.key] >= GIVE_UP else longer
+            self.ahead[work.key] = 0.0 if self.in_vain[work.key] >= MAX_VAIN_SPINS else longer
         return start, end, wall, exposed
 
     def _collect(self, launched: list[Launched], begun: float) -> list[Reading]:
@@ -226,18 +226,18 @@ class CudaClock(Clock):
 
     def describe(self) -> dict[str, object]:
         """Describe the flush and the spins that were long enough, in microseconds."""
-        found: dict[str, object] = {"mode": self.mode.value}
+        facts: dict[str, object] = {"mode": self.mode.value}
         if self.mode is Mode.cold:
-            found["flush_bytes"] = self.gpu.flush_bytes
+            facts["flush_bytes"] = self.gpu.flush_bytes
         if self.mode is not Mode.wall:
-            found["spin_us"] = {k: round(1e6 * s, 1) for k, s in sorted(self.ahead.items())}
-        return found
+            facts["spin_us"] = {k: round(1e6 * s, 1) for k, s in sorted(self.ahead.items())}
+        return facts
 
 
 class TorchGpu:
     """The current stream of a `device`, and the host's clock; tests replace it by a fake."""
 
-    def __init__(self, device: torch.device, flush: float = FLUSH) -> None:
+    def __init__(self, device: torch.device, flush: float = CACHES_FLUSHED) -> None:
         self.device = device
         properties = torch.cuda.get_device_properties(device)
         self.flush_bytes = int(flush * properties.L2_cache_size)

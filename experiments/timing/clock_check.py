@@ -27,7 +27,7 @@ SAMPLES = 30
 
 
 @dataclass(frozen=True)
-class Line:
+class ClockTimes:
     """One way to take a sample, and its times."""
 
     work: str
@@ -43,17 +43,17 @@ def show(kind: str = "auto", *, as_json: bool = False) -> None:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
-    found = flushes(device) + (spins(device) if device.type == "cuda" else [])
+    times = flushes(device) + (spins(device) if device.type == "cuda" else [])
     if as_json:
-        print(json.dumps([asdict(line) for line in found], indent=1))
+        print(json.dumps([asdict(line) for line in times], indent=1))
         return
-    for line in found:
+    for line in times:
         exposed = f"  {line.exposed:.0%} exposed" * (device.type == "cuda")
         interval = f"[{line.low_us:.1f}, {line.high_us:.1f}]"
         print(f"{line.work:<20} {line.setting:<26} {line.median_us:9.1f} µs {interval}{exposed}")
 
 
-def flushes(device: torch.device) -> list[Line]:
+def flushes(device: torch.device) -> list[ClockTimes]:
     """Time the gather from hot caches, and after flushes of every size."""
     cuda = device.type == "cuda"
     cache = TorchGpu(device, 1.0).flush_bytes if cuda else last_level_cache_bytes()
@@ -65,22 +65,22 @@ def flushes(device: torch.device) -> list[Line]:
     return [_measure(clock, call, work, setting) for setting, clock in clocks.items()]
 
 
-def spins(device: torch.device) -> list[Line]:
+def spins(device: torch.device) -> list[ClockTimes]:
     """Time a short and a long gather on a GPU: behind every spin, in a graph, launched idle."""
-    found = []
+    times = []
     for size in (1 << 16, 1 << 26):
         call, work = _gather(device, size)
         for seconds in SPINS:
             clock = CudaClock(TorchGpu(device), spin=seconds)
-            found.append(_measure(clock, call, work, f"spin of {1e6 * seconds:g} µs at first"))
+            times.append(_measure(clock, call, work, f"spin of {1e6 * seconds:g} µs at first"))
 
         def phase(number: int, call: Callable[[], object] = call) -> object:
             return call()
 
         graph = CudaClock(TorchGpu(device), Mode.graph)
-        found.append(_measure(graph, partial(graph.adapt(phase, 1), 0), work, "graph"))
-        found.append(_measure(CudaClock(TorchGpu(device), Mode.wall), call, work, "wall"))
-    return found
+        times.append(_measure(graph, partial(graph.adapt(phase, 1), 0), work, "graph"))
+        times.append(_measure(CudaClock(TorchGpu(device), Mode.wall), call, work, "wall"))
+    return times
 
 
 def _gather(device: torch.device, size: int) -> tuple[Callable[[], object], str]:
@@ -91,11 +91,11 @@ def _gather(device: torch.device, size: int) -> tuple[Callable[[], object], str]
     return partial(torch.index_select, table, 0, ids, out=out), f"gather of {size / 2**20:g} MiB"
 
 
-def _measure(clock: Clock, call: Callable[[], object], work: str, setting: str) -> Line:
+def _measure(clock: Clock, call: Callable[[], object], work: str, setting: str) -> ClockTimes:
     """Take a few samples to warm up, and then those that count."""
     works = [Work(call, work)] * SAMPLES
     clock.read(works[:5])
     readings = clock.read(works)
     s = statistics.summarise([1e6 * r.seconds for r in readings])
     exposed = sum(r.exposed for r in readings) / len(readings)
-    return Line(work, setting, s.median, s.lo, s.hi, exposed)
+    return ClockTimes(work, setting, s.median, s.lo, s.hi, exposed)

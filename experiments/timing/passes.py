@@ -51,9 +51,9 @@ def energy_pass(
 ) -> dict[str, Any]:
     """Repeat passes over the pool for at least `seconds`; return the entries of the record.
 
-    `joules` is the energy counter, and `finish` waits for the device. Both readings may be as old
-    as the counter is between two renewals, so joules per call are uncertain by `give`, the share of
-    that much time in the window. Empty where energy is not counted.
+    `joules` is the energy counter, and `finish` waits for the device. Each reading may be as old as
+    the time between two renewals of the counter, so joules per call are uncertain by `give`, the
+    share of that time in the window. Empty where energy is not counted.
     """
     finish()
     before, start, calls = joules(), now(), 0

@@ -19,10 +19,13 @@ from experiments.timing.clock import Clock, Phase, Reading, Work
 from experiments.timing.warmup import Warm, warm_up
 
 Samples = dict[str, list[tuple[int, float]]]  # phase -> (round, seconds), ...
-EXPOSED = 0.1  # a larger share of samples with launches inside is worth a flag
+MAX_EXPOSED_SHARE = 0.1  # a larger share of samples with launches inside is worth a flag
 MAX_EXECUTIONS = 64  # calls that share a sample
-RETRIES = 3  # of a round during which the machine was throttled
-BACK_OFF, BACK_OFF_GROWTH = 0.05, 2.5  # seconds before the first, and how much longer each is
+MAX_RETRIES = 3  # of a round during which the machine was throttled
+BACK_OFF_SECONDS, BACK_OFF_GROWTH = (
+    0.05,
+    2.5,
+)  # seconds before the first, and how much longer each is
 
 
 @dataclass
@@ -125,17 +128,18 @@ class Race:
     def _undisturbed(self, number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
         """Take the samples of a round; repeat them a few times while the machine is throttled.
 
-        Where it stays throttled its samples count, marked; rounds after that are taken once only.
+        If the machine stays throttled its samples count and are marked, and later rounds are taken
+        once.
         """
-        for attempt in range(RETRIES + 1):
+        for attempt in range(MAX_RETRIES + 1):
             taken = self._take(order)
             if not self.telemetry.check():
                 return taken
-            if attempt == RETRIES or self.throttled_rounds:
+            if attempt == MAX_RETRIES or self.throttled_rounds:
                 break
             for turn, reading in taken:
                 self.results[turn.arm].set_aside(turn.phase, number, reading)
-            self.sleep(BACK_OFF * BACK_OFF_GROWTH**attempt)
+            self.sleep(BACK_OFF_SECONDS * BACK_OFF_GROWTH**attempt)
         self.throttled_rounds.append(number)
         return taken
 
@@ -267,13 +271,13 @@ class Measured:
         """Add what was seen of the machine once the race is over."""
         taken = sum(map(len, self.samples.values()))
         self.flags |= set(flags)
-        if self.exposed > EXPOSED * taken:
+        if self.exposed > MAX_EXPOSED_SHARE * taken:
             self.flags.add("launch_exposed")
         self.hardware, self.clock = {**self.hardware, **hardware}, clock
 
     def describe(self) -> dict[str, Any]:
         """Return all but the samples, for the record."""
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "stop_reason": self.stop_reason,
             "flags": sorted(self.flags),
             "warm": self.warm.describe() if self.warm else {},
@@ -281,12 +285,12 @@ class Measured:
             "clock": self.clock,
         }
         if any(n > 1 for n in self.executions.values()):
-            found["executions"] = self.executions
+            facts["executions"] = self.executions
         if self.throttled:
-            found["throttled_samples"] = self.throttled
+            facts["throttled_samples"] = self.throttled
         if self.walls:
-            found["wall_samples"] = self.walls
-        return found
+            facts["wall_samples"] = self.walls
+        return facts
 
 
 @contextmanager

@@ -40,6 +40,10 @@ class Summary:
         """Return the interquartile range relative to the median."""
         return (self.q75 - self.q25) / abs(self.median) if self.median else math.inf
 
+    def columns(self) -> dict[str, float]:
+        """Return the columns of a table of times in seconds."""
+        return {f"{name}_s": getattr(self, name) for name in ("median", "q25", "q75", "lo", "hi")}
+
 
 def quantile(ordered: Sequence[float], p: float) -> float:
     """Interpolate linearly between order statistics (numpy's default)."""
@@ -51,13 +55,13 @@ def quantile(ordered: Sequence[float], p: float) -> float:
 
 def interval_rank(n: int) -> int | None:
     """Return the largest k with P(k-th smallest <= median <= k-th largest) >= 95 %, or None."""
-    tail, found = 0.0, None
+    below, rank = 0.0, None
     for k in range(1, n // 2 + 1):
-        tail += math.comb(n, k - 1) / 2**n
-        if 1 - 2 * tail < CONFIDENCE:
+        below += math.comb(n, k - 1) / 2**n
+        if 1 - 2 * below < CONFIDENCE:
             break
-        found = k
-    return found
+        rank = k
+    return rank
 
 
 def summarise(samples: Sequence[float]) -> Summary:
@@ -96,19 +100,6 @@ def settled(noise: Sequence[float]) -> bool:
     return max(last) - min(last) <= SETTLED_WITHIN * quantile(sorted(last), 0.5)
 
 
-def paired_ratio(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Summary:
-    """Return arm / baseline: exp of the median of per-round log ratios, with its interval.
-
-    Only rounds in which both ran count, so that what slows the machine for a moment slows both
-    sides of a pair and cancels.
-    """
-    logs = [math.log(arm[r] / baseline[r]) for r in sorted(arm.keys() & baseline.keys())]
-    s = summarise(logs)
-    return Summary(
-        s.n, math.exp(s.median), math.exp(s.q25), math.exp(s.q75), math.exp(s.lo), math.exp(s.hi)
-    )
-
-
 LEAST_PROCESSES = 2  # below which nothing is known of how processes differ
 NOISE_FACTOR = 3.0  # median deviations of an A/A effect that a margin is at least
 
@@ -122,6 +113,10 @@ class Effect:
     hi: float
     processes: int
     spread: float  # standard deviation of the logs
+
+    def columns(self) -> dict[str, float]:
+        """Return the columns of a table of ratios."""
+        return {"ratio": self.ratio, "ratio_lo": self.lo, "ratio_hi": self.hi}
 
 
 class Verdict(Enum):
@@ -142,7 +137,7 @@ def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float
 
 
 @dataclass(frozen=True)
-class Pool:
+class ProcessSpread:
     """The variation between processes, over the comparisons of one run.
 
     Attributes:
@@ -154,17 +149,17 @@ class Pool:
     freedom: int
 
 
-def pool(comparisons: Iterable[Sequence[float]]) -> Pool | None:
+def pool(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
     """Pool the variance of logs within comparisons; None where none has two processes."""
     several = [logs for logs in comparisons if len(logs) >= LEAST_PROCESSES]
     freedom = sum(len(logs) - 1 for logs in several)
     if not freedom:
         return None
     squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in several)
-    return Pool(math.sqrt(squares / freedom), freedom)
+    return ProcessSpread(math.sqrt(squares / freedom), freedom)
 
 
-def combine(logs: Sequence[float], others: Pool | None = None) -> Effect:
+def combine(logs: Sequence[float], others: ProcessSpread | None = None) -> Effect:
     """Return the mean over processes with its 95 % t-interval; no interval below two.
 
     The interval of two processes from their own spread has one degree of freedom and is mostly far
@@ -202,13 +197,13 @@ def smallest_visible(effect: Effect, margin: float) -> float:
     return margin + math.log(effect.hi / effect.lo) / 2
 
 
-def margin(min_effect: float, mad_aa: float, k: int) -> float:
+def gate_margin(min_effect: float, mad_aa: float, k: int) -> float:
     """Return the margin: the least of interest, or 3 median deviations of an A/A mean of k."""
     return max(min_effect, NOISE_FACTOR * mad_aa / math.sqrt(k))
 
 
 def median_deviation(logs: Sequence[float]) -> float:
-    """Median distance from 0, which is what an A/A comparison should have found."""
+    """Return the median distance from 0, the effect that an A/A comparison should find."""
     return statistics.median(abs(x) for x in logs)
 
 

@@ -11,8 +11,8 @@ from experiments.config.schema import TimingConfig
 from experiments.timing import statistics
 from experiments.timing.clock import Clock, Phase, Work
 
-STEADY = 0.02  # medians of two passes in a row may differ by this much
-STEADY_HIT_RATE = 0.005
+STEADY_SHARE = 0.02  # medians of two passes in a row may differ by this much
+STEADY_HIT_RATE_CHANGE = 0.005
 
 Counters = Callable[[], Mapping[str, int]]  # running totals of a cache; empty without one
 
@@ -30,14 +30,14 @@ class Warm:
 
     def describe(self) -> dict[str, Any]:
         """Return the entries of the record."""
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "passes": self.passes,
             "seconds": round(self.seconds, 4),
             "steady": self.steady,
         }
         if self.hit_rate is not None:
-            found["hit_rate"] = round(self.hit_rate, 5)
-        return found
+            facts["hit_rate"] = round(self.hit_rate, 5)
+        return facts
 
 
 def warm_up(
@@ -57,19 +57,19 @@ def warm_up(
     warm, cap = Warm(), timing.warmup_cap if max_seconds is None else max_seconds
     totals = dict(counters())
     while timing.warmup:
-        whole, seconds, medians = _pass(phases, clock, timing.pool, key, cap - warm.seconds)
+        complete, seconds, medians = _pass(phases, clock, timing.pool, key, cap - warm.seconds)
         warm.seconds += seconds
         before, warm.typical = warm.typical, medians
-        if not whole:
+        if not complete:
             return warm
         warm.passes += 1
         rate_before, totals_before, totals = warm.hit_rate, totals, dict(counters())
         warm.hit_rate = _hit_rate(totals_before, totals)
         warm.filling = warm.hit_rate is not None and (
-            rate_before is None or abs(warm.hit_rate - rate_before) >= STEADY_HIT_RATE
+            rate_before is None or abs(warm.hit_rate - rate_before) >= STEADY_HIT_RATE_CHANGE
         )
         alike = before.keys() == medians.keys() and all(
-            abs(medians[phase] - before[phase]) <= STEADY * before[phase] for phase in medians
+            abs(medians[phase] - before[phase]) <= STEADY_SHARE * before[phase] for phase in medians
         )
         enough = warm.passes >= timing.warmup and warm.seconds >= timing.warmup_seconds
         warm.steady = alike and enough and not warm.filling

@@ -22,7 +22,7 @@ NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
-class Trace:
+class RowTrace:
     """Batch b looks up rows[starts[b]:starts[b + 1]], which are distinct, so many times each."""
 
     rows: Ids
@@ -32,7 +32,7 @@ class Trace:
     positions: Ids  # where in its batch each row is looked up first
 
     @classmethod
-    def of(cls, batches: Sequence[Ids], warm: int) -> Trace:
+    def of(cls, batches: Sequence[Ids], warm: int) -> RowTrace:
         """Build from the ids of each batch, in any order and with repetitions."""
         sets = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
         starts = np.cumsum([0, *(len(rows) for rows, _, _ in sets)])
@@ -70,13 +70,13 @@ class Hits:
     lookups: list[int]  # their lookups
 
 
-def served(trace: Trace, hit: Reals | Ids) -> Hits:
+def served(trace: RowTrace, hit: Reals | Ids) -> Hits:
     """Sum a 0/1 mark of every access per counted batch."""
     marks = [(hit[s], trace.lookups[s]) for s in trace.slices()]
     return Hits([int(h.sum()) for h, _ in marks], [int((h * n).sum()) for h, n in marks])
 
 
-def offline(trace: Trace, capacity: int) -> Hits:
+def offline(trace: RowTrace, capacity: int) -> Hits:
     """Return the hits of Belady's MIN: no cache of `capacity` rows serves more distinct rows.
 
     After each batch, of the cached rows and those of the batch, the cache keeps the ones that are
@@ -98,10 +98,10 @@ def offline(trace: Trace, capacity: int) -> Hits:
     hit = np.zeros(len(trace.rows), np.int64)
     for accesses in trace.slices():
         rows = trace.rows[accesses]
-        there = cached[rows]
-        hit[accesses] = there
+        is_cached = cached[rows]
+        hit[accesses] = is_cached
         value[rows] = urgency[accesses]
-        candidates = np.concatenate([content, rows[~there]])
+        candidates = np.concatenate([content, rows[~is_cached]])
         cached[content] = False
         content = _soonest(candidates, value, capacity)
         cached[content] = True
@@ -115,7 +115,7 @@ def _soonest(rows: Ids, value: Ids, capacity: int) -> Ids:
     return rows[np.argpartition(value[rows], capacity - 1)[:capacity]] if capacity else rows[:0]
 
 
-def static_top(trace: Trace, capacity: int) -> Hits:
+def static_top(trace: RowTrace, capacity: int) -> Hits:
     """Return the hits of a cache of only the `capacity` most frequent rows of the trace."""
     counts = np.bincount(trace.rows, trace.lookups)
     chosen = np.zeros(len(counts), bool)
@@ -126,7 +126,7 @@ def static_top(trace: Trace, capacity: int) -> Hits:
     return served(trace, (chosen[trace.rows] & ~first).astype(np.int64))
 
 
-def most_lookups(trace: Trace, capacity: int, rounds: int = 400) -> float:
+def most_lookups(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
     """Return an upper bound on the lookups that a cache of `capacity` rows can serve.
 
     A row that a batch is served must have been cached since its previous lookup. So a policy is a
@@ -154,7 +154,7 @@ def most_lookups(trace: Trace, capacity: int, rounds: int = 400) -> float:
     return best
 
 
-def _intervals(trace: Trace) -> tuple[Ids, Ids, Reals, Reals]:
+def _intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
     """Return the intervals [since, until) between two lookups of a row.
 
     For each distinct one: since, until, the lookups that caching a row through it serves, and how
@@ -190,7 +190,7 @@ class Policy(Enum):
     exact_lfu = "its lookups since it was taken in"
 
 
-def run(trace: Trace, capacity: int, policy: Policy) -> Hits:
+def run(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     """Run the whole trace through the cache; return the hits of the counted batches.
 
     Of a batch with more new rows than can be taken in, those that it looks up first are.
@@ -201,9 +201,9 @@ def run(trace: Trace, capacity: int, policy: Policy) -> Hits:
     hit = np.zeros(len(trace.rows), np.int64)
     for batch, (start, end) in enumerate(zip(trace.starts, trace.starts[1:], strict=False)):
         rows, lookups = trace.rows[start:end], trace.lookups[start:end]
-        there = cached[rows]
-        hit[start:end] = there
-        new = rows[~there][np.argsort(trace.positions[start:end][~there])]
+        is_cached = cached[rows]
+        hit[start:end] = is_cached
+        new = rows[~is_cached][np.argsort(trace.positions[start:end][~is_cached])]
         content = np.flatnonzero(cached)
         candidates = np.setdiff1d(content, rows, assume_unique=True)
         over = len(content) + len(new) - capacity
@@ -216,11 +216,11 @@ def run(trace: Trace, capacity: int, policy: Policy) -> Hits:
         if policy is Policy.exact_lru:
             rank[rows] = batch
         else:
-            rank[rows] = np.where(there, rank[rows], 0) + lookups
+            rank[rows] = np.where(is_cached, rank[rows], 0) + lookups
     return served(trace, hit)
 
 
-def samples(trace: Trace, hits: Hits) -> dict[str, list[int]]:
+def samples(trace: RowTrace, hits: Hits) -> dict[str, list[int]]:
     """Convert hits of the counted batches to the counters of a cache."""
     accesses = list(trace.slices())
     return {

@@ -50,13 +50,13 @@ LOOKUPS_SHARE = tuple(lookups for _, _, lookups in BINS)
 # open is decided by the ends: rows rarer than one lookup in two batches count as never used, and
 # none comes more than once in a sample. (Then about 1,400 rows, fewer than two a table, have the
 # 7.6 % of the lookups that go to rows with more than 32,768.)
-SLOWEST, CLASSES = 0.5, 37
+MIN_RATE, NUM_CLASSES = 0.5, 37
 MIN_ROWS_SHARE = 0.004  # smaller shares have one digit; the shares of lookups are more precise
 FIT_ROUNDS = 4000
 
 
 @dataclass(frozen=True)
-class Rates:
+class PopularityClasses:
     """Classes of rows, slowest first.
 
     The expected lookups of a row per published batch, and the number of rows of the class per row
@@ -73,19 +73,19 @@ class Rates:
 
 
 @cache
-def rates() -> Rates:
+def rates() -> PopularityClasses:
     """Fit the rates: maximise the likelihood of the published shares (Richardson-Lucy steps)."""
-    rate = SLOWEST * 2.0 ** (np.arange(CLASSES) / 2)
+    rate = MIN_RATE * 2.0 ** (np.arange(NUM_CLASSES) / 2)
     bins = np.stack([bins_of(float(r)) for r in rate], axis=2)  # [rows or lookups, bins, classes]
     rows, lookups = bins[0], bins[1] / (LOOKUPS / DISTINCT)
     precise = np.array(ROWS_SHARE) >= MIN_ROWS_SHARE
     seen = np.concatenate([rows[precise], lookups])
     wanted = np.concatenate([np.array(ROWS_SHARE)[precise], np.array(LOOKUPS_SHARE)])
-    weight = np.full(CLASSES, 1e-3)
+    weight = np.full(NUM_CLASSES, 1e-3)
     for _ in range(FIT_ROUNDS):
         weight *= (wanted / (seen * weight).sum(1)) @ seen / seen.sum(0)
     # Six digits, so that machines that add up in another order still draw the same ids.
-    return Rates(rate, np.array([float(f"{w:.6g}") for w in weight]))
+    return PopularityClasses(rate, np.array([float(f"{w:.6g}") for w in weight]))
 
 
 def bins_of(rate: float) -> Reals:
@@ -100,7 +100,7 @@ def bins_of(rate: float) -> Reals:
 
 
 @dataclass(frozen=True)
-class Steps:
+class RankSteps:
     """The distribution on a table, most popular rows first.
 
     Step k ends with rank `last[k]` (counted from 1); its rows are equally likely and together have
@@ -112,40 +112,40 @@ class Steps:
 
 
 @cache
-def steps(rows: int) -> Steps:
+def steps(rows: int) -> RankSteps:
     """Return the classes as ranks of a table with `rows` rows.
 
     A rank has what the most popular `rank / rows` of all rows have beyond those before it: on a
     small table the first row stands for a part of a class, or for several.
     """
-    found = rates()
-    row_share = np.cumsum((found.rows / found.rows.sum())[::-1])
-    lookups = (found.rows * found.rate)[::-1]
+    classes = rates()
+    row_share = np.cumsum((classes.rows / classes.rows.sum())[::-1])
+    lookups = (classes.rows * classes.rate)[::-1]
     lookup_share = np.cumsum(lookups / lookups.sum())
     last = np.rint(row_share * rows).astype(np.int64)
     last[-1] = rows
     last = np.unique(last[last > 0])
     until = np.interp(last / rows, np.append(0.0, row_share), np.append(0.0, lookup_share))
-    return Steps(last, np.diff(until / until[-1], prepend=0.0))
+    return RankSteps(last, np.diff(until / until[-1], prepend=0.0))
 
 
 def ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
     """Draw `count` independent ranks in 1..rows."""
-    found = steps(rows)
-    until = np.cumsum(found.mass)
+    table_steps = steps(rows)
+    until = np.cumsum(table_steps.mass)
     u = rng.random(count) * until[-1]
     step = np.minimum(np.searchsorted(until, u, side="right"), len(until) - 1)
-    first = np.concatenate([[0], found.last[:-1]])
-    within = (u - (until[step] - found.mass[step])) / found.mass[step]
-    size = found.last[step] - first[step]
+    first = np.concatenate([[0], table_steps.last[:-1]])
+    within = (u - (until[step] - table_steps.mass[step])) / table_steps.mass[step]
+    size = table_steps.last[step] - first[step]
     return first[step] + 1 + np.clip((within * size).astype(np.int64), 0, size - 1)
 
 
 def probabilities(rows: int) -> Reals:
     """Return the probability of each rank, [rows], rank 1 first."""
-    found = steps(rows)
-    size = np.diff(found.last, prepend=0)
-    return np.repeat(found.mass / size, size)
+    table_steps = steps(rows)
+    size = np.diff(table_steps.last, prepend=0)
+    return np.repeat(table_steps.mass / size, size)
 
 
 def published_lookups(rows: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.workloads import cache_bounds, production
-from experiments.workloads.cache_bounds import Trace
+from experiments.workloads.cache_bounds import RowTrace
 from experiments.workloads.distributions import Ids, Reals, integral
 
 NEVER = -1  # before the first lookup of a row there is none
@@ -34,7 +34,7 @@ def stack_distances(rows: Ids) -> Ids:
     return np.where(previous < 0, NEVER, earlier - (previous + 1))
 
 
-def batch_distances(trace: Trace) -> Ids:
+def batch_distances(trace: RowTrace) -> Ids:
     """Return stack distances for caches that probe a whole batch before any row moves.
 
     For each row of a batch: how many rows were used more recently than it before the batch began. A
@@ -46,9 +46,9 @@ def batch_distances(trace: Trace) -> Ids:
     ends = zip(trace.starts[:-1], trace.starts[1:], strict=True)
     within = [_not_above_before(previous[a:b]) for a, b in ends]
     earlier = _not_above_before(previous) - np.concatenate([*within, np.zeros(0, np.int64)])
-    found = np.empty(len(previous), np.int64)
-    found[order] = np.where(previous < 0, NEVER, earlier - (previous + 1))
-    return found
+    distances_of = np.empty(len(previous), np.int64)
+    distances_of[order] = np.where(previous < 0, NEVER, earlier - (previous + 1))
+    return distances_of
 
 
 def _previous(rows: Ids) -> Ids:
@@ -65,7 +65,7 @@ def _not_above_before(values: Ids) -> Ids:
     count = len(values)
     ranks = np.empty(count, np.int64)
     ranks[np.argsort(values, kind="stable")] = np.arange(count)
-    found = np.zeros(count, np.int64)
+    counts_before = np.zeros(count, np.int64)
     width = 1
     while width < count:
         padding = (0, -count % (2 * width))
@@ -74,18 +74,18 @@ def _not_above_before(values: Ids) -> Ids:
         later = order >= width
         counts = np.empty_like(pairs)
         np.put_along_axis(counts, order, later * np.cumsum(~later, axis=1), axis=1)
-        found += counts.ravel()[:count]
+        counts_before += counts.ravel()[:count]
         width *= 2
-    return found
+    return counts_before
 
 
-EXACT = 256  # masses of so many ranks are summed, those of the others integrated
-MOST_S = 4.0
+EXACT_RANKS = 256  # masses of so many ranks are summed, those of the others integrated
+MAX_S = 4.0
 POINTS, ROUNDS, ZOOM = 11, 9, 0.45
 
 
 @dataclass(frozen=True)
-class Fit:
+class ZipfFit:
     """The most likely zipf distribution, and how far the lookups differ from it."""
 
     s: float
@@ -114,12 +114,12 @@ class Blocks:
         return cls(np.cumsum(sizes), lookups)
 
 
-def fit(ranking: Ids, judged: Ids, rows: int) -> Fit | None:
+def fit(ranking: Ids, judged: Ids, rows: int) -> ZipfFit | None:
     """Fit a zipf distribution to each row's lookups in two halves; None where they are too few."""
     blocks = Blocks.of(ranking, judged, rows)
     if len(blocks.last) < 3 or blocks.lookups.sum() < 100:
         return None
-    low, high = np.array([0.0, 0.0]), np.array([MOST_S, np.log1p(rows)])
+    low, high = np.array([0.0, 0.0]), np.array([MAX_S, np.log1p(rows)])
     best = (0.0, 0.0)
     for _ in range(ROUNDS):
         s = np.linspace(low[0], high[0], POINTS)
@@ -133,7 +133,7 @@ def fit(ranking: Ids, judged: Ids, rows: int) -> Fit | None:
     s_best, q_best = best[0], float(np.expm1(best[1]))
     mass = masses(blocks, np.array([s_best]), q_best)[0]
     seen = np.cumsum(blocks.lookups) / blocks.lookups.sum()
-    return Fit(s_best, q_best, float(np.abs(np.cumsum(mass) - seen).max()))
+    return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - seen).max()))
 
 
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
@@ -145,15 +145,15 @@ def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
 
 def masses(blocks: Blocks, s: Reals, q: float) -> Reals:
     """Return [s, blocks]: the probability of each block."""
-    ranks = np.arange(1, EXACT + 1, dtype=np.float64)
+    ranks = np.arange(1, EXACT_RANKS + 1, dtype=np.float64)
     exponent = s[:, None]
     head = np.cumsum(np.exp(-exponent * np.log(ranks + q)), axis=1)
     head = np.concatenate([np.zeros((len(s), 1)), head], axis=1)
-    until = head[:, np.minimum(blocks.last, EXACT)]
-    if blocks.last[-1] > EXACT:
-        ends = np.maximum(blocks.last, EXACT) + 0.5
+    until = head[:, np.minimum(blocks.last, EXACT_RANKS)]
+    if blocks.last[-1] > EXACT_RANKS:
+        ends = np.maximum(blocks.last, EXACT_RANKS) + 0.5
         tail = np.stack([integral(ends, float(x), q) for x in s])
-        start = np.array([integral(np.array(EXACT + 0.5), float(x), q) for x in s])
+        start = np.array([integral(np.array(EXACT_RANKS + 0.5), float(x), q) for x in s])
         until = until + (tail - start[:, None])
     return np.diff(until, axis=1, prepend=0.0) / until[:, -1:]
 
@@ -172,8 +172,8 @@ class Lookups:
     @cached_property
     def ids(self) -> Ids:
         """Return all lookups, with rows numbered from 0 in order of their ids."""
-        whole = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
-        return np.unique(whole, return_inverse=True)[1].astype(np.int64)
+        every = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
+        return np.unique(every, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def counts(self) -> Ids:
@@ -189,9 +189,9 @@ class Lookups:
         """Return `ids` batch by batch."""
         return [self.ids[a:b] for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
 
-    def trace(self, warm: int) -> Trace:
+    def trace(self, warm: int) -> RowTrace:
         """Return the trace as caches see it; the first `warm` batches are not counted."""
-        return Trace.of(self.slices(), warm)
+        return RowTrace.of(self.slices(), warm)
 
 
 def samples(lookups: Lookups) -> dict[str, list[int]]:
@@ -292,7 +292,7 @@ def distances(lookups: Lookups) -> Numbers:
     }
 
 
-def hit_rates(trace: Trace, fractions: Sequence[float]) -> Numbers:
+def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> Numbers:
     """Return what caches serve of the counted batches.
 
     LRU at any size, ideals at `fractions` of the distinct rows of the trace.
@@ -312,7 +312,7 @@ def hit_rates(trace: Trace, fractions: Sequence[float]) -> Numbers:
         hit = (distance != NEVER) & (distance < size)
         return rates(size, int(weight[hit].sum()), int(hit.sum()))
 
-    def ideal(serve: Callable[[Trace, int], cache_bounds.Hits], size: int) -> Numbers:
+    def ideal(serve: Callable[[RowTrace, int], cache_bounds.Hits], size: int) -> Numbers:
         hits = serve(trace, size)
         return rates(size, sum(hits.lookups), sum(hits.rows))
 

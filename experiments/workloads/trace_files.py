@@ -16,10 +16,10 @@ import emblib
 from experiments.config.schema import Distribution, Format, Ids, WorkloadConfig
 from experiments.workloads.trace_formats import (
     READERS,
-    Bags,
     Column,
     Integers,
     Reader,
+    TableLookups,
     TraceError,
     readable,
 )
@@ -56,10 +56,10 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     if work.distribution is not Distribution.trace:
         return work
     path = _path(work)
-    found = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
-    if work.sha256 and work.sha256 != found:
+    columns_of = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
+    if work.sha256 and work.sha256 != columns_of:
         raise TraceError(
-            f"{path.name} is another file: its sha256 is {found}, workload.sha256 asks for "
+            f"{path.name} is another file: its sha256 is {columns_of}, workload.sha256 asks for "
             f"{work.sha256}"
         )
     columns = _chosen(work)
@@ -84,7 +84,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
         raise TraceError(f"{path.name} has no samples")
     return dataclasses.replace(
         work,
-        sha256=found,
+        sha256=columns_of,
         columns=names,
         sizes=sizes,
         T=len(columns),
@@ -110,22 +110,22 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
         ]
 
 
-def _exactly(blocks: Iterator[list[Bags]], size: int) -> Iterator[list[Bags]]:
+def _exactly(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[TableLookups]]:
     """Cut blocks of any size into blocks of `size` samples; drop the rest."""
-    rest: list[Bags] = []
+    rest: list[TableLookups] = []
     for block in blocks:
         if rest and len(rest[0].lengths):
             pairs = zip(rest, block, strict=True)
-            block = [Bags(*map(np.concatenate, zip(*pair, strict=True))) for pair in pairs]
+            block = [TableLookups(*map(np.concatenate, zip(*pair, strict=True))) for pair in pairs]
         rest = block
         while len(rest[0].lengths) >= size:
             ends = [int(bags.lengths[:size].sum()) for bags in rest]
             cuts = list(zip(rest, ends, strict=True))
-            yield [Bags(bags.ids[:end], bags.lengths[:size]) for bags, end in cuts]
-            rest = [Bags(bags.ids[end:], bags.lengths[size:]) for bags, end in cuts]
+            yield [TableLookups(bags.ids[:end], bags.lengths[:size]) for bags, end in cuts]
+            rest = [TableLookups(bags.ids[end:], bags.lengths[size:]) for bags, end in cuts]
 
 
-def _rows(bags: Bags, size: int, name: str, work: WorkloadConfig) -> Ragged:
+def _rows(bags: TableLookups, size: int, name: str, work: WorkloadConfig) -> Ragged:
     ids: Integers = bags.ids
     if not size:
         return Ragged(ids.astype(np.int64), bags.lengths)
@@ -185,7 +185,7 @@ def _open(work: WorkloadConfig) -> Reader:
     return _reader(path, kind, path.stat().st_size, path.stat().st_mtime_ns)
 
 
-def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
+def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
     with readable(_path(work)):
         yield from _open(work).blocks(names, size)
 

@@ -58,10 +58,10 @@ def torch_load(path: Path) -> Any:
     """Load tensors that stay on disk until they are used; compressed files are unpacked first."""
     if path.suffix != ".gz":
         return _mapped(path, path.name)
-    with tempfile.NamedTemporaryFile(suffix=".pt") as whole, gzip.open(path) as packed:
-        shutil.copyfileobj(packed, whole, 1 << 22)
-        whole.flush()
-        return _mapped(Path(whole.name), path.name)  # the mapping outlives the file's name
+    with tempfile.NamedTemporaryFile(suffix=".pt") as unpacked, gzip.open(path) as packed:
+        shutil.copyfileobj(packed, unpacked, 1 << 22)
+        unpacked.flush()
+        return _mapped(Path(unpacked.name), path.name)  # the mapping outlives the file's name
 
 
 def _mapped(path: Path, name: str) -> Any:
@@ -83,7 +83,7 @@ SEPARATORS = re.compile(r"[\s,;|\[\]]+")
 HEXADECIMAL = re.compile(r"(0[xX])?[0-9a-fA-F]+")
 
 
-class Bags(NamedTuple):
+class TableLookups(NamedTuple):
     """Lookups of some samples in one table."""
 
     ids: Integers
@@ -109,7 +109,7 @@ class Reader(ABC):
         """Return the file's tables."""
 
     @abstractmethod
-    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
+    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
         """Yield lookups of the named tables, about `size` samples at a time."""
 
     def positions(self, names: Sequence[str]) -> list[int]:
@@ -124,10 +124,10 @@ class MappedReader(Reader):
     samples: list[int]  # per table
 
     @abstractmethod
-    def _bags(self, table: int, start: int, end: int) -> Bags:
+    def _bags(self, table: int, start: int, end: int) -> TableLookups:
         """Return the lookups of the samples from `start` to before `end`."""
 
-    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
+    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
         """Yield slices up to the end of the shortest table."""
         tables = self.positions(names)
         samples = min(self.samples[t] for t in tables)
@@ -142,12 +142,12 @@ class LineReader(Reader):
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
         """Yield per line the ids of each table."""
 
-    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
+    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
         """Yield blocks of lines."""
         samples = self._samples(self.positions(names))
         while block := list(itertools.islice(samples, size)):
             yield [
-                Bags(
+                TableLookups(
                     _integers(list(itertools.chain.from_iterable(bags))),
                     np.array([len(ids) for ids in bags], np.int64),
                 )
@@ -193,17 +193,17 @@ class Dlrm(MappedReader):
         """Return t0, t1, ...; their numbers of rows are not in the file."""
         return [Column(f"t{t}") for t in range(len(self.samples))]
 
-    def _bags(self, table: int, start: int, end: int) -> Bags:
+    def _bags(self, table: int, start: int, end: int) -> TableLookups:
         first = table * self.samples[table]
         ends = self.offsets[first + start : first + end + 1].to(torch.int64)
-        lengths, said = ends.diff(), self.lengths[table, start:end].to(torch.int64)
-        if not torch.equal(lengths, said) or bool((lengths < 0).any()):
+        lengths, declared = ends.diff(), self.lengths[table, start:end].to(torch.int64)
+        if not torch.equal(lengths, declared) or bool((lengths < 0).any()):
             raise TraceError(
                 f"{self.path.name}: offsets and lengths disagree in table {table}, between samples "
                 f"{start} and {end}"
             )
         ids = self.indices[int(ends[0]) : int(ends[-1])]
-        return Bags(ids.numpy(), lengths.numpy())
+        return TableLookups(ids.numpy(), lengths.numpy())
 
 
 class Recorded(MappedReader):
@@ -225,9 +225,9 @@ class Recorded(MappedReader):
         """Return the tables as the recorder named them, with their rows."""
         return [Column(f.name, f.rows) for f in self.trace.features]
 
-    def _bags(self, table: int, start: int, end: int) -> Bags:
+    def _bags(self, table: int, start: int, end: int) -> TableLookups:
         ends = self.starts[table][start : end + 1]
-        return Bags(self.trace.ids[table][ends[0] : ends[-1]].numpy(), np.diff(ends))
+        return TableLookups(self.trace.ids[table][ends[0] : ends[-1]].numpy(), np.diff(ends))
 
 
 class Criteo(LineReader):
@@ -327,21 +327,21 @@ class Parquet(Reader):
         from pyarrow import types
 
         lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-        found = [
+        columns_of = [
             Column(field.name)
             for field in self.schema
             if types.is_integer(
                 field.type.value_type if any(test(field.type) for test in lists) else field.type
             )
         ]
-        if not found:
+        if not columns_of:
             had = ", ".join(f"{f.name}: {f.type}" for f in self.schema)
             raise TraceError(
                 f"{self.path.name}: no column has integers or lists of integers; it has {had}"
             )
-        return found
+        return columns_of
 
-    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[Bags]]:
+    def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
         """Yield row groups as pyarrow reads them; a missing value is an empty bag."""
         import pyarrow.compute
         import pyarrow.parquet
@@ -360,7 +360,7 @@ class Parquet(Reader):
                 if ids.null_count:
                     raise TraceError(f"{self.path.name}: a list in column {name} misses an id")
                 counts = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
-                block.append(Bags(ids.to_numpy(zero_copy_only=False), counts))
+                block.append(TableLookups(ids.to_numpy(zero_copy_only=False), counts))
             yield block
 
 

@@ -16,12 +16,13 @@ import csv
 import dataclasses
 import gc
 import json
+import math
 import os
 import platform
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.timing import memory, statistics
+from experiments.machine import memory
+from experiments.timing import statistics
 from tests.bench.cpu_peers import CASES, ENVIRONMENT
 from tests.bench.optimizer_options import (
     OPTIONS,
@@ -81,6 +83,19 @@ class Race:
             if spent > self.seconds and enough:
                 return
             yield turn
+
+
+def paired_ratio(arm: Mapping[int, float], baseline: Mapping[int, float]) -> statistics.Summary:
+    """Return arm / baseline: exp of the median of per-round log ratios, with its interval.
+
+    Only rounds in which both ran count, so that what slows the machine for a moment slows both
+    sides of a pair and cancels.
+    """
+    logs = [math.log(arm[r] / baseline[r]) for r in sorted(arm.keys() & baseline.keys())]
+    s = statistics.summarise(logs)
+    return statistics.Summary(
+        s.n, math.exp(s.median), math.exp(s.q25), math.exp(s.q75), math.exp(s.lo), math.exp(s.hi)
+    )
 
 
 def contenders(
@@ -150,7 +165,7 @@ def summary(who: str, samples: dict[str, list[float]]) -> Row:
     if who == "emblib":  # what the peers' ratios are to is kept with our own row
         row["base_samples"] = samples.get(base, [])
     if samples.get(base):
-        ratio = statistics.paired_ratio(*(dict(enumerate(samples[k])) for k in (who, base)))
+        ratio = paired_ratio(*(dict(enumerate(samples[k])) for k in (who, base)))
         row |= {
             "ratio": ratio.median,
             "ratio_q25": ratio.q25,

@@ -50,7 +50,7 @@ def allocate(pipe: Connection, size: int) -> None:
 
 
 def busy(pipe: Connection) -> None:
-    from experiments.run.process import note
+    from experiments.measure.process import note
 
     for number in range(10):
         note(f"tt|step {number}")

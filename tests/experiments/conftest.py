@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import configure
+from experiments import configure
 from experiments.paths import ROOT
 
 # As run.py does, before anything loads OpenMP or starts the fork server.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.config import configure
+from experiments import configure
 from experiments.config.sweep import Arm, Cell
 from experiments.kinds import expand
 from experiments.results.store import RunStore

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from experiments import cli
-    from experiments.config import configure
+    from experiments import cli, configure
+    from experiments.measure import process
     from experiments.report import pages, style  # noqa: F401
-    from experiments.run import process, runner  # noqa: F401
+    from experiments.run import runner  # noqa: F401
 
 
 def _run(words: list[str], output: Path, errors: Path) -> None:

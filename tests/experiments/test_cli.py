@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from experiments import cli
-from experiments.config import configure
+from experiments import cli, configure, kinds
 from experiments.paths import ROOT
 from experiments.run import runner
 
@@ -31,7 +30,10 @@ PROBES = {
     (OK, "cases.criteo.workload.b=1"): "Did you mean 'cases.criteo.workload.B=1'?",
     (OK, "workload.B=abc"): "workload.B: Value 'abc'",
     (OK, "workload.distribution=zpf"): "Did you mean 'workload.distribution=zipf'?",
-    (OK, "sweep.D=64"): "sweep.D: ",
+    (OK, "sweep.D=64"): "write sweep.D=[64]",
+    (OK, "sweep.D=16,32"): "write sweep.D=[16,32]",
+    (OK, "cases.criteo.tt.ranks=8"): "write cases.criteo.tt.ranks=[8]",
+    (OK, "workload.D=16,32"): "-m runs an experiment with each",
     (OK, "sweep.D=[x]"): "sweep.D[0]: Value 'x'",
     (OK, "tt.tables=0"): "tt.tables must be >= 1, got 0",
     (OK, "workload.B=0"): "workload.B must be >= 1, got 0",
@@ -158,3 +160,23 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_wrong_usage_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["reference", "keep", "/nowhere"]) == 2
     assert capsys.readouterr().err.startswith("error: /nowhere is not a run")
+
+
+def test_values_that_a_cap_leaves_out_are_named() -> None:
+    words = ["+experiment=tbe_vs_torch", "device=cpu", "timing=smoke", "sweep.D=[16,32]"]
+    config = configure.load(words)
+    left_out = runner.values_left_out(kinds.expand(config), config)
+    assert {"D=16", "D=32"} <= set(left_out)
+    alone = configure.load([*words, "sweep.T=[]", "sweep.L=[]", "sweep.s=[]"])
+    assert runner.values_left_out(kinds.expand(alone), alone) == []
+
+
+def test_a_missing_package_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr("experiments.configure")
+    monkeypatch.delitem(sys.modules, "experiments.configure")
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    assert cli.main([OK]) == 2
+    assert "needs hydra" in (said := capsys.readouterr().err)
+    assert "pip install -e '.[harness]'" in said

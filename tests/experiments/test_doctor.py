@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experiments import doctor
-from experiments.doctor import Finding, State, findings_of
+from experiments.doctor import CheckResult, State, findings_of
 from experiments.machine import preflight
 from experiments.machine.cpu import Cpu, CpuTime, usable_cores
 from experiments.machine.telemetry import Nvml
@@ -24,7 +24,7 @@ AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
-def named(found: Iterable[Finding], what: str) -> Finding:
+def named(found: Iterable[CheckResult], what: str) -> CheckResult:
     (one,) = [f for f in found if f.what == what]
     return one
 
@@ -44,9 +44,9 @@ def test_the_table_says_what_to_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = [
-        Finding("hydra-core", "not installed", State.broken, 'pip install "x[y]"'),
-        Finding("governor", "powersave", State.note, "cpupower"),
-        Finding("model", "a [fast] one"),
+        CheckResult("hydra-core", "not installed", State.broken, 'pip install "x[y]"'),
+        CheckResult("governor", "powersave", State.note, "cpupower"),
+        CheckResult("model", "a [fast] one"),
     ]
     monkeypatch.setattr(doctor, "CHECKS", {"Packages": lambda: bad})
     assert main([]) == 1
@@ -63,7 +63,7 @@ def test_the_table_says_what_to_do(
 
 
 def test_a_check_that_fails_is_a_finding() -> None:
-    def check() -> list[Finding]:
+    def check() -> list[CheckResult]:
         raise ValueError("no such file")
 
     (found,) = findings_of("Tools", check)

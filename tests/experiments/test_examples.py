@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 import emblib
-from experiments import cli, launch
-from experiments.config import configure
+from experiments import cli, configure, launch
 from experiments.paths import ROOT
 from tests.experiments import examples
 

@@ -19,8 +19,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from experiments import cli, launch
-from experiments.config import configure
+from experiments import cli, configure, launch
 from experiments.launch import Slot
 from experiments.paths import ROOT
 from experiments.results.store import read_records
@@ -63,7 +62,7 @@ def test_what_is_wrong_is_wrong_before_the_first_job(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "job", None)  # nothing may be started
+    monkeypatch.setattr(launch, "run_job", None)  # nothing may be started
     assert cli.main(["-m", *words, f"report.folder={tmp_path}/runs"]) == 2
     assert PROBES[words] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

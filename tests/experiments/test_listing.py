@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import cli, kinds, launch, listing
-from experiments.config import configure
+from experiments import cli, configure, kinds, launch, listing
 from experiments.contenders import registry
+from experiments.kinds.base import Effort
 from experiments.paths import ROOT
 
 
@@ -33,7 +33,10 @@ def test_every_experiment_has_its_question_and_cells() -> None:
             assert (cells, seconds) == ("–", "–")
         else:
             assert int(cells) == len(kinds.expand(config))
-            unlimited = not any(kinds.find(c.kind).limited for c in kinds.expand(config))
+            unlimited = all(
+                kinds.find(c.kind).measurement.effort is Effort.TRAINED
+                for c in kinds.expand(config)
+            )
             assert seconds == "–" if unlimited else float(seconds.split()[0]) > 0
 
 

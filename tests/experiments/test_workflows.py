@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.config import configure
+from experiments import configure
 from experiments.paths import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

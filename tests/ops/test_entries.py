@@ -10,7 +10,7 @@ from torch import Tensor
 import emblib
 from emblib import optim
 from emblib.ops.codes import POOLING
-from experiments.run.process import is_out_of_memory
+from experiments.measure.process import is_out_of_memory
 from tests.fuzz.calls import CALLS
 
 ops = torch.ops.emblib

@@ -36,7 +36,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from experiments.run.process import killed_with_parent
+from experiments.measure.process import killed_with_parent
 
 RANKS = 4
 PATIENCE_SECONDS = 120.0  # for a whole call; the machine of a test may be busy

@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from experiments.kernel_times import GATHER, SHAPES, Shape, model_us
+from experiments.kernel_times import GATHER_TB_S, SHAPES, Shape, model_us
 from tests.pretend.test_hash_launches import BUDGETS
 from tests.pretend.test_tbe_launches import STEPS
 from tests.pretend.test_tt_launches import BUDGET as TRAINS
@@ -30,7 +30,7 @@ compiled code; what is a *model* says so.
 A training step at least reads each lookup's row and id and writes the output; then it reads the
 gradients of the bags, and reads and writes each distinct row with its state. Here all rows of a
 batch are distinct, rows are float32, ids int64, and the optimizer is row-wise Adagrad. The model is
-bytes at {GATHER} TB/s, the rate of a gather on an H100 (published: [pytorch/FBGEMM
+bytes at {GATHER_TB_S} TB/s, the rate of a gather on an H100 (published: [pytorch/FBGEMM
 PR 3993](https://github.com/pytorch/FBGEMM/pull/3993)); launches, the sort of the ids and latencies
 come on top. `python run.py kernel_times` measures on the GPU that is there.
 

@@ -17,12 +17,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from experiments import compare
+from experiments import compare, configure
 from experiments.compare import confounders, figures, machines, pages
 from experiments.compare.confounders import Weight
 from experiments.compare.machines import Comparison, NotComparable
 from experiments.compare.pages import machines_table, points_table
-from experiments.config import configure
 from experiments.machine import ceilings
 from experiments.machine.ceilings import Roofs
 from experiments.paths import REFERENCE

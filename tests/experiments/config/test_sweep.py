@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import kinds
-from experiments.config import configure
+from experiments import configure, kinds
 from experiments.config.schema import (
     CaseConfig,
     Config,
@@ -62,7 +61,7 @@ def test_the_sweep_of_a_kind_of_whole_runs_is_timed() -> None:
     own = ("cache", "trace", "keys", "growth", "sharding", "calibration", "quality", "predictions")
     counted = {kind: {kind} for kind in own}
     assert found == {kind: {"time"} for kind in kinds.KINDS} | counted
-    assert all(kinds.find(kind).measures for cells in found.values() for kind in cells)
+    assert all(kinds.find(kind).measurement.cell for cells in found.values() for kind in cells)
 
 
 def test_smoke_caps_shrink_batches_tables_and_the_sweep() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from experiments.config import configure
+from experiments import configure
 from experiments.config.schema import Config, Optimizer, UsageError
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
@@ -21,9 +21,9 @@ from experiments.contenders.base import Contender, Task, build
 from experiments.contenders.keys import KeyTable
 from experiments.contenders.registry import REQUIREMENT, Missing, RegistryError
 from experiments.measure.outcome import Outcome, describe
+from experiments.measure.session import Session
 from experiments.paths import ROOT
 from experiments.results.identity import point_key
-from experiments.run.session import Session
 from experiments.workloads.workload import TableShape
 
 # What peers call of torch that is deprecated is not for this suite to mend.

@@ -12,14 +12,22 @@ from typing import Any
 
 import pytest
 
-from experiments.config import configure
+from experiments import configure
 from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, pairs, power, setup, verdicts
-from experiments.gate.pairs import Job, Revisions, Side, Trial, run_pair
-from experiments.gate.points import Built, Point, Setup, Turn, Warm, Weigh, points_of
+from experiments.gate.pairs import PairJob, Revisions, Side, Trial, run_pair
+from experiments.gate.points import (
+    BuildResult,
+    Point,
+    Setup,
+    TakeSamples,
+    WarmUp,
+    WeighPoint,
+    points_of,
+)
 from experiments.gate.rules import Evidence, Rules
-from experiments.gate.verdicts import Findings, Line, findings
-from experiments.run.process import Died
+from experiments.gate.verdicts import Findings, PointFinding, findings
+from experiments.measure.process import Died
 from experiments.timing.statistics import Verdict
 
 
@@ -63,10 +71,10 @@ class Pretender:
             case Setup():
                 if self.traits.get("stillborn") is self.side:
                     raise Died("error", "ImportError: no kernels")
-                return {p.name: bad.get(p.name, Built()) for p in message.points}
-            case Warm():
+                return {p.name: bad.get(p.name, BuildResult()) for p in message.points}
+            case WarmUp():
                 return {"execution_s": self.traits.get("execution", 1e-3)}
-            case Turn():
+            case TakeSamples():
                 if self.traits.get("dies") == (self.side, message.point):
                     raise Died("oom", "killed")
                 factor = self.traits.get("ratio", 1.0) if self.side is Side.head else 1.0
@@ -74,7 +82,7 @@ class Pretender:
                 return [
                     1e-3 * factor * (9 if next(self.count) % 4 == 3 else 1) for _ in message.batches
                 ]
-            case Weigh():
+            case WeighPoint():
                 return {"weights_bytes": 10.0}
         raise AssertionError(message)
 
@@ -85,8 +93,8 @@ def employ(log: list[tuple[Side, Any]], **traits: Any) -> pairs.Hire:
 
 def test_turns_are_abba_on_the_same_batches(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    found = run_pair(Job(points[:1], config, "cpu", 3), Revisions(), employ(log, ratio=1.1))
-    turns = [(side, m) for side, m in log if isinstance(m, Turn)]
+    found = run_pair(PairJob(points[:1], config, "cpu", 3), Revisions(), employ(log, ratio=1.1))
+    turns = [(side, m) for side, m in log if isinstance(m, TakeSamples)]
     blocks = [turns[i : i + 3] for i in range(0, len(turns), 3)]
     assert len(blocks) == config.timing.min_rounds
     for first, middle, last in blocks:
@@ -102,22 +110,22 @@ def test_order_and_first_come_are_random(config: Config, points: list[Point]) ->
     starts, orders = set(), set()
     for number in range(8):
         log: list[tuple[Side, Any]] = []
-        run_pair(Job(points, config, "cpu", number), Revisions(), employ(log))
+        run_pair(PairJob(points, config, "cpu", number), Revisions(), employ(log))
         starts.add(next(side for side, m in log if isinstance(m, Setup)))
-        orders.add(tuple(dict.fromkeys(m.point for _, m in log if isinstance(m, Warm))))
+        orders.add(tuple(dict.fromkeys(m.point for _, m in log if isinstance(m, WarmUp))))
     assert starts == set(Side)
     assert len(orders) > 4
 
 
 def test_short_calls_share_a_sample(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    run_pair(Job(points[:1], config, "cpu", 0), Revisions(), employ(log, execution=70e-6))
-    assert {m.executions for _, m in log if isinstance(m, Turn)} == {5}
+    run_pair(PairJob(points[:1], config, "cpu", 0), Revisions(), employ(log, execution=70e-6))
+    assert {m.executions for _, m in log if isinstance(m, TakeSamples)} == {5}
 
 
 def test_a_slowed_head_and_an_idle_base(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    run_pair(Job(points[:1], config, "cpu", 0, slow=1.1), Revisions(), employ(log))
+    run_pair(PairJob(points[:1], config, "cpu", 0, slow=1.1), Revisions(), employ(log))
     setups = {side: m for side, m in log if isinstance(m, Setup)}
     assert (setups[Side.head].slow, setups[Side.head].idle) == (1.1, 1.0)
     assert (setups[Side.base].slow, setups[Side.base].idle) == (1.0, 1.1)
@@ -125,19 +133,19 @@ def test_a_slowed_head_and_an_idle_base(config: Config, points: list[Point]) -> 
 
 def test_a_crash_costs_one_point(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    job = Job(points, config, "cpu", 0)
+    job = PairJob(points, config, "cpu", 0)
     run_pair(job, Revisions(), employ(log))
-    first = next(m.point for _, m in log if isinstance(m, Warm))
+    first = next(m.point for _, m in log if isinstance(m, WarmUp))
     log.clear()
     found = run_pair(job, Revisions(), employ(log, dies=(Side.head, first)))
     assert set(found.taken) == {p.name for p in points} - {first}
-    assert found.failed == {first: {Side.head: Built("oom", "killed")}}
+    assert found.failed == {first: {Side.head: BuildResult("oom", "killed")}}
     assert sum(1 for _, m in log if isinstance(m, Setup)) == 4  # two pairs of processes
 
 
 def test_a_worker_that_never_works_costs_all(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    job = Job(points, config, "cpu", 0)
+    job = PairJob(points, config, "cpu", 0)
     found = run_pair(job, Revisions(), employ(log, stillborn=Side.base))
     assert not found.taken
     assert {side for sides in found.failed.values() for side in sides} == {Side.base}
@@ -148,8 +156,8 @@ def test_a_point_that_one_side_cannot_do_is_not_measured(
     config: Config, points: list[Point]
 ) -> None:
     name = points[1].name
-    bad = {Side.base: {name: Built("unsupported", "too old")}}
-    found = run_pair(Job(points, config, "cpu", 0), Revisions(), employ([], bad=bad))
+    bad = {Side.base: {name: BuildResult("unsupported", "too old")}}
+    found = run_pair(PairJob(points, config, "cpu", 0), Revisions(), employ([], bad=bad))
     assert name not in found.taken
     assert len(found.taken) == len(points) - 1
 
@@ -168,8 +176,8 @@ def test_points_must_exist(config: Config) -> None:
 # Findings
 
 
-def line(state: str, **traits: Any) -> Line:
-    return Line("p", "words", state, **traits)
+def line(state: str, **traits: Any) -> PointFinding:
+    return PointFinding("p", "words", state, **traits)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +195,7 @@ def line(state: str, **traits: Any) -> Line:
         ([], False, 6),
     ],
 )
-def test_exit_status(lines: list[Line], status: int, strict: bool) -> None:
+def test_exit_status(lines: list[PointFinding], status: int, strict: bool) -> None:
     assert Findings(lines).status(strict=strict) == status
 
 
@@ -216,8 +224,8 @@ def made_up(points: list[Point]) -> tuple[Findings, Rules]:
     first = {slow: [0.2, 0.21, 0.19], fast: [-0.2, -0.21, -0.19], same: [0.0, 0.01, -0.01]}
     first[unsure] = [0.3, -0.3, 0.1]
     failed = {
-        missing: {Side.head: Built("wrong", "differs")},
-        new: {Side.base: Built("error", "old")},
+        missing: {Side.head: BuildResult("wrong", "differs")},
+        new: {Side.base: BuildResult("error", "old")},
     }
     trial = Trial(
         evidence=Evidence(first, {slow: first[slow], fast: first[fast]}, {missing, new}),
@@ -281,7 +289,7 @@ ENVIRONMENT = {"hardware_id": "h", "torch": "2", "threads": 1, "device": "a CPU"
 
 def test_a_floor_serves_its_own_machine_and_measuring(config: Config, tmp_path: Path) -> None:
     found = setup.content(ENVIRONMENT, config, {"a": [0.1, -0.2, 0.12], "b": [0.001]}, "today")
-    (tmp_path / setup.name(ENVIRONMENT, config)).write_text(json.dumps(found))
+    (tmp_path / setup.floor_file(ENVIRONMENT, config)).write_text(json.dumps(found))
     known = setup.read(tmp_path, ENVIRONMENT, config)
     assert known is not None
     assert known.margin("a", 0.05, 5) == pytest.approx(3 * 0.12 / 5**0.5)
@@ -289,7 +297,7 @@ def test_a_floor_serves_its_own_machine_and_measuring(config: Config, tmp_path: 
     assert setup.read(tmp_path, {**ENVIRONMENT, "torch": "3"}, config) is None
     other = configure.load(["+experiment=gate", "device=cpu", "timing.min_rounds=7"])
     assert setup.read(tmp_path, ENVIRONMENT, other) is None
-    (tmp_path / setup.name(ENVIRONMENT, config)).write_text("{")
+    (tmp_path / setup.floor_file(ENVIRONMENT, config)).write_text("{")
     assert setup.read(tmp_path, ENVIRONMENT, config) is None
 
 
@@ -318,7 +326,7 @@ def test_trials_are_replayed_from_what_is_stored() -> None:
     rates = power.compute_rates(outcomes)
     assert rates["false_alarms"]["hits"] == 0
     assert rates["false_alarms"]["of"] == 1
-    assert rates["caught"] == power.rate(1, 1)
+    assert rates["caught"] == power.hit_rate(1, 1)
     assert rates["points"]["a"]["caught"]["of"] == 1
     assert "ALARM" in power.line(outcomes[1])
     lost = {"status": "error", "reason": "gone", "side": "head", "point": "a", "pair": 9}

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import cli
-from experiments.config import configure
+from experiments import cli, configure
 from experiments.config.schema import UsageError
 from experiments.gate import setup
 from experiments.gate.setup import Start

@@ -11,12 +11,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from experiments import cli
-from experiments.config import configure
-from experiments.kinds import micro
+from experiments import cli, configure
 from experiments.kinds.micro import failures_of, frame, records_of
 from experiments.report.data import Run
 from experiments.results.store import read_json, read_records
+from experiments.run import micro as leader
 
 IDENTITY = {"run_id": "r", "context_id": "c"}
 
@@ -134,8 +133,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, status: int, output: str = "") -> l
             Path(target).write_text(json.dumps(FOUND))
         return subprocess.CompletedProcess(command, status, output, "")
 
-    monkeypatch.setattr(micro.subprocess, "run", start)
-    monkeypatch.setattr("experiments.run.worker.survey", lambda *a: {"device": "a CPU"})
+    monkeypatch.setattr(leader.subprocess, "run", start)
+    monkeypatch.setattr("experiments.run.micro.survey", lambda *a: {"device": "a CPU"})
     return commands
 
 
@@ -159,7 +158,7 @@ def test_every_ending_leaves_a_report(
     commands = pretend(monkeypatch, status, output)
     words = ["+experiment=micro", "device=cpu", "timing.replicates=2", f"report.folder={tmp_path}"]
     config = configure.load([*words, "report.figures=false"])
-    assert micro.run(config, question="?", words=words) == expected
+    assert leader.run(config, question="?", words=words) == expected
     (folder,) = (tmp_path / "micro").iterdir()
     assert read_json(folder, "run.json")["outcomes"] == outcomes
     assert (folder / "index.html").is_file()
@@ -171,7 +170,7 @@ def test_every_ending_leaves_a_report(
 def test_a_smoke_run_takes_few_and_a_dry_run_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = pretend(monkeypatch, 0)
     words = ["+experiment=micro", "device=cpu", "timing=smoke", "dry_run=true"]
-    assert micro.run(configure.load(words), question="?", words=words) == 0
+    assert leader.run(configure.load(words), question="?", words=words) == 0
     assert "--collect-only" in commands[0]
     assert "one or" in commands[0][commands[0].index("-k") + 1]
 
@@ -179,7 +178,7 @@ def test_a_smoke_run_takes_few_and_a_dry_run_lists_them(monkeypatch: pytest.Monk
 def test_without_pytest_benchmark_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(micro.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(leader.importlib.util, "find_spec", lambda name: None)
     words = ["+experiment=micro", "device=cpu"]
-    assert micro.run(configure.load(words), question="?", words=words) == 2
+    assert leader.run(configure.load(words), question="?", words=words) == 2
     assert "pip install 'emblib[test]'" in capsys.readouterr().err

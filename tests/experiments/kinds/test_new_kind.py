@@ -21,7 +21,8 @@ import dataclasses
 
 import pandas as pd
 
-from experiments.kinds.base import Kind
+from experiments.config.schema import Mode
+from experiments.kinds.base import ArmRules, Compared, Effort, Kind, Measurement, Reporting
 
 
 @dataclasses.dataclass
@@ -36,9 +37,11 @@ class Locality(Kind):
 
     name = "locality"
     options = Options
-    only_arm = "lookups"
-    makes_tables = timed = has_modes = side_by_side = False
-    done = "None: {count} workloads were drawn."
+    arms = ArmRules(only="lookups")
+    measurement = Measurement(effort=Effort.ONCE, modes=(Mode.hot,), makes_tables=False)
+    reporting = Reporting(
+        compared=Compared.MACHINES, success="None: {count} workloads were drawn."
+    )
 
     def measure(self, cell, session, seconds):
         from experiments.measure.outcome import Outcome, describe, facts

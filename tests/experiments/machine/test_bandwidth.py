@@ -17,7 +17,7 @@ def test_ceilings_are_there_for_every_row_size() -> None:
     assert all(0.01 < x < 1e5 for x in [found["copy_gb_s"], *found["gather_gb_s"].values()])
     assert 0.01 < found["sgemm_gflop_s"] < 1e6
     assert found["threads"] == torch.get_num_threads()
-    assert found["table_bytes"] == bandwidth.SMALL_TABLE
+    assert found["table_bytes"] == bandwidth.SMOKE_BYTES
     assert "launch_us" not in found
 
 
@@ -30,7 +30,7 @@ def test_tables_are_larger_than_the_caches_but_fit_in_memory(
     monkeypatch.setattr(bandwidth, "available_bytes", lambda device: 1 << 30)
     assert bandwidth.table_bytes(CPU) == 102 << 20  # a tenth, in whole MiB
     monkeypatch.setattr(bandwidth, "available_bytes", lambda device: 1 << 20)
-    assert bandwidth.table_bytes(CPU) == bandwidth.SMALL_TABLE
+    assert bandwidth.table_bytes(CPU) == bandwidth.SMOKE_BYTES
 
 
 def test_bandwidth_counts_what_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from experiments.config.schema import Config, Optimizer, WorkloadConfig
 from experiments.config.sweep import Arm, Cell
-from experiments.machine import environment
+from experiments.machine import environment, memory
 from experiments.machine.telemetry import Nvml
 from experiments.measure import timing
+from experiments.measure.session import Session
+from experiments.run import runner
 from experiments.run.progress import Display
-from experiments.timing import memory
 from tests.experiments.fake_nvml import FakeNvml, healthy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -29,7 +30,7 @@ WORK = WorkloadConfig(T=1, E=1_000_000, D=25)  # 100 MB as float32
 def fitted(monkeypatch: pytest.MonkeyPatch, free: int, config: Config, *names: str) -> Cell:
     monkeypatch.setattr(memory, "available_bytes", lambda _: free)
     whole = Cell("x", "x", WORK, tuple(Arm(n) for n in names))
-    return timing.fit_memory(whole, timing.Session(config, CPU, "run"))
+    return runner.fit_memory(whole, Session(config, CPU, "run"))
 
 
 def test_tables_shrink_only_as_far_as_memory_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +75,7 @@ def test_explicit_factors_are_dropped_with_the_rows_they_were_made_for() -> None
     config = Config()
     whole = Cell("x", "x", WORK, (Arm("tt", 4),))
     whole.tt.row_factors[:] = [100, 100, 100]
-    session = timing.Session(config, CPU, "run")
+    session = Session(config, CPU, "run")
     assert timing.task_of(whole, whole.arms[0], session).row_factors == (100, 100, 100)
     shrunk = dataclasses.replace(whole, rows_scale=0.1)
     assert timing.task_of(shrunk, whole.arms[0], session).row_factors == ()

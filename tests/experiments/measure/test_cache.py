@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from emblib.reference.cache import CacheModel
-from experiments.config import configure
+from experiments import configure
 from experiments.config.schema import CacheConfig, Config, TimingConfig, WorkloadConfig
 from experiments.config.sweep import IDEALS, Cell, arms_of
+from experiments.kind_reports.cache import at_headline
 from experiments.kinds import cache, expand
-from experiments.kinds.cache_report import at_headline
 from experiments.measure.cache import cache_cell, trace_of
 from experiments.measure.timing import Session
 from experiments.report import Run, pages, write_report
@@ -101,7 +101,7 @@ def test_rates_are_of_the_counted_batches() -> None:
         "rows": [3, 4, 4],
         "row_hits": [3, 1, 2],
     }
-    assert cache.counted({"samples": samples, "batches": 2}) == cache.Rates(11 / 20, 3 / 8)
+    assert cache.counted({"samples": samples, "batches": 2}) == cache.HitRates(11 / 20, 3 / 8)
 
 
 def test_cache_sets_round_up_and_are_never_none() -> None:
@@ -174,7 +174,7 @@ def test_timed_contenders_say_what_their_cache_served(smoke_runs: Mapping[str, P
 
 
 def test_a_trace_knows_its_batches() -> None:
-    trace = cache_bounds.Trace.of([np.array([4, 4, 2]), np.array([2])], 1)
+    trace = cache_bounds.RowTrace.of([np.array([4, 4, 2]), np.array([2])], 1)
     assert trace.rows.tolist() == [2, 4, 2]
     assert trace.lookups.tolist() == [1, 2, 1]
     assert trace.batch.tolist() == [0, 0, 1]

@@ -9,28 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.config import configure
+from experiments import configure
 from experiments.config.schema import Distribution, KeysConfig, Mode, Order, WorkloadConfig
 from experiments.contenders import registry
+from experiments.contenders.key_checks import verify_keyed
 from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.registry import Wrong
 from experiments.machine import bandwidth
-from experiments.measure import keys as trace
-from experiments.measure.keys import (
-    Built,
-    CallClock,
-    Calls,
-    KeySpace,
-    Operation,
-    TimedCall,
-    fill,
-    values_of,
-    verify,
-)
-from experiments.measure.outcome import Wrong
-from experiments.run.session import Session
+from experiments.measure.cache import run_keys
+from experiments.measure.keys import FilledTable, Operation, fill
+from experiments.measure.session import Session
+from experiments.timing.call_clock import CallClock, TimedCall
 from experiments.timing.clock import UnsupportedMode, Work
 from experiments.workloads import cache_bounds
-from experiments.workloads.cache_bounds import Trace
+from experiments.workloads.cache_bounds import RowTrace
+from experiments.workloads.keys import Calls, KeySpace, values_of
 
 CPU = torch.device("cpu")
 SPACE = KeySpace(Order.permuted, 3)
@@ -183,7 +176,7 @@ def test_only_the_call_is_timed_and_the_rest_is_its_cost() -> None:
 def test_what_a_call_added_is_taken_out_before_the_next() -> None:
     table = filled(Plain)
     calls = Calls(WORK, KeysConfig(hits=0.6), 480, 3, inserts=True)
-    built = Built(table, calls)
+    built = FilledTable(table, calls)
     operation = Operation(built, "insert_or_assign", 2)
     for number in range(3):
         ready = operation.before(number)
@@ -208,7 +201,7 @@ def test_tables_of_keys_answer_what_was_put_in(name: str) -> None:
     calls = Calls(WORK, KeysConfig(), 480, 3, inserts=True)
     assert fill(table, calls) == 480
     assert table.size() == 480
-    verify(table, calls.space, calls.space.run(0, 480))
+    verify_keyed(table, calls.space, calls.space.run(0, 480))
     table.ready()
     assert table.size() == 480
     assert table.nbytes() >= 480 * 8
@@ -223,7 +216,7 @@ def test_a_full_table_takes_more_keys_than_it_has_slots(name: str, seed: int) ->
     put = fill(table, calls)
     assert put > 320
     assert table.size() == 320
-    used = table.find_slots((calls.space.run(put - calls.known, calls.known), None))
+    used = table.find_slots((calls.space.run(put - calls.num_present, calls.num_present), None))
     assert (used >= 0).all()
 
 
@@ -294,9 +287,9 @@ class Lying(Plain):
     ],
 )
 def test_a_wrong_table_is_found_out(wrong: type[KeyTable], what: str) -> None:
-    verify(filled(Plain), SPACE, SPACE.run(0, 480))
+    verify_keyed(filled(Plain), SPACE, SPACE.run(0, 480))
     with pytest.raises(Wrong, match=what):
-        verify(filled(wrong), SPACE, SPACE.run(0, 480))
+        verify_keyed(filled(wrong), SPACE, SPACE.run(0, 480))
 
 
 # Ceilings and ideals
@@ -307,7 +300,7 @@ def test_lines_hold_their_numbers_in_pages_as_asked() -> None:
         found = bandwidth.Lines(1 << 20, huge=huge)
         positions = found.positions(torch.tensor([0, -1, 2**62, 7]))
         for read in (found.read, found.take):
-            assert torch.equal(read(positions) * bandwidth.WORDS, positions)
+            assert torch.equal(read(positions) * bandwidth.WORDS_PER_LINE, positions)
         assert not huge or found.huge_share >= 0
     measured = bandwidth.measure_random_lines(1 << 20, 0.0)
     assert set(measured) == {str(bandwidth.page_bytes(huge=h)) for h in (False, True)}
@@ -342,10 +335,10 @@ def test_exact_caches_follow_the_program_and_so_does_a_table_of_one_bucket(
 ) -> None:
     rng = np.random.default_rng(1)
     batches = [rng.zipf(1.3, 24) % 90 for _ in range(60)] + [np.arange(70)] * 2
-    got = cache_bounds.run(Trace.of(batches, 0), 32, policy)
+    got = cache_bounds.run(RowTrace.of(batches, 0), 32, policy)
     assert got.rows == brute([b.tolist() for b in batches], 32, policy)
     config = configure.load(["+experiment=eviction_quality", "device=cpu"])
     name = policy.name.replace("exact", "scored")
-    table = trace.run_keys(name, batches, 32, Session(config, CPU, "test"))
+    table = run_keys(name, batches, 32, Session(config, CPU, "test"))
     assert table["row_hits"] == got.rows
     assert table["lookup_hits"] == got.lookups

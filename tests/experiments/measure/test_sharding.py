@@ -13,16 +13,16 @@ import torch
 
 from emblib.sharding import RankGroup
 from emblib.sharding.planner import Calibration
-from experiments import launch
-from experiments.config import configure
+from experiments import configure, launch
 from experiments.config.schema import Distribution, Optimizer, Scaling, WorkloadConfig
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Task, build
-from experiments.contenders.registry import Unsupported
-from experiments.kinds import expand, sharding, sharding_report
-from experiments.kinds.calibration_report import at
-from experiments.measure.outcome import Wrong, verify
+from experiments.contenders.registry import Unsupported, Wrong
+from experiments.kind_reports import sharding as sharding_report
+from experiments.kind_reports.calibration import at
+from experiments.kinds import expand, sharding
+from experiments.measure.outcome import verify
 from experiments.report import Run, text
 from experiments.results.store import read_json
 from experiments.workloads.workload import make_pool, table_shapes

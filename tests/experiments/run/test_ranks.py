@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.config import configure
+from experiments import configure
 from experiments.config.schema import Mode, TimingConfig
 from experiments.config.sweep import Arm
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
+from experiments.measure.process import Died
 from experiments.paths import ROOT
 from experiments.results.store import read_records
 from experiments.run import ranks as ranks_module
-from experiments.run.process import Died
 from experiments.run.ranks import Elsewhere, ProcessSync, RankProcesses
 from experiments.timing.clock import Clock, Phase, Reading, Work
 from experiments.timing.race import Measured, Race

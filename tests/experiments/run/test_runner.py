@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import cli
-from experiments.config import configure
+from experiments import cli, configure
 from experiments.contenders import registry
 from experiments.kinds import expand
 from experiments.paths import ROOT

@@ -12,8 +12,8 @@ import torch
 from experiments.config.schema import Config, DeviceKind, Mode, UsageError
 from experiments.run.runner import device_of
 from experiments.timing.clock import (
-    CHUNK,
-    GIVE_UP,
+    MAX_VAIN_SPINS,
+    SAMPLES_PER_CHUNK,
     Clock,
     ColdClock,
     CudaClock,
@@ -105,7 +105,7 @@ def test_work_that_waits_for_the_gpu_is_not_spun_for() -> None:
         gpu.kernel(30e-6)
         gpu.synchronise()
 
-    readings = [clock.read([Work(call, "a")])[0] for _ in range(GIVE_UP + 3)]
+    readings = [clock.read([Work(call, "a")])[0] for _ in range(MAX_VAIN_SPINS + 3)]
     assert all(r.exposed for r in readings)
     assert clock.ahead["a"] == 0.0
     # No spin to wait for any more: the launch and the kernel.
@@ -130,10 +130,10 @@ def test_a_chunk_is_waited_for_once() -> None:
     clock = CudaClock(gpu)
     clock.cycles_per_second()
     gpu.log.clear()
-    readings = clock.read([kernels(gpu, (1 + i) * 1e-6) for i in range(CHUNK + 5)])
+    readings = clock.read([kernels(gpu, (1 + i) * 1e-6) for i in range(SAMPLES_PER_CHUNK + 5)])
     assert gpu.log.count("synchronise") == 2
     assert [r.seconds for r in readings] == pytest.approx(
-        [(1 + i) * 1e-6 for i in range(CHUNK + 5)]
+        [(1 + i) * 1e-6 for i in range(SAMPLES_PER_CHUNK + 5)]
     )
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from experiments.config.schema import Mode, TimingConfig
-from experiments.machine import bandwidth, environment, preflight
+from experiments.machine import bandwidth, environment, memory, preflight
 from experiments.machine.telemetry import telemetry_for
-from experiments.timing import memory
 from experiments.timing.clock import Work, clock_for
 from experiments.timing.race import Race
 

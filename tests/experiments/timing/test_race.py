@@ -11,7 +11,7 @@ import pytest
 from experiments.config.schema import TimingConfig
 from experiments.machine.telemetry import Telemetry
 from experiments.timing.clock import Clock, Phase, Reading, Work
-from experiments.timing.race import BACK_OFF, MAX_EXECUTIONS, Race
+from experiments.timing.race import BACK_OFF_SECONDS, MAX_EXECUTIONS, Race
 
 
 class Script(Clock):
@@ -210,7 +210,7 @@ def test_a_throttled_round_is_taken_again_and_what_it_gave_is_kept() -> None:
     assert [n for n, _ in result.samples["step"]] == [0, 0, 1, 1, 2, 2]
     assert [n for n, _ in result.throttled["step"]] == [1, 1, 1, 1]
     assert result.describe()["throttled_samples"] == result.throttled
-    assert slept == [BACK_OFF, 2.5 * BACK_OFF]
+    assert slept == [BACK_OFF_SECONDS, 2.5 * BACK_OFF_SECONDS]
     assert result.describe()["flags"] == []
     assert result.describe()["hardware"] == {"sm_mhz": [1, 2, 3]}
 

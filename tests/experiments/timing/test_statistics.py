@@ -118,8 +118,8 @@ def test_what_could_have_been_seen_shrinks_with_the_noise() -> None:
 
 
 def test_margins_come_from_the_noise_or_the_least_of_interest() -> None:
-    assert statistics.margin(0.03, 0.001, 5) == 0.03
-    assert statistics.margin(0.03, 0.04, 4) == pytest.approx(0.06)
+    assert statistics.gate_margin(0.03, 0.001, 5) == 0.03
+    assert statistics.gate_margin(0.03, 0.04, 4) == pytest.approx(0.06)
     assert statistics.median_deviation([0.1, -0.2, 0.3]) == 0.2
 
 
@@ -230,22 +230,6 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
         s = statistics.summarise([rng.expovariate(1.0) for _ in range(25)])
         hits += s.lo <= math.log(2) <= s.hi
     assert 0.94 <= hits / 2000 <= 0.98  # 95.7 % by construction at n = 25
-
-
-def test_paired_ratio_cancels_what_both_sides_share() -> None:
-    noise = [1.0, 30.0, 1.1, 9.0, 1.0, 2.0, 50.0]
-    baseline = {r: x for r, x in enumerate(noise)}
-    arm = {r: 2.0 * x for r, x in enumerate(noise)}
-    ratio = statistics.paired_ratio(arm, baseline)
-    assert ratio.median == pytest.approx(2.0)
-    assert ratio.lo == pytest.approx(2.0)
-    assert ratio.hi == pytest.approx(2.0)
-
-
-def test_paired_ratio_uses_only_rounds_that_both_have() -> None:
-    ratio = statistics.paired_ratio({0: 3.0, 2: 3.0, 9: 99.0}, {0: 1.0, 1: 5.0, 2: 1.0})
-    assert ratio.n == 2
-    assert ratio.median == pytest.approx(3.0)
 
 
 def test_spread_is_the_distance_of_the_quartiles_to_the_median() -> None:

@@ -17,8 +17,8 @@ Batches = list[list[int]]
 traces = st.lists(st.lists(st.integers(0, 4), max_size=7), min_size=1, max_size=6)
 
 
-def trace_of(batches: Sequence[Sequence[int]], warm: int) -> cache_bounds.Trace:
-    return cache_bounds.Trace.of([np.array(b, np.int64) for b in batches], warm)
+def trace_of(batches: Sequence[Sequence[int]], warm: int) -> cache_bounds.RowTrace:
+    return cache_bounds.RowTrace.of([np.array(b, np.int64) for b in batches], warm)
 
 
 def best(batches: Batches, warm: int, capacity: int, *, lookups: bool) -> int:
@@ -86,7 +86,7 @@ def test_static_top_takes_in_the_most_frequent_rows_at_their_first_lookup() -> N
 def test_the_bound_is_close_to_what_offline_serves() -> None:
     rng = np.random.default_rng(3)
     batches = [distributions.zipf_ranks(rng, 3000, 5000, 1.05) for _ in range(40)]
-    trace = cache_bounds.Trace.of(batches, 20)
+    trace = cache_bounds.RowTrace.of(batches, 20)
     lookups = sum(int(trace.lookups[s].sum()) for s in trace.slices())
     for capacity in (50, 500, 2000):
         served = sum(cache_bounds.offline(trace, capacity).lookups)
@@ -98,7 +98,7 @@ def test_law_top_is_what_a_long_trace_gives() -> None:
     rows, lookups, capacity = 300, 200, 30
     rng = np.random.default_rng(5)
     batches = [distributions.zipf_ranks(rng, lookups, rows, 1.0) for _ in range(600)]
-    trace = cache_bounds.Trace.of(batches, 300)
+    trace = cache_bounds.RowTrace.of(batches, 300)
     chosen = ((trace.rows >= 1) & (trace.rows <= capacity)).astype(np.int64)
     hits = cache_bounds.served(trace, chosen)
     distinct = sum(s.stop - s.start for s in trace.slices())

@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 
 from experiments.config.schema import CacheConfig, Config, Distribution, WorkloadConfig
 from experiments.config.sweep import Cell, arms_of
+from experiments.kind_reports import trace as trace_report
 from experiments.kinds import trace as frames
-from experiments.kinds import trace_report
+from experiments.measure.session import Session
 from experiments.measure.trace import trace_cell
 from experiments.report import Run, notes, pages, text, write_report
-from experiments.run.session import Session
 from experiments.workloads import cache_bounds, distributions, trace_analysis
 from experiments.workloads.trace_analysis import Lookups
 from experiments.workloads.trace_files import TraceError
@@ -47,7 +47,7 @@ def test_stack_distances_are_those_of_a_list(count: int) -> None:
     assert trace_analysis.stack_distances(rows).tolist() == expected
 
 
-def recent_rows(trace: cache_bounds.Trace) -> list[int]:
+def recent_rows(trace: cache_bounds.RowTrace) -> list[int]:
     """For each access, how many rows were used after its own, before its batch."""
     order: list[int] = []  # least recent first
     found = []
@@ -64,7 +64,9 @@ def recent_rows(trace: cache_bounds.Trace) -> list[int]:
 
 
 def test_batch_distances_are_those_of_a_list() -> None:
-    trace = cache_bounds.Trace.of([draw(n, 30, 0.8, seed=n) for n in (9, 1, 14, 25, 3, 3, 40)], 2)
+    trace = cache_bounds.RowTrace.of(
+        [draw(n, 30, 0.8, seed=n) for n in (9, 1, 14, 25, 3, 3, 40)], 2
+    )
     assert trace_analysis.batch_distances(trace).tolist() == recent_rows(trace)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import emblib
-from experiments.config import configure
+from experiments import configure
 from experiments.config.schema import Config, Distribution, Format, Ids, UsageError, WorkloadConfig
 from experiments.kinds import expand
 from experiments.workloads import trace_files, workload

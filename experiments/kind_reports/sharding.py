@@ -12,15 +12,29 @@ import pandas as pd
 
 from experiments.config.schema import Scaling
 from experiments.config.sweep import SWEEP
+from experiments.contenders.registry import SHARDED
 from experiments.kinds import sharding
 from experiments.report import charts, text
 from experiments.report.charts import DASHED, DOTTED, Curve, Mark, Row, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Drawing, Figure, Panel
-from experiments.report.tables import Column, Table, Value, count, ratio, seconds, size, times
+from experiments.report.tables import (
+    Column,
+    Table,
+    Value,
+    bytes_value,
+    count_value,
+    factor_value,
+    ratio_value,
+    time_value,
+)
 
 NOTES = (
-    sharding.FORMULA,
+    "A sample is what the slowest rank took. Compute is the lookup and the update of the rows that "
+    "a rank holds, for ids that it has already, done by all ranks at once; communication is the "
+    "rest of the step: routing, sending both ways, waiting for other ranks, combining. Efficiency "
+    "compares with one rank: of weak scaling, the step of one rank ÷ the step of W; of strong "
+    "scaling, the step of one rank ÷ W ÷ the step of W.",
     "Ratios are TorchRec's time ÷ that of emblib's counterpart in the same processes, paired in "
     "each round: 2× means that emblib's step takes half the time. Both work on the same batches in "
     "the same processes; a rank's gradients are divided by the number of ranks. On CPUs "
@@ -49,12 +63,12 @@ def _usable_cores(run: Run) -> int | None:
 
 
 def answer(run: Run) -> list[str]:
-    """Against TorchRec where it was there; how the subject scales; how good predictions are."""
+    """Compare with TorchRec, say how the subject scales and how good predictions are."""
     rows = rows_of(run)
     if not len(rows):
         return ["No answer: no contender has a result."]
-    said = [*_against(run, rows), *_scaling(run, rows), *_predicted(run)]
-    return said or [_fastest(rows)]
+    sentences = [*_against(run, rows), *_scaling(run, rows), *_predicted(run)]
+    return sentences or [_fastest(rows)]
 
 
 def _against(run: Run, rows: pd.DataFrame) -> list[str]:
@@ -93,8 +107,8 @@ def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
 
     That is in the largest world in which every rank has a core; larger ones measure nothing.
     """
-    ours = rows[rows["contender"].str.startswith(sharding.OURS) & rows["base_s"].notna()]
-    said: list[str] = []
+    ours = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
+    sentences: list[str] = []
     shared, cores = _sharing_cores(run, ours), _usable_cores(run)
     ours = ours[ours["world_size"] <= cores] if cores else ours
     largest = ours["world_size"].max() if len(ours) else 1
@@ -108,11 +122,13 @@ def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
         last = headline if len(headline) else last
         last = last[last["cell"] == last["cell"].iloc[0]]
         best = last.loc[last["median_s"].idxmin()]
-        own = last[last["contender"] == run.subject.contender]
-        told = [best] if best["contender"] == run.subject.contender else [best, *_rows(own)]
+        subject_rows = last[last["contender"] == run.subject.contender]
+        told = (
+            [best] if best["contender"] == run.subject.contender else [best, *_rows(subject_rows)]
+        )
         words = " and ".join(_efficiency(row) for row in told)
-        said.append(f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}.")
-    return [*said, *shared]
+        sentences.append(f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}.")
+    return [*sentences, *shared]
 
 
 def _rows(rows: pd.DataFrame) -> list[pd.Series]:
@@ -135,7 +151,7 @@ def _efficiency(row: pd.Series) -> str:
 def _sharing_cores(run: Run, rows: pd.DataFrame) -> list[str]:
     """Say that the steps of ranks that share cores measure nothing but correctness."""
     cores = _usable_cores(run)
-    worlds = sorted({int(size) for size in rows["world_size"] if cores and size > cores})
+    worlds = sorted({int(ranks) for ranks in rows["world_size"] if cores and ranks > cores})
     if not cores or not worlds:
         return []
     sizes = " or ".join(map(str, worlds))
@@ -146,7 +162,7 @@ def _sharing_cores(run: Run, rows: pd.DataFrame) -> list[str]:
 
 
 def _predicted(run: Run) -> list[str]:
-    """How well the cost model told the measured steps, and what it says of the largest world."""
+    """State how well the cost model predicted the measured steps."""
     rows = sharding.predictions(run.records)
     correlation, factor, points = sharding.agreement(rows)
     if math.isnan(correlation):
@@ -170,21 +186,21 @@ def _cell_title(run: Run, cell: str) -> str:
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     """Return one table per section, a row per arm and world; then the predictions."""
     rows, every = rows_of(run), sharding.frame(run.records)
-    found = []
+    parts = []
     for section in run.sections():
-        own = every[every["section"] == section]
-        for cell in dict.fromkeys(own["cell"]):
+        section_rows = every[every["section"] == section]
+        for cell in dict.fromkeys(section_rows["cell"]):
             title = _cell_title(run, str(cell))
             case = run.config.cases.get(section)
             note = f" {case.note}" if case is not None and case.note else ""
             line = f"{_sizes(run, str(cell))}.{note}"
             table = _table(every[every["cell"] == cell], rows[rows["cell"] == cell])
-            found.append((text.capitalised(title), line, table))
+            parts.append((text.capitalised(title), line, table))
     told = sharding.predictions(run.records)
     if len(told):
         words = "Of worlds that were not measured these are predictions, and nothing else."
-        found.append(("Predicted steps", words, _predictions(told)))
-    return found
+        parts.append(("Predicted steps", words, _predictions(told)))
+    return parts
 
 
 def _sizes(run: Run, cell: str) -> str:
@@ -203,33 +219,33 @@ def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
     parts = [name for name in sharding.PARTS if (every["phase"] == name).any()]
     modes = every["mode"].nunique() > 1
     rows = []
-    for (arm, mode), own in every.groupby(["arm", "mode"], sort=False):
+    for (arm, mode), group in every.groupby(["arm", "mode"], sort=False):
         step = steps[(steps["arm"] == arm) & (steps["mode"] == mode)]
         row = dict(step.iloc[0]) if len(step) else {}
-        name = f"{own['label'].iloc[0]}{f', {mode}' * modes}"
-        status = "ok" if len(step) else str(own["status"].iloc[0])
-        times_of = {r["phase"]: r["median_s"] for _, r in own.iterrows()}
+        name = f"{group['label'].iloc[0]}{f', {mode}' * modes}"
+        status = "ok" if len(step) else str(group["status"].iloc[0])
+        times_of = {r["phase"]: r["median_s"] for _, r in group.iterrows()}
         rows.append({**row, "name": name, "status": status, "times": times_of})
     columns: dict[str, Column] = {
         "contender": lambda r: r["name"],
-        "forward": lambda r: seconds(r["times"].get("forward")),
-        "step": lambda r: seconds(r["median_s"]),
+        "forward": lambda r: time_value(r["times"].get("forward")),
+        "step": lambda r: time_value(r["median_s"]),
     }
     if len(steps) and steps["ratio"].notna().any():
-        columns["step ÷ emblib's [95\u00a0%]"] = ratio
+        columns["step ÷ emblib's [95\u00a0%]"] = ratio_value
     columns["efficiency"] = lambda r: Value.of(r["efficiency"], lambda v: f"{100 * v:.0f} %")
     if parts:
-        columns["compute"] = lambda r: seconds(r["compute_s"])
-        columns["communication"] = lambda r: seconds(r["communication_s"])
+        columns["compute"] = lambda r: time_value(r["compute_s"])
+        columns["communication"] = lambda r: time_value(r["communication_s"])
     for part in parts:
         columns[sharding.PARTS[part]] = functools.partial(_part, part)
-    columns["tables"] = lambda r: size(r["weights_bytes"] or None)
-    columns["processes"] = lambda r: count(r["processes"])
+    columns["tables"] = lambda r: bytes_value(r["weights_bytes"] or None)
+    columns["processes"] = lambda r: count_value(r["processes"])
     return Table.of(rows, columns, names=1)
 
 
 def _part(part: str, row: dict[str, Any]) -> Value:
-    return seconds(row["times"].get(part))
+    return time_value(row["times"].get(part))
 
 
 def _predictions(rows: pd.DataFrame) -> Table:
@@ -238,12 +254,12 @@ def _predictions(rows: pd.DataFrame) -> Table:
         (row for _, row in rows.iterrows()),
         {
             "contender": lambda r: str(r["label"]),
-            "batch per rank": lambda r: count(r["batch"]),
-            "ranks": lambda r: count(r["world_size"]),
+            "batch per rank": lambda r: count_value(r["batch"]),
+            "ranks": lambda r: count_value(r["world_size"]),
             "scaling": lambda r: str(r["scaling"]),
-            "predicted step": lambda r: seconds(r["predicted_s"]),
-            "measured step": lambda r: "not measured" if r["beyond"] else seconds(r["median_s"]),
-            "predicted ÷ measured": lambda r: times(r["predicted_s"] / r["median_s"]),
+            "predicted step": lambda r: time_value(r["predicted_s"]),
+            "measured step": lambda r: "not measured" if r["beyond"] else time_value(r["median_s"]),
+            "predicted ÷ measured": lambda r: factor_value(r["predicted_s"] / r["median_s"]),
         },
     )
 
@@ -278,8 +294,8 @@ def figures(run: Run) -> list[Figure]:
     if not len(rows):
         return []
     told = sharding.predictions(run.records)
-    found = [_draw_against(run, rows), _over_ranks(run, rows, told), _split(run, rows)]
-    return [f for f in (*found, _draw_predicted(run, told)) if f.panels]
+    drawn = [_draw_against(run, rows), _over_ranks(run, rows, told), _split(run, rows)]
+    return [f for f in (*drawn, _draw_predicted(run, told)) if f.panels]
 
 
 def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
@@ -299,7 +315,9 @@ def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
     scale = Scale("TorchRec's step ÷ emblib's", log=10, reach=(0.8, 2.5))
     one = [Mark(1.0, line=DASHED, upright=True)]
     title = "TorchRec's step ÷ emblib's"
-    panel = Panel(title, charts.rows(lines, scale, marks=one), 1.8 * WIDTH, 1.2 + BAR * len(lines))
+    panel = Panel(
+        title, charts.row_chart(lines, scale, marks=one), 1.8 * WIDTH, 1.2 + BAR * len(lines)
+    )
     return Figure(
         "against_torchrec",
         "Speed-up of a step over TorchRec",
@@ -312,17 +330,17 @@ def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
 
 
 def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
-    ours = rows[rows["contender"].str.startswith(sharding.OURS)]
+    ours = rows[rows["contender"].str.startswith(SHARDED)]
     panels = []
     for scaling in Scaling:
-        own = ours[(ours["scaling"] == scaling.value) | (ours["world_size"] == 1)]
-        if own["world_size"].nunique() < 2 or not (own["scaling"] == scaling.value).any():
+        scaled = ours[(ours["scaling"] == scaling.value) | (ours["world_size"] == 1)]
+        if scaled["world_size"].nunique() < 2 or not (scaled["scaling"] == scaling.value).any():
             continue
-        first = own["section"].iloc[0]
+        first = scaled["section"].iloc[0]
         beyond = told[told["beyond"] & (told["scaling"] == scaling.value)] if len(told) else told
         beyond = beyond[beyond["section"] == first] if len(beyond) else beyond
         title = f"{scaling.value.capitalize()} scaling"
-        panels.append(Panel(title, _steps(own[own["section"] == first], beyond), 1.1 * WIDTH))
+        panels.append(Panel(title, _steps(scaled[scaled["section"] == first], beyond), 1.1 * WIDTH))
     return Figure(
         "scaling",
         "Time of a step over ranks",
@@ -335,16 +353,16 @@ def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
 
 def _steps(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
     lines = []
-    for kind, own in rows.sort_values("world_size").groupby("type", sort=False):
+    for kind, group in rows.sort_values("world_size").groupby("type", sort=False):
         shade, mark = colour(str(kind)), marker(str(kind))
-        lines.append(Curve(own["world_size"], 1e3 * own["median_s"], shade, str(kind), mark))
+        lines.append(Curve(group["world_size"], 1e3 * group["median_s"], shade, str(kind), mark))
         if len(beyond):  # from the last measured point on, what is only predicted
-            last = own.iloc[-1]
+            last = group.iloc[-1]
             more = beyond[beyond["type"] == kind].sort_values("world_size")
             worlds = [last["world_size"], *more["world_size"]]
-            times = [1e3 * last["median_s"], *(1e3 * more["predicted_s"])]
-            lines.append(Curve(worlds, times, shade, line=DASHED, width=1.2))
-            lines.append(Curve(worlds[1:], times[1:], shade, marker=mark, line="", hollow=True))
+            step_ms = [1e3 * last["median_s"], *(1e3 * more["predicted_s"])]
+            lines.append(Curve(worlds, step_ms, shade, line=DASHED, width=1.2))
+            lines.append(Curve(worlds[1:], step_ms[1:], shade, marker=mark, line="", hollow=True))
     if (rows["scaling"] == Scaling.strong.value).any():
         worlds = sorted(rows["world_size"].unique())
         start = 1e3 * rows[rows["world_size"] == worlds[0]]["median_s"].min()
@@ -362,8 +380,8 @@ def _split(run: Run, rows: pd.DataFrame) -> Figure:
         known = known[known["section"] == known["section"].iloc[0]]
     panels = []
     for world in sorted(known["world_size"].unique()) if len(known) else ():
-        own = known[known["world_size"] == world]
-        own = own[own["scaling"] == own["scaling"].iloc[0]]
+        in_world = known[known["world_size"] == world]
+        in_world = in_world[in_world["scaling"] == in_world["scaling"].iloc[0]]
         lines = [
             Row(
                 str(row["type"]),
@@ -372,10 +390,10 @@ def _split(run: Run, rows: pd.DataFrame) -> Figure:
                 bar=True,
                 rest=1e3 * row["communication_s"],
             )
-            for _, row in own.iterrows()
+            for _, row in in_world.iterrows()
         ]
-        drawing = charts.rows(lines, Scale("ms per step (hatched: all but lookup and update)"))
-        panels.append(Panel(text.count(world, "rank"), drawing, height=1.4 + BAR * len(own)))
+        drawing = charts.row_chart(lines, Scale("ms per step (hatched: all but lookup and update)"))
+        panels.append(Panel(text.count(world, "rank"), drawing, height=1.4 + BAR * len(in_world)))
     return Figure(
         "compute_and_communication",
         "Parts of a step",
@@ -393,11 +411,11 @@ def _draw_predicted(run: Run, told: pd.DataFrame) -> Figure:
     if points:
         measured, lines = told[~told["beyond"]], []
         smallest = measured["world_size"].min()
-        for (kind, world), own in measured.groupby(["type", "world_size"], sort=False):
+        for (kind, world), group in measured.groupby(["type", "world_size"], sort=False):
             lines.append(
                 Curve(
-                    1e3 * own["median_s"],
-                    1e3 * own["predicted_s"],
+                    1e3 * group["median_s"],
+                    1e3 * group["predicted_s"],
                     colour(str(kind)),
                     str(kind) if world == smallest else "",
                     marker(str(kind)),

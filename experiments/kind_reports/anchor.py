@@ -8,21 +8,23 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from experiments.compare import published as anchors
-from experiments.compare.published import Finding, Verdict, shown
 from experiments.config.sweep import Arm
-from experiments.kinds import keys_report
+from experiments.kind_reports import keys as keys_report
 from experiments.report import answer as timed
 from experiments.report import figures as timed_figures
+from experiments.report import published as anchors
 from experiments.report import text
 from experiments.report.data import Run
+from experiments.report.published import JudgedFigure, Reproduction, shown
 from experiments.report.style import INK, Drawing, Figure, Panel
 from experiments.report.tables import Column, Table, Value
+from experiments.results import metrics
 
 NOTES = (
     anchors.RULE,
     "Published figures, with where they were read and what they are of, are in reports/published/. "
     "Intervals of our figures are those of the median; a figure that follows from sizes has none.",
+    metrics.FORMULA,
 )
 LINE = 0.62  # inches of a published figure in the drawing
 FEWEST_LINES = 2.0
@@ -31,17 +33,17 @@ NAMED = 3  # figures that a sentence names
 
 def answer(run: Run) -> list[str]:
     """Count the verdicts; append the answer of a run of the kind `time`."""
-    found = anchors.of_run(run)
-    if not found:
+    judged = anchors.of_run(run)
+    if not judged:
         return [f"No figure in reports/published names {run.config.name} as its experiment."]
-    counts = anchors.counted(found)
+    counts = anchors.counted(judged)
     words = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
-    sentences = [f"Of {len(found)} published figures: {words}."]
-    for verdict in (Verdict.REPRODUCED, Verdict.DIFFERS):
-        named = [f"{f.figure.name} ({_pair(f)})" for f in found if f.verdict is verdict]
+    sentences = [f"Of {len(judged)} published figures: {words}."]
+    for verdict in (Reproduction.REPRODUCED, Reproduction.DIFFERS):
+        named = [f"{f.figure.name} ({_pair(f)})" for f in judged if f.verdict is verdict]
         if named:
             sentences.append(f"{verdict.value.capitalize()}: {'; '.join(named)}.")
-    not_run = [f for f in found if f.verdict is Verdict.NOT_RUN and math.isfinite(f.ours)]
+    not_run = [f for f in judged if f.verdict is Reproduction.NOT_RUN and math.isfinite(f.ours)]
     if not_run:
         named = [f"{f.figure.name} ({_pair(f)})" for f in not_run[:NAMED]]
         more = f"; {len(not_run) - NAMED} more in the table" if len(not_run) > NAMED else ""
@@ -50,30 +52,30 @@ def answer(run: Run) -> list[str]:
     return sentences + ([] if rest[0].startswith("No answer") else rest)
 
 
-def _pair(finding: Finding) -> str:
+def _pair(finding: JudgedFigure) -> str:
     figure = finding.figure
     return f"{text.digits(finding.ours, 4)} for {shown(figure.value)} {figure.unit}"
 
 
 def tables(run: Run) -> list[tuple[str, str, Table]]:
     """Return (title, explanation, table) of each publication that the run is compared with."""
-    found = anchors.of_run(run)
-    sources = {f.source.key: f.source for f in found}
+    judged = anchors.of_run(run)
+    sources = {f.source.key: f.source for f in judged}
     published = [
         (
             f"Published: {source.title}",
             f"Source: {source.source}. {source.note}".strip(),
-            table([f for f in found if f.source.key == key]),
+            table([f for f in judged if f.source.key == key]),
         )
         for key, source in sources.items()
     ]
     return [*published, *keys_report.tables(run)]
 
 
-def table(found: Sequence[Finding]) -> Table:
+def table(judged: Sequence[JudgedFigure]) -> Table:
     """Return one row per figure, conclusive verdicts first; equal reasons are stated once."""
-    order = list(Verdict)
-    rows = sorted(found, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
+    order = list(Reproduction)
+    rows = sorted(judged, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
     columns: dict[str, Column] = {
         "figure": lambda f: f.figure.name,
         "theirs": lambda f: Value(shown(f.figure.value), f.figure.value),
@@ -87,14 +89,14 @@ def table(found: Sequence[Finding]) -> Table:
     return Table.of(rows, columns)
 
 
-def _ours(finding: Finding) -> Value:
+def _ours(finding: JudgedFigure) -> Value:
     words = text.digits(finding.ours, 4)
     if math.isfinite(finding.lo) and math.isfinite(finding.hi):
         words += f" [{text.digits(finding.lo)}, {text.digits(finding.hi)}]"
     return Value(words, finding.ours)
 
 
-def _measured(finding: Finding) -> str:
+def _measured(finding: JudgedFigure) -> str:
     where = finding.figure.ours
     return f"{_label(where.arm)}, {finding.device}" if where and finding.device else text.NONE
 
@@ -109,12 +111,12 @@ def _label(arm: str) -> str:
 
 def figures(run: Run) -> list[Figure]:
     """Return published figures and ours, then the figures of a run of the kind `time`."""
-    pairs = [f for f in anchors.of_run(run) if f.verdict is not Verdict.NOT_RUN]
-    found = []
+    pairs = [f for f in anchors.of_run(run) if f.verdict is not Reproduction.NOT_RUN]
+    drawn = []
     if pairs:
         height = 1.2 + max(FEWEST_LINES, LINE * len(pairs))
         panel = Panel("Ours on the scale of theirs", _beside(pairs), 9.0, height)
-        found.append(
+        drawn.append(
             Figure(
                 "published",
                 "Published figures and ours",
@@ -126,20 +128,17 @@ def figures(run: Run) -> list[Figure]:
                 columns=1,
             )
         )
-    return [*found, *timed_figures.figures(run), *keys_report.figures(run)]
+    return [*drawn, *timed_figures.figures(run), *keys_report.figures(run)]
 
 
-SHADES = {
-    Verdict.REPRODUCED: "#2e8540",
-    Verdict.DIFFERS: "#be123c",
-}
+SHADES = {Reproduction.REPRODUCED: "#2e8540", Reproduction.DIFFERS: "#be123c"}
 
 
-def _beside(found: Sequence[Finding]) -> Drawing:
+def _beside(judged: Sequence[JudgedFigure]) -> Drawing:
     """Draw one line per pair, with both numbers, on the scale of their ratio."""
 
     def draw(axes: Axes) -> None:
-        for line, finding in enumerate(found):
+        for line, finding in enumerate(judged):
             shade = SHADES[finding.verdict]
             ratio = finding.ours / finding.figure.value
             axes.plot([1.0, ratio], [line, line], color=shade, lw=1.2)
@@ -159,8 +158,8 @@ def _beside(found: Sequence[Finding]) -> Drawing:
         axes.set_xlim(min(low, 0.8), max(high, 4.0))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         axes.xaxis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
-        axes.set_yticks(range(len(found)), [_short(f.figure.name) for f in found])
-        axes.set_ylim(len(found) - 0.4, -0.8)
+        axes.set_yticks(range(len(judged)), [_short(f.figure.name) for f in judged])
+        axes.set_ylim(len(judged) - 0.4, -0.8)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("published = 1")
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from experiments.machine import memory
 from experiments.machine.telemetry import Nvml
-from experiments.timing import memory
 from tests.experiments.fake_nvml import FakeNvml
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 SLICE_SECONDS = 0.5  # how often a wait looks whether the child is still there
@@ -62,11 +61,7 @@ class Child:
     """A child process that runs `target` ("module:function") as target(pipe, *arguments)."""
 
     def __init__(
-        self,
-        target: str,
-        arguments: tuple[Any, ...] = (),
-        *,
-        limits: Limits = Limits(),
+        self, target: str, arguments: tuple[Any, ...] = (), *, limits: Limits = Limits()
     ) -> None:
         self.limits = limits
         self._heard = False  # any message of the child's
@@ -75,9 +70,7 @@ class Child:
         self._note = _context().RawArray("c", NOTE_BYTES)
         self._pipe, theirs = multiprocessing.Pipe()
         self.process = _context().Process(
-            target=_enter,
-            args=(theirs, self._note, target, arguments, limits),
-            daemon=True,
+            target=_enter, args=(theirs, self._note, target, arguments, limits), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -155,12 +148,7 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         if kind is not None:
             self.kill()
         self.close()
@@ -183,11 +171,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
 
 
 def _enter(
-    pipe: Connection,
-    page: Any,
-    target: str,
-    arguments: tuple[Any, ...],
-    limits: Limits,
+    pipe: Connection, page: Any, target: str, arguments: tuple[Any, ...], limits: Limits
 ) -> None:
     """Enter a child process."""
     _pages.append(page)
@@ -210,10 +194,10 @@ def _enter(
 
 
 def die_with_parent() -> None:
-    """Make sure that a killed run leaves no processes that go on computing.
+    """End this process when its parent ends, so that a killed run leaves nothing computing.
 
-    A thread that sleeps until then: the system's own signal would tell of the fork server's death,
-    and that lives as long as its children do.
+    A thread waits for the parent. The system's own signal would report the death of the fork
+    server, which lives as long as its children.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

@@ -53,7 +53,7 @@ class Place:
 
 
 @dataclass
-class Figure:
+class PublishedFigure:
     """One published number."""
 
     name: str
@@ -73,14 +73,14 @@ class Figure:
 
 
 @dataclass
-class Source:
+class Publication:
     """One publication."""
 
     key: str  # the file's name
     title: str
     source: str  # what was read, and when it was written
     url: str
-    figures: tuple[Figure, ...]
+    figures: tuple[PublishedFigure, ...]
     experiment: str = ""  # that runs its configuration; empty where none can
     note: str = ""
 
@@ -91,17 +91,17 @@ def shown(value: float) -> str:
 
 
 @cache
-def sources(folder: Path = FOLDER) -> tuple[Source, ...]:
+def sources(folder: Path = FOLDER) -> tuple[Publication, ...]:
     """Return every publication, by file name."""
     return tuple(read(path) for path in sorted(folder.glob("*.yaml")))
 
 
-def of_experiment(name: str, folder: Path = FOLDER) -> list[Source]:
+def of_experiment(name: str, folder: Path = FOLDER) -> list[Publication]:
     """Return the publications whose configuration an experiment runs."""
     return [source for source in sources(folder) if source.experiment == name]
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> Publication:
     """Read one file; raise ValueError that describes the fault.
 
     `device`, `device_words` and `work` of the file apply to every row that does not override them.
@@ -114,17 +114,17 @@ def read(path: Path) -> Source:
     for row in raw.pop("rows", []):
         where = f"{path.name}, {row.get('name')}"
         work = {**shared.get("work", {}), **row.get("work", {})}
-        figure = _build(Figure, {**shared, **row, "work": work}, where)
+        figure = _build(PublishedFigure, {**shared, **row, "work": work}, where)
         if figure.ours is None and not figure.not_here:
             raise ValueError(f"{where}: say `ours:` or, with the reason, `not_here:`")
         figures.append(figure)
-    source = _build(Source, {"key": path.stem, "figures": [], **raw}, path.name)
+    source = _build(Publication, {"key": path.stem, "figures": [], **raw}, path.name)
     if not figures:
         raise ValueError(f"{path.name}: 'rows' is missing: a source needs its figures")
     return dataclasses.replace(source, figures=tuple(figures))
 
 
-T = TypeVar("T", Figure, Source)
+T = TypeVar("T", PublishedFigure, Publication)
 
 
 def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
@@ -146,7 +146,7 @@ RULE = (
 )
 
 
-class Verdict(Enum):
+class Reproduction(Enum):
     """What became of a published figure."""
 
     REPRODUCED = "reproduced"
@@ -155,12 +155,12 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class JudgedFigure:
     """One published figure, ours, and the verdict."""
 
-    source: Source
-    figure: Figure
-    verdict: Verdict
+    source: Publication
+    figure: PublishedFigure
+    verdict: Reproduction
     reason: str
     ours: float = math.nan
     lo: float = math.nan
@@ -168,33 +168,33 @@ class Finding:
     device: str = ""  # where ours was measured
 
 
-def counted(found: Sequence[Finding]) -> dict[Verdict, int]:
+def counted(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
     """Return the number of figures by verdict."""
-    return {verdict: sum(f.verdict is verdict for f in found) for verdict in Verdict}
+    return {verdict: sum(f.verdict is verdict for f in judged) for verdict in Reproduction}
 
 
-def of_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[Finding]:
+def of_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
     """Compare every source with each reference of its experiment and each run of `extra`."""
     paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
     runs = [Run.read(path) for path in paths]
-    found = []
+    judged = []
     for source in sources():
         same: list[Run | None] = [run for run in runs if run.config.name == source.experiment]
-        found += [finding for run in same or [None] for finding in findings(run, source)]
-    return found
+        judged += [finding for run in same or [None] for finding in findings(run, source)]
+    return judged
 
 
-def of_run(run: Run) -> list[Finding]:
+def of_run(run: Run) -> list[JudgedFigure]:
     """Compare a run with every publication whose configuration its experiment is."""
     return [f for source in of_experiment(str(run.config.name)) for f in findings(run, source)]
 
 
-def findings(run: Run | None, source: Source) -> list[Finding]:
+def findings(run: Run | None, source: Publication) -> list[JudgedFigure]:
     """Compare all figures of a source with those of a run; without a run there are none of ours."""
     return [_finding(run, source, figure) for figure in source.figures]
 
 
-def _finding(run: Run | None, source: Source, figure: Figure) -> Finding:
+def _finding(run: Run | None, source: Publication, figure: PublishedFigure) -> JudgedFigure:
     row, reason = None, ""
     if figure.not_here or figure.ours is None:
         reason = figure.not_here
@@ -205,22 +205,22 @@ def _finding(run: Run | None, source: Source, figure: Figure) -> Finding:
     else:
         row, reason = _row(run, figure, figure.ours)
     if row is None or run is None:
-        return Finding(source, figure, Verdict.NOT_RUN, reason)
+        return JudgedFigure(source, figure, Reproduction.NOT_RUN, reason)
     ours, lo, hi = _ours(figure, row)
     if math.isnan(ours):
-        return Finding(source, figure, Verdict.NOT_RUN, "our run has no such number")
-    verdict, reason = Verdict.NOT_RUN, _incomparable(run, figure, row)
+        return JudgedFigure(source, figure, Reproduction.NOT_RUN, "our run has no such number")
+    verdict, reason = Reproduction.NOT_RUN, _incomparable(run, figure, row)
     if not reason:
         allowed = EXACT if figure.nature is Nature.exact else MEASURED
         off = ours / figure.value - 1
         close = abs(off) <= max(allowed, figure.last_digit / 2 / figure.value)
-        verdict = Verdict.REPRODUCED if close else Verdict.DIFFERS
+        verdict = Reproduction.REPRODUCED if close else Reproduction.DIFFERS
         reason = f"{abs(100 * off):.1f} % {'above' if off > 0 else 'below'} it"
     device = str(run.environment.get("device", ""))
-    return Finding(source, figure, verdict, reason, ours, lo, hi, device)
+    return JudgedFigure(source, figure, verdict, reason, ours, lo, hi, device)
 
 
-def _row(run: Run, figure: Figure, place: Place) -> tuple[pd.Series | None, str]:
+def _row(run: Run, figure: PublishedFigure, place: Place) -> tuple[pd.Series | None, str]:
     """Return our row of results; None and the reason where there is none."""
     table = run.operations
     if not len(table) or not (table["section"] == place.section).any():
@@ -250,7 +250,7 @@ OURS: Mapping[Quantity, Measure] = {
 }
 
 
-def _ours(figure: Figure, row: pd.Series) -> tuple[float, float, float]:
+def _ours(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]:
     """Return our number and its interval."""
     if figure.quantity is Quantity.times_baseline:
         ours, *ends = (float(row[name]) for name in ("ratio", "ratio_lo", "ratio_hi"))
@@ -264,7 +264,7 @@ def _ours(figure: Figure, row: pd.Series) -> tuple[float, float, float]:
     return ours, min(ends), max(ends)
 
 
-def _incomparable(run: Run, figure: Figure, row: pd.Series) -> str:
+def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
     """Return why our number cannot be judged against theirs; empty where it can."""
     changed = differences(run, figure, row)
     if changed:
@@ -280,10 +280,10 @@ def _incomparable(run: Run, figure: Figure, row: pd.Series) -> str:
     return ""
 
 
-def differences(run: Run, figure: Figure, row: pd.Series) -> list[str]:
+def differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
     """Return how the work that our run did differs from the published one, key by key."""
     scale = float(row["rows_scale"])
-    found = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
+    changes = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
     record = next(
         r
         for r in run.records
@@ -295,14 +295,14 @@ def differences(run: Run, figure: Figure, row: pd.Series) -> list[str]:
     def plain(value: Any) -> str:
         return f"{value:,}" if isinstance(value, int) else str(value)
 
-    return found + [
-        f"{key} {plain(ours.get(key))} for {plain(theirs)}"
-        for key, theirs in figure.work.items()
-        if ours.get(key) != theirs
+    return changes + [
+        f"{key} {plain(ours.get(key))} for {plain(value)}"
+        for key, value in figure.work.items()
+        if ours.get(key) != value
     ]
 
 
-def theirs(figure: Figure) -> str:
+def theirs(figure: PublishedFigure) -> str:
     """Return the device of a published figure, as far as its source says."""
     device = next((d.name for d in ceilings.table() if d.key == figure.device), "")
     return device or figure.device_words

@@ -7,13 +7,28 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.quality import LABELS, PLAIN
+from experiments.config.sweep import PLAIN, TRAINED
+from experiments.kinds.base import CaseReport
 from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, ratio, size, times
+from experiments.report.tables import Column, Table, Value, bytes_value, factor_value, ratio_value
 
+NOTES = (
+    "Every method trains the same network on the same samples in the same order. The learning rate "
+    "of its tables and the epoch are those of the least loss on validation samples; scores are of "
+    "test samples that no choice has seen. AUC is the share of pairs of a positive and a negative "
+    "sample that the model puts in the right order; log loss is in nats. A process is a seed of "
+    "initial values and order; the samples are the same. Differences to plain tables are paired by "
+    "seed; intervals are 95 % t-intervals over seeds, so other samples can differ by more.",
+    "Only the large tables are made smaller, all to the same share of their bytes; the others stay "
+    "plain. Bytes are those of the parameters; Adagrad doubles them in training. Served bytes are "
+    "with dense tables quantised to 8 bits; all others are served as they are.",
+    "Steps are timed after training, method by method in random order on the same batch, each with "
+    "the network around it: forward, backward and all updates. Ratios are paired step by step; "
+    "shown are the median over steps, then the mean over seeds with its 95 % interval.",
+)
 CLOSE = 0.001  # of AUC: what counts as kept
 TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
 _MARKERS = "osDv^P*XhpdH<>o"
@@ -24,10 +39,10 @@ ASIDE = 0.022  # shift between methods of one size, on a logarithmic axis
 def answer(run: Run) -> list[str]:
     """Say what the subject loses and costs at the headline's share, then who does better where."""
     rows = good(run)
-    own = rows[(rows["contender"] == run.subject.contender)] if len(rows) else rows
-    if not len(own):
+    subject_rows = rows[(rows["contender"] == run.subject.contender)] if len(rows) else rows
+    if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
-    share = _share(run, own)
+    share = _share(run, subject_rows)
     at_share = rows[rows["share"] == share]
     sentences = []
     for data, group in at_share.groupby("data", sort=False):
@@ -35,22 +50,27 @@ def answer(run: Run) -> list[str]:
         if len(row):
             best = group.loc[group["auc"].idxmax()]
             sentences.append(_sentence(run, str(data), row.iloc[0], best))
-    kept = _kept(rows)
+    smallest = _kept(rows)
     return [
         f"With {_small(share)} of the bytes of the large tables, {'; '.join(sentences)}.",
-        *([kept] if kept else []),
+        *([smallest] if smallest else []),
         *_order(at_share),
     ]
 
 
-def as_case(run: Run) -> list[str]:
-    """Say what models with tensor trains lose, in a run whose question is another one."""
+def case_report(run: Run) -> CaseReport:
+    """Report models trained as a case of a run whose question is another one."""
+    return CaseReport(_as_case(run), tables(run), figures(run)[:1])
+
+
+def _as_case(run: Run) -> list[str]:
+    """Say what models with tensor trains lose."""
     rows = good(run)
-    own = rows[rows["contender"] == TRAINS[0]] if len(rows) else rows
+    trains = rows[rows["contender"] == TRAINS[0]] if len(rows) else rows
     return [
         f"Trained on {row['data']} data with tensor trains of {_small(row['share'])} of the bytes "
         f"of its large tables, a model has an AUC of {row['auc']:.4f}, {_change(row)} from plain."
-        for _, row in own.head(1).iterrows()
+        for _, row in trains.head(1).iterrows()
     ]
 
 
@@ -68,14 +88,14 @@ def _share(run: Run, rows: pd.DataFrame) -> float:
 
 
 def _sentence(run: Run, data: str, row: pd.Series, best: pd.Series) -> str:
-    own = LABELS[str(row["contender"])]
-    said = (
-        f"{own} has on {data} an AUC of {row['auc']:.4f}, {_change(row)} from plain, and a step "
+    method = TRAINED[str(row["contender"])]
+    sentence = (
+        f"{method} has on {data} an AUC of {row['auc']:.4f}, {_change(row)} from plain, and a step "
         f"takes {text.times(row['ratio'])} the time"
     )
     if best["contender"] == row["contender"]:
-        return f"{said} (the best of {len(run.config.contenders) - 1} methods)"
-    return f"{said} (the best is {LABELS[str(best['contender'])]}, {_change(best)})"
+        return f"{sentence} (the best of {len(run.config.contenders) - 1} methods)"
+    return f"{sentence} (the best is {TRAINED[str(best['contender'])]}, {_change(best)})"
 
 
 def _small(share: float) -> str:
@@ -96,37 +116,39 @@ def _signed(value: float) -> str:
 
 def _kept(rows: pd.DataFrame) -> str:
     """Say how small each data set's tables get with an AUC within CLOSE of plain tables."""
-    said = []
+    by_data = []
     for data, group in rows.groupby("data", sort=False):
         near = group[(group["contender"] != PLAIN) & (group["auc_change"] >= -CLOSE)]
         trains = near[near["contender"].isin(TRAINS)]
         words = [
             f"{name} down to {_small(some['share'].min())}"
-            f" ({LABELS[str(some.loc[some['share'].idxmin(), 'contender'])]})"
+            f" ({TRAINED[str(some.loc[some['share'].idxmin(), 'contender'])]})"
             for name, some in (("any method", near), ("a tensor train", trains))
             if len(some)
         ]
-        said.append(f"{data}: {', '.join(words) or 'no method at any share'}")
+        by_data.append(f"{data}: {', '.join(words) or 'no method at any share'}")
     return (
-        f"Within {CLOSE} of the AUC of plain tables stay, on {'; on '.join(said)}." if said else ""
+        f"Within {CLOSE} of the AUC of plain tables stay, on {'; on '.join(by_data)}."
+        if by_data
+        else ""
     )
 
 
 def _order(rows: pd.DataFrame) -> list[str]:
     """Compare tensor trains with permuted ids and with ids as given."""
-    found = rows.pivot_table(index="data", columns="contender", values="auc", sort=False)
-    if not {"tt_permuted", "tt_as_given"} <= set(found):
+    scores = rows.pivot_table(index="data", columns="contender", values="auc", sort=False)
+    if not {"tt_permuted", "tt_as_given"} <= set(scores):
         return []
-    gains = (found["tt_permuted"] - found["tt_as_given"]).dropna()
-    said = ", ".join(f"{_signed(gain)} on {data}" for data, gain in gains.items())
-    return [f"Permuting the ids of a tensor train changes the AUC by {said}."] if said else []
+    gains = (scores["tt_permuted"] - scores["tt_as_given"]).dropna()
+    changes = ", ".join(f"{_signed(gain)} on {data}" for data, gain in gains.items())
+    return [f"Permuting the ids of a tensor train changes the AUC by {changes}."] if changes else []
 
 
 def _results(rows: pd.DataFrame) -> Table:
     """Return a row per method and share."""
     oracle = not rows["oracle_auc"].isna().all()
     columns: dict[str, Column] = {
-        "tables": lambda r: LABELS.get(str(r["contender"]), str(r["contender"])),
+        "tables": lambda r: TRAINED.get(str(r["contender"]), str(r["contender"])),
         "share": lambda r: Value(_small(r["share"]), r["share"]),
         "AUC": lambda r: Value.of(r["auc"], lambda v: f"{v:.4f}"),
         "change of AUC": lambda r: _interval(r, "auc_change"),
@@ -136,10 +158,10 @@ def _results(rows: pd.DataFrame) -> Table:
             if oracle
             else {}
         ),
-        "bytes": lambda r: size(r["bytes"]),
-        "smaller": lambda r: times(r["times_smaller"]),
-        "served": lambda r: size(r["served_bytes"]),
-        "step ÷ plain": lambda r: ratio(r, is_baseline=r["contender"] == PLAIN),
+        "bytes": lambda r: bytes_value(r["bytes"]),
+        "smaller": lambda r: factor_value(r["times_smaller"]),
+        "served": lambda r: bytes_value(r["served_bytes"]),
+        "step ÷ plain": lambda r: ratio_value(r, is_baseline=r["contender"] == PLAIN),
         "rates chosen": lambda r: str(r["rates"]),
     }
     return Table.of(rows, columns, names=2)
@@ -153,7 +175,7 @@ def _interval(row: pd.Series, name: str) -> Value:
     return Value.of(row[name], lambda v: _signed(v) + between)
 
 
-def readme_table(run: Run) -> list[str]:
+def readme_lines(run: Run, command: str, link: str) -> list[str]:
     """Return lines of Markdown: the change of AUC of each method at the headline's share."""
     rows = good(run)
     share = _share(run, rows)
@@ -162,14 +184,20 @@ def readme_table(run: Run) -> list[str]:
     plain = rows[rows["contender"] == PLAIN].set_index("data")
     lines = []
     for method in dict.fromkeys(at_share["contender"]):
-        own = at_share[at_share["contender"] == method].set_index("data")
-        shown = [_change(own.loc[n]) if n in own.index else text.NONE for n in names]
+        rows_of_method = at_share[at_share["contender"] == method].set_index("data")
+        shown = [
+            _change(rows_of_method.loc[n]) if n in rows_of_method.index else text.NONE
+            for n in names
+        ]
         steps = " · ".join(
-            text.times(own.loc[n, "ratio"]) if n in own.index else text.NONE for n in names
+            text.times(rows_of_method.loc[n, "ratio"]) if n in rows_of_method.index else text.NONE
+            for n in names
         )
-        lines.append(f"| {LABELS[str(method)]} | {' | '.join(shown)} | {steps} |")
+        lines.append(f"| {TRAINED[str(method)]} | {' | '.join(shown)} | {steps} |")
     seeds = text.count(int(rows["seeds"].max()), "seed")
     return [
+        f"{command}:",
+        "",
         f"Change of AUC with large tables of {_small(share)} of their bytes, mean of {seeds} with "
         "its 95 % interval, and the time of a step ÷ plain on each.",
         "",
@@ -177,6 +205,8 @@ def readme_table(run: Run) -> list[str]:
         f"| --- |{' ---: |' * (len(names) + 1)}",
         f"| plain, AUC | {' | '.join(format(plain.loc[n, 'auc'], '.4f') for n in names)} | 1 |",
         *lines,
+        "",
+        link,
     ]
 
 
@@ -191,18 +221,18 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
         "positive": lambda r: text.percent(r["positive"]),
         "fields": lambda r: str(r["features"]),
         "large tables": lambda r: str(r["large_tables"]),
-        "their bytes": lambda r: size(r["large_bytes"]),
+        "their bytes": lambda r: bytes_value(r["large_bytes"]),
         "best AUC": lambda r: Value.of(r["oracle_auc"], lambda v: f"{v:.4f}"),
     }
     if not records:
         return []
     words = "Best AUC: of the probabilities that drew the labels, where they are known."
-    found = [("Data that models are trained on", words, Table.of(list(records.values()), columns))]
+    parts = [("Data that models are trained on", words, Table.of(list(records.values()), columns))]
     rows = run.frame("quality")
     for name, record in records.items():
         words = f"{text.capitalised(record['title'])}."
-        found.append((f"Models trained on {name}", words, _results(rows[rows["data"] == name])))
-    return found
+        parts.append((f"Models trained on {name}", words, _results(rows[rows["data"] == name])))
+    return parts
 
 
 def figures(run: Run) -> list[Figure]:
@@ -243,7 +273,10 @@ def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
         low, high = group["auc_change"].min(), group["auc_change"].max()
         room = 0.5 * (high - low) or CLOSE
         change = Scale("change of AUC", low=low - room, high=high + room, shown=_short)
-        lines = [_curve(str(m), own, column) for m, own in group.groupby("contender", sort=False)]
+        lines = [
+            _curve(str(m), group_of_method, column)
+            for m, group_of_method in group.groupby("contender", sort=False)
+        ]
         drawn = curves(lines, scale, change, names="outside", marks=[Mark(0.0, INK, DASHED)])
         panels.append(Panel(text.capitalised(str(data)), drawn, 1.7 * WIDTH, 1.1 * HEIGHT))
     return panels
@@ -254,18 +287,18 @@ def _short(value: float) -> str:
 
 
 def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
-    number = list(LABELS).index(method)
+    number = list(TRAINED).index(method)
     rows = rows.sort_values(column)
     low, high = rows["auc_change_lo"], rows["auc_change_hi"]
     known = not low.isna().any()
     across = rows[column]
     if column == "times_smaller" and method != PLAIN:
-        across = across * 2 ** (ASIDE * (number - len(LABELS) / 2))
+        across = across * 2 ** (ASIDE * (number - len(TRAINED) / 2))
     return Curve(
         across,
         rows["auc_change"],
         INK if method == PLAIN else list(COLOURS.values())[number],
-        LABELS[method],
+        TRAINED[method],
         marker=_MARKERS[number % len(_MARKERS)],
         line="-" if column == "times_smaller" else "",
         width=1.2,

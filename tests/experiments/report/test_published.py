@@ -11,20 +11,26 @@ from typing import Any
 
 import pytest
 
-from experiments import compare
-from experiments.compare import pages, published
-from experiments.compare.published import Figure, Nature, Place, Quantity, Source, Verdict
-from experiments.config import configure
-from experiments.kinds import anchor_report
+from experiments import compare, configure
+from experiments.compare import pages
+from experiments.kind_reports import anchor as anchor_report
 from experiments.machine import ceilings
-from experiments.report import Run
+from experiments.report import Run, published
+from experiments.report.published import (
+    Nature,
+    Place,
+    Publication,
+    PublishedFigure,
+    Quantity,
+    Reproduction,
+)
 from experiments.results.metrics import frame
 from experiments.workloads.workload import CRITEO_KAGGLE, table_shapes
 from tests.experiments import FIRST_SCHEMA, command_line
 
 CPU = FIRST_SCHEMA
 ANCHORS = [n for n in configure.groups()["experiment"] if n.startswith("anchor_")]
-SOURCE = Source("x", "X", "read somewhere", "https://x", (), "tt_vs_tbe")
+SOURCE = Publication("x", "X", "read somewhere", "https://x", (), "tt_vs_tbe")
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +39,9 @@ def run() -> Run:
     return Run.read(CPU)
 
 
-def judge(run: Run, **changes: Any) -> published.Finding:
+def judge(run: Run, **changes: Any) -> published.JudgedFigure:
     """A figure of TT's step on the FBTT README's work, that is as good as ours, changed."""
-    figure = Figure(
+    figure = PublishedFigure(
         "step",
         1.0,
         "µs per lookup",
@@ -52,13 +58,13 @@ def judge(run: Run, **changes: Any) -> published.Finding:
 
 def test_a_time_is_reproduced_on_the_same_device_only(run: Run) -> None:
     found = judge(run)
-    assert found.verdict is Verdict.REPRODUCED
+    assert found.verdict is Reproduction.REPRODUCED
     row = run.table[(run.table["arm"] == "tt-32") & (run.table["section"] == "fbtt_readme")]
     step = row[row["phase"] == "step"].iloc[0]
     assert found.ours == pytest.approx(1e6 * step["median_s"] / 10240)
     assert math.isnan(found.lo)  # one process gives no interval
     elsewhere = judge(run, device="h100_sxm5")
-    assert elsewhere.verdict is Verdict.NOT_RUN
+    assert elsewhere.verdict is Reproduction.NOT_RUN
     assert elsewhere.reason == "another device: theirs is of NVIDIA H100 SXM5 80 GB"
     assert elsewhere.ours == found.ours  # still shown
     nameless = judge(run, device="", device_words="a GPU without a name")
@@ -67,16 +73,16 @@ def test_a_time_is_reproduced_on_the_same_device_only(run: Run) -> None:
 
 def test_a_time_further_off_than_the_rule_allows_differs(run: Run) -> None:
     ours = judge(run).ours
-    assert judge(run, value=ours * 1.14).verdict is Verdict.REPRODUCED
+    assert judge(run, value=ours * 1.14).verdict is Reproduction.REPRODUCED
     found = judge(run, value=ours / 1.2)
-    assert found.verdict is Verdict.DIFFERS
+    assert found.verdict is Reproduction.DIFFERS
     assert found.reason == "20.0 % above it"
     assert judge(run, value=ours * 1.25).reason == "20.0 % below it"
 
 
 def test_other_work_or_another_program_is_not_a_reproduction(run: Run) -> None:
     found = judge(run, work={"E": 11000000, "D": 128, "optimizer": "adagrad"})
-    assert found.verdict is Verdict.NOT_RUN
+    assert found.verdict is Reproduction.NOT_RUN
     assert found.reason == "ours is other work: D 64 for 128, optimizer sgd for adagrad"
     assert judge(run, peer="FBTT").reason == "another program: theirs is FBTT"
 
@@ -84,12 +90,12 @@ def test_other_work_or_another_program_is_not_a_reproduction(run: Run) -> None:
 def test_what_was_measured_in_another_mode_or_way_is_not_judged(run: Run) -> None:
     found = judge(run, work={"E": 11000000, "mode": "cold"})
     assert (found.verdict, found.reason) == (
-        Verdict.NOT_RUN,
+        Reproduction.NOT_RUN,
         "ours is other work: mode hot for cold",
     )
-    assert judge(run, work={"mode": "hot"}).verdict is Verdict.REPRODUCED
+    assert judge(run, work={"mode": "hot"}).verdict is Reproduction.REPRODUCED
     found = judge(run, otherwise="with the making of the batch")
-    assert found.verdict is Verdict.NOT_RUN
+    assert found.verdict is Reproduction.NOT_RUN
     assert found.reason == "done in another way there: with the making of the batch"
 
 
@@ -138,15 +144,15 @@ def test_what_follows_from_sizes_must_come_out_anywhere(run: Run) -> None:
     }
     ours = judge(run, value=1.0, **sizes).ours
     assert ours == pytest.approx(222.2, abs=0.1)
-    assert judge(run, value=221.0, **sizes).verdict is Verdict.REPRODUCED
-    assert judge(run, value=200.0, **sizes).verdict is Verdict.DIFFERS
+    assert judge(run, value=221.0, **sizes).verdict is Reproduction.REPRODUCED
+    assert judge(run, value=200.0, **sizes).verdict is Reproduction.DIFFERS
     # '2e2' has one digit: anything from 150 to 250 is printed so.
-    assert judge(run, value=200.0, last_digit=100.0, **sizes).verdict is Verdict.REPRODUCED
+    assert judge(run, value=200.0, last_digit=100.0, **sizes).verdict is Reproduction.REPRODUCED
     assert math.isnan(judge(run, value=221.0, **sizes).lo)
 
 
 def test_no_run_a_smoke_run_and_a_failure_say_so(run: Run) -> None:
-    figure = Figure(
+    figure = PublishedFigure(
         "step", 1.0, "ms", quantity=Quantity.milliseconds, ours=Place("criteo", "fbgemm")
     )
     source = dataclasses.replace(SOURCE, figures=(figure,))
@@ -156,7 +162,7 @@ def test_no_run_a_smoke_run_and_a_failure_say_so(run: Run) -> None:
     failed.table.loc[failed.table["arm"] == "torch", ["status", "reason"]] = ["oom", "too large"]
     torch = dataclasses.replace(figure, ours=Place("criteo", "torch"))
     (found,) = published.findings(failed, dataclasses.replace(SOURCE, figures=(torch,)))
-    assert (found.verdict, found.reason) == (Verdict.NOT_RUN, "oom: too large")
+    assert (found.verdict, found.reason) == (Reproduction.NOT_RUN, "oom: too large")
 
 
 def test_units_of_others_are_computed_as_they_do(run: Run) -> None:
@@ -197,7 +203,7 @@ def test_published_sizes_are_those_of_the_experiments() -> None:
 
 
 @pytest.mark.parametrize("source", published.sources(), ids=lambda s: s.key)
-def test_every_published_figure_is_of_a_case_that_exists(source: Source) -> None:
+def test_every_published_figure_is_of_a_case_that_exists(source: Publication) -> None:
     assert source.url.startswith("https://")
     config = None
     if source.experiment:
@@ -231,10 +237,13 @@ def test_every_published_figure_is_of_a_case_that_exists(source: Source) -> None
             "title: x\nurl: y\nrows: [{name: a, value: 1, unit: s, not_here: z}]",
             "missing mandatory value: source",
         ),
-        ("title: x\nsource: s\nurl: y\nrow: []", "Key 'row' not in 'Source'"),
+        ("title: x\nsource: s\nurl: y\nrow: []", "Key 'row' not in 'Publication'"),
         ("title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s}]", "say `ours:` or"),
         ("title: x\nsource: s\nurl: y", "'rows' is missing"),
-        ("title: x\nsource: s\nurl: y\nrows: [{name: a, valu: 1}]", "Key 'valu' not in 'Figure'"),
+        (
+            "title: x\nsource: s\nurl: y\nrows: [{name: a, valu: 1}]",
+            "Key 'valu' not in 'PublishedFigure'",
+        ),
         (
             "title: x\nsource: s\nurl: y\nrows: [{name: a, value: 1, unit: s, quantity: speed}]",
             "Invalid value 'speed', expected one of",
@@ -254,7 +263,9 @@ def test_an_anchors_report_shows_theirs_beside_ours(
     run = Run.read(smoke_runs[name])
     found = published.of_run(run)
     assert found
-    assert {f.verdict for f in found} == {Verdict.NOT_RUN}  # at smoke size nothing may be judged
+    assert {f.verdict for f in found} == {
+        Reproduction.NOT_RUN
+    }  # at smoke size nothing may be judged
     said = anchor_report.answer(run)[0]
     assert said == (
         f"Of {len(found)} published figures: 0 reproduced, 0 differs, {len(found)} not run here."
@@ -276,7 +287,7 @@ def test_a_full_size_run_is_judged_in_its_report(tmp_path: Path, run: Run) -> No
     for record in told.records:
         record["section"] = record["section"].replace("criteo", "kaggle_7")
     found = published.of_run(told)
-    reproduced = [f.figure.value for f in found if f.verdict is Verdict.REPRODUCED]
+    reproduced = [f.figure.value for f in found if f.verdict is Reproduction.REPRODUCED]
     assert reproduced == [117, 221]
     said = anchor_report.answer(told)
     assert said[0] == "Of 6 published figures: 2 reproduced, 0 differs, 4 not run here."

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from experiments.config import configure
-from experiments.kinds import expand, growth_report, keys, keys_report
+from experiments import configure
+from experiments.kind_reports import growth as growth_report
+from experiments.kind_reports import keys as keys_report
+from experiments.kinds import expand, keys
 from experiments.report import Run, text
 
 
@@ -123,12 +125,7 @@ def test_what_cannot_be_measured_so_is_refused(words: list[str], message: str) -
 def test_a_case_with_loads_is_of_kind_keys_with_an_arm_for_each() -> None:
     cells = expand(configure.load(["+experiment=anchor_dynamic_tables", "device=cpu"]))
     kinds = {cell.section: cell.kind for cell in cells}
-    assert kinds == {
-        "plain": "time",
-        "dim_8": "keys",
-        "dim_32": "keys",
-        "dim_64": "keys",
-    }
+    assert kinds == {"plain": "time", "dim_8": "keys", "dim_32": "keys", "dim_64": "keys"}
     arms = next(cell.arms for cell in cells if cell.section == "dim_8")
     assert [arm.key for arm in arms] == ["scored@0.5", "scored@0.75", "scored@1"]
     assert arms[0].label == "HashTable, load 0.5"

@@ -18,7 +18,7 @@ from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Scale, curves, percent_scale
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, Figure, Panel
-from experiments.report.tables import Column, Table, Value, count, digits, percent
+from experiments.report.tables import Column, Table, Value, count_value, number_value, percent_value
 from experiments.results.store import Record
 from experiments.workloads import production
 from experiments.workloads.distributions import describe_distribution, zipf_probabilities
@@ -75,14 +75,14 @@ def answer(run: Run) -> list[str]:
 
 
 def _headline(run: Run, record: Record) -> str:
-    found, size = record["analysis"], fraction(run)
+    analysis, size = record["analysis"], fraction(run)
     samples = record["samples"]
     total = sum(samples["lookups"])
     best, recent = (_at(record, policy, size) for policy in ("offline", "lru"))
     half = concentration(record, "0.5")
     return (
-        f"Of the {name(record)} ({text.count(record['features'], 'table')}, {total:,} lookups "
-        f"into {found['distinct']:,} distinct rows), "
+        f"Of the {name_of(record)} ({text.count(record['features'], 'table')}, {total:,} lookups "
+        f"into {analysis['distinct']:,} distinct rows), "
         f"{text.percent(sum(samples['rows']) / total)} are "
         f"distinct rows of their batch; {text.percent(half)} of the rows have half of the "
         f"lookups, and "
@@ -91,7 +91,7 @@ def _headline(run: Run, record: Record) -> str:
     )
 
 
-def name(record: Record) -> str:
+def name_of(record: Record) -> str:
     """Return the name of the lookups."""
     p = record["params"]
     if p["distribution"] == Distribution.zipf.value:
@@ -109,8 +109,8 @@ def fraction(run: Run) -> float:
 
 def concentration(record: Record, share: str) -> float:
     """Return the fewest rows with that share of the lookups ÷ rows looked up, over all tables."""
-    rows = sum(own["rows_of"][share] for own in record["tables"])
-    return rows / max(1, sum(own["distinct"] for own in record["tables"]))
+    rows = sum(table["rows_of"][share] for table in record["tables"])
+    return rows / max(1, sum(table["distinct"] for table in record["tables"]))
 
 
 def _at(record: Record, policy: str, size: float) -> float:
@@ -122,11 +122,11 @@ def _at(record: Record, policy: str, size: float) -> float:
 
 
 def _skew(record: Record) -> list[str]:
-    own = busiest(record)
-    fit = own["fit"]
+    table = busiest(record)
+    fit = table["fit"]
     if fit is None:
         return ["There are too few lookups to say how skewed they are."]
-    of = f" of the busiest table, {own['name']}," if record["features"] > 1 else ""
+    of = f" of the busiest table, {table['name']}," if record["features"] > 1 else ""
     return [
         f"The zipf distribution nearest to the lookups{of} has s={fit['s']:.2f} and "
         f"q={fit['q']:.3g}; it puts up to {text.percent(fit['misfit'])} of them at other ranks."
@@ -144,7 +144,7 @@ def _others(run: Run, record: Record) -> list[str]:
     others = [r for r in trace.looked_at(run.records) if r["cell"] != record["cell"]]
     if not others:
         return []
-    parts = [f"{text.percent(_at(r, 'offline', size))} of {name(r)}" for r in others]
+    parts = [f"{text.percent(_at(r, 'offline', size))} of {name_of(r)}" for r in others]
     return [f"For comparison, at best it would serve {', '.join(parts)}."]
 
 
@@ -152,24 +152,24 @@ def section_table(run: Run, section: str) -> Table:
     """Return one row per table."""
     records = [r for r in trace.looked_at(run.records) if r["section"] == section]
     rows = [
-        own | {"label": (f"{_point(record)} · " if len(records) > 1 else "") + own["name"]}
+        table | {"label": (f"{_point(record)} · " if len(records) > 1 else "") + table["name"]}
         for record in records
-        for own in record["tables"]
+        for table in record["tables"]
     ]
     columns: dict[str, Column] = {
         "table": "label",
-        "lookups": lambda t: count(t["lookups"]),
+        "lookups": lambda t: count_value(t["lookups"]),
         "distinct rows": _distinct,
-        "distinct in a batch": lambda t: percent(t["batch_distinct_share"]),
-        "once": lambda t: percent(t["once"]),
-        "rows with 50 %": lambda t: percent(t["rows_of"]["0.5"] / max(1, t["distinct"])),
-        "rows with 90 %": lambda t: percent(t["rows_of"]["0.9"] / max(1, t["distinct"])),
-        "ids per bag": lambda t: digits(t["bag_mean"]),
+        "distinct in a batch": lambda t: percent_value(t["batch_distinct_share"]),
+        "once": lambda t: percent_value(t["once"]),
+        "rows with 50 %": lambda t: percent_value(t["rows_of"]["0.5"] / max(1, t["distinct"])),
+        "rows with 90 %": lambda t: percent_value(t["rows_of"]["0.9"] / max(1, t["distinct"])),
+        "ids per bag": lambda t: number_value(t["bag_mean"]),
         "s": lambda t: Value.of(_fitted(t, "s"), lambda s: f"{s:.2f}"),
-        "q": lambda t: digits(_fitted(t, "q")),
-        "misfit": lambda t: percent(_fitted(t, "misfit")),
-        "LRU 10 %": lambda t: percent(t["lru"]),
-        "best 10 %": lambda t: percent(t["offline"]),
+        "q": lambda t: number_value(_fitted(t, "q")),
+        "misfit": lambda t: percent_value(_fitted(t, "misfit")),
+        "LRU 10 %": lambda t: percent_value(t["lru"]),
+        "best 10 %": lambda t: percent_value(t["offline"]),
     }
     return Table.of(rows, columns)
 
@@ -206,17 +206,17 @@ def figures(run: Run) -> list[Figure]:
     }
     words = sizes.pop() if len(sizes) == 1 else "Sizes differ: see the tables"
     parts = [_caches, _popularity, _repetition, _reuse, _working_set]
-    found = [dataclasses.replace(part(records), sizes=words) for part in parts]
+    drawn = [dataclasses.replace(part(records), sizes=words) for part in parts]
     if any(r["features"] > 1 for r in records):
-        found.append(dataclasses.replace(_tables(records), sizes=words))
-    return found
+        drawn.append(dataclasses.replace(_tables(records), sizes=words))
+    return drawn
 
 
 def _styled(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]:
     """Yield each record with its colour and its name."""
     for i, record in enumerate(records):
-        words = name(record).removeprefix("lookups of the ").replace(" lookups", "")
-        if sum(name(r) == name(record) for r in records) > 1:
+        words = name_of(record).removeprefix("lookups of the ").replace(" lookups", "")
+        if sum(name_of(r) == name_of(record) for r in records) > 1:
             words += f" E={record['params']['E']:,} B={record['params']['B']:,}"
         yield record, COLOURS[ORDER[i % len(ORDER)]], words
 
@@ -225,11 +225,11 @@ def _caches(records: Sequence[Record]) -> Figure:
     def panel(title: str, of: str) -> Panel:
         lines = []
         for record, colour, label in _styled(records):
-            found = record["analysis"]["hit_rates"]
+            rates = record["analysis"]["hit_rates"]
             curve = {
                 policy: Curve(
-                    [100 * p["cache_rows"] / found["distinct"] for p in found[policy]],
-                    [100 * p[of] for p in found[policy]],
+                    [100 * p["cache_rows"] / rates["distinct"] for p in rates[policy]],
+                    [100 * p[of] for p in rates[policy]],
                     colour,
                 )
                 for policy in ("lru", "offline", "static_top")
@@ -263,11 +263,13 @@ def _caches(records: Sequence[Record]) -> Figure:
 def _popularity(records: Sequence[Record]) -> Figure:
     ranked, together = [], []
     for record, colour, label in _styled(records):
-        own, points = busiest(record), record["analysis"]["busiest"]["ranked"]
+        busy_table, points = busiest(record), record["analysis"]["busiest"]["ranked"]
         ranks = np.array([rank for rank, _ in points])
         ranked.append(Curve(ranks, [share for _, share in points], colour, label))
-        if own["fit"]:
-            fitted = zipf_probabilities(own["rows"], own["fit"]["s"], own["fit"]["q"])
+        if busy_table["fit"]:
+            fitted = zipf_probabilities(
+                busy_table["rows"], busy_table["fit"]["s"], busy_table["fit"]["q"]
+            )
             at = np.unique(np.rint(ranks).astype(int))
             ranked.append(Curve(at, fitted[at - 1], colour, line=DASHED, width=1.2))
         tables = record["tables"]
@@ -333,9 +335,9 @@ def _reuse(records: Sequence[Record]) -> Figure:
     def panel(title: str, of: Callable[[np.ndarray], np.ndarray], label: str) -> Panel:
         lines = []
         for record, colour, words in _styled(records):
-            found = record["analysis"]["distances"]
-            y = 100 * of(np.array(found["reuse"]))
-            lines.append(Curve(found["edges"][1:], y, colour, words, "o", size=3))
+            distances = record["analysis"]["distances"]
+            y = 100 * of(np.array(distances["reuse"]))
+            lines.append(Curve(distances["edges"][1:], y, colour, words, "o", size=3))
         across = Scale("reuse distance (rows), below", log=2, shown=_binary)
         return Panel(title, curves(lines, across, Scale(label, low=0), names="upper left"))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,22 +27,14 @@ from experiments.config.schema import (
     Tables,
     UsageError,
     WorkloadConfig,
+    device_kind,
     folder_name,
 )
 from experiments.contenders import registry
-from experiments.kinds.base import check_keyed
+from experiments.kinds.base import Sort, check_keyed
 from experiments.paths import CONF
 
 NOT_GROUPS = ("hardware",)  # conf/hardware is a table of devices, nothing that a run chooses
-
-
-def device_kind(kind: DeviceKind) -> str:
-    """Return 'cpu' or 'cuda'; torch is imported only when the answer depends on it."""
-    if kind is not DeviceKind.auto:
-        return kind.value
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def register() -> None:
@@ -81,6 +73,12 @@ def load(arguments: Sequence[str]) -> Config:
     register()
     overrides = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments]
     check_keys(overrides)
+    for override in parse(overrides):
+        if override.is_sweep_override():
+            raise UsageError(
+                f"'{override.input_line}' has several values: -m runs an experiment with each, "
+                "python run.py -m ..."
+            )
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("config", overrides=overrides)
@@ -134,7 +132,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 def check_keys(overrides: Sequence[str]) -> None:
     """Check that every override names a group or an existing key; Hydra would accept any +key."""
     choices = groups()
-    known = known_keys(_case_names(overrides))
+    cases = _case_names(overrides)
+    known, lists = known_keys(cases), known_keys(cases, lists=True)
     for override in parse(overrides):
         text = override.input_line or ""
         if override.type is not None and override.is_delete():
@@ -146,6 +145,8 @@ def check_keys(overrides: Sequence[str]) -> None:
             raise UsageError(_unknown_key(key, override, known, choices))
         elif override.is_add():
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
+        elif key in lists:
+            _check_list(key, override)
 
 
 def check_hydra(words: Iterable[str]) -> None:
@@ -156,21 +157,30 @@ def check_hydra(words: Iterable[str]) -> None:
             raise UsageError(f"{key} is fixed; report.folder moves the results")
 
 
-def known_keys(cases: Iterable[str]) -> set[str]:
-    """Return the dotted names of all keys; `cases` are the experiment's case names."""
-    keys = _paths(Config, "")
+def known_keys(cases: Iterable[str], *, lists: bool = False) -> set[str]:
+    """Return the dotted names of all keys, or of `lists`; `cases` are the experiment's cases."""
+    keys = dict(_paths(Config, ""))
     for case in cases:
-        keys |= {f"cases.{case}"} | _paths(CaseConfig, f"cases.{case}.")
-    return keys
+        keys |= {f"cases.{case}": "CaseConfig"} | dict(_paths(CaseConfig, f"cases.{case}."))
+    return {key for key, kind in keys.items() if not lists or kind.startswith("list[")}
 
 
-def _paths(schema: type, prefix: str) -> set[str]:
-    found: set[str] = set()
-    for name, factory in ((f.name, f.default_factory) for f in dataclasses.fields(schema)):
-        found.add(prefix + name)
+def _paths(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and type of each key of a schema."""
+    for field in dataclasses.fields(schema):
+        yield prefix + field.name, str(field.type)
+        factory = field.default_factory
         if isinstance(factory, type) and dataclasses.is_dataclass(factory):
-            found |= _paths(factory, f"{prefix}{name}.")
-    return found
+            yield from _paths(factory, f"{prefix}{field.name}.")
+
+
+def _check_list(key: str, override: Override) -> None:
+    """Raise UsageError where a key that takes a list was given values without brackets."""
+    value = override.value()
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    if not all(isinstance(one, list) or str(one).startswith("${") for one in values):
+        given = (override.input_line or "").partition("=")[2]
+        raise UsageError(f"{key} is a list: write {key}=[{given}]")
 
 
 def _case_names(overrides: Sequence[str]) -> list[str]:
@@ -244,11 +254,14 @@ def check_values(config: Config) -> None:
     for prefix, point in points.items():
         _check_workload(prefix, point.workload)
         _check_point(prefix, point)
-        if point is not config or kind.keyed is not None:  # else the cases are what is measured
-            wanted = bool(point.keys.loads) or bool(kind.keyed)
+        sort = kind.arms.contenders
+        if point is not config or sort is not Sort.BOTH:  # else the cases are what is measured
+            wanted = bool(point.keys.loads) or sort is Sort.KEYED
             check_keyed(prefix, point.contenders, wanted=wanted)
-        own = isinstance(point, CaseConfig) and point.kind
-        choices = kinds.find(own).choices if own else () if prefix else kind.choices
+        case_kind = isinstance(point, CaseConfig) and point.kind
+        choices = (
+            kinds.find(case_kind).arms.choices if case_kind else () if prefix else kind.arms.choices
+        )
         for name in point.contenders:
             if name not in (*contenders, *choices):
                 message = _not_there("contender", name, (*choices, *contenders), "", 0.3)

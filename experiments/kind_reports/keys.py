@@ -15,14 +15,31 @@ from experiments.report.charts import Row, Scale
 from experiments.report.data import Run
 from experiments.report.figures import contender_curve
 from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
-from experiments.report.tables import Column, Table, Value, count, digits, ratio, seconds, size
+from experiments.report.tables import (
+    Column,
+    Table,
+    Value,
+    bytes_value,
+    count_value,
+    number_value,
+    ratio_value,
+    time_value,
+)
 
+NOTES = (
+    "Keys per second are keys of a call ÷ its median time. Ratios are time ÷ the time of find* of "
+    "the subject at the same load, paired in each round: 3× means that find* does three times as "
+    "many keys in the same time. find copies the values of the keys, find* and find_or_insert* "
+    "give their slots. Calls that change a table are undone before the next one, outside of its "
+    "time; where the new keys do not fit, they take the places of others, as in a full table. Of a "
+    "table that evicts from time to time, a sample is the mean of as many calls as that is.",
+)
 CEILINGS = ("lines", "lines_huge")
 LINE = 0.3  # inches of a bar
 
 
 def good(run: Run) -> pd.DataFrame:
-    """Operations that have a time."""
+    """Return the operations that have a time."""
     rows = run.operations
     return rows[rows["status"] == "ok"] if len(rows) else rows
 
@@ -31,16 +48,16 @@ def answer(run: Run) -> list[str]:
     """State the subject's find* rate at the headline, relative to the others and to its ceiling."""
     rows = good(run)
     rows = rows[rows["section"] == run.headline] if len(rows) else rows
-    own = (
+    subject_rows = (
         rows[(rows["contender"] == run.subject.contender) & (rows["phase"] == YARDSTICK)]
         if len(rows)
         else rows
     )
-    if not len(own):
+    if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result on the headline workload."]
-    first = own.iloc[0]
+    first = subject_rows.iloc[0]
     others = rows[(rows["load"] == first["load"]) & (rows["contender"] != first["contender"])]
-    said = [_compared(row) for _, row in others.iterrows() if row["contender"] not in CEILINGS]
+    ratios = [_compared(row) for _, row in others.iterrows() if row["contender"] not in CEILINGS]
     below = [_share(row) for _, row in others.iterrows() if row["contender"] in CEILINGS]
     sentence = (
         f"On this machine find* of {_name(first)} reaches {_rate(first)} keys/s on "
@@ -48,7 +65,7 @@ def answer(run: Run) -> list[str]:
         f"{first['lookups']:,} keys, {first['keys_there']:,.0f} stored)"
     )
     return [
-        sentence + (f": {', '.join(said)}." if said else "."),
+        sentence + (f": {', '.join(ratios)}." if ratios else "."),
         *([f"That is {' and '.join(below)}."] if below else []),
         *_along(run, rows),
     ]
@@ -74,13 +91,13 @@ def _rate(row: pd.Series) -> str:
 
 
 def _along(run: Run, rows: pd.DataFrame) -> list[str]:
-    """How far the load matters, for the subject's operations."""
-    own = rows[rows["contender"] == run.subject.contender]
-    if own["load"].nunique() < 2:
+    """State how the rates of the subject's operations change with the load."""
+    subject_rows = rows[rows["contender"] == run.subject.contender]
+    if subject_rows["load"].nunique() < 2:
         return []
-    low, high = own["load"].min(), own["load"].max()
+    low, high = subject_rows["load"].min(), subject_rows["load"].max()
     parts = []
-    for name, one in own.groupby("operation", sort=False):
+    for name, one in subject_rows.groupby("operation", sort=False):
         ends = [one[one["load"] == load] for load in (low, high)]
         if all(len(e) for e in ends):
             parts.append(f"{name} from {_rate(ends[0].iloc[0])} to {_rate(ends[1].iloc[0])}")
@@ -88,8 +105,8 @@ def _along(run: Run, rows: pd.DataFrame) -> list[str]:
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
-    """One for each case and mode, and one for the sweep: a row per arm and operation."""
-    found = []
+    """Return a table per case and mode, and one of the sweep: a row per arm and operation."""
+    parts = []
     for mode in run.modes:
         rows = run.at(mode).operations
         for section in dict.fromkeys(rows["section"]) if len(rows) else ():
@@ -97,9 +114,9 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             note = run.config.cases[section].note if section in run.config.cases else ""
             words = f"{run.sizes(section)}. {note}".strip()
             suffix = f", {mode}" * (len(run.modes) > 1)
-            own = rows[rows["section"] == section]
-            found.append((text.capitalised(title) + suffix, words, _table(run, own)))
-    return found
+            section_rows = rows[rows["section"] == section]
+            parts.append((text.capitalised(title) + suffix, words, _table(run, section_rows)))
+    return parts
 
 
 def _table(run: Run, rows: pd.DataFrame) -> Table:
@@ -112,15 +129,15 @@ def _table(run: Run, rows: pd.DataFrame) -> Table:
         "table": lambda r: str(r["label"]),
         **{a: functools.partial(_axis, a) for a in varied},
         "operation": lambda r: str(r["operation"]),
-        "time per call": lambda r: seconds(r["median_s"]),
-        "M keys/s": lambda r: digits(r["keys_per_s"] / 1e6),
-        "2³⁰ keys/s": lambda r: digits(r["keys_per_s"] / 2**30),
-        f"time ÷ find* of {run.subject.label} [95\u00a0%]": lambda r: ratio(
+        "time per call": lambda r: time_value(r["median_s"]),
+        "M keys/s": lambda r: number_value(r["keys_per_s"] / 1e6),
+        "2³⁰ keys/s": lambda r: number_value(r["keys_per_s"] / 2**30),
+        f"time ÷ find* of {run.subject.label} [95\u00a0%]": lambda r: ratio_value(
             r, is_baseline=is_yardstick(r)
         ),
-        "keys stored": lambda r: count(r["keys_there"]),
+        "keys stored": lambda r: count_value(r["keys_there"]),
         "hits": lambda r: Value.of(r["hits"], lambda share: f"{100 * share:.0f} %"),
-        "memory": lambda r: size(r["bytes"] or None),
+        "memory": lambda r: bytes_value(r["bytes"] or None),
     }
     return Table.of((r for _, r in rows.iterrows()), columns, names=1 + len(varied))
 
@@ -134,11 +151,11 @@ def figures(run: Run) -> list[Figure]:
     rows = good(run)
     if not len(rows):
         return []
-    own = rows[rows["section"] == run.headline]
-    own = own if len(own) else rows[rows["section"] == rows["section"].iloc[0]]
-    section = str(own["section"].iloc[0])
-    panel = Panel(run.title(section), _bars(own), 1.8 * WIDTH, 1.0 + LINE * len(own))
-    found = [
+    chosen = rows[rows["section"] == run.headline]
+    chosen = chosen if len(chosen) else rows[rows["section"] == rows["section"].iloc[0]]
+    section = str(chosen["section"].iloc[0])
+    panel = Panel(run.title(section), _bars(chosen), 1.8 * WIDTH, 1.0 + LINE * len(chosen))
+    drawn = [
         Figure(
             "keys_per_second",
             "Keys per second",
@@ -149,17 +166,17 @@ def figures(run: Run) -> list[Figure]:
             columns=1,
         )
     ]
-    own = rows[rows["contender"] == run.subject.contender]
-    own = own[own.groupby("cell")["load"].transform("nunique") > 1]
+    chosen = rows[rows["contender"] == run.subject.contender]
+    chosen = chosen[chosen.groupby("cell")["load"].transform("nunique") > 1]
     panels: list[Panel] = []
     for operation in OPERATIONS.values():
-        part = own[own["operation"] == operation]
+        part = chosen[chosen["operation"] == operation]
         if len(part):
             panels.append(Panel(operation, _loads(part, legend=not panels)))
     if panels:
         caption = f"{run.subject.label}, by the dimension of its values. Higher is better."
-        found.append(Figure("load", "Keys per second against the load", caption, "", panels))
-    return found
+        drawn.append(Figure("load", "Keys per second against the load", caption, "", panels))
+    return drawn
 
 
 def _bars(rows: pd.DataFrame) -> Drawing:
@@ -177,7 +194,7 @@ def _bars(rows: pd.DataFrame) -> Drawing:
                 hollow=ceiling,
             )
         )
-    return charts.rows(lines, Scale("million keys per second"))
+    return charts.row_chart(lines, Scale("million keys per second"))
 
 
 def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:

@@ -12,7 +12,15 @@ from experiments.report.charts import Scale, curves
 from experiments.report.data import Run
 from experiments.report.figures import contender_curve
 from experiments.report.style import WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, count, digits, seconds, size, times
+from experiments.report.tables import (
+    Column,
+    Table,
+    bytes_value,
+    count_value,
+    factor_value,
+    number_value,
+    time_value,
+)
 from experiments.results import metrics
 
 NOTES = (
@@ -30,10 +38,10 @@ def answer(run: Run) -> list[str]:
     """Compare the subject's longest call with its typical one, and with the others'."""
     rows = growth(run.records)
     rows = rows[rows["status"] == "ok"] if len(rows) else rows
-    own = rows[rows["contender"] == run.subject.contender] if len(rows) else rows
-    if not len(own):
+    subject_rows = rows[rows["contender"] == run.subject.contender] if len(rows) else rows
+    if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
-    first = own.iloc[0]
+    first = subject_rows.iloc[0]
     sentences = [
         f"While growing to {first['keys_there']:,} keys, {first['label']} took "
         f"{text.seconds(first['median_s'])} (median) per call of {first['lookups']:,} new "
@@ -63,17 +71,17 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     rows = growth(run.records)
     columns: dict[str, Column] = {
         "table": lambda r: str(r["label"]),
-        "keys": lambda r: count(r["keys_there"]),
-        "per call": lambda r: seconds(r["median_s"]),
-        "99 %": lambda r: seconds(r["p99_s"]),
-        "longest": lambda r: seconds(r["longest_s"]),
-        "longest ÷ median": lambda r: times(r["longest_s"] / r["median_s"]),
-        "total": lambda r: seconds(r["total_s"]),
-        "million keys/s": lambda r: digits(r["keys_there"] / r["total_s"] / 1e6),
-        "peak memory": lambda r: size(r["peak_bytes"]),
-        "final memory": lambda r: size(r["kept_bytes"]),
-        "peak ÷ final": lambda r: times(r["peak_over_kept"]),
-        "processes": lambda r: count(r["processes"]),
+        "keys": lambda r: count_value(r["keys_there"]),
+        "per call": lambda r: time_value(r["median_s"]),
+        "99 %": lambda r: time_value(r["p99_s"]),
+        "longest": lambda r: time_value(r["longest_s"]),
+        "longest ÷ median": lambda r: factor_value(r["longest_s"] / r["median_s"]),
+        "total": lambda r: time_value(r["total_s"]),
+        "million keys/s": lambda r: number_value(r["keys_there"] / r["total_s"] / 1e6),
+        "peak memory": lambda r: bytes_value(r["peak_bytes"]),
+        "final memory": lambda r: bytes_value(r["kept_bytes"]),
+        "peak ÷ final": lambda r: factor_value(r["peak_over_kept"]),
+        "processes": lambda r: count_value(r["processes"]),
     }
     table = Table.of((r for _, r in rows.iterrows()), columns, names=1)
     sections = run.sections()

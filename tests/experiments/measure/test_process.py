@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.measure.process import Child, Died, Limits
 from experiments.paths import ROOT
-from experiments.run.process import Child, Died, Limits
 
 CHILDREN = "tests.experiments.children"
 
@@ -76,10 +76,7 @@ def test_memory_beyond_the_limit_is_an_oom_of_the_child() -> None:
     limit = 256 << 20
     with child("allocate", limit // 2, memory_bytes=limit) as one:
         assert one.receive() == limit // 2
-    with (
-        child("allocate", 2 * limit, memory_bytes=limit) as one,
-        pytest.raises(Died) as death,
-    ):
+    with child("allocate", 2 * limit, memory_bytes=limit) as one, pytest.raises(Died) as death:
         one.receive()
     assert death.value.status == "oom"
 
@@ -89,7 +86,7 @@ def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(
         "import sys, time\n"
-        "from experiments.run.process import Child\n"
+        "from experiments.measure.process import Child\n"
         "if __name__ == '__main__':\n"
         f"    with Child('{CHILDREN}:sleep') as child:\n"
         "        child.receive()\n"

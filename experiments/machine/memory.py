@@ -16,26 +16,23 @@ from experiments.machine.cpu import Cpu
 from experiments.machine.telemetry import Nvml
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
-REUSED_BLOCK = 32 << 20  # glibc's upper limit for blocks that it keeps
+REUSED_BLOCK_BYTES = 32 << 20  # glibc's upper limit for blocks that it keeps
 CGROUP_FILES = (  # a container's limit and use, of either version; "max" is no limit
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-    (
-        "sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 
 
 def keep_freed_blocks() -> bool:
     """Let malloc reuse freed blocks up to 32 MiB, as it does in a process that has run for a while.
 
-    Otherwise a large output may come in fresh pages at one call and not at the next, which costs
-    more than the lookup and depends on the order of calls. True where the C library agreed.
+    Otherwise malloc returns fresh pages for a large output at some calls, depending on their order,
+    and page faults cost more than the lookup. Returns whether the C library accepted.
     """
     try:
         libc = ctypes.CDLL(None)
-        kept = libc.mallopt(_M_MMAP_THRESHOLD, REUSED_BLOCK)
-        return bool(kept and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+        accepted = libc.mallopt(_M_MMAP_THRESHOLD, REUSED_BLOCK_BYTES)
+        return bool(accepted and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
     except (OSError, AttributeError):
         return False
 
@@ -61,11 +58,11 @@ def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
     `pinned` host memory, and `alloc_retries`, times that torch had to free its cache. `rss` is the
     maximum of host memory in the life of the process.
     """
-    found: dict[str, int | None] = (
+    counters: dict[str, int | None] = (
         _measure_cuda(work, device) if device.type == "cuda" else {"peak": _measure_cpu(work)}
     )
-    found["rss"] = _resident("VmHWM")
-    return {key: value for key, value in found.items() if value is not None}
+    counters["rss"] = _resident("VmHWM")
+    return {key: value for key, value in counters.items() if value is not None}
 
 
 def _measure_cuda(work: Callable[[], object], device: torch.device) -> dict[str, int | None]:
@@ -115,5 +112,5 @@ def _measure_cpu(work: Callable[[], object]) -> int | None:
 
 def _resident(key: str) -> int | None:
     """Return VmRSS or VmHWM in bytes, from one file: psutil's count of resident memory lags."""
-    found = re.search(rf"^{key}:\s+(\d+) kB", Cpu().text("proc/self/status") or "", re.MULTILINE)
-    return int(found[1]) << 10 if found else None
+    match = re.search(rf"^{key}:\s+(\d+) kB", Cpu().text("proc/self/status") or "", re.MULTILINE)
+    return int(match[1]) << 10 if match else None

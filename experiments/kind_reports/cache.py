@@ -16,7 +16,27 @@ from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.figures import contender_curve
 from experiments.report.style import INK, Drawing, Figure, Panel, colour_of
 from experiments.report.tables import Table, Value
+from experiments.results import metrics
 from experiments.workloads.distributions import describe_distribution
+
+_FORMULA = (
+    "A cache is probed with all distinct rows of a batch before any row moves, so that a row is a "
+    "hit or a miss together with all its lookups in that batch. Hit rate per lookup: lookups of "
+    "rows that were there ÷ lookups. Hit rate per distinct row: rows that were there ÷ distinct "
+    "rows, batch by batch; this is the one that says how many rows must be moved. Both are over "
+    "the counted batches, after those that fill the cache."
+)
+_IDEALS = (
+    "'Offline optimum' is Belady's MIN on batches: of the rows it holds and those of the batch it "
+    "keeps the ones looked up again soonest. No cache of that size serves more distinct rows of "
+    "this trace. Among rows due in the same batch it keeps those with more lookups.",
+    "'Static top-k' takes in the k most frequent rows of the trace and no others. Both ideals know "
+    "the whole trace; as any cache, they can hold a row only after its first lookup.",
+    "The dotted line is the top-k of the distribution: the expected hit rate if the k most likely "
+    "rows were always there, as in an endless trace. It can lie above the others where a trace is "
+    "too short for every popular row to have been looked up once.",
+)
+NOTES = (_FORMULA, *_IDEALS, metrics.FORMULA)
 
 OF = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 
@@ -37,7 +57,7 @@ def answer(run: Run) -> list[str]:
     ]
     best = by_name["offline"]
     return [
-        f"With {size(best)} of the rows in the cache, {' and '.join(served)} of the lookups of "
+        f"With {size_of(best)} of the rows in the cache, {' and '.join(served)} of the lookups of "
         f"{_what(run)}, where a cache that knows the future serves "
         f"{text.percent(best['lookup_hit_rate'])}{_cost(run)}.",
         *_rest(by_name, best),
@@ -45,7 +65,7 @@ def answer(run: Run) -> list[str]:
     ]
 
 
-def size(row: pd.Series) -> str:
+def size_of(row: pd.Series) -> str:
     """Format the size of the cache: '1 %' of all rows."""
     return f"{100 * row['fraction']:.3g} %"
 
@@ -122,7 +142,7 @@ def _rest(by_name: dict[str, pd.Series], best: pd.Series) -> list[str]:
 
 
 def at_headline(run: Run) -> pd.DataFrame | None:
-    """Rows of the sweep's base point at the size nearest to the subject's."""
+    """Return the rows of the sweep's base point at the size nearest to the subject's."""
     rows = good(run)
     if not len(rows):
         return None
@@ -133,13 +153,18 @@ def at_headline(run: Run) -> pd.DataFrame | None:
 
 
 def good(run: Run) -> pd.DataFrame:
-    """Traces that have a result."""
+    """Return the traces that have a result."""
     rows = run.traces
     return rows[rows["status"] == "ok"] if len(rows) else rows
 
 
-def section_table(run: Run, section: str) -> Table:
-    """Return one row per point and size: hit rates of policies and ideals, by lookup and row."""
+def section_table(run: Run, section: str) -> Table | None:
+    """Return one row per point and size: hit rates of policies and ideals, by lookup and row.
+
+    None for a section without traces, which has times.
+    """
+    if not len(run.traces) or not (run.traces["section"] == section).any():
+        return None
     rows = good(run)
     rows = rows[rows["section"] == section] if len(rows) else rows
     names = list(dict.fromkeys(rows["contender"])) if len(rows) else []
@@ -148,7 +173,7 @@ def section_table(run: Run, section: str) -> Table:
     lines = []
     for (_, fraction), group in rows.groupby(["cell", "fraction"], sort=False):
         first, by_name = group.iloc[0], group.set_index("contender")
-        line = [Value(point(run, first)), Value(size(first), 100 * float(fraction))]
+        line = [Value(point(run, first)), Value(size_of(first), 100 * float(fraction))]
         for column in OF:
             shares = [by_name[column].get(name, math.nan) for name in names]
             line += [Value(text.percent(share), 100 * share) for share in shares]
@@ -157,14 +182,16 @@ def section_table(run: Run, section: str) -> Table:
 
 
 def point(run: Run, row: pd.Series) -> str:
-    """How a trace differs from the sweep's base point, or its skew."""
+    """Describe how a trace differs from the sweep's base point, or its skew."""
     axes = [a for a in AXES if run.traces[a].nunique() > 1] or ["s"]
     words = {a: "uniform" if a == "s" and row[a] == 0 else f"{a}={row[a]:g}" for a in axes}
     return ", ".join(words.values())
 
 
-def readme_lines(run: Run) -> list[str]:
+def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     """Return the base point in Markdown: the hit rate and step time of each cache size."""
+    if run.table.empty:
+        return None
     rows = good(run)
     rows = rows[rows["cell"] == rows["cell"].iloc[0]]
     names = list(dict.fromkeys(rows["contender"]))
@@ -179,7 +206,8 @@ def readme_lines(run: Run) -> list[str]:
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
     table = ["| " + " | ".join(line) + " |" for line in lines]
-    return [f"Share of the lookups of {_what(run)} that the cache serves:", "", *table]
+    what = f"Share of the lookups of {_what(run)} that the cache serves:"
+    return [f"{command}.", what, "", *table, "", link]
 
 
 OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # of the sizes written at points, by curve
@@ -187,8 +215,8 @@ OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # of the sizes written at poi
 
 def figures(run: Run) -> list[Figure]:
     """Return hit rates against size, throughput against hit rate, skew, and the filling."""
-    found = [_hit_rates(run), _throughput(run), _along(run), _filling(run)]
-    return [f for f in found if f is not None and f.panels]
+    drawn = [_hit_rates(run), _throughput(run), _along(run), _filling(run)]
+    return [f for f in drawn if f is not None and f.panels]
 
 
 def policy_curve(contender: str, x: Any, y: Any) -> Curve:
@@ -211,9 +239,9 @@ def _hit_rates(run: Run) -> Figure | None:
     panels = []
     for column, of in OF.items():
         for cell in cells:
-            own = rows[rows["cell"] == cell]
-            title = f"Per {of[:-1]}, {point(run, own.iloc[0])}"
-            panels.append(Panel(title, _curves(own, column, legend=cell == cells[0])))
+            rows_of_cell = rows[rows["cell"] == cell]
+            title = f"Per {of[:-1]}, {point(run, rows_of_cell.iloc[0])}"
+            panels.append(Panel(title, _curves(rows_of_cell, column, legend=cell == cells[0])))
     return Figure(
         "hit_rate",
         "Hit rate against the size of the cache",
@@ -227,15 +255,15 @@ def _hit_rates(run: Run) -> Figure | None:
     )
 
 
-def _curves(own: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
+def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
     lines = []
-    for name, line in own.sort_values("fraction").groupby("contender", sort=False):
+    for name, line in rows.sort_values("fraction").groupby("contender", sort=False):
         lines.append(policy_curve(str(name), 100 * line["fraction"], 100 * line[column]))
-    top = own[own["contender"] == "static_top"].sort_values("fraction")
+    top = rows[rows["contender"] == "static_top"].sort_values("fraction")
     shares = 100 * top[f"expected_{column}"]
     label = "top-k of the distribution"
     lines.append(Curve(100 * top["fraction"], shares, INK, label, line=":", width=1.2))
-    sizes = sorted(100 * own["fraction"].unique())
+    sizes = sorted(100 * rows["fraction"].unique())
     names = [f"{s:.2g}" for s in sizes]
     across = Scale("size of the cache (% of all rows)", log=10, ticks=sizes, names=names)
     up = percent_scale(f"hits, {OF[column]} (%)")
@@ -273,12 +301,12 @@ def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
     cached = rows[rows["row_hit_rate"].notna()].sort_values("row_hit_rate")
     lines = []
     groups = cached.groupby("contender", sort=False)
-    for (name, own), offset in zip(groups, itertools.cycle(OFFSETS), strict=False):
-        sizes = [f"{100 * size:g}" for size in own["cache"]]
-        bounds = {"low": own["lo"], "high": own["hi"]}
+    for (name, group), offset in zip(groups, itertools.cycle(OFFSETS), strict=False):
+        sizes = [f"{100 * size:g}" for size in group["cache"]]
+        bounds = {"low": group["lo"], "high": group["hi"]}
         named = {"names": sizes, "offset": offset, "width": 1.6}
-        x = 100 * own["row_hit_rate"]
-        lines.append(contender_curve(str(name), x, own["y"], **bounds, **named))
+        x = 100 * group["row_hit_rate"]
+        lines.append(contender_curve(str(name), x, group["y"], **bounds, **named))
     marks = [
         Mark(r["y"], colour_of(str(r["contender"])), DASHED, 1.5, f"{r['label']}, no cache")
         for _, r in rows[rows["row_hit_rate"].isna()].iterrows()
@@ -298,19 +326,19 @@ def _along(run: Run) -> Figure | None:
     base, panels = headline.iloc[0], []
     for axis in AXES:
         others = [a for a in AXES if a != axis]
-        own = rows[(rows[others] == base[others]).all(axis=1)].sort_values(axis)
-        if own[axis].nunique() < 2:
+        line_rows = rows[(rows[others] == base[others]).all(axis=1)].sort_values(axis)
+        if line_rows[axis].nunique() < 2:
             continue
         for column, of in OF.items():
             lines = [
                 policy_curve(str(name), line[axis], 100 * line[column])
-                for name, line in own.groupby("contender", sort=False)
+                for name, line in line_rows.groupby("contender", sort=False)
             ]
             up = percent_scale(f"hits, {of} (%)")
             panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale(AXIS_NAMES[axis]), up)))
     return Figure(
         "skew" if run.traces["s"].nunique() > 1 else "axes",
-        f"Hit rate of a cache of {size(base)} of the rows",
+        f"Hit rate of a cache of {size_of(base)} of the rows",
         "As above, at one size of the cache. Higher is better.",
         run.sizes(SWEEP),
         panels,
@@ -340,7 +368,7 @@ def _filling(run: Run) -> Figure | None:
         panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale("batch"), up, marks=[mark])))
     return Figure(
         "filling",
-        f"From an empty cache of {size(headline.iloc[0])} of the rows",
+        f"From an empty cache of {size_of(headline.iloc[0])} of the rows",
         "Hit rate of each batch. Where the line is level, the cache has stopped filling.",
         run.sizes(SWEEP),
         panels,

@@ -10,7 +10,7 @@ from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, count, seconds
+from experiments.report.tables import Column, Table, Value, count_value, time_value
 
 NOTES = (
     "A step is forward, backward and the update (SGD) of one table. All kinds of steps are timed "
@@ -33,10 +33,10 @@ def answer(run: Run) -> list[str]:
     if not len(rows):
         return ["No answer: no step was timed."]
     plain, cached = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
-    said = [f"{_ids(skew)} {_range(own)}" for skew, own in plain.groupby("skew")]
+    ranges = [f"{_ids(skew)} {_range(group)}" for skew, group in plain.groupby("skew")]
     sentences = [
         "The predicted time of a step of tensor trains is, with constants of uniform ids, for "
-        f"{'; for '.join(said)} times the measured one."
+        f"{'; for '.join(ranges)} times the measured one."
     ]
     if len(cached):
         by_hits = (cached["by_hits_s"] / cached["measured_s"]).rename("ratio")
@@ -62,19 +62,19 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     if not len(rows):
         return []
     columns: dict[str, Column] = {
-        "rank": lambda r: count(r["rank"]),
+        "rank": lambda r: count_value(r["rank"]),
         "ids": lambda r: f"{_ids(r['skew'])}, {r['order']}",
-        "lookups": lambda r: count(r["lookups"]),
-        "distinct": lambda r: count(r["rows"]),
-        "measured": lambda r: seconds(r["measured_s"]),
-        "predicted": lambda r: seconds(r["predicted_s"]),
+        "lookups": lambda r: count_value(r["lookups"]),
+        "distinct": lambda r: count_value(r["rows"]),
+        "measured": lambda r: time_value(r["measured_s"]),
+        "predicted": lambda r: time_value(r["predicted_s"]),
         "÷ measured": lambda r: _two(r["ratio"]),
     }
     plain, cached = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
     alone: dict[str, Column] = {
         "by rows and products": lambda r: _two(r["two_terms_s"] / r["measured_s"])
     }
-    found = [("Steps without a cache", "", Table.of(_records(plain), columns | alone))]
+    parts = [("Steps without a cache", "", Table.of(_records(plain), columns | alone))]
     if len(cached):
         behind: dict[str, Column] = {
             "stored": lambda r: Value(f"{100 * r['cached']:g} %", r["cached"]),
@@ -82,8 +82,8 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             "distinct that hit": lambda r: _two(r["row_hit_rate"]),
             "by hits": lambda r: _two(r["by_hits_s"] / r["measured_s"]),
         }
-        found.append(("Steps with cached rows", "", Table.of(_records(cached), columns | behind)))
-    return [*found, _constants(run)]
+        parts.append(("Steps with cached rows", "", Table.of(_records(cached), columns | behind)))
+    return [*parts, _constants(run)]
 
 
 def _records(rows: pd.DataFrame) -> list[dict[str, object]]:
@@ -99,13 +99,13 @@ def _constants(run: Run) -> tuple[str, str, Table]:
     for record in run.records:
         if record["status"] == "ok" and "constants" in record:
             lines += [(record["rank"], name, s) for name, s in record["constants"].items()]
-            for share, own in record["cache_constants"].items():
+            for share, constants in record["cache_constants"].items():
                 name = f"cache of {100 * float(share):g} %"
-                lines += [(record["rank"], f"{name}: {term}", s) for term, s in own.items()]
+                lines += [(record["rank"], f"{name}: {term}", s) for term, s in constants.items()]
     columns: dict[str, Column] = {
-        "rank": lambda r: count(r[0]),
+        "rank": lambda r: count_value(r[0]),
         "one": lambda r: str(r[1]).replace("_", " "),
-        "takes": lambda r: seconds(r[2]),
+        "takes": lambda r: time_value(r[2]),
     }
     return "Constants of the model", "", Table.of(lines, columns)
 
@@ -118,12 +118,12 @@ def figures(run: Run) -> list[Figure]:
     lines = []
     colours = list(COLOURS.values())
     kinds = list(rows.groupby(["cached", "skew"], sort=True))
-    for number, ((share, skew), own) in enumerate(kinds):
+    for number, ((share, skew), group) in enumerate(kinds):
         name = _ids(float(skew)) + (f", {100 * float(share):g} % stored" if share else "")
         lines.append(
             Curve(
-                1e3 * own["measured_s"],
-                own["predicted_s"] / own["measured_s"],
+                1e3 * group["measured_s"],
+                group["predicted_s"] / group["measured_s"],
                 colours[number % len(colours)],
                 name,
                 marker="s" if share else "o",

@@ -11,7 +11,7 @@ from experiments.report import charts, text
 from experiments.report.charts import Row, Scale
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, count, seconds
+from experiments.report.tables import Column, Table, Value, count_value, time_value
 
 ONE_CALL = "lookup[{device}-one lookup]"
 OP_ALONE = "lookup_op[{device}]"
@@ -33,22 +33,22 @@ def answer(run: Run) -> list[str]:
     if not len(rows):
         return ["No benchmark has a time."]
     times = {str(r["benchmark"]): float(r["median_s"]) for _, r in rows.iterrows()}
-    found = []
+    sentences = []
     for device in dict.fromkeys(rows["device"].dropna()):
         call = times.get(ONE_CALL.format(device=device))
         alone = times.get(OP_ALONE.format(device=device))
         if call and alone:
-            found.append(
+            sentences.append(
                 f"A call that looks up one row takes {text.seconds(call)} ({device}), of which the "
                 f"operation itself takes {text.seconds(alone)}; the rest is the module around it: "
                 "Python, checks of the batch, autograd."
             )
     slowest = rows.loc[rows["median_s"].idxmax()]
-    found.append(
+    sentences.append(
         f"{len(rows)} benchmarks were timed, from {text.seconds(float(rows['median_s'].min()))} to "
         f"{text.seconds(float(slowest['median_s']))} per call ({slowest['benchmark']})."
     )
-    return found
+    return sentences
 
 
 def _timed(run: Run) -> pd.DataFrame:
@@ -74,7 +74,7 @@ def figures(run: Run) -> list[Figure]:
             )
             for _, row in part.iterrows()
         ]
-        drawing = charts.rows(lines, Scale("time per call", log=10, shown=text.seconds))
+        drawing = charts.row_chart(lines, Scale("time per call", log=10, shown=text.seconds))
         panels.append(Panel(f"On {device}", drawing, 1.8 * WIDTH, 1.0 + 0.22 * len(part)))
     return [
         Figure(
@@ -93,15 +93,15 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     rows = _timed(run)
     columns: dict[str, Column] = {
         "benchmark": lambda r: str(r["benchmark"]),
-        "median": lambda r: seconds(r["median_s"]),
+        "median": lambda r: time_value(r["median_s"]),
         "95 %": lambda r: Value.of(
             r["lo_s"], lambda lo: f"{text.seconds(lo)} – {text.seconds(r['hi_s'])}"
         ),
         "quartiles": lambda r: Value.of(
             r["q25_s"], lambda lo: f"{text.seconds(lo)} – {text.seconds(r['q75_s'])}"
         ),
-        "per lookup": lambda r: seconds(r["median_s"] / r["lookups"] if r["lookups"] else None),
-        "lookups": lambda r: count(r["lookups"] or None),
+        "per lookup": lambda r: time_value(r["median_s"] / r["lookups"] if r["lookups"] else None),
+        "lookups": lambda r: count_value(r["lookups"] or None),
         "samples": lambda r: Value(f"{r['samples']} in {r['processes']}", r["samples"]),
     }
     table = Table.of((r for _, r in rows.iterrows()), columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from experiments.report import text
 from experiments.report.charts import Curve, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, seconds
+from experiments.report.tables import Column, Table, Value, time_value
 
 ROW = 256  # bytes: of D = 64 in float32
 CURVES = {  # constant -> (what it is, whose colour)
@@ -58,6 +59,16 @@ def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
     return {int(r["world_size"]): r["calibration"] for r in good}
 
 
+def write_files(run: Run) -> Mapping[str, str]:
+    """Return calibration.json, which `emblib.sharding.planner.Calibration` loads."""
+    by_world = calibrations(run)
+    return (
+        {"calibration.json": json.dumps(by_world[max(by_world)], indent=1) + "\n"}
+        if by_world
+        else {}
+    )
+
+
 def at(curve: Sequence[Sequence[float]], nbytes: float) -> float:
     """Return the nanoseconds for `nbytes`, interpolated linearly between measured points."""
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
@@ -68,11 +79,11 @@ def at(curve: Sequence[Sequence[float]], nbytes: float) -> float:
 
 def answer(run: Run) -> list[str]:
     """State the costs of a lookup, an update and a message, and how they change with ranks."""
-    found = calibrations(run)
-    if not found:
+    by_world = calibrations(run)
+    if not by_world:
         return ["No answer: the constants could not be measured."]
-    most = max(found)
-    costs = found[most]
+    most = max(by_world)
+    costs = by_world[most]
     near, far = (at(costs[f"lookup_{n}"], ROW) for n in ("near", "far"))
     slow, fast = (at(costs[f"update_{n}"], ROW) for n in ("far", "near"))
     sentences = [
@@ -93,16 +104,16 @@ def answer(run: Run) -> list[str]:
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     """Return one row per constant with one column per world."""
-    found = calibrations(run)
-    if not found:
+    by_world = calibrations(run)
+    if not by_world:
         return []
     columns: dict[str, Column] = {"what": lambda r: str(r[1]), "constant": lambda r: str(r[0])}
-    for world in sorted(found):
-        columns[text.count(world, "rank")] = functools.partial(_cost, run, found[world], world)
+    for world in sorted(by_world):
+        columns[text.count(world, "rank")] = functools.partial(_cost, run, by_world[world], world)
     curves_of = [(name, f"{what}, row of {ROW} bytes") for name, (what, _) in CURVES.items()]
     every = [*curves_of, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
-    rows = [row for row in every if row[0] in found[max(found)]]  # earlier runs have fewer
-    words = f"Constants: {found[max(found)]['source']}."
+    rows = [row for row in every if row[0] in by_world[max(by_world)]]  # earlier runs have fewer
+    words = f"Constants: {by_world[max(by_world)]['source']}."
     return [("Constants of the cost model", words, Table.of(rows, columns))]
 
 
@@ -113,8 +124,8 @@ def _cost(run: Run, costs: Mapping[str, Any], world: int, row: tuple[str, str]) 
     if name in LINKS:
         return Value.of(costs[name], lambda rate: f"{text.digits(rate / 1e9)} GB/s")
     if name in CURVES:
-        return seconds(at(costs[name], ROW) * 1e-9)
-    return seconds(costs[name] * (1e-9 if name in NANOSECONDS else 1.0))
+        return time_value(at(costs[name], ROW) * 1e-9)
+    return time_value(costs[name] * (1e-9 if name in NANOSECONDS else 1.0))
 
 
 def _has(run: Run, world: int, name: str) -> bool:
@@ -129,10 +140,10 @@ def _has(run: Run, world: int, name: str) -> bool:
 
 def figures(run: Run) -> list[Figure]:
     """Return the figure of a row's cost by its bytes."""
-    found = calibrations(run)
-    if not found:
+    by_world = calibrations(run)
+    if not by_world:
         return []
-    costs = found[max(found)]
+    costs = by_world[max(by_world)]
     lines = []
     for name, (what, colour) in CURVES.items():
         xs, ys = zip(*costs[name], strict=True)

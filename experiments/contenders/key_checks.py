@@ -1,0 +1,97 @@
+"""Check the operations of a hash table before they are timed: slots, values, evictions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from experiments.contenders.keys import KeyTable
+from experiments.contenders.registry import Wrong
+from experiments.machine.bandwidth import WORDS_PER_LINE
+from experiments.workloads.keys import KeySpace, values_of
+
+CHECKED_KEYS = 2048  # present keys that are checked, at most
+FIRST_ABSENT = 1 << 40  # the number of the first key that no call uses
+
+
+def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
+    """Check every operation of the table on keys of which `resident` are present; raises Wrong.
+
+    Keys that the checks insert are erased again where the table can erase.
+    """
+    present = resident[
+        torch.linspace(0, len(resident) - 1, min(CHECKED_KEYS, len(resident))).long()
+    ]
+    # Few enough that a table which is nearly full has room for them.
+    absent = space.run(FIRST_ABSENT, max(1, len(present) // 8))
+    keys = torch.cat([present, absent, present[:3]])
+    if table.ceiling:
+        positions = table.prepare(keys, values_of(keys, 0))
+        if not torch.equal(table.find_slots(positions) * WORDS_PER_LINE, positions):
+            raise Wrong("find_slots: a line does not hold its own number")
+        return
+    _check_slots(table, "find_slots", keys, len(present), len(absent))
+    if "find" in table.operations:
+        _check_values(table, "find", present, values_of(present, table.task.dim))
+    if "find_or_insert_slots" in table.operations:
+        twice = torch.cat([present, present[:3]])
+        _check_slots(table, "find_or_insert_slots", twice, len(present), 0)
+    if table.erases:
+        _check_inserts(table, absent, present)
+
+
+def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
+    """Check operations that insert keys: their results, and what is present afterwards."""
+    dim = table.task.dim
+    if "find_or_insert" in table.operations:
+        _check_values(table, "find_or_insert", absent, values_of(absent, dim))
+        _check_values(table, "find_or_insert", absent, values_of(absent, dim), other=True)
+        _check_values(table, "find", absent, values_of(absent, dim))
+        _check_values(table, "find_or_insert", present, values_of(present, dim), other=True)
+    if "insert_or_assign" in table.operations:
+        table.insert_or_assign(table.prepare(absent, -values_of(absent, dim)))
+        _check_values(table, "find", absent, -values_of(absent, dim))
+    if "insert_and_evict" in table.operations:
+        evicted = table.insert_and_evict(table.prepare(absent, values_of(absent, dim))).cpu()
+        _check_values(table, "find", absent, values_of(absent, dim))
+        gone = _run(table, "find_slots", evicted)
+        if len(evicted) and (gone != table.absent).any():
+            raise Wrong("insert_and_evict: a key that it reports as evicted is still there")
+    table.erase(absent.to(table.task.device))
+    if (_run(table, "find_slots", absent) != table.absent).any():
+        raise Wrong("erase: a key is still there")
+
+
+def _run(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
+    prepared = table.prepare(keys, values_of(keys, table.task.dim))
+    result: Tensor = getattr(table, operation)(prepared)
+    return result.cpu()
+
+
+def _check_slots(
+    table: KeyTable, operation: str, keys: Tensor, num_present: int, num_absent: int
+) -> None:
+    """Check the slots of present keys, then absent ones, then the first ones once more."""
+    slots = _run(table, operation, keys)
+    if slots.shape != keys.shape:
+        raise Wrong(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
+    present = slots[:num_present]
+    if (present == table.absent).any():
+        raise Wrong(f"{operation}: a key that is there is not found")
+    if len(present.unique()) < num_present:
+        raise Wrong(f"{operation}: two keys have one slot")
+    if (slots[num_present : num_present + num_absent] != table.absent).any():
+        raise Wrong(f"{operation}: a key that is not there is found")
+    again = slots[num_present + num_absent :]
+    if not torch.equal(again, present[: len(again)]):
+        raise Wrong(f"{operation}: a key that comes twice has two slots")
+
+
+def _check_values(
+    table: KeyTable, operation: str, keys: Tensor, want: Tensor, *, other: bool = False
+) -> None:
+    """Check an operation's values; `other` passes values that known keys must ignore."""
+    passed = want + 1 if other else want
+    got: Tensor = getattr(table, operation)(table.prepare(keys, passed))
+    if not torch.equal(got.cpu(), want):
+        raise Wrong(f"{operation}: values differ from those that were put in")

@@ -1,0 +1,28 @@
+"""The report of contenders timed side by side: its parts, and its lines in the README."""
+
+from __future__ import annotations
+
+from experiments.report.answer import answer, tiles
+from experiments.report.data import Run
+from experiments.report.figures import figures
+from experiments.report.results import readme_table
+from experiments.results import metrics
+
+__all__ = ["NOTES", "answer", "figures", "readme_lines", "tiles"]
+
+NOTES = (metrics.FORMULA,)
+
+
+def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
+    """Return the headline's table."""
+    if run.table.empty:
+        return None
+    cell = run.table["cell"] == run.headline_cell()
+    section, batch = run.table[cell].iloc[0][["section", "B"]]
+    return [
+        f"{command}: {run.title(section)}, B = {int(batch):,}.",
+        "",
+        *readme_table(run),
+        "",
+        f"Step = forward + backward + update. {link}",
+    ]

@@ -1,0 +1,97 @@
+"""Lead a run of micro-benchmarks: each replicate is one process of pytest-benchmark."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.config.schema import Config, UsageError, device_kind
+from experiments.kinds.micro import failures_of, records_of, summary
+from experiments.paths import ROOT
+from experiments.results.store import Record, RunStore
+from experiments.run import runner
+from experiments.run.worker import survey
+
+FILES = "tests/bench/test_*latency.py"
+SMOKE = "one or lookup_op or 1024 or lru-tenth or forward-8"
+SHARE = 0.2  # of timing.cell_seconds, for one benchmark
+NONE_COLLECTED = 5  # pytest's exit status
+
+
+def run(config: Config, *, question: str, words: Sequence[str]) -> int:
+    """Lead a run in which each replicate is one process for all benchmarks."""
+    try:
+        if importlib.util.find_spec("pytest_benchmark") is None:
+            raise UsageError("micro-benchmarks need pytest-benchmark: pip install 'emblib[test]'")
+        if not list(ROOT.glob(FILES)):
+            raise UsageError(f"micro-benchmarks are in the source tree ({FILES}), not installed")
+        device = runner.device_of(config)
+        if config.dry_run:
+            return subprocess.run([*command(config), "--collect-only"], cwd=ROOT).returncode
+        environment = survey(config, device, words)
+        store = RunStore.begin(config, environment)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    identity = {"run_id": store.path.name, "context_id": environment.get("context_id")}
+    started, records, status = time.monotonic(), [], "finished"
+    try:
+        for replicate in range(config.timing.replicates):
+            measured = measure(config, identity, replicate)
+            store.append(*measured)
+            records += measured
+            print(
+                f"process {replicate + 1} of {config.timing.replicates}: {len(measured)} benchmarks"
+            )
+    except KeyboardInterrupt:
+        status = "interrupted"
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = f"pytest: {str(error).splitlines()[0]}"
+    extra = summary(records) | {"seconds": round(time.monotonic() - started, 1)}
+    return runner.finish(store, config, status=status, question=question, extra=extra)
+
+
+def command(config: Config) -> list[str]:
+    """Return pytest's command; a smoke run leaves out what is large."""
+    only = device_kind(config.device.kind)
+    if config.timing.max_rows:
+        only += f" and ({SMOKE})"
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(FILES))
+    return [
+        *(sys.executable, "-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-k", only),
+        *("--benchmark-enable", "--benchmark-only", "--benchmark-disable-gc"),
+        f"--benchmark-min-rounds={config.timing.min_rounds}",
+        f"--benchmark-max-time={SHARE * config.timing.cell_seconds:g}",
+    ]
+
+
+def measure(config: Config, identity: Mapping[str, Any], replicate: int) -> list[Record]:
+    """Run all benchmarks in one fresh process; raises RuntimeError if pytest itself broke."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if config.device.threads:
+        variables["OMP_NUM_THREADS"] = str(config.device.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "benchmarks.json"
+        done = subprocess.run(
+            [*command(config), f"--benchmark-json={target}"],
+            cwd=ROOT,
+            env=variables,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode not in (0, 1):
+            tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
+            why = "found no benchmark" if done.returncode == NONE_COLLECTED else "broke"
+            raise RuntimeError(f"pytest {why} (exit status {done.returncode})\n{tail}")
+        timed = json.loads(target.read_text()) if target.exists() and target.stat().st_size else {}
+    failed = failures_of(done.stdout, identity, replicate)
+    return [*records_of({"benchmarks": [], **timed}, identity, replicate), *failed]

@@ -1,0 +1,86 @@
+"""The clock of calls that need a preparation of their own, as those that change a hash table do."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from experiments.config.schema import Mode
+from experiments.timing.clock import Clock, ColdClock, Phase, Reading, UnsupportedMode, Work
+
+
+class TimedCall(ABC):
+    """An operation with its preparation.
+
+    `repeats` calls are timed together and recorded as their mean: where a table evicts at every
+    tenth call only, a single call shows either none of that work or all of it.
+    """
+
+    repeats: int = 1
+
+    @abstractmethod
+    def before(self, number: int) -> Any:
+        """Undo the last call and make the arguments of this one; not timed."""
+
+    @abstractmethod
+    def call(self, ready: Any) -> object:
+        """Make the timed call."""
+
+    def __call__(self, number: int) -> object:
+        """Prepare and make the call."""
+        return self.call(self.before(number))
+
+
+class CallClock(Clock):
+    """A host clock around the call alone, with a synchronisation on both sides on a GPU."""
+
+    def __init__(
+        self, device: torch.device, mode: Mode, now: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        if mode not in (Mode.hot, Mode.wall) and (mode, device.type) != (Mode.cold, "cpu"):
+            raise UnsupportedMode(
+                f"operations on tables of keys have no mode {mode.value} on {device.type}: use hot"
+            )
+        self.mode, self.device, self.now = mode, device, now
+        self.flush = ColdClock().flush if mode is Mode.cold else lambda: None
+        self.inside = 0.0
+
+    def adapt(self, phase: Phase, pool: int) -> Phase:
+        """Wrap the phase so that only its inner call is timed."""
+        return self._timed(phase) if isinstance(phase, TimedCall) else phase
+
+    def _timed(self, phase: TimedCall) -> Phase:
+        def run(number: int) -> None:
+            ready = phase.before(number)
+            self.flush()
+            self._synchronise()
+            start = self.now()
+            for _ in range(phase.repeats):
+                phase.call(ready)
+            self._synchronise()
+            self.inside += (self.now() - start) / phase.repeats
+
+        return run
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Return the seconds inside the calls that `work` makes."""
+        self.inside = 0.0
+        work()
+        return self.inside / 1e9
+
+    def read(self, works: Iterable[Work]) -> list[Reading]:
+        """Take samples whose cost includes their preparation."""
+        readings = []
+        for work in works:
+            begun = self.now()
+            seconds = self.time(work.call)
+            readings.append(Reading(seconds, seconds, (self.now() - begun) / 1e9))
+        return readings
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,101 @@
+"""Keys of hash tables: numbered keys, their values, and the calls that a table gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from experiments.config.schema import Distribution, KeysConfig, Order, WorkloadConfig
+from experiments.workloads import distributions
+from experiments.workloads.distributions import Ids
+
+VALUE_BITS = 24  # of a key that its value keeps: the precision of a float32
+
+
+@dataclass(frozen=True)
+class KeySpace:
+    """Numbered keys: key n is n (ranked), or a seeded bijection of the 64-bit numbers."""
+
+    order: Order
+    seed: int
+
+    def keys(self, numbers: Ids) -> Tensor:
+        """Return the keys of those numbers; different numbers have different keys."""
+        if self.order is Order.ranked:
+            return torch.from_numpy(numbers.copy())
+        start = np.random.default_rng(self.seed).integers(0, 2**64, dtype=np.uint64)
+        x: NDArray[np.uint64] = numbers.astype(np.uint64) + start
+        # SplitMix64 (Steele, Lea, Flood 2014) of a counter.
+        x = x * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        return torch.from_numpy((x ^ x >> np.uint64(31)).view(np.int64))
+
+    def run(self, first: int, count: int) -> Tensor:
+        """Return the keys numbered first, first + 1, ..."""
+        return self.keys(np.arange(first, first + count, dtype=np.int64))
+
+
+def values_of(keys: Tensor, dim: int) -> Tensor:
+    """Return [keys, dim] float32 values, each row computed from its key."""
+    base = (keys * -7046029254386353131 >> 40 & (1 << VALUE_BITS) - 1).float() / (1 << VALUE_BITS)
+    return base[:, None] + torch.arange(dim)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The keys of one call, and which of them are new to the table."""
+
+    keys: Tensor
+    values: Tensor
+    new: Tensor  # keys that the table never had
+
+
+class Calls:
+    """Calls on a table that holds the keys 0 .. resident - 1 of a space.
+
+    Operations that insert nothing draw present keys by the workload's distribution. Operations that
+    insert use the keys that were inserted last, in another order per call: keys that are used in
+    every call are not evicted from a full table. The absent keys of a call are always new.
+    """
+
+    def __init__(
+        self, work: WorkloadConfig, keys: KeysConfig, resident: int, seed: int, *, inserts: bool
+    ) -> None:
+        self.work, self.resident, self.inserts, self.seed = work, resident, inserts, seed
+        self.space = KeySpace(work.order, seed)
+        self.size = work.B * work.L
+        self.num_present = round(keys.hits * self.size)
+        if inserts:
+            self.num_present = min(self.num_present, resident)
+        self.num_calls = 0
+
+    @property
+    def hits(self) -> float:
+        """Return the share of a call's keys that are present, limited by the table's keys."""
+        return self.num_present / self.size
+
+    def next(self, dim: int) -> Call:
+        """Return the keys and values of the next call; `dim` 0 leaves the values out."""
+        rng = np.random.default_rng([self.seed, self.num_calls])
+        fresh = self.size - self.num_present
+        first = self.resident + self.num_calls * fresh
+        new = self.space.run(first, fresh)
+        self.num_calls += 1
+        keys = torch.cat([self.space.keys(self._present(rng)), new])
+        keys = keys[torch.from_numpy(rng.permutation(self.size))]
+        return Call(keys, values_of(keys, dim) if dim else torch.empty(self.size, 0), new)
+
+    def _present(self, rng: np.random.Generator) -> Ids:
+        if self.inserts:
+            return np.arange(self.resident - self.num_present, self.resident, dtype=np.int64)
+        if self.work.distribution is Distribution.zipf and self.work.s:
+            ranks = distributions.zipf_ranks(
+                rng, self.num_present, self.resident, self.work.s, self.work.q
+            )
+            return distributions.permute(ranks, self.resident, self.seed)
+        return rng.integers(0, self.resident, self.num_present, dtype=np.int64)
