@@ -7,17 +7,18 @@
 // slot. It then has the entries of the next bucket in flight while it works on one.
 //
 // After the rounds of all multiprocessors, one block per table goes on with a list of the keys that
-// were pending in the last of them, in no order: chains are served in order of misses.
+// were pending in the last of them, in no order: chains are served in order of misses. The other
+// blocks of that kernel wait for those, and write what became of every key.
 #pragma once
 
 #include "hash/device_index.cuh"
 
 namespace emb::cuda {
 
-// What `chains` has for a bucket: a miss, or one of these.
-enum Chain : int32_t {
-  kNoChain = -1,
-  kExhausted = -2,  // nor has it an entry that this batch may still evict
+// The value of `last_in_chain` for a bucket without a chain.
+enum ChainState : int32_t {
+  kEmptyChain = -1,
+  kExhaustedBucket = -2,  // nor has the bucket an entry that this batch may still evict
 };
 
 struct Insertion {
@@ -30,10 +31,12 @@ struct Insertion {
   int64_t* slots;
   uint8_t* status;
   int64_t* evicted;
-  // Scratch. By bucket: the last member of its chain, or what `Chain` says. By miss: the previous
-  // member of the chain, negative for its founder, and the chosen bucket. `pending`, by miss, has a
-  // list for every table, of `num_pending` misses.
-  int32_t *chains, *before, *wanted, *pending, *num_pending;
+  // Scratch. By bucket: the last member of its chain, or a ChainState. By miss: the previous member
+  // of its chain, negative for the founder, and the bucket that it chose. `pending`, by miss, has a
+  // list for every table, of `num_pending` misses. Of the last kernel: how many blocks have begun,
+  // and how many are done with their tables.
+  int32_t *last_in_chain, *previous_in_chain, *chosen_bucket, *pending, *num_pending;
+  int32_t *begun_blocks, *done_blocks;
 
   EMB_DEVICE bool is_pending(int64_t miss) const {
     return status[miss] == static_cast<uint8_t>(InsertStatus::kMiss);
@@ -107,7 +110,7 @@ EMB_DEVICE bool can_evict(const Insertion& insertion, const Candidate& candidate
 }
 
 EMB_DEVICE bool is_exhausted(const Insertion& insertion, int64_t bucket) {
-  return insertion.order == Order::kNone || insertion.chains[bucket] == kExhausted;
+  return insertion.order == Order::kNone || insertion.last_in_chain[bucket] == kExhaustedBucket;
 }
 
 // This lane's entries of the two buckets of a key.
@@ -177,8 +180,9 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
     insertion.status[miss] = static_cast<uint8_t>(InsertStatus::kRefused);
     return false;
   }
-  insertion.wanted[miss] = static_cast<int32_t>(wanted);
-  insertion.before[miss] = atomicExch(insertion.chains + wanted, static_cast<int32_t>(miss));
+  insertion.chosen_bucket[miss] = static_cast<int32_t>(wanted);
+  insertion.previous_in_chain[miss] =
+      atomicExch(insertion.last_in_chain + wanted, static_cast<int32_t>(miss));
   return true;
 }
 
@@ -186,7 +190,8 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
 // in lanes beyond them.
 EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket, int32_t last) {
   int32_t of_lane = INT32_MAX;
-  for (int32_t member = insertion.chains[bucket]; member >= 0; member = insertion.before[member]) {
+  for (int32_t member = insertion.last_in_chain[bucket]; member >= 0;
+       member = insertion.previous_in_chain[member]) {
     if (member <= last) continue;
     const int lower = __popc(__ballot_sync(simt::kFullMask, of_lane < member));
     const int32_t previous = __shfl_up_sync(simt::kFullMask, of_lane, 1u);
@@ -231,7 +236,8 @@ EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, u
 EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   constexpr int kFew = 4;
   int32_t members[kFew] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};  // in order
-  for (int32_t next = insertion.chains[bucket]; next >= 0; next = insertion.before[next]) {
+  for (int32_t next = insertion.last_in_chain[bucket]; next >= 0;
+       next = insertion.previous_in_chain[next]) {
     int32_t member = next;
 #pragma unroll
     for (int k = 0; k < kFew; ++k) {
@@ -308,17 +314,17 @@ EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, const FullChain& c
 
 // Serve the chains that this warp's lanes founded. Called by the whole warp.
 EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool active) {
-  const bool founds = active && insertion.is_pending(miss) && insertion.before[miss] < 0;
-  const int64_t wanted = founds ? insertion.wanted[miss] : 0;
+  const bool founds = active && insertion.is_pending(miss) && insertion.previous_in_chain[miss] < 0;
+  const int64_t wanted = founds ? insertion.chosen_bucket[miss] : 0;
   bool served = false, is_full = false, is_single = false;
   NewEntry founder{0, 0, *insertion.index.clock, 0};
   if (founds) {
     const uint32_t empty = match_tags(insertion.index.tags + wanted * kSlots, kEmptyTag);
     is_full = empty == 0;
     served = !is_full && fill_by_lane(insertion, t, wanted, empty);
-    if (served) insertion.chains[wanted] = kNoChain;
+    if (served) insertion.last_in_chain[wanted] = kEmptyChain;
     if (is_full) {
-      is_single = insertion.chains[wanted] == miss;
+      is_single = insertion.last_in_chain[wanted] == miss;
       founder = new_entry(insertion, miss, t);
     }
   }
@@ -331,7 +337,7 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
     __syncwarp();  // all lanes have read the tags before any lane writes one
     fill_bucket(insertion, table, bucket, empty);
     __syncwarp();
-    if (lane_in_warp() == 0) insertion.chains[bucket] = kNoChain;
+    if (lane_in_warp() == 0) insertion.last_in_chain[bucket] = kEmptyChain;
   }
   unsigned full = __ballot_sync(simt::kFullMask, is_full);
   const auto entry_of = [&](unsigned lanes) {
@@ -348,23 +354,49 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
     if (full != 0) next = entry_of(full);  // in flight; no other warp changes these buckets
     const bool exhausts = replace_in_bucket(insertion, chain, self);
     __syncwarp();
-    if (lane_in_warp() == 0) insertion.chains[chain.bucket] = exhausts ? kExhausted : kNoChain;
+    if (lane_in_warp() == 0) {
+      insertion.last_in_chain[chain.bucket] = exhausts ? kExhaustedBucket : kEmptyChain;
+    }
   }
 }
 
 // The rounds. Nothing waits for the device, and only the device knows how many rounds are needed.
 // The first rounds, in which almost all keys get a slot, use all multiprocessors; the host
-// estimates their number. A last kernel, one block per table, continues until no key is pending.
+// estimates their number. In a last kernel one block per table continues until no key is pending.
 
-inline constexpr int kFinishThreads = 512;
 inline constexpr int kMaxWideRounds = 5;
+// Buckets per key of a batch above which only those buckets are cleared that a miss may choose: two
+// sectors of 32 bytes per miss instead of 4 bytes per bucket.
+inline constexpr int64_t kSparseBucketsPerKey = 16;
+
+// Clear the chains of all buckets, or of those that misses may choose.
+EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool clears_all,
+                             int* shared) {
+  if (clears_all) {
+    for (int64_t i = simt::global_thread(); i < buckets; i += simt::threads_in_grid()) {
+      insertion.last_in_chain[i] = kEmptyChain;
+    }
+    return;
+  }
+  const int num_tables = insertion.index.num_tables;
+  const auto start = [&](int t) { return insertion.misses.offsets[t]; };
+  for_each_of(start, num_tables, start(num_tables), shared, [&](int64_t miss, int t) {
+    if (t < 0) return;
+    const HashTable table = insertion.index.table(t);
+    int32_t* chains = insertion.last_in_chain + insertion.index.field(t, kFirstBucket);
+    const uint64_t mixed = table.hash(insertion.ids[insertion.first[miss]]);
+    chains[table.first(mixed)] = chains[table.second(mixed)] = kEmptyChain;
+  });
+}
 
 // Initialise the results and the chains. Words of keys that are not evicted mean nothing.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_begin_kernel(Insertion insertion, int64_t n, int64_t buckets) {
+    hash_begin_kernel(Insertion insertion, int64_t n, int64_t buckets, bool clears_all) {
+  __shared__ int range[2];
   const DeviceMisses& misses = insertion.misses;
   const int64_t step = simt::threads_in_grid(), count = misses.offsets[insertion.index.num_tables];
-  for (int64_t i = simt::global_thread(); i < buckets; i += step) insertion.chains[i] = kNoChain;
+  clear_chains(insertion, buckets, clears_all, range);
+  if (simt::global_thread() == 0) *insertion.begun_blocks = *insertion.done_blocks = 0;
   for (int64_t t = simt::global_thread(); t < insertion.index.num_tables; t += step) {
     insertion.num_pending[t] = 0;
   }
@@ -451,7 +483,7 @@ struct PendingList {
   // Drop the misses that are not pending. `size_of_block` is one number of the block.
   EMB_DEVICE void compact(const Insertion& insertion, int* size_of_block) {
     if (threadIdx.x == 0) *size_of_block = 0;
-    for (int tile = 0; tile < size; tile += kFinishThreads) {
+    for (int tile = 0; tile < size; tile += kTileThreads) {
       const int64_t miss = at(tile + static_cast<int>(threadIdx.x));
       const bool stays = miss >= 0 && insertion.is_pending(miss);
       __syncthreads();  // the list ends before the tile: all of it has been read
@@ -463,16 +495,15 @@ struct PendingList {
   }
 };
 
-// Run the remaining rounds of one table in one block until no key is pending: those on the list,
-// and those that may choose in later rounds only. Neighbours on the list go to different warps.
-[[maybe_unused]] static __global__ void __launch_bounds__(kFinishThreads)
-    hash_finish_kernel(Insertion insertion, int first_round) {
-  __shared__ int list_size;
-  constexpr int kWarps = kFinishThreads / kSlots;
+// Run the remaining rounds of every `blocks`-th table from `block` on, until no key is pending:
+// those on the list, and those that may choose in later rounds only. Neighbours on the list go to
+// different warps. `list_size` is one number of the block.
+EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int block, int blocks,
+                              int* list_size) {
+  constexpr int kWarps = kTileThreads / kSlots;
   const auto self = static_cast<int>(threadIdx.x / simt::kWarp) + lane_in_warp() * kWarps;
   const int64_t* offsets = insertion.misses.offsets;
-  for (int t = static_cast<int>(blockIdx.x); t < insertion.index.num_tables;
-       t += static_cast<int>(gridDim.x)) {
+  for (int t = block; t < insertion.index.num_tables; t += blocks) {
     const auto first = static_cast<int>(offsets[t]);
     const int count = static_cast<int>(offsets[t + 1]) - first;
     const int64_t buckets = insertion.index.field(t, kBuckets);
@@ -482,27 +513,27 @@ struct PendingList {
       return choose < count ? static_cast<int>(choose) : count;
     };
     int begun = choosers_of(first_round - 1);
-    list.compact(insertion, &list_size);
+    list.compact(insertion, list_size);
     for (int round = first_round; list.size > 0 || begun < count; ++round) {
       const int end = choosers_of(round);
-      for (int i = begun + static_cast<int>(threadIdx.x); i < end; i += kFinishThreads) {
+      for (int i = begun + static_cast<int>(threadIdx.x); i < end; i += kTileThreads) {
         list.misses[list.size + i - begun] = first + i;
       }
       list.size += end - begun;
       begun = end;
       __syncthreads();
-      for (int tile = 0; tile < list.size; tile += kFinishThreads) {
+      for (int tile = 0; tile < list.size; tile += kTileThreads) {
         const int64_t miss = list.at(tile + self);
         const bool active = miss >= 0 && insertion.is_pending(miss);
         if (__any_sync(simt::kFullMask, active)) choose_bucket(insertion, miss, t, active);
       }
       __syncthreads();
-      for (int tile = 0; tile < list.size; tile += kFinishThreads) {
+      for (int tile = 0; tile < list.size; tile += kTileThreads) {
         const int64_t miss = list.at(tile + self);
         serve_buckets(insertion, miss, t, miss >= 0);
       }
       __syncthreads();
-      list.compact(insertion, &list_size);
+      list.compact(insertion, list_size);
     }
     __syncthreads();
   }
@@ -518,20 +549,39 @@ struct BatchSlots {
   uint8_t* status;
 };
 
-// Write the slot and the status of every position: those of its miss, where it has one.
-EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& batch) {
-  for (int64_t i = simt::global_thread(); i < batch.n; i += simt::threads_in_grid()) {
-    const int32_t group = batch.groups[i];
-    const bool is_miss = group >= 0 && group < batch.n;
-    batch.filled[i] = is_miss ? insertion.slots[group] : batch.slots[i];
-    batch.status[i] = is_miss ? insertion.status[group] : static_cast<uint8_t>(InsertStatus::kHit);
+// Write the slot and the status of every position: those of its miss, where it has one. The loads
+// of kLoads positions are in flight at once.
+EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& batch,
+                               const GridShare& share) {
+  constexpr int kLoads = 4;
+  const int64_t step = share.blocks * kTileThreads;
+  for (int64_t i = share.block * kTileThreads + threadIdx.x; i < batch.n; i += kLoads * step) {
+    int32_t group[kLoads];
+    int64_t slot[kLoads];
+    uint8_t status[kLoads];
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      group[k] = i + k * step < batch.n ? batch.groups[i + k * step] : -1;
+    }
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      const bool is_miss = group[k] >= 0 && group[k] < batch.n;
+      status[k] = is_miss ? insertion.status[group[k]] : static_cast<uint8_t>(InsertStatus::kHit);
+      slot[k] = is_miss                  ? insertion.slots[group[k]]
+                : i + k * step < batch.n ? batch.slots[i + k * step]
+                                         : kNoSlot;
+    }
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      if (i + k * step >= batch.n) break;
+      batch.filled[i + k * step] = slot[k];
+      batch.status[i + k * step] = status[k];
+    }
   }
 }
 
-// Count what became of the misses, and tell every position.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_outcome_kernel(Insertion insertion, BatchSlots batch) {
-  __shared__ int range[2];
+// Count what became of the misses.
+EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share, int* shared) {
   const DeviceIndex& index = insertion.index;
   TableTally inserted = counter_tally(index, kInserted), evicted = counter_tally(index, kEvicted);
   TableTally refused = counter_tally(index, kRefused);
@@ -539,7 +589,7 @@ EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& bat
   TableTally sizes(index.tables + kSize, kHashTableColumns);
   const auto start = [&](int t) { return insertion.misses.offsets[t]; };
   const int64_t count = insertion.misses.offsets[index.num_tables];
-  for_each_of(start, index.num_tables, count, range, [&](int64_t miss, int t) {
+  for_each_of(share, start, index.num_tables, count, shared, [&](int64_t miss, int t) {
     const auto status =
         t < 0 ? InsertStatus::kMiss : static_cast<InsertStatus>(insertion.status[miss]);
     inserted.add(t, status == InsertStatus::kNew || status == InsertStatus::kEvicting);
@@ -549,7 +599,33 @@ EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& bat
     sizes.add(t, status == InsertStatus::kNew);
   });
   for (TableTally* tally : {&inserted, &evicted, &refused, &not_admitted, &sizes}) tally->flush();
-  fill_positions(insertion, batch);
+}
+
+// Finish the tables in the first `finishers` blocks to begin; the others wait for them, then count
+// what became of the misses and tell every position. A block waits for running blocks only.
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 2)
+    hash_outcome_kernel(Insertion insertion, BatchSlots batch, int rounds, int finishers) {
+  __shared__ int range[2];
+  __shared__ int shared;
+  if (threadIdx.x == 0) shared = atomicAdd(insertion.begun_blocks, 1);
+  __syncthreads();
+  const int block = shared;
+  __syncthreads();
+  if (block < finishers) {
+    finish_tables(insertion, rounds, block, finishers, &shared);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(insertion.done_blocks, 1);
+    return;
+  }
+  if (threadIdx.x == 0) {
+    while (*static_cast<const volatile int32_t*>(insertion.done_blocks) < finishers) continue;
+    __threadfence();
+  }
+  __syncthreads();
+  const GridShare share{block - finishers, static_cast<int>(gridDim.x) - finishers};
+  count_outcome(insertion, share, range);
+  fill_positions(insertion, batch, share);
 }
 
 // Return the number of rounds on all multiprocessors, for n keys and `buckets` buckets of all
@@ -567,22 +643,26 @@ void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int
                    int64_t buckets) {
   if (n == 0) return;
   const auto& launcher = work.launcher();
-  insertion.chains = work.template scratch<int32_t>(buckets);
-  insertion.before = work.template scratch<int32_t>(n);
-  insertion.wanted = work.template scratch<int32_t>(n);
-  insertion.pending = work.template scratch<int32_t>(n);
-  insertion.num_pending = work.template scratch<int32_t>(insertion.index.num_tables);
+  const int num_tables = insertion.index.num_tables;
+  insertion.last_in_chain = work.template scratch<int32_t>(buckets + 3 * n + num_tables + 2);
+  insertion.previous_in_chain = insertion.last_in_chain + buckets;
+  insertion.chosen_bucket = insertion.previous_in_chain + n;
+  insertion.pending = insertion.chosen_bucket + n;
+  insertion.num_pending = insertion.pending + n;
+  insertion.begun_blocks = insertion.num_pending + num_tables;
+  insertion.done_blocks = insertion.begun_blocks + 1;
   const unsigned blocks = key_blocks(launcher, n);
-  launcher(hash_begin_kernel, key_blocks(launcher, n + buckets), kTileThreads, insertion, n,
-           buckets);
+  const bool clears_all = buckets <= kSparseBucketsPerKey * n;
+  launcher(hash_begin_kernel, key_blocks(launcher, clears_all ? n + buckets : n), kTileThreads,
+           insertion, n, buckets, clears_all);
   const int rounds = wide_rounds(n, buckets);
   for (int round = 0; round < rounds; ++round) {
     launcher(hash_choose_kernel, blocks, kTileThreads, insertion, round, round + 1 == rounds);
     launcher(hash_serve_kernel, blocks, kTileThreads, insertion, round);
   }
-  launcher(hash_finish_kernel, blocks_for(insertion.index.num_tables, 1, launcher.blocks(2)),
-           kFinishThreads, insertion, rounds);
-  launcher(hash_outcome_kernel, blocks, kTileThreads, insertion, batch);
+  const unsigned finishers = blocks_for(num_tables, 1, launcher.blocks(2));
+  launcher(hash_outcome_kernel, finishers + blocks, kTileThreads, insertion, batch, rounds,
+           static_cast<int>(finishers));
 }
 
 }  // namespace emb::cuda

@@ -343,8 +343,8 @@ void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, i
   const SlotCells keys{work.template scratch<int32_t>(cells), static_cast<uint32_t>(cells - 1),
                        work.template scratch<uint32_t>(n)};
   const unsigned blocks = key_blocks(launcher, n);
-  launcher(hash_clear_kernel, blocks, kTileThreads,
-           reinterpret_cast<unsigned long long*>(keys.cells), cells / 2);
+  launcher(hash_clear_kernel, blocks, kTileThreads, reinterpret_cast<uint32_t*>(keys.cells),
+           keys.mask);
   launcher(hash_claim_last_kernel, blocks, kTileThreads, slots, n, keys);
   with_unit(rows, [&](auto unit, int64_t units) {
     using Unit = decltype(unit);
