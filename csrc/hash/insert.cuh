@@ -2,9 +2,10 @@
 //
 // Keys choose buckets, one lane per key; then every chosen bucket serves its keys in order, as far
 // as its share of the round goes. The keys that chose a bucket form a chain in scratch memory, in
-// no order; the founder of the chain handles the bucket. One lane assigns empty slots to a few
-// keys; for more keys, or if entries are evicted, the whole warp works on the bucket, one lane per
-// slot. It then has the entries of the next bucket in flight while it works on one.
+// no order; the founder of the chain handles the bucket. A key that is alone gets the slot that it
+// saw when it chose. One lane assigns empty slots to a few keys; for more keys, or if entries are
+// evicted for several, the whole warp works on the bucket, one lane per slot. It then has the
+// entries of the next bucket in flight while it works on one.
 //
 // After the rounds of all multiprocessors, one block per table goes on with a list of the keys that
 // were pending in the last of them, in no order: chains are served in order of misses. The other
@@ -21,6 +22,12 @@ enum ChainState : int32_t {
   kExhaustedBucket = -2,  // nor has the bucket an entry that this batch may still evict
 };
 
+// The slot of its bucket that a miss gets if no other one chose the bucket.
+struct ChosenSlot {
+  uint8_t way : 5;
+  bool evicts : 1, exhausts : 1;  // whether the bucket has no entry to evict afterwards
+};
+
 struct Insertion {
   DeviceIndex index;
   Order order;
@@ -32,11 +39,12 @@ struct Insertion {
   uint8_t* status;
   int64_t* evicted;
   // Scratch. By bucket: the last member of its chain, or a ChainState. By miss: the previous member
-  // of its chain, negative for the founder, and the bucket that it chose. `pending`, by miss, has a
-  // list for every table, of `num_pending` misses. Of the last kernel: how many blocks have begun,
-  // and how many are done with their tables.
+  // of its chain, negative for the founder, the bucket that it chose and the slot. `pending`, by
+  // miss, has a list for every table, of `num_pending` misses. Of the last kernel: how many blocks
+  // have begun, and how many are done with their tables.
   int32_t *last_in_chain, *previous_in_chain, *chosen_bucket, *pending, *num_pending;
   int32_t *begun_blocks, *done_blocks;
+  ChosenSlot* chosen_slot;
 
   EMB_DEVICE bool is_pending(int64_t miss) const {
     return status[miss] == static_cast<uint8_t>(InsertStatus::kMiss);
@@ -115,48 +123,63 @@ EMB_DEVICE bool is_exhausted(const Insertion& insertion, int64_t bucket) {
 
 // This lane's entries of the two buckets of a key.
 struct BucketPair {
-  int64_t first, second;
+  int32_t first, second;
   Candidate in_first, in_second;
 };
 
-EMB_DEVICE BucketPair load_pair(const Insertion& insertion, int64_t first, int64_t second,
+EMB_DEVICE BucketPair load_pair(const Insertion& insertion, int32_t first, int32_t second,
                                 int64_t stamp) {
   return {first, second, lane_entry(insertion, first, stamp), lane_entry(insertion, second, stamp)};
 }
 
-// Return which of two full buckets has an entry that can be evicted, -1 for neither. The whole warp
-// calls it for the key of one lane: only that lane passes `to` and uses the result.
-EMB_DEVICE int64_t full_choice(const Insertion& insertion, const BucketPair& buckets,
-                               const NewEntry& to) {
+// The choice of a key; bucket -1 for none.
+struct DeviceChoice {
+  int32_t bucket;
+  ChosenSlot slot;
+};
+
+// Choose between two full buckets. The whole warp calls it for the key of one lane: only that lane
+// passes `to` and uses the result.
+EMB_DEVICE DeviceChoice full_choice(const Insertion& insertion, const BucketPair& buckets,
+                                    const NewEntry& to) {
   Candidate a = min_over_warp(insertion.order, buckets.in_first);
   const Candidate b = min_over_warp(insertion.order, buckets.in_second);
   const bool take_second = comes_before(b, a);
   if (take_second) a = b;
-  if (!can_evict(insertion, a, to)) return -1;
-  return take_second ? buckets.second : buckets.first;
+  const int way = take_second ? buckets.in_second.way : buckets.in_first.way;
+  const int count = __popc(__ballot_sync(simt::kFullMask, way >= 0));
+  if (!can_evict(insertion, a, to)) return {-1, {}};
+  return {take_second ? buckets.second : buckets.first,
+          {static_cast<uint8_t>(a.way), true, count == 1}};
 }
 
-EMB_DEVICE int free_slots(const Insertion& insertion, int64_t bucket) {
-  return __popc(match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag));
+EMB_DEVICE uint32_t empty_slots(const Insertion& insertion, int64_t bucket) {
+  return match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag);
 }
 
 // Choose a bucket for this lane's miss if it is active: afterwards the miss is refused, or in the
 // chain of a bucket. Return whether it is in a chain. Called by the whole warp.
 EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool active) {
   NewEntry self{};
-  int64_t first = 0, second = 0, wanted = -1;  // buckets of all tables together
+  int32_t first = 0, second = 0;  // buckets of all tables together
+  DeviceChoice choice{-1, {}};
   bool searches = false;
   if (active) {
     self = new_entry(insertion, miss, t);
     const HashTable table = insertion.index.table(t);
     const int64_t base = insertion.index.field(t, kFirstBucket);
     const uint64_t mixed = table.hash(self.key);
-    first = base + table.first(mixed);
-    second = base + table.second(mixed);
-    const int in_first = free_slots(insertion, first);
-    const int in_second = in_first > kPreferFirstBucket ? 0 : free_slots(insertion, second);
-    if (in_first + in_second > 0) wanted = in_first >= in_second ? first : second;
-    searches = wanted < 0 && !(is_exhausted(insertion, first) && is_exhausted(insertion, second));
+    first = static_cast<int32_t>(base + table.first(mixed));
+    second = static_cast<int32_t>(base + table.second(mixed));
+    uint32_t empty = empty_slots(insertion, first), in_second = 0;
+    if (__popc(empty) <= kPreferredFreeSlots) in_second = empty_slots(insertion, second);
+    const bool take_second = __popc(in_second) > __popc(empty);
+    if (take_second) empty = in_second;
+    if (empty != 0) {
+      const auto way = static_cast<uint8_t>(__ffs(static_cast<int>(empty)) - 1);
+      choice = {take_second ? second : first, {way, false, false}};
+    }
+    searches = empty == 0 && !(is_exhausted(insertion, first) && is_exhausted(insertion, second));
   }
   unsigned left = __ballot_sync(simt::kFullMask, searches);
   const int64_t stamp = *insertion.index.clock;
@@ -172,17 +195,18 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
     const int lane = __ffs(static_cast<int>(left)) - 1;
     left &= left - 1;
     if (left != 0) next = pair_of(left);  // in flight during the search
-    const int64_t found = full_choice(insertion, pair, self);
-    if (lane_in_warp() == lane) wanted = found;
+    const DeviceChoice of_lane = full_choice(insertion, pair, self);
+    if (lane_in_warp() == lane) choice = of_lane;
   }
   if (!active) return false;
-  if (wanted < 0) {
+  if (choice.bucket < 0) {
     insertion.status[miss] = static_cast<uint8_t>(InsertStatus::kRefused);
     return false;
   }
-  insertion.chosen_bucket[miss] = static_cast<int32_t>(wanted);
+  insertion.chosen_bucket[miss] = choice.bucket;
+  insertion.chosen_slot[miss] = choice.slot;
   insertion.previous_in_chain[miss] =
-      atomicExch(insertion.last_in_chain + wanted, static_cast<int32_t>(miss));
+      atomicExch(insertion.last_in_chain + choice.bucket, static_cast<int32_t>(miss));
   return true;
 }
 
@@ -231,16 +255,16 @@ EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, u
   }
 }
 
-// The same by one lane, for a chain of up to kFew members that all get a slot; otherwise do nothing
-// and return false.
+// The same by one lane, for a chain of up to kLaneMembers members that all get a slot; otherwise do
+// nothing and return false.
 EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
-  constexpr int kFew = 4;
-  int32_t members[kFew] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};  // in order
+  constexpr int kLaneMembers = 4;                                                // in registers
+  int32_t members[kLaneMembers] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};  // in order
   for (int32_t next = insertion.last_in_chain[bucket]; next >= 0;
        next = insertion.previous_in_chain[next]) {
     int32_t member = next;
 #pragma unroll
-    for (int k = 0; k < kFew; ++k) {
+    for (int k = 0; k < kLaneMembers; ++k) {
       const int32_t greater = member < members[k] ? members[k] : member;
       members[k] = member < members[k] ? member : members[k];
       member = greater;
@@ -249,11 +273,11 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
   }
   const int share = slots_of_round(__popc(empty));
 #pragma unroll
-  for (int k = 0; k < kFew; ++k) {
+  for (int k = 0; k < kLaneMembers; ++k) {
     if (k >= share && members[k] != INT32_MAX) return false;
   }
 #pragma unroll
-  for (int k = 0; k < kFew; ++k) {
+  for (int k = 0; k < kLaneMembers; ++k) {
     if (members[k] == INT32_MAX) break;
     const int way = __ffs(static_cast<int>(empty)) - 1;
     write_entry(insertion, t, bucket, way, new_entry(insertion, members[k], t), InsertStatus::kNew);
@@ -262,49 +286,25 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
   return true;
 }
 
-// The chain of a full bucket, in every lane: its table, its bucket and its founder, which is the
-// only member if `is_single`.
-struct FullChain {
-  int t;
-  int64_t bucket;
-  NewEntry founder;
-  bool is_single;
-};
-
-EMB_DEVICE FullChain chain_of(int lane, int t, int64_t bucket, const NewEntry& founder,
-                              bool is_single) {
-  const auto from = [&](int64_t value) { return __shfl_sync(simt::kFullMask, value, lane); };
-  return {__shfl_sync(simt::kFullMask, t, lane),
-          from(bucket),
-          {from(founder.miss), from(founder.key), founder.stamp, from(founder.score)},
-          __shfl_sync(simt::kFullMask, static_cast<int>(is_single), lane) != 0};
-}
-
-// Replace the share of a round of the entries of a full bucket by members in order, the lowest
-// entry first; `self` is this lane's entry. Return whether the bucket has no entry left that this
-// batch may evict.
-EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, const FullChain& chain,
+// Replace the share of a round of the entries of a full bucket of table t by members in order, the
+// lowest entry first; `self` is this lane's entry. Return whether the bucket has no entry left that
+// this batch may evict.
+EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t bucket,
                                   Candidate self) {
   Candidate candidate = min_over_warp(insertion.order, self);
   int share = slots_of_round(__popc(__ballot_sync(simt::kFullMask, self.way >= 0)));
-  const auto serve = [&](const NewEntry& to) {
-    if (!can_evict(insertion, candidate, to)) return;
-    if (lane_in_warp() == candidate.way) {
-      write_entry(insertion, chain.t, chain.bucket, candidate.way, to, InsertStatus::kEvicting);
-      self.way = -1;  // belongs to this batch now
-    }
-    --share;
-    candidate = min_over_warp(insertion.order, self);
-  };
-  if (chain.is_single) {
-    if (share > 0) serve(chain.founder);
-    return candidate.way < 0;
-  }
   for (int32_t last = -1; share > 0;) {
-    const int32_t member = next_members(insertion, chain.bucket, last);
+    const int32_t member = next_members(insertion, bucket, last);
     const int members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
     for (int k = 0; k < members && share > 0; ++k) {
-      serve(new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), chain.t));
+      const NewEntry to = new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), t);
+      if (!can_evict(insertion, candidate, to)) continue;
+      if (lane_in_warp() == candidate.way) {
+        write_entry(insertion, t, bucket, candidate.way, to, InsertStatus::kEvicting);
+        self.way = -1;  // belongs to this batch now
+      }
+      --share;
+      candidate = min_over_warp(insertion.order, self);
     }
     if (members < kSlots) break;
     last = __shfl_sync(simt::kFullMask, member, kSlots - 1);
@@ -312,50 +312,60 @@ EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, const FullChain& c
   return candidate.way < 0;
 }
 
+// Serve a chain of one member.
+EMB_DEVICE void serve_single(const Insertion& insertion, int64_t miss, int t, int64_t bucket,
+                             ChosenSlot slot) {
+  write_entry(insertion, t, bucket, slot.way, new_entry(insertion, miss, t),
+              slot.evicts ? InsertStatus::kEvicting : InsertStatus::kNew);
+  insertion.last_in_chain[bucket] = slot.exhausts ? kExhaustedBucket : kEmptyChain;
+}
+
 // Serve the chains that this warp's lanes founded. Called by the whole warp.
 EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool active) {
   const bool founds = active && insertion.is_pending(miss) && insertion.previous_in_chain[miss] < 0;
-  const int64_t wanted = founds ? insertion.chosen_bucket[miss] : 0;
-  bool served = false, is_full = false, is_single = false;
-  NewEntry founder{0, 0, *insertion.index.clock, 0};
+  const int32_t chosen = founds ? insertion.chosen_bucket[miss] : 0;
+  bool fills = false, replaces = false;
   if (founds) {
-    const uint32_t empty = match_tags(insertion.index.tags + wanted * kSlots, kEmptyTag);
-    is_full = empty == 0;
-    served = !is_full && fill_by_lane(insertion, t, wanted, empty);
-    if (served) insertion.last_in_chain[wanted] = kEmptyChain;
-    if (is_full) {
-      is_single = insertion.last_in_chain[wanted] == miss;
-      founder = new_entry(insertion, miss, t);
+    const ChosenSlot slot = insertion.chosen_slot[miss];
+    if (insertion.last_in_chain[chosen] == miss) {
+      serve_single(insertion, miss, t, chosen, slot);
+    } else if (slot.evicts) {
+      replaces = true;
+    } else {
+      fills = !fill_by_lane(insertion, t, chosen, empty_slots(insertion, chosen));
+      if (!fills) insertion.last_in_chain[chosen] = kEmptyChain;
     }
   }
-  unsigned left = __ballot_sync(simt::kFullMask, founds && !served && !is_full);
+  unsigned left = __ballot_sync(simt::kFullMask, fills);
   for (; left != 0; left &= left - 1) {
     const int lane = __ffs(static_cast<int>(left)) - 1;
-    const int64_t bucket = __shfl_sync(simt::kFullMask, wanted, lane);
+    const int32_t bucket = __shfl_sync(simt::kFullMask, chosen, lane);
     const int table = __shfl_sync(simt::kFullMask, t, lane);
-    const uint32_t empty = match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag);
+    const uint32_t empty = empty_slots(insertion, bucket);
     __syncwarp();  // all lanes have read the tags before any lane writes one
     fill_bucket(insertion, table, bucket, empty);
     __syncwarp();
     if (lane_in_warp() == 0) insertion.last_in_chain[bucket] = kEmptyChain;
   }
-  unsigned full = __ballot_sync(simt::kFullMask, is_full);
+  unsigned full = __ballot_sync(simt::kFullMask, replaces);
+  const int64_t stamp = *insertion.index.clock;
   const auto entry_of = [&](unsigned lanes) {
     const int lane = __ffs(static_cast<int>(lanes)) - 1;
-    return lane_entry(insertion, __shfl_sync(simt::kFullMask, wanted, lane), founder.stamp);
+    return lane_entry(insertion, __shfl_sync(simt::kFullMask, chosen, lane), stamp);
   };
   Candidate next{};
   if (full != 0) next = entry_of(full);
   while (full != 0) {
     const Candidate self = next;
-    const FullChain chain =
-        chain_of(__ffs(static_cast<int>(full)) - 1, t, wanted, founder, is_single);
+    const int lane = __ffs(static_cast<int>(full)) - 1;
+    const int32_t bucket = __shfl_sync(simt::kFullMask, chosen, lane);
+    const int table = __shfl_sync(simt::kFullMask, t, lane);
     full &= full - 1;
     if (full != 0) next = entry_of(full);  // in flight; no other warp changes these buckets
-    const bool exhausts = replace_in_bucket(insertion, chain, self);
+    const bool exhausts = replace_in_bucket(insertion, table, bucket, self);
     __syncwarp();
     if (lane_in_warp() == 0) {
-      insertion.last_in_chain[chain.bucket] = exhausts ? kExhaustedBucket : kEmptyChain;
+      insertion.last_in_chain[bucket] = exhausts ? kExhaustedBucket : kEmptyChain;
     }
   }
 }
@@ -644,13 +654,15 @@ void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int
   if (n == 0) return;
   const auto& launcher = work.launcher();
   const int num_tables = insertion.index.num_tables;
-  insertion.last_in_chain = work.template scratch<int32_t>(buckets + 3 * n + num_tables + 2);
+  insertion.last_in_chain =
+      work.template scratch<int32_t>(buckets + 3 * n + num_tables + 2 + (n + 3) / 4);
   insertion.previous_in_chain = insertion.last_in_chain + buckets;
   insertion.chosen_bucket = insertion.previous_in_chain + n;
   insertion.pending = insertion.chosen_bucket + n;
   insertion.num_pending = insertion.pending + n;
   insertion.begun_blocks = insertion.num_pending + num_tables;
   insertion.done_blocks = insertion.begun_blocks + 1;
+  insertion.chosen_slot = reinterpret_cast<ChosenSlot*>(insertion.done_blocks + 1);
   const unsigned blocks = key_blocks(launcher, n);
   const bool clears_all = buckets <= kSparseBucketsPerKey * n;
   launcher(hash_begin_kernel, key_blocks(launcher, clears_all ? n + buckets : n), kTileThreads,

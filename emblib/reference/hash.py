@@ -432,13 +432,20 @@ def write_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
             values[slot] = row
 
 
+def add_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Add rows to those in slots, in order, each sum in the dtype of values; slot -1 is none."""
+    for slot, row in zip(slots.tolist(), rows, strict=True):
+        if slot >= 0:
+            values[slot] += row
+
+
 def evicted_rows(
-    values: Tensor, slots: Tensor, status: Tensor, evicted: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values: Sequence[Tensor], slots: Tensor, status: Tensor, evicted: Tensor
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Return keys, rows, stamps and scores of the evicted keys, in the order of the misses."""
-    gone = status == EVICTING
-    keys, stamps, scores = evicted[gone].unbind(1)
-    return keys, values[slots[gone]], stamps, scores
+    is_evicting = status == EVICTING
+    keys, stamps, scores = evicted[is_evicting].unbind(1)
+    return keys, [matrix[slots[is_evicting]] for matrix in values], stamps, scores
 
 
 _MASK = 0xFFFFFFFF

@@ -23,6 +23,10 @@ template __global__ void hash_read_rows_kernel(RowArray<Unit16>, const int64_t*,
                                                StartingRows<Unit16>, RowUnits, uint32_t, Unit16*);
 template __global__ void hash_write_rows_kernel(RowArray<Unit16>, const int64_t*, int64_t,
                                                 SlotCells, RowUnits, const Unit16*);
+template __global__ void hash_add_rows_kernel(RowArray<float>, SlotGroups, int64_t, int,
+                                              const float*);
+template __global__ void hash_add_rows_kernel(RowArray<half16>, SlotGroups, int64_t, int,
+                                              const half16*);
 template __global__ void hash_evicted_rows_kernel(RowArray<const Unit16>, EvictedKeys, RowUnits,
                                                   EvictedEntries, Unit16*);
 
