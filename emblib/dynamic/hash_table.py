@@ -345,7 +345,9 @@ class HashTable(nn.Module):
             none = torch.zeros(1, dtype=torch.int64, device=self.values.device)
             return insertion._replace(evicted=self._no_rows(), num_evicted=none)
         keys, rows, stamps, scores, count = hash.hash_evicted_rows([self.values], *result)
-        return insertion._replace(evicted=TableRows(keys, *rows, stamps, scores), num_evicted=count)
+        return insertion._replace(
+            evicted=TableRows(keys, rows[0], stamps, scores), num_evicted=count
+        )
 
     @torch.no_grad()
     @atomic
