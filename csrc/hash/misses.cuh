@@ -73,7 +73,7 @@ struct MissOutput {
 // Scratch for the numbers of a batch's misses.
 struct BatchPlan {
   int32_t* segments;     // in the order of their tables
-  int64_t* starts;       // where each begins in a batch of that order, and its end
+  int64_t* starts;       // where each begins in a batch of that order, and their end
   int32_t* next;         // by table, and for segments of no table: while segments are ordered
   int64_t* misses;       // by table
   int32_t* part_firsts;  // by part of the batch: its first positions + 1; 0 until known
@@ -100,8 +100,9 @@ EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
   clear_cells(cells, mask);
 }
 
-// Order the segments of a batch by table. Segments that do not cover the batch in order make the
-// plan invalid: the batch has no misses then. Called by one block.
+// Order the segments of a batch by table; padding, the positions before the first segment, comes
+// behind them. Segments that do not cover the rest of the batch in order make the plan invalid: the
+// batch has no misses then. Called by one block.
 EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPlan& plan) {
   __shared__ int64_t sums[kTileThreads / kSlots];
   __shared__ int tile_tables[kTileThreads];
@@ -111,7 +112,7 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     const int64_t t = batch.tables[f];
     return t >= 0 && t < num_tables ? static_cast<int>(t) : num_tables;
   };
-  if (self == 0) is_valid = batch.starts[0] == 0 && batch.starts[batch.segments] == batch.n;
+  if (self == 0) is_valid = batch.starts[0] >= 0 && batch.starts[batch.segments] == batch.n;
   for (int t = self; t <= num_tables; t += kTileThreads) plan.next[t] = 0;
   __syncthreads();
   for (int f = self; f < batch.segments; f += kTileThreads) {
@@ -157,6 +158,7 @@ EMB_DEVICE void for_each_of_part(const KeyBatch& batch, const BatchPlan& plan, u
                                  int* shared, const Body& body) {
   const auto start = [&](int i) { return plan.starts[i]; };
   const bool is_valid = *plan.is_valid != 0;
+  const int64_t num_in_segments = plan.starts[batch.segments];
   const int64_t begin = block_begin(batch.n, part), stop = block_begin(batch.n, part + 1);
   for (int64_t tile = begin; tile < stop; tile += kTileThreads) {
     const int64_t end = tile + kTileThreads < batch.n ? tile + kTileThreads : batch.n;
@@ -164,8 +166,9 @@ EMB_DEVICE void for_each_of_part(const KeyBatch& batch, const BatchPlan& plan, u
     int64_t position = i < end ? i : -1;
     if (is_valid) {
       const TileSearch search(start, batch.segments, tile, end, shared);
-      const int at = i < end ? search.find(start, i) : -1;
+      const int at = i < num_in_segments ? search.find(start, i) : -1;
       if (at >= 0) position = batch.starts[plan.segments[at]] + i - plan.starts[at];
+      if (i >= num_in_segments && i < end) position = i - num_in_segments;
     }
     body(i, position);
   }
