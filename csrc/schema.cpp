@@ -105,8 +105,11 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor starting, float default_value, bool reads) -> Tensor");
   m.def("hash_write_rows_(Tensor(a!) values, Tensor slots, Tensor rows) -> ()");
   m.def(
-      "hash_evicted_rows(Tensor values, Tensor slots, Tensor status, Tensor evicted)"
-      " -> (Tensor keys, Tensor rows, Tensor stamps, Tensor scores, Tensor count)");
+      "hash_add_rows_(Tensor(a!) values, Tensor slots, Tensor segments, Tensor permutation,"
+      " Tensor count, Tensor rows) -> ()");
+  m.def(
+      "hash_evicted_rows(Tensor[] values, Tensor slots, Tensor status, Tensor evicted)"
+      " -> (Tensor keys, Tensor[] rows, Tensor stamps, Tensor scores, Tensor count)");
   m.def(
       "hash_initial_rows_(Tensor(a!)[] row_buffers, Tensor layout, Tensor rules, Tensor ids,"
       " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");

@@ -41,10 +41,10 @@ def on(device: torch.device, op: Op) -> Op:
     if device.type == "cpu":
         return op
 
-    def travel(value: Any) -> Any:
+    def travel(value: Any, to: torch.device = device) -> Any:
         if isinstance(value, list):
-            return [travel(tensor) for tensor in value]
-        return value.to(device) if isinstance(value, Tensor) else value
+            return [travel(tensor, to) for tensor in value]
+        return value.to(to) if isinstance(value, Tensor) else value
 
     def call(*arguments: Any) -> Any:
         given = [travel(argument) for argument in arguments]
@@ -57,7 +57,7 @@ def on(device: torch.device, op: Op) -> Op:
                 if isinstance(old, Tensor):
                     old.copy_(new)
         if isinstance(result, tuple):
-            found = [tensor.cpu() for tensor in result]
+            found = [travel(value, torch.device("cpu")) for value in result]
             return type(result)(*found) if hasattr(result, "_fields") else tuple(found)
         return result.cpu() if isinstance(result, Tensor) else result
 

@@ -34,6 +34,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "hash_read_rows": key_table.read_rows,
     "hash_start_rows_": key_table.start_rows_,
     "hash_write_rows_": key_table.write_rows_,
+    "hash_add_rows_": key_table.add_rows_,
     "hash_evicted_rows": key_table.evicted_rows,
     "hash_erase_": key_table.HashModel.erase,
     "hash_expire_": key_table.HashModel.expire,

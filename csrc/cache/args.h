@@ -10,6 +10,7 @@
 
 #include "core/dtype.h"
 #include "core/layout.h"
+#include "core/random.h"
 #include "core/rounding.h"
 
 namespace emb {
@@ -32,18 +33,11 @@ enum CacheCounter : int {
 };
 inline constexpr int kCounters = 8;
 
-// Return the finaliser of MurmurHash3 (Appleby, 2011).
-EMB_HD uint64_t mix64(uint64_t x) {
-  x = (x ^ x >> 33) * 0xff51afd7ed558ccdull;
-  x = (x ^ x >> 33) * 0xc4ceb9fe1a85ec53ull;
-  return x ^ x >> 33;
-}
-
 // Return the set of a linear row, for fewer than 2^32 sets. A multiplication replaces the
 // remainder, which would cost more than the probe.
 EMB_HD int64_t set_of(int64_t row, int64_t sets) {
   return static_cast<int64_t>(
-      (mix64(static_cast<uint64_t>(row)) >> 32) * static_cast<uint64_t>(sets) >> 32);
+      (finalise(static_cast<uint64_t>(row)) >> 32) * static_cast<uint64_t>(sets) >> 32);
 }
 
 // The usage of a way is one word. LRU: the number of the batch that used it last; the lowest is

@@ -6,18 +6,18 @@
 namespace emb {
 
 // Return the finaliser of MurmurHash3 of `x` (Appleby, 2011; public domain): every input bit flips
-// every output bit with a probability of about one half. Applied twice to a key it selects the rank
-// that owns the key, the same on all ranks. Applied to a key and a random number of the table it
-// selects the buckets, see HashTable::hash: without that number, an adversary could choose keys
-// that fill one bucket.
-EMB_HD uint64_t mix(uint64_t x) {
-  x += 0x9E3779B97F4A7C15u;  // 0 must not be a fixed point
-  x ^= x >> 33;
-  x *= 0xFF51AFD7ED558CCDu;
-  x ^= x >> 33;
-  x *= 0xC4CEB9FE1A85EC53u;
+// every output bit with a probability of about one half. 0 is a fixed point.
+EMB_HD uint64_t finalise(uint64_t x) {
+  x = (x ^ x >> 33) * 0xFF51AFD7ED558CCDu;
+  x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53u;
   return x ^ x >> 33;
 }
+
+// Return the same after an addition, so that 0 is no fixed point. Applied twice to a key it
+// selects the rank that owns the key, the same on all ranks. Applied to a key and a random number
+// of the table it selects the buckets, see HashTable::hash: without that number, an adversary could
+// choose keys that fill one bucket.
+EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 
 // Four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
 // 2011). They depend on the key and the counter alone, so any thread of any device computes them,

@@ -115,12 +115,38 @@ void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) 
   if (from != items) std::memcpy(items, from, n * sizeof(Item));
 }
 
-// Sort a bucket by the low `bits` bits of the key, stable; the result is in `items`. Small buckets
-// get few counters: clearing and adding them must not cost more than the pass.
+// The sizes below are items, the widths bits of a digit. Few items get narrow digits: clearing and
+// adding their counters must not cost more than the pass. Source: measured, reports/LOG.md,
+// 2026-11-21 (streams of counters) and 2026-11-23 (wide digits for one core).
+inline constexpr int64_t kInsertionSortItems = 24;  // at most, per bucket or run
+inline constexpr int64_t kOneStreamItems = 2048;    // more are counted in kCounterStreams streams
+inline constexpr int kCounterStreams = 4;           // of counters, see RadixPass
+inline constexpr int kBucketDigitBits = 8;
+inline constexpr int kRunDigitBits = 11;
+inline constexpr int64_t kSmallInput = int64_t{1} << 16;  // sorted by one core, inside its cache
+inline constexpr int kMaxBucketBits = 11;
+inline constexpr int kBucketItemsLog2 = 6;      // of a bucket, at least, if keys are distinct
+inline constexpr int64_t kPartItems = 8192;     // of a thread's part of the input or of buckets
+inline constexpr int64_t kRunPartItems = 4096;  // of a thread's part of the runs
+
+// Return the width of the digits in which a bucket of n items is sorted.
+constexpr int bucket_digit_bits(int64_t n) { return n < 96 ? 6 : n < 512 ? 7 : kBucketDigitBits; }
+
+// The same for a run or a small input, of which `wide` items or more take the widest digits.
+constexpr int run_digit_bits(int64_t n, int64_t wide) {
+  return n < 256 ? 6 : n < wide ? 8 : kRunDigitBits;
+}
+inline constexpr int64_t kWideRunItems = 2048, kWideInputItems = 8192;
+
+// Sort a bucket by the low `bits` bits of the key, stable; the result is in `items`.
 template <class Item>
 void sort_bucket(Item* items, Item* scratch, int64_t n, int bits) {
-  if (n > 2048) return radix_sort<4>(items, scratch, n, bits, 8);
-  if (n > 24) return radix_sort<1>(items, scratch, n, bits, n < 96 ? 6 : n < 512 ? 7 : 8);
+  if (n > kOneStreamItems) {
+    return radix_sort<kCounterStreams>(items, scratch, n, bits, kBucketDigitBits);
+  }
+  if (n > kInsertionSortItems) {
+    return radix_sort<1>(items, scratch, n, bits, bucket_digit_bits(n));
+  }
   for (int64_t i = 1; i < n; ++i) {
     const Item item = items[i];
     int64_t j = i;
@@ -170,9 +196,6 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
   *out.count = static_cast<int32_t>(total);
 }
 
-// Inputs that one thread sorts at once: they fit in the cache of a core together with their copy.
-inline constexpr int64_t kSmallInput = int64_t{1} << 16;
-
 // Group n items with keys <= limit; `limit` itself means "no group". The input comes in chunks,
 // chunk c at positions [firsts[c], firsts[c + 1]): `fill(c, put)` calls `put(position, key)` once
 // for each of them. `emit(sorted, position)` is called for every item in its final position. Both
@@ -181,11 +204,11 @@ template <class Item, class Fill, class Emit>
 void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, const Fill& fill,
                  const GroupOutput& out, const Emit& emit) {
   using Word = decltype(Item::key);
-  constexpr int kStreams = 4;
   const Scratch<Item> items = new_scratch<Item>(n), sorted = new_scratch<Item>(n);
   const int bits = std::bit_width(limit);
-  const int target_bits = static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - 7;
-  const int bucket_bits = std::clamp(target_bits, 0, std::min(bits, 11));
+  const int target_bits =
+      static_cast<int>(std::bit_width(static_cast<uint64_t>(n))) - kBucketItemsLog2 - 1;
+  const int bucket_bits = std::clamp(target_bits, 0, std::min(bits, kMaxBucketBits));
   const int shift = bits - bucket_bits;
   const int64_t buckets = int64_t{1} << bucket_bits;
   const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
@@ -193,32 +216,33 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
     fill(0, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
     });
-    const int width = n < 256 ? 6 : n < 8192 ? 8 : 11;
-    radix_sort<2, 11>(items.get(), sorted.get(), n, bits, width);
+    radix_sort<2, kRunDigitBits>(items.get(), sorted.get(), n, bits,
+                                 run_digit_bits(n, kWideInputItems));
     const int64_t last = write_groups(items.get(), 0, n, -1, limit, out, emit);
     return finish_groups(items.get(), n, last + 1, limit, out);
   }
-  std::vector<uint32_t> counters(parts * kStreams * buckets, 0);
+  std::vector<uint32_t> counters(parts * kCounterStreams * buckets, 0);
   const auto pass = [&](int64_t part) {
-    return RadixPass<kStreams, Item>{items.get() + firsts[part], firsts[part + 1] - firsts[part],
-                                     shift, static_cast<uint32_t>(buckets - 1)};
+    return RadixPass<kCounterStreams, Item>{items.get() + firsts[part],
+                                            firsts[part + 1] - firsts[part], shift,
+                                            static_cast<uint32_t>(buckets - 1)};
   };
   parallel_tasks(parts, [&](int64_t part) {
     fill(part, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
     });
-    pass(part).count(counters.data() + part * kStreams * buckets, buckets);
+    pass(part).count(counters.data() + part * kCounterStreams * buckets, buckets);
   });
   std::vector<int64_t> starts(buckets + 1, n);
-  exclusive_offsets(counters.data(), parts * kStreams, buckets,
+  exclusive_offsets(counters.data(), parts * kCounterStreams, buckets,
                     [&](int64_t bucket, uint32_t offset) { starts[bucket] = offset; });
   parallel_tasks(parts, [&](int64_t part) {
-    pass(part).scatter(counters.data() + part * kStreams * buckets, buckets, sorted.get());
+    pass(part).scatter(counters.data() + part * kCounterStreams * buckets, buckets, sorted.get());
   });
 
   const auto cost = [&](int64_t bucket) { return starts[bucket] + bucket; };
   std::vector<int64_t> groups(buckets + 1, 0);
-  parallel_balanced(buckets, 8192, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(buckets, kPartItems, cost, [&](int64_t begin, int64_t end) {
     for (int64_t bucket = begin; bucket < end; ++bucket) {
       const int64_t start = starts[bucket], length = starts[bucket + 1] - start;
       sort_bucket(sorted.get() + start, items.get() + start, length, shift);
@@ -227,7 +251,7 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   });
   for (int64_t bucket = 0; bucket < buckets; ++bucket) groups[bucket + 1] += groups[bucket];
 
-  parallel_balanced(buckets, 8192, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(buckets, kPartItems, cost, [&](int64_t begin, int64_t end) {
     write_groups(sorted.get(), starts[begin], starts[end], groups[begin] - 1, limit, out, emit);
   });
   finish_groups(sorted.get(), n, groups[buckets], limit, out);
@@ -259,10 +283,10 @@ void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const
     });
     Item32* begin = items.get() + runs[run].first;
     const int64_t length = first(run + 1) - runs[run].first;
-    if (length <= 24) return sort_bucket(begin, scratch, length, 0);
+    if (length <= kInsertionSortItems) return sort_bucket(begin, scratch, length, 0);
     const int bits = std::bit_width(runs[run].keys - 1);
-    const int width = length < 256 ? 6 : length < 2048 ? 8 : 11;
-    radix_sort<2, 11>(begin, scratch, length, bits, width);
+    radix_sort<2, kRunDigitBits>(begin, scratch, length, bits,
+                                 run_digit_bits(length, kWideRunItems));
   };
   const auto write = [&](int64_t run, int64_t group) {
     return write_groups(items.get(), first(run), first(run + 1), group, kNoLimit, out, emit,
@@ -277,7 +301,7 @@ void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const
     }
   } else {
     const auto cost = [&](int64_t run) { return first(run) + run; };
-    parallel_balanced(count, 4096, cost, [&](int64_t begin, int64_t end) {
+    parallel_balanced(count, kRunPartItems, cost, [&](int64_t begin, int64_t end) {
       const Scratch<Item32> scratch = new_scratch<Item32>(longest);
       for (int64_t run = begin; run < end; ++run) {
         sort(run, scratch.get());
@@ -286,7 +310,7 @@ void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const
       }
     });
     for (int64_t run = 0; run < count; ++run) groups[run + 1] += groups[run];
-    parallel_balanced(count, 4096, cost, [&](int64_t begin, int64_t end) {
+    parallel_balanced(count, kRunPartItems, cost, [&](int64_t begin, int64_t end) {
       for (int64_t run = begin; run < end; ++run) write(run, groups[run] - 1);
     });
   }
@@ -294,7 +318,9 @@ void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const
 }
 
 // Return the number of chunks that n items are divided into.
-inline int64_t group_parts(int64_t n) { return std::clamp<int64_t>(n / 8192, 1, num_threads()); }
+inline int64_t group_parts(int64_t n) {
+  return std::clamp<int64_t>(n / kPartItems, 1, num_threads());
+}
 
 // The tensors that a grouping returns on the CPU; shared by `group` and `tbe_group`.
 

@@ -22,11 +22,14 @@ namespace emb {
 
 inline constexpr int kSlots = 32;  // of a bucket
 inline constexpr uint8_t kEmptyTag = 0;
-inline constexpr int kPreferFirstBucket =
-    16;  // free slots above which the first bucket is taken without looking at the second
+// The free slots above which the first bucket is taken without looking at the second. Source:
+// simulated, reports/LOG.md, 2026-11-21.
+inline constexpr int kPreferredFreeSlots = 16;
 inline constexpr int64_t kNoSlot = -1;
-inline constexpr int64_t kFirstChoosers = 8;  // keys per bucket that may choose in round 0
-inline constexpr int kMoreChoosersLog2 = 2;   // each round has four times those of the one before
+// The keys per bucket that may choose in round 0. Source: hit rates of emulated streams,
+// reports/LOG.md, 2026-11-25.
+inline constexpr int64_t kChoosersPerBucket = 8;
+inline constexpr int kChooserGrowthLog2 = 2;  // each round has four times those of the one before
 
 // Columns of the tensor `tables`: where the buckets of a table begin, their number and maximum
 // number, its number of keys, the load (in 1024ths of its slots) above which it grows, and the
@@ -113,7 +116,8 @@ EMB_HD bool less(const EntryRank& a, const EntryRank& b) {
 // first of which is 0: all of them choose from the same state of the table; see `hash_insert_`.
 EMB_HD int64_t choosers(int64_t buckets, int round) {
   constexpr int kMaxRound = 14;  // by then there are more than 2^31 keys
-  return kFirstChoosers * buckets << kMoreChoosersLog2 * (round < kMaxRound ? round : kMaxRound);
+  return kChoosersPerBucket * buckets
+         << kChooserGrowthLog2 * (round < kMaxRound ? round : kMaxRound);
 }
 
 // Return how many of `room` slots a bucket gives away in a round. Keys that choose at the same time

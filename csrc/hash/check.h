@@ -161,6 +161,16 @@ inline const int64_t* optional_longs(const char* op, const char* name,
   return tensor->const_data_ptr<int64_t>();
 }
 
+// The same for int32, always passed.
+inline const int32_t* required_ints(const char* op, const char* name, const Tensor& tensor,
+                                    int64_t length, const Tensor& like) {
+  check_dtype(op, name, tensor, ScalarType::Int, "int32");
+  check_same_device(op, name, tensor, like);
+  STD_TORCH_CHECK(tensor.is_contiguous() && tensor.numel() == length, op, ": ", name,
+                  " must be contiguous with ", length, " entries, got ", tensor.numel());
+  return tensor.const_data_ptr<int32_t>();
+}
+
 // The index and the batch of an op on keys. On the CPU, where contents of tensors can be read,
 // `check_contents` must follow.
 struct HashCall {
@@ -181,7 +191,7 @@ struct HashCall {
 };
 
 // Return whether a new key must rank at least as high as the entry that it evicts.
-inline bool competes(const char* op, int64_t insert_policy) {
+inline bool parse_competes(const char* op, int64_t insert_policy) {
   return parse_choice<InsertPolicy>(op, "insert_policy", insert_policy, kInsertPolicies) ==
          InsertPolicy::kCompetes;
 }
@@ -263,46 +273,85 @@ class Misses {
   const bool* admitted_ = nullptr;
 };
 
-// What hash_touch_ returns about misses, uninitialised.
-struct MissTensors {
-  Tensor first, groups, totals, offsets;
+// The inputs of `hash_touch_`, and its results, uninitialised.
+struct TouchCall : HashCall {
+  HashScoring scoring;
+  const int64_t* counts;
+  Tensor slots, first, groups, totals, offsets;
 
-  MissTensors(const Tensor& ids, int64_t num_tables)
-      : first(allocate(ids, {ids.numel()})),
-        groups(allocate(ids, {ids.numel()}, ScalarType::Int)),
-        totals(allocate(ids, {ids.numel()})),
-        offsets(allocate(ids, {num_tables + 1})) {}
+  TouchCall(const std::vector<Tensor>& tensors, const Tensor& ids, const Tensor& starts,
+            const Tensor& tables, const std::optional<Tensor>& counts_,
+            const std::optional<Tensor>& batch_scores, int64_t order)
+      : HashCall("hash_touch_", tensors, ids, starts, tables),
+        scoring(op, index, order, batch_scores, ids),
+        counts(optional_longs(op, "counts", counts_, batch.n, ids)),
+        slots(allocate(ids, {batch.n})),
+        first(allocate(ids, {batch.n})),
+        groups(allocate(ids, {batch.n}, ScalarType::Int)),
+        totals(allocate(ids, {batch.n})),
+        offsets(allocate(ids, {index.num_tables + 1})) {}
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> results() const {
+    return {slots, first, groups, totals, offsets};
+  }
 };
 
-// The results of hash_insert_, uninitialised: by miss, and by position if `slots` and `groups`,
-// those of the batch, are passed.
-struct InsertTensors {
+// The inputs of `hash_insert_`, and its results, uninitialised: by miss, and by position if `slots`
+// and `groups`, those of the batch, are passed.
+struct InsertCall {
+  const char* op = "hash_insert_";
+  HashIndex index;
+  HashScoring scoring;
+  bool competes;
+  int64_t n;
+  const int64_t *ids, *first, *totals;
+  Misses misses;
   const int64_t* slots;
-  const int32_t* groups = nullptr;
+  const int32_t* groups;
   int64_t positions;
   Tensor inserted, status, evicted, filled, key_status;
 
-  InsertTensors(const char* op, const Tensor& ids, const std::optional<Tensor>& slots_,
-                const std::optional<Tensor>& groups_)
-      : slots(optional_longs(op, "slots", slots_, ids.numel(), ids)),
-        positions(slots_ ? ids.numel() : 0),
-        inserted(allocate(ids, {ids.numel()})),
-        status(allocate(ids, {ids.numel()}, ScalarType::Byte)),
-        evicted(allocate(ids, {ids.numel(), 3})),
-        filled(allocate(ids, {positions})),
-        key_status(allocate(ids, {positions}, ScalarType::Byte)) {
+  InsertCall(const std::vector<Tensor>& tensors, const Tensor& ids_, const Tensor& first_,
+             const Tensor& totals_, const Tensor& offsets, const std::optional<Tensor>& admitted,
+             const std::optional<Tensor>& batch_scores, int64_t order, int64_t insert_policy,
+             const std::optional<Tensor>& slots_, const std::optional<Tensor>& groups_)
+      : index(op, tensors),
+        scoring(op, index, order, batch_scores, ids_),
+        competes(parse_competes(op, insert_policy)),
+        n(ids_.numel()),
+        ids(optional_longs(op, "ids", ids_, n, ids_)),
+        first(optional_longs(op, "first", first_, n, ids_)),
+        totals(optional_longs(op, "totals", totals_, n, ids_)),
+        misses(op, index, ids_, offsets, admitted),
+        slots(optional_longs(op, "slots", slots_, n, ids_)),
+        groups(groups_ ? required_ints(op, "groups", *groups_, n, ids_) : nullptr),
+        positions(slots_ ? n : 0),
+        inserted(allocate(ids_, {n})),
+        status(allocate(ids_, {n}, ScalarType::Byte)),
+        evicted(allocate(ids_, {n, 3})),
+        filled(allocate(ids_, {positions})),
+        key_status(allocate(ids_, {positions}, ScalarType::Byte)) {
+    check_same_device(op, "ids", ids_, tensors[0]);
+    check_num_keys(op, n);
     STD_TORCH_CHECK(slots_.has_value() == groups_.has_value(), op,
                     ": slots and groups must be passed together");
-    if (!groups_) return;
-    check_dtype(op, "groups", *groups_, ScalarType::Int, "int32");
-    check_same_device(op, "groups", *groups_, ids);
-    STD_TORCH_CHECK(groups_->is_contiguous() && groups_->numel() == positions, op,
-                    ": groups must be contiguous with ", positions, " entries, got ",
-                    groups_->numel());
-    groups = groups_->const_data_ptr<int32_t>();
   }
 
-  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all() const {
+  // Check the contents of tensors; on the CPU only.
+  void check_contents() const {
+    index.check_tables(op);
+    misses.check_ends(op);
+    for (int64_t i = 0; i < misses.count(); ++i) {
+      STD_TORCH_CHECK(first[i] >= 0 && first[i] < n, op, ": first must be positions in ids, got ",
+                      first[i], " for ", n, " ids");
+    }
+    for (int64_t i = 0; i < positions; ++i) {
+      STD_TORCH_CHECK(groups[i] < n, op, ": groups must be below the number of ids, ", n, ", got ",
+                      groups[i]);
+    }
+  }
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> results() const {
     return {inserted, status, evicted, filled, key_status};
   }
 };
@@ -347,6 +396,27 @@ struct RowBuffers {
   const RowBuffer* of(int64_t table) const { return buffers.data() + table * count; }
 };
 
+// The inputs of `hash_grow_`.
+struct GrowCall : HashCall {
+  Misses misses;
+  int64_t* slots;
+
+  GrowCall(const std::vector<Tensor>& tensors, const std::vector<Tensor>& rows,
+           const Tensor& row_layout, const Tensor& ids, const Tensor& starts, const Tensor& tables,
+           const Tensor& slots_, const Tensor& offsets, const std::optional<Tensor>& admitted)
+      : HashCall("hash_grow_", tensors, ids, starts, tables),
+        misses(op, index, ids, offsets, admitted),
+        slots(const_cast<int64_t*>(optional_longs(op, "slots", slots_, batch.n, ids))) {
+    RowBuffers::check_form(op, index, rows, row_layout);
+    check_same_device(op, "row_layout", row_layout, ids);
+  }
+
+  void check_contents() const {
+    HashCall::check_contents();
+    misses.check_ends(op);
+  }
+};
+
 // Values by slot: [slots, dim], of which the rows are contiguous.
 struct RowMatrix {
   const Tensor& values;
@@ -365,13 +435,14 @@ struct RowMatrix {
     check_same_device(op, "values", values, like);
   }
 
-  // Check that `rows` [n, dim] are of the same kind.
-  void check_rows(const char* op, const char* name, const Tensor& rows, int64_t n) const {
+  // Return the data of `rows` [n, dim], which must be of the same kind.
+  const void* check_rows(const char* op, const char* name, const Tensor& rows, int64_t n) const {
     STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == n && rows.size(1) == dim &&
                         rows.is_contiguous() && rows.scalar_type() == values.scalar_type(),
                     op, ": ", name, " must be contiguous, of the dtype of values and of shape [", n,
                     ", ", dim, "]");
     check_same_device(op, name, rows, values);
+    return rows.const_data_ptr();
   }
 
   // Return the rows; `with` are addresses that rows are copied from or to.
@@ -398,44 +469,145 @@ struct RowMatrix {
   }
 };
 
-// The checked arguments of `hash_start_rows_` by miss and by position.
-struct StartingArguments {
-  const int64_t *slots, *first;
-  const int32_t* groups;
+// The inputs of the ops on rows, checked, with their results, uninitialised. What may be on a
+// device is checked by `check_contents`, on the CPU only.
+
+struct FindRowsCall : HashCall {
+  RowMatrix matrix;
+  uint32_t fill;
+  Tensor rows, found;
+
+  FindRowsCall(const std::vector<Tensor>& tensors, const Tensor& ids, const Tensor& starts,
+               const Tensor& tables, const Tensor& values, double default_value)
+      : HashCall("hash_find_rows", tensors, ids, starts, tables),
+        matrix(op, values, ids),
+        fill(matrix.fill(op, default_value)),
+        rows(allocate(values, {batch.n, matrix.dim})),
+        found(allocate(ids, {batch.n}, ScalarType::Bool)) {}
+};
+
+// Rows by position: slots [n] of a matrix.
+struct SlotRows {
+  RowMatrix matrix;
+  const int64_t* slots;
   int64_t n;
 
-  StartingArguments(const char* op, const RowMatrix& matrix, const Tensor& slots_,
-                    const Tensor& groups_, const Tensor& first_, const Tensor& starting)
-      : slots(optional_longs(op, "slots", slots_, slots_.numel(), matrix.values)),
-        first(optional_longs(op, "first", first_, slots_.numel(), matrix.values)),
+  SlotRows(const char* op, const Tensor& values, const Tensor& slots_)
+      : matrix(op, values, slots_),
+        slots(optional_longs(op, "slots", slots_, slots_.numel(), values)),
         n(slots_.numel()) {
-    check_dtype(op, "groups", groups_, ScalarType::Int, "int32");
-    check_same_device(op, "groups", groups_, matrix.values);
-    STD_TORCH_CHECK(groups_.is_contiguous() && groups_.numel() == n, op,
-                    ": groups must be contiguous with ", n, " entries, got ", groups_.numel());
-    groups = groups_.const_data_ptr<int32_t>();
-    matrix.check_rows(op, "starting", starting, n);
+    check_num_keys(op, n);
   }
 };
 
-// The checked arguments of `hash_evicted_rows`, and its results, uninitialised.
-struct EvictedArguments {
+struct ReadRowsCall : SlotRows {
+  uint32_t fill;
+  Tensor rows;
+
+  ReadRowsCall(const char* op, const Tensor& values, const Tensor& slots_, double default_value,
+               bool reads = true)
+      : SlotRows(op, values, slots_),
+        fill(matrix.fill(op, default_value)),
+        rows(allocate(values, {reads ? n : 0, matrix.dim})) {}
+};
+
+struct StartRowsCall : ReadRowsCall {
+  const int32_t* groups;
+  const int64_t* first;
+  const void* starting;
+
+  StartRowsCall(const Tensor& values, const Tensor& slots_, const Tensor& groups_,
+                const Tensor& first_, const Tensor& starting_, double default_value, bool reads)
+      : ReadRowsCall(kOp, values, slots_, default_value, reads),
+        groups(required_ints(kOp, "groups", groups_, n, values)),
+        first(optional_longs(kOp, "first", first_, n, values)),
+        starting(matrix.check_rows(kOp, "starting", starting_, n)) {}
+
+  void check_contents() const {
+    for (int64_t i = 0; i < n; ++i) {
+      STD_TORCH_CHECK(groups[i] < n && first[i] >= 0 && first[i] < n, kOp,
+                      ": groups must be below the number of positions, ", n,
+                      ", and first must be positions, got ", groups[i], " and ", first[i]);
+    }
+  }
+
+ private:
+  static constexpr const char* kOp = "hash_start_rows_";
+};
+
+struct WriteRowsCall : SlotRows {
+  const void* rows;
+
+  WriteRowsCall(const char* op, const Tensor& values, const Tensor& slots_, const Tensor& rows_)
+      : SlotRows(op, values, slots_), rows(matrix.check_rows(op, "rows", rows_, n)) {}
+};
+
+// The groups of positions are those that `group` makes of slots: `slots` here are the distinct
+// ones.
+struct AddRowsCall : WriteRowsCall {
+  Dtype dtype;
+  const int32_t *segments, *permutation, *count;
+
+  AddRowsCall(const Tensor& values, const Tensor& slots_, const Tensor& segments_,
+              const Tensor& permutation_, const Tensor& count_, const Tensor& rows_)
+      : WriteRowsCall(kOp, values, slots_, rows_),
+        dtype(float_dtype(kOp, "values", values.scalar_type())),
+        segments(required_ints(kOp, "segments", segments_, n + 1, values)),
+        permutation(required_ints(kOp, "permutation", permutation_, n, values)),
+        count(required_ints(kOp, "count", count_, 1, values)) {}
+
+  void check_contents() const {
+    STD_TORCH_CHECK(*count >= 0 && *count <= n && segments[0] == 0 && segments[*count] <= n, kOp,
+                    ": slots, segments, permutation and count must be those that group returns");
+    for (int64_t g = 0; g < *count; ++g) {
+      STD_TORCH_CHECK(segments[g] <= segments[g + 1], kOp, ": segments must not decrease");
+    }
+    for (int64_t j = 0; j < segments[*count]; ++j) {
+      STD_TORCH_CHECK(permutation[j] >= 0 && permutation[j] < n, kOp,
+                      ": permutation must have positions in [0, ", n, "), got ", permutation[j]);
+    }
+  }
+
+ private:
+  static constexpr const char* kOp = "hash_add_rows_";
+};
+
+// Several matrices, e.g. weights and states of an optimizer, of the same slots.
+struct EvictedRowsCall {
+  std::vector<RowMatrix> matrices;
   const int64_t *slots, *words;
   const uint8_t* status;
   int64_t n;
+  Tensor keys, stamps, scores, count;
+  std::vector<Tensor> rows;
 
-  EvictedArguments(const char* op, const RowMatrix& matrix, const Tensor& slots_,
-                   const Tensor& status_, const Tensor& evicted)
-      : slots(optional_longs(op, "slots", slots_, slots_.numel(), matrix.values)),
-        words(optional_longs(op, "evicted", evicted, 3 * slots_.numel(), matrix.values)),
-        n(slots_.numel()) {
-    check_dtype(op, "status", status_, ScalarType::Byte, "uint8");
-    check_same_device(op, "status", status_, matrix.values);
-    check_num_keys(op, n);
-    STD_TORCH_CHECK(status_.is_contiguous() && status_.numel() == n, op,
+  EvictedRowsCall(const std::vector<Tensor>& values, const Tensor& slots_, const Tensor& status_,
+                  const Tensor& evicted)
+      : slots(optional_longs(kOp, "slots", slots_, slots_.numel(), slots_)),
+        words(optional_longs(kOp, "evicted", evicted, 3 * slots_.numel(), slots_)),
+        n(slots_.numel()),
+        keys(allocate(slots_, {n})),
+        stamps(allocate(slots_, {n})),
+        scores(allocate(slots_, {n})),
+        count(allocate(slots_, {1})) {
+    check_num_keys(kOp, n);
+    check_dtype(kOp, "status", status_, ScalarType::Byte, "uint8");
+    check_same_device(kOp, "status", status_, slots_);
+    STD_TORCH_CHECK(status_.is_contiguous() && status_.numel() == n, kOp,
                     ": status must be contiguous with ", n, " entries, got ", status_.numel());
     status = static_cast<const uint8_t*>(status_.const_data_ptr());
+    for (const Tensor& matrix : values) {
+      matrices.emplace_back(kOp, matrix, slots_);
+      rows.push_back(allocate(matrix, {n, matrices.back().dim}));
+    }
   }
+
+  std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> results() const {
+    return {keys, rows, stamps, scores, count};
+  }
+
+ private:
+  static constexpr const char* kOp = "hash_evicted_rows";
 };
 
 // The arguments of `hash_initial_rows_`; `check` covers everything but the contents of tensors that

@@ -38,6 +38,20 @@ struct KeyBatch {
   const int64_t *ids, *starts, *tables;
   int64_t n;
   int segments;
+
+  // Return the table of a position that is in a segment.
+  EMB_DEVICE int64_t table_at(int64_t position) const {
+    int low = 0, high = segments - 1;
+    while (low < high) {
+      const int middle = low + (high - low + 1) / 2;
+      if (starts[middle] <= position) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return tables[low];
+  }
 };
 
 // The misses of a batch by table: those of table t are [offsets[t], offsets[t + 1]). `admitted` is
@@ -112,24 +126,52 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
   return sum - value;
 }
 
+// The same for one bit per thread, by ballots.
+EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
+  const unsigned bits = __ballot_sync(simt::kFullMask, bit);
+  const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
+  if (lane == 0) shared[warp] = __popc(bits);
+  __syncthreads();
+  int count = __popc(bits & ((1u << lane) - 1));
+  *total = 0;
+  for (int w = 0; w < kTileThreads / kSlots; ++w) {
+    if (w == warp) count += *total;
+    *total += shared[w];
+  }
+  __syncthreads();
+  return count;
+}
+
 // Return where the part of n elements begins that a block works on, a multiple of a tile; the parts
 // of all blocks follow one another.
 EMB_DEVICE int64_t block_begin(int64_t n, unsigned block) {
   return (n + kTileThreads - 1) / kTileThreads * block / gridDim.x * kTileThreads;
 }
 
-// Call `body(x, i)` for every x in [0, n), where i is the interval of x by `starts`, -1 for none.
-// Called by all threads of a grid of kTileThreads per block. Whole warps call `body`, so it may use
-// collectives; the last lanes have x >= n and i = -1. `shared` is two ints of the block.
+// Number `block` of the `blocks` that share a loop.
+struct GridShare {
+  int64_t block, blocks;
+};
+
+// Call `body(x, i)` for this block's share of the x in [0, n), where i is the interval of x by
+// `starts`, -1 for none. Called by all kTileThreads threads of the block. Whole warps call `body`,
+// so it may use collectives; the last lanes have x >= n and i = -1. `shared` is two ints of the
+// block.
 template <class Starts, class Body>
-EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int* shared,
-                            const Body& body) {
-  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileThreads; tile < n;
-       tile += static_cast<int64_t>(gridDim.x) * kTileThreads) {
+EMB_DEVICE void for_each_of(const GridShare& share, const Starts& starts, int intervals, int64_t n,
+                            int* shared, const Body& body) {
+  for (int64_t tile = share.block * kTileThreads; tile < n; tile += share.blocks * kTileThreads) {
     const int64_t end = tile + kTileThreads < n ? tile + kTileThreads : n, x = tile + threadIdx.x;
     const TileSearch search(starts, intervals, tile, end, shared);
     body(x, x < end ? search.find(starts, x) : -1);
   }
+}
+
+// The same for the whole grid.
+template <class Starts, class Body>
+EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int* shared,
+                            const Body& body) {
+  for_each_of(GridShare{blockIdx.x, gridDim.x}, starts, intervals, n, shared, body);
 }
 
 // Call `body(position, table)` for every key of a batch, as above; the table is -1 if the index has

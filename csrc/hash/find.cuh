@@ -13,22 +13,25 @@ struct KeyTouch {
   const int64_t *counts, *batch_scores;  // by id and by table; null for 1 and 0
 };
 
-// Advance the clock, count positions, and clear what the batch's misses are counted in: everything
-// that is known before keys are looked up.
+// Advance the clock, count positions, plan the batch, and clear what its misses are counted in:
+// everything that is known before keys are looked up.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_begin_batch_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, FirstCounts counts,
-                            MissOutput out) {
+    hash_begin_batch_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, BatchPlan plan,
+                            int parts) {
   const int64_t self = simt::global_thread(), step = simt::threads_in_grid();
-  if (self == 0) *index.clock += 1;
+  if (self == 0) {
+    *index.clock += 1;
+    *plan.taken_parts = 0;
+  }
   for (int64_t f = self; f < batch.segments; f += step) {
-    counts.by_segment[f] = 0;
     const int64_t t = batch.tables[f];
     if (t < 0 || t >= index.num_tables) continue;
     add_to(index.counters + t * kHashCounters + kLookups, batch.starts[f + 1] - batch.starts[f]);
   }
-  if (batch.n == 0) return;
-  for (int64_t i = self; i <= keys.mask; i += step) keys.cells[i] = kEmptyCell;
-  for (int64_t i = self; i < batch.n; i += step) out.first[i] = out.totals[i] = 0;
+  for (int64_t t = self; t < index.num_tables; t += step) plan.misses[t] = 0;
+  for (int64_t part = self; part < parts; part += step) plan.part_firsts[part] = 0;
+  clear_cells(keys.cells, keys.mask);
+  if (blockIdx.x == 0) plan_batch(batch, index.num_tables, plan);
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
@@ -61,10 +64,10 @@ EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, 
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch use, KeyCells keys,
-                      int64_t* slots) {
+                      int64_t* misses, int64_t* slots) {
   __shared__ int range[2];
   const int64_t stamp = *index.clock;
-  TableTally hits = counter_tally(index, kHits);
+  TableTally hits = counter_tally(index, kHits), new_misses(misses, 1);
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
     int64_t slot = kNoSlot, *entry = nullptr;
     if (t >= 0) {
@@ -72,16 +75,19 @@ EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, 
       slot = find_slot(table, batch.ids[position]);
       if (slot != kNoSlot) entry = table.entry(slot);
     }
+    CellClaim claim{kNoCell, false};
+    if (t >= 0 && slot == kNoSlot) claim = keys.claim(batch, position, t);
     if (position < batch.n) {
       slots[position] = slot;
-      const bool is_missing = t >= 0 && slot == kNoSlot;
-      keys.cell_of[position] = is_missing ? keys.claim(batch.ids, position, t) : kNoCell;
+      keys.cell_of[position] = claim.cell;
     }
+    new_misses.add(t, claim.is_new);
     touch_entry(use, stamp, entry, position,
                 t < 0 || use.batch_scores == nullptr ? 0 : use.batch_scores[t]);
     hits.add(t, slot != kNoSlot);
   });
   hits.flush();
+  new_misses.flush();
 }
 
 template <class Launcher>
@@ -97,15 +103,14 @@ void launch_hash_touch(Work& work, const DeviceIndex& index, const KeyBatch& bat
   const auto& launcher = work.launcher();
   const KeyCells keys = key_cells(work, batch.n);
   const unsigned blocks = key_blocks(launcher, batch.n);
-  const FirstCounts counts{work.template scratch<int32_t>(blocks),
-                           work.template scratch<int64_t>(batch.segments),
-                           work.template scratch<int64_t>(batch.segments),
-                           work.template scratch<int64_t>(index.num_tables)};
-  launcher(hash_begin_batch_kernel, blocks, kTileThreads, index, batch, keys, counts, out);
+  const BatchPlan plan = batch_plan(work, batch, index.num_tables, blocks);
+  launcher(hash_begin_batch_kernel, blocks, kTileThreads, index, batch, keys, plan,
+           static_cast<int>(blocks));
   if (batch.n > 0) {
-    launcher(hash_touch_kernel, blocks, kTileThreads, index, batch, use, keys, slots);
+    launcher(hash_touch_kernel, blocks, kTileThreads, index, batch, use, keys, plan.misses, slots);
   }
-  launch_number_misses(work, batch, index.num_tables, keys, counts, use.counts, out);
+  launcher(hash_number_kernel, blocks, kTileThreads, batch, index.num_tables, plan, keys,
+           use.counts, out);
 }
 
 }  // namespace emb::cuda

@@ -7,27 +7,29 @@
 namespace emb::EMB_ISA {
 namespace {
 
-constexpr int kChunk =
+// Source of these sizes: measured on one thread, reports/LOG.md, 2026-11-21.
+constexpr int kChunkKeys =
     64;  // keys that are hashed at once; unresolved keys are looked up once per chunk
-constexpr int kRing = 4 * kChunk;  // more keys than the longest path through the steps spans
+constexpr int kRingKeys =
+    4 * kChunkKeys;  // more keys than the longest path through the steps spans
 // Distance of each step, in keys, from the prefetch of the tags.
-constexpr int kToFirst = 16;
-constexpr int kToSecond = kToFirst + 24;
-constexpr int kToCompare = kToFirst + kChunk;
+constexpr int kKeysToFirst = 16;
+constexpr int kKeysToSecond = kKeysToFirst + 24;
+constexpr int kKeysToCompare = kKeysToFirst + kChunkKeys;
 
-// The state of the keys in flight, by the number of the key modulo kRing.
+// The state of the keys in flight, by the number of the key modulo kRingKeys.
 struct Probes {
-  int64_t first[kRing], second[kRing];  // buckets
-  int64_t slot[kRing];                  // of the lowest candidate
-  uint32_t candidates[kRing];           // in the bucket of `slot`
-  uint8_t tag[kRing];
+  int64_t first[kRingKeys], second[kRingKeys];  // buckets
+  int64_t slot[kRingKeys];                      // of the lowest candidate
+  uint32_t candidates[kRingKeys];               // in the bucket of `slot`
+  uint8_t tag[kRingKeys];
 
-  static int at(int64_t i) { return static_cast<int>(i & (kRing - 1)); }
+  static int at(int64_t i) { return static_cast<int>(i & (kRingKeys - 1)); }
 };
 
 // Numbers of the keys that differ from their lowest candidate.
 struct Unresolved {
-  int64_t keys[kChunk];
+  int64_t keys[kChunkKeys];
   int count = 0;
 };
 
@@ -52,7 +54,7 @@ EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin,
                       Probes* p) {
   const int64_t buckets = table.buckets;
   const uint64_t mask = table.mask;
-  const int size = static_cast<int>(n - begin < kChunk ? n - begin : kChunk);
+  const int size = static_cast<int>(n - begin < kChunkKeys ? n - begin : kChunkKeys);
   const int at = Probes::at(begin);  // chunks do not wrap around
   for (int i = 0; i < size; ++i) {
     const uint64_t mixed = table.hash(ids[begin + i]);
@@ -99,7 +101,7 @@ EMB_HD int64_t compare(const HashTable& table, int64_t key, int64_t id, const Pr
       (static_cast<uint64_t>(entry[kKey] ^ id) | static_cast<uint64_t>(candidates == 0)) != 0;
   const bool elsewhere =
       ((candidates & (candidates - 1)) | static_cast<uint32_t>(slot / kSlots == p.first[i])) != 0;
-  unresolved->keys[unresolved->count & (kChunk - 1)] = key;
+  unresolved->keys[unresolved->count & (kChunkKeys - 1)] = key;
   unresolved->count += static_cast<int>(miss) & static_cast<int>(elsewhere);
   return slot | -static_cast<int64_t>(miss);
 }
@@ -154,21 +156,21 @@ int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const H
     if (kTouches && slot != kNoSlot) touch_entry(*touch, table.entry(slot), key);
   };
   const auto in_range = [&](int64_t key) { return key >= 0 && key < n; };
-  for (int64_t begin = 0; begin < n + kToCompare + kChunk; begin += kChunk) {
-    Unresolved& now = unresolved[begin / kChunk % 2];
+  for (int64_t begin = 0; begin < n + kKeysToCompare + kChunkKeys; begin += kChunkKeys) {
+    Unresolved& now = unresolved[begin / kChunkKeys % 2];
     now.count = 0;
     if (begin < n) hash_keys(table, ids, begin, n, &p);
     const bool all_steps =
-        begin >= kToCompare && begin + kChunk <= n;  // all four steps apply to all keys
-    for (int64_t i = begin; i < begin + kChunk; ++i) {
+        begin >= kKeysToCompare && begin + kChunkKeys <= n;  // all four steps apply to all keys
+    for (int64_t i = begin; i < begin + kChunkKeys; ++i) {
       if (all_steps || in_range(i)) prefetch_tags(table, p.first[Probes::at(i)]);
-      if (all_steps || in_range(i - kToFirst)) probe_first(table, i - kToFirst, &p);
-      if (all_steps || in_range(i - kToSecond)) probe_chosen(table, i - kToSecond, &p);
-      const int64_t last = i - kToCompare;
+      if (all_steps || in_range(i - kKeysToFirst)) probe_first(table, i - kKeysToFirst, &p);
+      if (all_steps || in_range(i - kKeysToSecond)) probe_chosen(table, i - kKeysToSecond, &p);
+      const int64_t last = i - kKeysToCompare;
       if (all_steps || in_range(last)) report(last, compare(table, last, ids[last], p, &now));
     }
     prefetch_unresolved(table, now, p);
-    const Unresolved& before = unresolved[(begin / kChunk + 1) % 2];
+    const Unresolved& before = unresolved[(begin / kChunkKeys + 1) % 2];
     for (int k = 0; k < before.count; ++k) {
       const int64_t key = before.keys[k];
       report(key, resolve(table, key, ids[key], p));

@@ -22,13 +22,13 @@ EMB_SELECT_KERNELS(HashInsertKernels, kHashInsertKernels, hash_insert_kernels)
 
 namespace {
 
-constexpr int64_t kGrain = 2048;  // keys
+constexpr int64_t kKeysPerTask = 2048;  // to be looked up
 
 // Call `body(segment, begin, end)` for ranges of ids of one segment each, in parallel.
 template <class Body>
 void parallel_segments(const HashBatch& batch, const Body& body) {
   const auto cost = [](int64_t i) { return i; };
-  parallel_balanced(batch.n, kGrain, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(batch.n, kKeysPerTask, cost, [&](int64_t begin, int64_t end) {
     const int64_t* after = std::upper_bound(batch.starts, batch.starts + batch.segments, begin);
     for (int64_t f = after - batch.starts - 1; begin < end; ++f) {
       const int64_t stop = std::min(end, batch.starts[f + 1]);
@@ -97,10 +97,10 @@ struct MissOutput {
 // Add the misses of a segment to the `count` misses so far; return their new number.
 int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots,
                    const int64_t* counts, int64_t count, const MissOutput& out, MissSet* set) {
-  constexpr int64_t kAhead = 16;
+  constexpr int64_t kKeysAhead = 16;  // keys between a prefetch and the read
   const int64_t end = batch.starts[segment + 1];
   for (int64_t i = batch.starts[segment]; i < end; ++i) {
-    if (i + kAhead < end && slots[i + kAhead] < 0) set->prefetch(batch.ids[i + kAhead]);
+    if (i + kKeysAhead < end && slots[i + kKeysAhead] < 0) set->prefetch(batch.ids[i + kKeysAhead]);
     if (slots[i] >= 0) {
       out.groups[i] = -1;
       continue;
@@ -116,12 +116,13 @@ int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots
 }
 
 // List the misses of a batch by table; `slots` are those of its positions.
-void list_misses(const HashBatch& batch, int64_t num_tables, const int64_t* slots,
-                 const int64_t* uses, MissTensors* found) {
-  const MissOutput out{found->first.mutable_data_ptr<int64_t>(),
-                       found->groups.mutable_data_ptr<int32_t>(),
-                       found->totals.mutable_data_ptr<int64_t>()};
-  int64_t* end = found->offsets.mutable_data_ptr<int64_t>();
+void list_misses(const TouchCall& call, const int64_t* slots) {
+  const HashBatch& batch = call.batch;
+  const int64_t num_tables = call.index.num_tables;
+  const MissOutput out{call.first.mutable_data_ptr<int64_t>(),
+                       call.groups.mutable_data_ptr<int32_t>(),
+                       call.totals.mutable_data_ptr<int64_t>()};
+  int64_t* end = call.offsets.mutable_data_ptr<int64_t>();
   std::vector<int64_t> missing(num_tables, 0);  // by table, positions with a miss
   for (int64_t f = 0; f < batch.segments; ++f) {
     missing[batch.tables[f]] += std::count_if(slots + batch.starts[f], slots + batch.starts[f + 1],
@@ -131,7 +132,7 @@ void list_misses(const HashBatch& batch, int64_t num_tables, const int64_t* slot
   for (int64_t t = 0; t < num_tables; ++t) {
     MissSet set(batch.ids, out.first, missing[t]);
     for (int64_t f = 0; f < batch.segments; ++f) {
-      if (batch.tables[f] == t) count = add_misses(batch, f, slots, uses, count, out, &set);
+      if (batch.tables[f] == t) count = add_misses(batch, f, slots, call.counts, count, out, &set);
     }
     end[t + 1] = count;
   }
@@ -142,31 +143,27 @@ void list_misses(const HashBatch& batch, int64_t num_tables, const int64_t* slot
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts, const Tensor& tables,
     std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order) {
-  const HashCall call("hash_touch_", tensors, ids, starts, tables);
+  const TouchCall call(tensors, ids, starts, tables, counts, batch_scores, order);
   call.check_contents();
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
-  const HashScoring scoring(call.op, index, order, batch_scores, ids);
-  const int64_t* uses = optional_longs(call.op, "counts", counts, batch.n, ids);
-  Tensor slots = allocate(ids, {batch.n});
-  MissTensors misses(ids, index.num_tables);
-  int64_t* out = slots.mutable_data_ptr<int64_t>();
+  int64_t* out = call.slots.mutable_data_ptr<int64_t>();
   const int64_t stamp = ++*index.clock;
   const HashFindKernels& kernels = hash_find_kernels();
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
     const int64_t t = batch.tables[f];
-    const HashTouch use{scoring.order, stamp, scoring.of(t),
-                        uses == nullptr ? nullptr : uses + begin};
+    const HashTouch use{call.scoring.order, stamp, call.scoring.of(t),
+                        call.counts == nullptr ? nullptr : call.counts + begin};
     const int64_t hits =
         kernels.find(index.table(t), batch.ids + begin, end - begin, &use, out + begin);
     __atomic_fetch_add(&index.counter(t, kLookups), end - begin, __ATOMIC_RELAXED);
     __atomic_fetch_add(&index.counter(t, kHits), hits, __ATOMIC_RELAXED);
   });
-  list_misses(batch, index.num_tables, out, uses, &misses);
-  return {slots, misses.first, misses.groups, misses.totals, misses.offsets};
+  list_misses(call, out);
+  return call.results();
 }
 
-constexpr int64_t kKeyGrain = 1024, kBucketGrain = 256;
+constexpr int64_t kChoosersPerTask = 1024, kBucketsPerTask = 256;  // of an insertion
 
 // Fill the buckets that table t has gained; it had `old`.
 void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer* buffers,
@@ -174,7 +171,7 @@ void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer*
   const HashTable table = index.table(t);
   const HashInsertKernels& kernels = hash_insert_kernels();
   parallel_balanced(
-      table.buckets - old, kBucketGrain, [](int64_t i) { return i; },
+      table.buckets - old, kBucketsPerTask, [](int64_t i) { return i; },
       [&](int64_t begin, int64_t end) {
         kernels.split(table, old, buffers, num_buffers, old + begin, old + end);
       });
@@ -183,16 +180,12 @@ void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer*
 void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Tensor& row_layout,
                 const Tensor& ids, const Tensor& starts, const Tensor& tables, Tensor slots,
                 const Tensor& offsets, std::optional<Tensor> admitted) {
-  const HashCall call("hash_grow_", tensors, ids, starts, tables);
+  const GrowCall call(tensors, rows, row_layout, ids, starts, tables, slots, offsets, admitted);
   call.check_contents();
-  const char* op = call.op;
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
-  optional_longs(op, "slots", slots, batch.n, ids);
-  const Misses misses(op, index, ids, offsets, admitted);
-  misses.check_ends(op);
-  const RowBuffers buffers(op, index, rows, row_layout);
-  int64_t* slot_data = slots.mutable_data_ptr<int64_t>();
+  const Misses& misses = call.misses;
+  const RowBuffers buffers(call.op, index, rows, row_layout);
   std::vector<bool> grown(index.num_tables, false);
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const int64_t old = index.field(t, kBuckets);
@@ -207,7 +200,7 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Ten
     if (!grown[batch.tables[f]]) continue;
     const int64_t begin = batch.starts[f];
     hash_find_kernels().refresh(index.table(batch.tables[f]), batch.ids + begin,
-                                batch.starts[f + 1] - begin, slot_data + begin);
+                                batch.starts[f + 1] - begin, call.slots + begin);
   }
 }
 
@@ -220,13 +213,13 @@ void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n
   const int64_t num_states = n > buckets ? buckets : 0;
   std::vector<BucketState> memory(num_states);
   BucketState* states = num_states > 0 ? memory.data() : nullptr;
-  parallel_balanced(num_states, kBucketGrain, each, [&](int64_t begin, int64_t end) {
+  parallel_balanced(num_states, kBucketsPerTask, each, [&](int64_t begin, int64_t end) {
     kernels.read_states(insertion, begin, end, states);
   });
-  parallel_balanced(n, kKeyGrain, each, [&](int64_t begin, int64_t end) {
+  parallel_balanced(n, kChoosersPerTask, each, [&](int64_t begin, int64_t end) {
     kernels.choose(insertion, states, pending + begin, end - begin, choices + begin);
   });
-  const int64_t parts = std::clamp<int64_t>(n / kKeyGrain, 1, num_threads());
+  const int64_t parts = std::clamp<int64_t>(n / kChoosersPerTask, 1, num_threads());
   parallel_tasks(parts, [&](int64_t part) {
     kernels.commit(insertion, states, pending, n, choices, buckets * part / parts,
                    buckets * (part + 1) / parts);
@@ -272,16 +265,16 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
 
 // Write the slot and the status of every position of the batch: those of its miss, where it has
 // one.
-void fill_positions(InsertTensors* results) {
-  const auto* inserted = results->inserted.const_data_ptr<int64_t>();
-  const auto* status = static_cast<const uint8_t*>(results->status.const_data_ptr());
-  int64_t* filled = results->filled.mutable_data_ptr<int64_t>();
-  auto* key_status = static_cast<uint8_t*>(results->key_status.mutable_data_ptr());
+void fill_positions(const InsertCall& call) {
+  const auto* inserted = call.inserted.const_data_ptr<int64_t>();
+  const auto* status = static_cast<const uint8_t*>(call.status.const_data_ptr());
+  int64_t* filled = call.filled.mutable_data_ptr<int64_t>();
+  auto* key_status = static_cast<uint8_t*>(call.key_status.mutable_data_ptr());
   const auto each = [](int64_t i) { return i; };
-  parallel_balanced(results->positions, kGrain, each, [&](int64_t begin, int64_t end) {
+  parallel_balanced(call.positions, kKeysPerTask, each, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int32_t group = results->groups[i];
-      filled[i] = group < 0 ? results->slots[i] : inserted[group];
+      const int32_t group = call.groups[i];
+      filled[i] = group < 0 ? call.slots[i] : inserted[group];
       key_status[i] = group < 0 ? static_cast<uint8_t>(InsertStatus::kHit) : status[group];
     }
   });
@@ -292,52 +285,37 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
     const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
     int64_t order, int64_t insert_policy, std::optional<Tensor> slots,
     std::optional<Tensor> groups) {
-  const char* op = "hash_insert_";
-  const HashIndex index(op, tensors);
-  index.check_tables(op);
-  const HashScoring scoring(op, index, order, batch_scores, ids);
-  const bool must_compete = competes(op, insert_policy);
-  const int64_t n = ids.numel();
-  check_num_keys(op, n);
-  const int64_t* keys = optional_longs(op, "ids", ids, n, ids);
-  const int64_t* firsts = optional_longs(op, "first", first, n, ids);
-  const int64_t* sums = optional_longs(op, "totals", totals, n, ids);
-  const Misses misses(op, index, ids, offsets, admitted);
-  misses.check_ends(op);
-  for (int64_t i = 0; i < misses.count(); ++i) {
-    STD_TORCH_CHECK(firsts[i] >= 0 && firsts[i] < n, op, ": first must be positions in ids, got ",
-                    firsts[i], " for ", n, " ids");
-  }
-  InsertTensors results(op, ids, slots, groups);
-  for (int64_t i = 0; i < results.positions; ++i) {
-    STD_TORCH_CHECK(results.groups[i] < n, op, ": groups must be below the number of ids, ", n,
-                    ", got ", results.groups[i]);
-  }
-  int64_t* slot_data = results.inserted.mutable_data_ptr<int64_t>();
-  auto* statuses = static_cast<uint8_t*>(results.status.mutable_data_ptr());
-  std::fill(slot_data, slot_data + n, kNoSlot);
-  std::fill(statuses, statuses + n, static_cast<uint8_t>(InsertStatus::kMiss));
-  torch::stable::zero_(results.evicted);  // the same bytes in every run
+  const InsertCall call(tensors, ids, first, totals, offsets, admitted, batch_scores, order,
+                        insert_policy, slots, groups);
+  call.check_contents();
+  const HashIndex& index = call.index;
+  const Misses& misses = call.misses;
+  int64_t* slot_data = call.inserted.mutable_data_ptr<int64_t>();
+  auto* statuses = static_cast<uint8_t*>(call.status.mutable_data_ptr());
+  std::fill(slot_data, slot_data + call.n, kNoSlot);
+  std::fill(statuses, statuses + call.n, static_cast<uint8_t>(InsertStatus::kMiss));
+  Tensor evicted = call.evicted;
+  torch::stable::zero_(evicted);  // the same bytes in every run
   for (int64_t t = 0; t < index.num_tables; ++t) {
     for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
       if (!misses.is_admitted(i)) statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
     }
     const HashInsertion insertion{index.table(t),
-                                  scoring.order,
-                                  must_compete,
+                                  call.scoring.order,
+                                  call.competes,
                                   *index.clock,
-                                  scoring.of(t),
-                                  keys,
-                                  firsts,
-                                  sums,
+                                  call.scoring.of(t),
+                                  call.ids,
+                                  call.first,
+                                  call.totals,
                                   slot_data,
                                   statuses,
-                                  results.evicted.mutable_data_ptr<int64_t>()};
+                                  evicted.mutable_data_ptr<int64_t>()};
     insert_all(insertion, misses, misses.begin(t), misses.end(t));
     count_statuses(index, t, statuses + misses.begin(t), misses.end(t) - misses.begin(t));
   }
-  fill_positions(&results);
-  return results.all();
+  fill_positions(call);
+  return call.results();
 }
 
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
@@ -408,12 +386,12 @@ char* row_in(const RowBytes& rows, int64_t slot) {
   return static_cast<char*>(rows.data) + slot * rows.stride;
 }
 
-constexpr int64_t kRowGrain = 1 << 15;  // bytes
+constexpr int64_t kRowBytesPerTask = 1 << 15;
 
 // Call `body(begin, end)` for ranges of n rows in parallel.
 template <class Body>
 void parallel_rows(int64_t n, const RowBytes& rows, const Body& body) {
-  parallel_balanced(n, kRowGrain, [&](int64_t i) { return i * (rows.bytes + 16); }, body);
+  parallel_balanced(n, kRowBytesPerTask, [&](int64_t i) { return i * (rows.bytes + 16); }, body);
 }
 
 constexpr int64_t kRowsAhead = 8;  // rows between a prefetch and the copy
@@ -430,20 +408,16 @@ void read_range(const RowBytes& rows, const int64_t* slots, int64_t begin, int64
 std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Tensor& ids,
                                           const Tensor& starts, const Tensor& tables,
                                           const Tensor& values, double default_value) {
-  const HashCall call("hash_find_rows", tensors, ids, starts, tables);
+  const FindRowsCall call(tensors, ids, starts, tables, values, default_value);
   call.check_contents();
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
-  const RowMatrix matrix(call.op, values, ids);
-  const uint32_t fill = matrix.fill(call.op, default_value);
-  Tensor rows = allocate(values, {batch.n, matrix.dim});
-  Tensor found = allocate(ids, {batch.n}, ScalarType::Bool);
-  const RowBytes source = matrix.bytes({});
-  auto* out = static_cast<char*>(rows.mutable_data_ptr());
-  bool* is_found = static_cast<bool*>(found.mutable_data_ptr());
+  const RowBytes source = call.matrix.bytes({});
+  auto* out = static_cast<char*>(call.rows.mutable_data_ptr());
+  bool* is_found = static_cast<bool*>(call.found.mutable_data_ptr());
   const HashFindKernels& kernels = hash_find_kernels();
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
-    constexpr int64_t kBlock = 512;
+    constexpr int64_t kBlock = 512;  // keys whose slots are on the stack
     int64_t slots[kBlock];
     const int64_t t = batch.tables[f], first = index.field(t, kFirstBucket) * kSlots;
     for (; begin < end; begin += kBlock) {
@@ -453,109 +427,118 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
         is_found[begin + i] = slots[i] >= 0;
         if (slots[i] >= 0) slots[i] += first;
       }
-      read_range(source, slots, 0, n, fill, out + begin * source.bytes);
+      read_range(source, slots, 0, n, call.fill, out + begin * source.bytes);
     }
   });
-  return {rows, found};
+  return {call.rows, call.found};
 }
 
 Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
-  const char* op = "hash_read_rows";
-  const RowMatrix matrix(op, values, slots);
-  const uint32_t fill = matrix.fill(op, default_value);
-  const int64_t n = slots.numel();
-  const int64_t* slot_data = optional_longs(op, "slots", slots, n, values);
-  Tensor rows = allocate(values, {n, matrix.dim});
-  const RowBytes source = matrix.bytes({});
-  auto* out = static_cast<char*>(rows.mutable_data_ptr());
-  parallel_rows(n, source, [&](int64_t begin, int64_t end) {
-    read_range(source, slot_data, begin, end, fill, out);
+  const ReadRowsCall call("hash_read_rows", values, slots, default_value);
+  const RowBytes source = call.matrix.bytes({});
+  auto* out = static_cast<char*>(call.rows.mutable_data_ptr());
+  parallel_rows(call.n, source, [&](int64_t begin, int64_t end) {
+    read_range(source, call.slots, begin, end, call.fill, out);
   });
-  return rows;
+  return call.rows;
 }
 
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
                         const Tensor& first, const Tensor& starting, double default_value,
                         bool reads) {
-  const char* op = "hash_start_rows_";
-  const RowMatrix matrix(op, values, slots);
-  const uint32_t fill = matrix.fill(op, default_value);
-  const StartingArguments in(op, matrix, slots, groups, first, starting);
-  for (int64_t i = 0; i < in.n; ++i) {
-    STD_TORCH_CHECK(in.groups[i] < in.n && in.first[i] >= 0 && in.first[i] < in.n, op,
-                    ": groups must be below the number of positions, ", in.n,
-                    ", and first must be positions, got ", in.groups[i], " and ", in.first[i]);
-  }
-  Tensor rows = allocate(values, {reads ? in.n : 0, matrix.dim});
-  const RowBytes target = matrix.bytes({});
-  const auto* from = static_cast<const char*>(starting.const_data_ptr());
-  auto* out = static_cast<char*>(rows.mutable_data_ptr());
-  parallel_rows(in.n, target, [&](int64_t begin, int64_t end) {
+  const StartRowsCall call(values, slots, groups, first, starting, default_value, reads);
+  call.check_contents();
+  const RowBytes target = call.matrix.bytes({});
+  const auto* from = static_cast<const char*>(call.starting);
+  auto* out = static_cast<char*>(call.rows.mutable_data_ptr());
+  parallel_rows(call.n, target, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kRowsAhead < end) __builtin_prefetch(row_in(target, in.slots[i + kRowsAhead]));
-      char* row = row_in(target, in.slots[i]);
+      if (i + kRowsAhead < end) __builtin_prefetch(row_in(target, call.slots[i + kRowsAhead]));
+      char* row = row_in(target, call.slots[i]);
       const char* source = row;
-      if (row != nullptr && in.groups[i] >= 0) {
-        const int64_t origin = in.first[in.groups[i]];
+      if (row != nullptr && call.groups[i] >= 0) {
+        const int64_t origin = call.first[call.groups[i]];
         source = from + origin * target.bytes;
         if (origin == i) copy_row(row, source, target.bytes, 0);
       }
-      if (reads) copy_row(out + i * target.bytes, source, target.bytes, fill);
+      if (reads) copy_row(out + i * target.bytes, source, target.bytes, call.fill);
     }
   });
-  return rows;
+  return call.rows;
 }
 
 // Every thread writes the slots of its share, so that their rows are written in order.
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
-  const char* op = "hash_write_rows_";
-  const RowMatrix matrix(op, values, slots);
-  const int64_t n = slots.numel();
-  check_num_keys(op, n);
-  const int64_t* slot_data = optional_longs(op, "slots", slots, n, values);
-  matrix.check_rows(op, "rows", rows, n);
-  const RowBytes target = matrix.bytes({});
-  const auto* from = static_cast<const char*>(rows.const_data_ptr());
-  const int64_t parts = std::clamp<int64_t>(n * (target.bytes + 16) / kRowGrain, 1, num_threads());
+  const WriteRowsCall call("hash_write_rows_", values, slots, rows);
+  const RowBytes target = call.matrix.bytes({});
+  const auto* from = static_cast<const char*>(call.rows);
+  const int64_t parts =
+      std::clamp<int64_t>(call.n * (target.bytes + 16) / kRowBytesPerTask, 1, num_threads());
   parallel_tasks(parts, [&](int64_t part) {
-    for (int64_t i = 0; i < n; ++i) {
-      char* row = row_in(target, slot_data[i]);
+    for (int64_t i = 0; i < call.n; ++i) {
+      char* row = row_in(target, call.slots[i]);
       const bool is_mine =
-          parts == 1 || static_cast<int64_t>(mix(static_cast<uint64_t>(slot_data[i])) %
+          parts == 1 || static_cast<int64_t>(mix(static_cast<uint64_t>(call.slots[i])) %
                                              static_cast<uint64_t>(parts)) == part;
       if (row != nullptr && is_mine) std::memcpy(row, from + i * target.bytes, target.bytes);
     }
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_evicted_rows(const Tensor& values,
-                                                                     const Tensor& slots,
-                                                                     const Tensor& status,
-                                                                     const Tensor& evicted) {
-  const char* op = "hash_evicted_rows";
-  const RowMatrix matrix(op, values, slots);
-  const EvictedArguments in(op, matrix, slots, status, evicted);
-  std::vector<int64_t> misses;
-  for (int64_t i = 0; i < in.n; ++i) {
-    if (in.status[i] == static_cast<uint8_t>(InsertStatus::kEvicting)) misses.push_back(i);
+// Add the rows of group g to that of its slot, one after the other; every sum is rounded.
+template <class T>
+void add_group(const AddRowsCall& call, const RowBytes& target, int64_t g) {
+  auto* row = reinterpret_cast<T*>(row_in(target, call.slots[g]));
+  if (row == nullptr) return;
+  for (int64_t j = call.segments[g]; j < call.segments[g + 1]; ++j) {
+    const T* more = static_cast<const T*>(call.rows) + call.permutation[j] * call.matrix.dim;
+    for (int64_t k = 0; k < call.matrix.dim; ++k) {
+      row[k] = from_float<T>(to_float(row[k]) + to_float(more[k]));
+    }
   }
-  const auto count = static_cast<int64_t>(misses.size());
-  Tensor keys = allocate_zeros(slots, {in.n}), stamps = allocate_zeros(slots, {in.n});
-  Tensor scores = allocate_zeros(slots, {in.n}), rows = allocate_zeros(values, {in.n, matrix.dim});
-  Tensor number = allocate(slots, {1});
-  *number.mutable_data_ptr<int64_t>() = count;
-  const RowBytes source = matrix.bytes({});
-  auto* out = static_cast<char*>(rows.mutable_data_ptr());
-  parallel_rows(count, source, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t* words = in.words + 3 * misses[i];
-      keys.mutable_data_ptr<int64_t>()[i] = words[kKey];
-      stamps.mutable_data_ptr<int64_t>()[i] = words[kStamp];
-      scores.mutable_data_ptr<int64_t>()[i] = words[kScore];
-      copy_row(out + i * source.bytes, row_in(source, in.slots[misses[i]]), source.bytes, 0);
+}
+
+void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
+                    const Tensor& permutation, const Tensor& count, const Tensor& rows) {
+  const AddRowsCall call(values, slots, segments, permutation, count, rows);
+  call.check_contents();
+  const RowBytes target = call.matrix.bytes({});
+  const auto cost = [&](int64_t g) { return (call.segments[g] + g) * (target.bytes + 16); };
+  parallel_balanced(*call.count, kRowBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g) {
+      with_dtype(call.dtype,
+                 [&](auto tag) { add_group<typename decltype(tag)::type>(call, target, g); });
     }
   });
-  return {keys, rows, stamps, scores, number};
+}
+
+std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_rows(
+    std::vector<Tensor> values, const Tensor& slots, const Tensor& status, const Tensor& evicted) {
+  EvictedRowsCall call(values, slots, status, evicted);
+  std::vector<int64_t> misses;
+  for (int64_t i = 0; i < call.n; ++i) {
+    if (call.status[i] == static_cast<uint8_t>(InsertStatus::kEvicting)) misses.push_back(i);
+  }
+  const auto count = static_cast<int64_t>(misses.size());
+  *call.count.mutable_data_ptr<int64_t>() = count;
+  for (Tensor* tensor : {&call.keys, &call.stamps, &call.scores}) torch::stable::zero_(*tensor);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t* words = call.words + 3 * misses[i];
+    call.keys.mutable_data_ptr<int64_t>()[i] = words[kKey];
+    call.stamps.mutable_data_ptr<int64_t>()[i] = words[kStamp];
+    call.scores.mutable_data_ptr<int64_t>()[i] = words[kScore];
+  }
+  for (size_t p = 0; p < call.rows.size(); ++p) {
+    torch::stable::zero_(call.rows[p]);
+    const RowBytes source = call.matrices[p].bytes({});
+    auto* out = static_cast<char*>(call.rows[p].mutable_data_ptr());
+    parallel_rows(count, source, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        copy_row(out + i * source.bytes, row_in(source, call.slots[misses[i]]), source.bytes, 0);
+      }
+    });
+  }
+  return call.results();
 }
 
 }  // namespace
@@ -566,6 +549,7 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, hash_read_rows);
   EMB_IMPL(m, emb, hash_start_rows_);
   EMB_IMPL(m, emb, hash_write_rows_);
+  EMB_IMPL(m, emb, hash_add_rows_);
   EMB_IMPL(m, emb, hash_evicted_rows);
   EMB_IMPL(m, emb, hash_find);
   EMB_IMPL(m, emb, hash_touch_);

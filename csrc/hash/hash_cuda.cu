@@ -61,26 +61,19 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts, const Tensor& tables,
     std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order) {
-  const HashCall call("hash_touch_", tensors, ids, starts, tables);
-  const HashScoring scoring(call.op, call.index, order, batch_scores, ids);
-  const int64_t n = call.batch.n;
-  const KeyTouch use{scoring.order, optional_longs(call.op, "counts", counts, n, ids),
-                     scoring.batch_scores};
-  Tensor slots = allocate(ids, {n});
-  MissTensors misses(ids, call.index.num_tables);
+  const TouchCall call(tensors, ids, starts, tables, counts, batch_scores, order);
+  const KeyTouch use{call.scoring.order, call.counts, call.scoring.batch_scores};
   const MissOutput out{
-      misses.first.mutable_data_ptr<int64_t>(), misses.totals.mutable_data_ptr<int64_t>(),
-      misses.offsets.mutable_data_ptr<int64_t>(), misses.groups.mutable_data_ptr<int32_t>()};
+      call.first.mutable_data_ptr<int64_t>(), call.totals.mutable_data_ptr<int64_t>(),
+      call.offsets.mutable_data_ptr<int64_t>(), call.groups.mutable_data_ptr<int32_t>()};
   DeviceWork work(ids);
   launch_hash_touch(work, device_index(call), key_batch(call), use,
-                    slots.mutable_data_ptr<int64_t>(), out);
-  return {slots, misses.first, misses.groups, misses.totals, misses.offsets};
+                    call.slots.mutable_data_ptr<int64_t>(), out);
+  return call.results();
 }
 
-DeviceRowBuffers device_buffers(const char* op, const HashIndex& index, std::vector<Tensor>& rows,
-                                const Tensor& row_layout, const Tensor& like) {
-  RowBuffers::check_form(op, index, rows, row_layout);
-  check_same_device(op, "row_layout", row_layout, like);
+DeviceRowBuffers device_buffers(const char* op, std::vector<Tensor>& rows, const Tensor& row_layout,
+                                const Tensor& like) {
   STD_TORCH_CHECK(rows.size() <= kMaxRowBuffers, op, ": at most ", kMaxRowBuffers,
                   " row buffers on a GPU, got ", rows.size());
   DeviceRowBuffers buffers{};
@@ -95,16 +88,13 @@ DeviceRowBuffers device_buffers(const char* op, const HashIndex& index, std::vec
 void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Tensor& row_layout,
                 const Tensor& ids, const Tensor& starts, const Tensor& tables, Tensor slots,
                 const Tensor& offsets, std::optional<Tensor> admitted) {
-  const HashCall call("hash_grow_", tensors, ids, starts, tables);
-  optional_longs(call.op, "slots", slots, call.batch.n, ids);
-  const Misses misses(call.op, call.index, ids, offsets, admitted);
+  const GrowCall call(tensors, rows, row_layout, ids, starts, tables, slots, offsets, admitted);
   DeviceWork work(ids);
   Growth growth{};
   growth.index = device_index(call);
-  growth.buffers = device_buffers(call.op, call.index, rows, row_layout, ids);
-  growth.misses = {misses.offsets(), misses.admitted()};
-  launch_grow(work, growth, key_batch(call), slots.mutable_data_ptr<int64_t>(),
-              call.index.slots / kSlots);
+  growth.buffers = device_buffers(call.op, rows, row_layout, ids);
+  growth.misses = {call.misses.offsets(), call.misses.admitted()};
+  launch_grow(work, growth, key_batch(call), call.slots, call.index.slots / kSlots);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
@@ -112,32 +102,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
     const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
     int64_t order, int64_t insert_policy, std::optional<Tensor> slots,
     std::optional<Tensor> groups) {
-  const char* op = "hash_insert_";
-  const HashIndex index(op, tensors);
-  check_same_device(op, "ids", ids, tensors[0]);
-  const HashScoring scoring(op, index, order, batch_scores, ids);
-  const int64_t n = ids.numel();
-  check_num_keys(op, n);
-  InsertTensors results(op, ids, slots, groups);
+  const InsertCall call(tensors, ids, first, totals, offsets, admitted, batch_scores, order,
+                        insert_policy, slots, groups);
   Insertion insertion{};
-  insertion.index = device_index(op, index);
-  insertion.order = scoring.order;
-  insertion.batch_scores = scoring.batch_scores;
-  insertion.competes = competes(op, insert_policy);
-  insertion.ids = optional_longs(op, "ids", ids, n, ids);
-  insertion.first = optional_longs(op, "first", first, n, ids);
-  insertion.totals = optional_longs(op, "totals", totals, n, ids);
-  const Misses misses(op, index, ids, offsets, admitted);
-  insertion.misses = {misses.offsets(), misses.admitted()};
-  insertion.slots = results.inserted.mutable_data_ptr<int64_t>();
-  insertion.status = static_cast<uint8_t*>(results.status.mutable_data_ptr());
-  insertion.evicted = results.evicted.mutable_data_ptr<int64_t>();
-  const BatchSlots batch{results.slots, results.groups, results.positions,
-                         results.filled.mutable_data_ptr<int64_t>(),
-                         static_cast<uint8_t*>(results.key_status.mutable_data_ptr())};
+  insertion.index = device_index(call.op, call.index);
+  insertion.order = call.scoring.order;
+  insertion.batch_scores = call.scoring.batch_scores;
+  insertion.competes = call.competes;
+  insertion.ids = call.ids;
+  insertion.first = call.first;
+  insertion.totals = call.totals;
+  insertion.misses = {call.misses.offsets(), call.misses.admitted()};
+  insertion.slots = call.inserted.mutable_data_ptr<int64_t>();
+  insertion.status = static_cast<uint8_t*>(call.status.mutable_data_ptr());
+  insertion.evicted = call.evicted.mutable_data_ptr<int64_t>();
+  const BatchSlots batch{call.slots, call.groups, call.positions,
+                         call.filled.mutable_data_ptr<int64_t>(),
+                         static_cast<uint8_t*>(call.key_status.mutable_data_ptr())};
   DeviceWork work(ids);
-  launch_insert(work, insertion, batch, n, index.slots / kSlots);
-  return results.all();
+  launch_insert(work, insertion, batch, call.n, call.index.slots / kSlots);
+  return call.results();
 }
 
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
@@ -190,74 +174,59 @@ void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const
 std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Tensor& ids,
                                           const Tensor& starts, const Tensor& tables,
                                           const Tensor& values, double default_value) {
-  const HashCall call("hash_find_rows", tensors, ids, starts, tables);
-  const RowMatrix matrix(call.op, values, ids);
-  const uint32_t fill = matrix.fill(call.op, default_value);
-  Tensor rows = allocate(values, {call.batch.n, matrix.dim});
-  Tensor found = allocate(ids, {call.batch.n}, ScalarType::Bool);
-  void* out = rows.mutable_data_ptr();
-  launch_find_rows(CudaLauncher(ids), device_index(call), key_batch(call), matrix.bytes({out}),
-                   fill, out, static_cast<bool*>(found.mutable_data_ptr()));
-  return {rows, found};
+  const FindRowsCall call(tensors, ids, starts, tables, values, default_value);
+  void* out = call.rows.mutable_data_ptr();
+  launch_find_rows(CudaLauncher(ids), device_index(call), key_batch(call), call.matrix.bytes({out}),
+                   call.fill, out, static_cast<bool*>(call.found.mutable_data_ptr()));
+  return {call.rows, call.found};
 }
 
 Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
-  const char* op = "hash_read_rows";
-  const RowMatrix matrix(op, values, slots);
-  const uint32_t fill = matrix.fill(op, default_value);
-  const int64_t n = slots.numel();
-  Tensor rows = allocate(values, {n, matrix.dim});
-  void* out = rows.mutable_data_ptr();
-  launch_read_rows(CudaLauncher(values), matrix.bytes({out}),
-                   optional_longs(op, "slots", slots, n, values), n, {}, fill, out);
-  return rows;
+  const ReadRowsCall call("hash_read_rows", values, slots, default_value);
+  void* out = call.rows.mutable_data_ptr();
+  launch_read_rows(CudaLauncher(values), call.matrix.bytes({out}), call.slots, call.n, {},
+                   call.fill, out);
+  return call.rows;
 }
 
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
                         const Tensor& first, const Tensor& starting, double default_value,
                         bool reads) {
-  const char* op = "hash_start_rows_";
-  const RowMatrix matrix(op, values, slots);
-  const uint32_t fill = matrix.fill(op, default_value);
-  const StartingArguments in(op, matrix, slots, groups, first, starting);
-  Tensor rows = allocate(values, {reads ? in.n : 0, matrix.dim});
-  void* out = reads ? rows.mutable_data_ptr() : nullptr;
-  const void* from = starting.const_data_ptr();
-  launch_read_rows(CudaLauncher(values), matrix.bytes({out, from}), in.slots, in.n,
-                   {from, in.groups, in.first}, fill, out);
-  return rows;
+  const StartRowsCall call(values, slots, groups, first, starting, default_value, reads);
+  void* out = reads ? call.rows.mutable_data_ptr() : nullptr;
+  launch_read_rows(CudaLauncher(values), call.matrix.bytes({out, call.starting}), call.slots,
+                   call.n, {call.starting, call.groups, call.first}, call.fill, out);
+  return call.rows;
 }
 
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
-  const char* op = "hash_write_rows_";
-  const RowMatrix matrix(op, values, slots);
-  const int64_t n = slots.numel();
-  check_num_keys(op, n);
-  const int64_t* slot_data = optional_longs(op, "slots", slots, n, values);
-  matrix.check_rows(op, "rows", rows, n);
-  const void* from = rows.const_data_ptr();
+  const WriteRowsCall call("hash_write_rows_", values, slots, rows);
   DeviceWork work(values);
-  launch_write_rows(work, matrix.bytes({from}), slot_data, n, from);
+  launch_write_rows(work, call.matrix.bytes({call.rows}), call.slots, call.n, call.rows);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_evicted_rows(const Tensor& values,
-                                                                     const Tensor& slots,
-                                                                     const Tensor& status,
-                                                                     const Tensor& evicted) {
-  const char* op = "hash_evicted_rows";
-  const RowMatrix matrix(op, values, slots);
-  const EvictedArguments in(op, matrix, slots, status, evicted);
-  Tensor keys = allocate(slots, {in.n}), stamps = allocate(slots, {in.n});
-  Tensor scores = allocate(slots, {in.n}), rows = allocate(values, {in.n, matrix.dim});
-  Tensor number = allocate(slots, {1});
-  const EvictedEntries entries{keys.mutable_data_ptr<int64_t>(), stamps.mutable_data_ptr<int64_t>(),
-                               scores.mutable_data_ptr<int64_t>(),
-                               number.mutable_data_ptr<int64_t>()};
-  void* out = rows.mutable_data_ptr();
-  DeviceWork work(values);
-  launch_evicted_rows(work, matrix.bytes({out}), {in.slots, in.status, in.words, in.n, nullptr},
-                      entries, out);
-  return {keys, rows, stamps, scores, number};
+void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
+                    const Tensor& permutation, const Tensor& count, const Tensor& rows) {
+  const AddRowsCall call(values, slots, segments, permutation, count, rows);
+  launch_add_rows(CudaLauncher(values), call.matrix.bytes({}), call.dtype,
+                  {call.slots, call.segments, call.permutation, call.count, call.n}, call.rows);
+}
+
+std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_rows(
+    std::vector<Tensor> values, const Tensor& slots, const Tensor& status, const Tensor& evicted) {
+  const EvictedRowsCall call(values, slots, status, evicted);
+  const EvictedEntries entries{
+      call.keys.mutable_data_ptr<int64_t>(), call.stamps.mutable_data_ptr<int64_t>(),
+      call.scores.mutable_data_ptr<int64_t>(), call.count.mutable_data_ptr<int64_t>()};
+  std::vector<EvictedMatrix> matrices;
+  for (size_t p = 0; p < call.rows.size(); ++p) {
+    void* out = call.rows[p].mutable_data_ptr();
+    matrices.push_back({call.matrices[p].bytes({out}), out});
+  }
+  DeviceWork work(slots);
+  launch_evicted_rows(work, {call.slots, call.status, call.words, call.n, nullptr}, entries,
+                      matrices.data(), static_cast<int>(matrices.size()));
+  return call.results();
 }
 
 }  // namespace
@@ -268,6 +237,7 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, hash_read_rows);
   EMB_IMPL(m, emb::cuda, hash_start_rows_);
   EMB_IMPL(m, emb::cuda, hash_write_rows_);
+  EMB_IMPL(m, emb::cuda, hash_add_rows_);
   EMB_IMPL(m, emb::cuda, hash_evicted_rows);
   EMB_IMPL(m, emb::cuda, hash_find);
   EMB_IMPL(m, emb::cuda, hash_touch_);

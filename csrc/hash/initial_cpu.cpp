@@ -12,7 +12,7 @@ EMB_SELECT_KERNELS(InitialTable, kInitialTable, initial_table)
 
 namespace {
 
-constexpr int64_t kGrain = 4096;  // elements, approximately
+constexpr int64_t kElementsPerTask = 4096;  // elements, approximately
 
 struct Buffer {
   char* data;
@@ -69,7 +69,7 @@ void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const
     int64_t elements = 1;
     for (int64_t p = 0; p < num_buffers; ++p) elements += row_layout[t * num_buffers + p].dim;
     parallel_balanced(
-        end[t + 1] - end[t], kGrain, [&](int64_t i) { return i * elements; },
+        end[t + 1] - end[t], kElementsPerTask, [&](int64_t i) { return i * elements; },
         [&](int64_t begin, int64_t stop) {
           for (int64_t i = end[t] + begin; i < end[t] + stop; ++i) {
             for (int64_t p = t * num_buffers; p < (t + 1) * num_buffers; ++p) {

@@ -7,7 +7,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
-constexpr int kAhead = 8;  // keys between a prefetch and the read
+constexpr int kKeysAhead = 8;  // keys between a prefetch and the read
 
 // Narrow `alive` (-1 or 0, by slot) to the entries with the minimum of a word. The loops over all
 // slots have no branch, so that they vectorise.
@@ -91,7 +91,7 @@ EMB_HD Choice choice_of(int64_t slot, Choice::Mode mode, int room) {
 EMB_HD Choice choose_one(const HashInsertion& insertion, const BucketState* states, int64_t miss) {
   const auto [first, second] = buckets_of(insertion, miss);
   const int in_first = free_slots(insertion, states, first);
-  if (in_first > kPreferFirstBucket) return choice_of(first * kSlots, Choice::kFree, in_first);
+  if (in_first > kPreferredFreeSlots) return choice_of(first * kSlots, Choice::kFree, in_first);
   const int in_second = free_slots(insertion, states, second);
   if (in_first + in_second > 0) {
     if (in_first >= in_second) return choice_of(first * kSlots, Choice::kFree, in_first);
@@ -131,9 +131,10 @@ void choose(const HashInsertion& insertion, const BucketState* states, const int
     for (int64_t i = 0; i < n; ++i) choices[i] = choose_one(insertion, states, pending[i]);
     return;
   }
-  for (int64_t i = -2 * kAhead; i < n; ++i) {
-    if (i + 2 * kAhead < n) prefetch_tags(insertion, pending[i + 2 * kAhead]);
-    if (i + kAhead >= 0 && i + kAhead < n) prefetch_if_full(insertion, pending[i + kAhead]);
+  for (int64_t i = -2 * kKeysAhead; i < n; ++i) {
+    if (i + 2 * kKeysAhead < n) prefetch_tags(insertion, pending[i + 2 * kKeysAhead]);
+    if (i + kKeysAhead >= 0 && i + kKeysAhead < n)
+      prefetch_if_full(insertion, pending[i + kKeysAhead]);
     if (i >= 0) choices[i] = choose_one(insertion, nullptr, pending[i]);
   }
 }
@@ -182,9 +183,9 @@ void commit(const HashInsertion& insertion, BucketState* states, const int64_t* 
            choice.slot < end * kSlots;
   };
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && is_mine(choices[i + kAhead])) {
-      __builtin_prefetch(insertion.table.entry(choices[i + kAhead].slot), 1);
-      __builtin_prefetch(insertion.table.tags + choices[i + kAhead].slot, 1);
+    if (i + kKeysAhead < n && is_mine(choices[i + kKeysAhead])) {
+      __builtin_prefetch(insertion.table.entry(choices[i + kKeysAhead].slot), 1);
+      __builtin_prefetch(insertion.table.tags + choices[i + kKeysAhead].slot, 1);
     }
     if (!is_mine(choices[i])) continue;
     BucketState* state = states == nullptr ? nullptr : states + choices[i].slot / kSlots;

@@ -1,11 +1,13 @@
 // The distinct missing keys of a batch on the GPU, which `hash_touch_` finds.
 //
-// A scratch table of open addressing holds, for every distinct missing key, its table and the first
-// of its positions: whichever thread claims a cell, the lowest position remains, so the result does
-// not depend on the order of threads. Misses are numbered by table and first position without a
-// sort: every block counts the first positions of its range of the batch, in all and by segment.
-// One block turns the counts of segments into the first number of every segment, and the number of
-// a miss follows from the first positions before it.
+// A scratch table of open addressing holds, for every distinct missing key, the first of its
+// positions: whichever thread claims a cell, the lowest position remains, so the result does not
+// depend on the order of threads. Misses are numbered by table and first position without a sort: a
+// plan of the batch has its segments in the order of their tables, and in that order the number of
+// a miss is the number of first positions before its own. One kernel does all of it: blocks take
+// parts of the batch in order, publish how many first positions they have, wait for the counts of
+// the parts before, and write numbers into cells, where later positions of the same keys find them.
+// A block waits only for parts that were taken before its own, by blocks that are running.
 #pragma once
 
 #include "hash/args.h"
@@ -14,54 +16,51 @@
 namespace emb::cuda {
 
 inline constexpr uint32_t kNoCell = UINT32_MAX;
-inline constexpr unsigned long long kEmptyCell = UINT64_MAX;
-inline constexpr unsigned long long kNumberedCell = 1ull << 63;
+inline constexpr uint32_t kEmptyCell = UINT32_MAX;
+inline constexpr uint32_t kNumberedCell = uint32_t{1} << 31;
 
-// Positions by key. A cell is kEmptyCell, or table and lowest position so far of its key; once
-// misses are numbered, kNumberedCell and the number of its miss.
+// A key's cell, and whether its thread is the first to claim it.
+struct CellClaim {
+  uint32_t cell;
+  bool is_new;
+};
+
+// Positions by key. A cell is kEmptyCell, or the lowest position so far of its key; once misses are
+// numbered, kNumberedCell and the number of its miss.
 struct KeyCells {
-  unsigned long long* cells;
+  uint32_t* cells;
   uint32_t mask;      // of the cells
   uint32_t* cell_of;  // by position; kNoCell for keys that are not taken
   uint64_t hash_key;
 
-  EMB_DEVICE static unsigned long long word(int t, int64_t position) {
-    return static_cast<unsigned long long>(t) << 32 | static_cast<uint32_t>(position);
-  }
-
   // Claim the cell of the key at a position of table t. The value of a claimed cell only decreases,
   // and all its values are positions of one key: reading an old value is harmless.
-  EMB_DEVICE uint32_t claim(const int64_t* ids, int64_t position, int t) const {
-    const unsigned long long mine = word(t, position);
-    const int64_t key = ids[position];
+  EMB_DEVICE CellClaim claim(const KeyBatch& batch, int64_t position, int t) const {
+    const auto self = static_cast<uint32_t>(position);
+    const int64_t key = batch.ids[position];
     auto cell = static_cast<uint32_t>(mix((static_cast<uint64_t>(key) ^ hash_key) + mix(t)));
     for (;; ++cell) {
       cell &= mask;
-      unsigned long long other = cells[cell];
-      if (other == kEmptyCell) other = atomicCAS(cells + cell, kEmptyCell, mine);
-      if (other == kEmptyCell) return cell;
-      if (static_cast<int>(other >> 32) != t || ids[static_cast<uint32_t>(other)] != key) continue;
-      if (mine < other) atomicMin(cells + cell, mine);
-      return cell;
+      uint32_t other = cells[cell];
+      if (other == kEmptyCell) other = atomicCAS(cells + cell, kEmptyCell, self);
+      if (other == kEmptyCell) return {cell, true};
+      if (batch.ids[other] != key || batch.table_at(other) != t) continue;
+      if (self < other) atomicMin(cells + cell, self);
+      return {cell, false};
     }
   }
 
-  // Return the table of the key whose first position this is, otherwise -1. Before misses are
-  // numbered, or for numbered cells: -1.
-  EMB_DEVICE int table_of_first(int64_t position) const {
-    const uint32_t cell = cell_of[position];
-    if (cell == kNoCell) return -1;
-    const unsigned long long value = cells[cell];
-    const bool is_first = (value & kNumberedCell) == 0 && static_cast<uint32_t>(value) == position;
-    return is_first ? static_cast<int>(value >> 32) : -1;
+  // Return whether a position is the first of the key in `cell`, before that is numbered.
+  EMB_DEVICE bool is_first(uint32_t cell, int64_t position) const {
+    return cell != kNoCell && cells[cell] == static_cast<uint32_t>(position);
   }
 
-  // Return the number of the miss at a position, -1 for none.
-  EMB_DEVICE int32_t number_at(int64_t position) const {
-    const uint32_t cell = cell_of[position];
-    if (cell == kNoCell) return -1;
-    const unsigned long long value = cells[cell];
-    return (value & kNumberedCell) != 0 ? static_cast<int32_t>(value) : -1;
+  // Return the number of the miss in a cell, when it has one.
+  EMB_DEVICE int32_t wait_for_number(uint32_t cell) const {
+    for (;;) {
+      const uint32_t value = *static_cast<const volatile uint32_t*>(cells + cell);
+      if ((value & kNumberedCell) != 0) return static_cast<int32_t>(value & ~kNumberedCell);
+    }
   }
 };
 
@@ -71,11 +70,14 @@ struct MissOutput {
   int32_t* groups;
 };
 
-// Counts of first positions: by block and by segment. `shifts`, by segment, leads from the number
-// of first positions before one to the number of its miss; `next` is by table.
-struct FirstCounts {
-  int32_t* by_block;
-  int64_t *by_segment, *shifts, *next;
+// Scratch for the numbers of a batch's misses.
+struct BatchPlan {
+  int32_t* segments;     // in the order of their tables
+  int64_t* starts;       // where each begins in a batch of that order, and their end
+  int32_t* next;         // by table, and for segments of no table: while segments are ordered
+  int64_t* misses;       // by table
+  int32_t* part_firsts;  // by part of the batch: its first positions + 1; 0 until known
+  int32_t *taken_parts, *is_valid;
 };
 
 // Return the number of cells for a batch of n keys: a power of two, usually at least twice the
@@ -87,152 +89,204 @@ inline int64_t num_cells(int64_t n) {
 }
 
 // Fill scratch with ones.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_clear_kernel(unsigned long long* words, int64_t n) {
-  for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
-    words[i] = kEmptyCell;
-  }
-}
-
-// Call `body(position, segment)` for the positions of this block's part of the batch, tile by tile;
-// segment -1 for none. Called by all threads of a grid of kTileThreads per block.
-template <class Body>
-EMB_DEVICE void for_each_of_block(const KeyBatch& batch, int* shared, const Body& body) {
-  const auto start = [&](int f) { return batch.starts[f]; };
-  const int64_t begin = block_begin(batch.n, blockIdx.x),
-                stop = block_begin(batch.n, blockIdx.x + 1);
-  for (int64_t tile = begin; tile < stop; tile += kTileThreads) {
-    const int64_t end = tile + kTileThreads < batch.n ? tile + kTileThreads : batch.n;
-    const TileSearch search(start, batch.segments, tile, end, shared);
-    const int64_t position = tile + threadIdx.x;
-    body(position, position < end ? search.find(start, position) : -1);
+EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
+  for (int64_t i = simt::global_thread(); i <= mask; i += simt::threads_in_grid()) {
+    cells[i] = kEmptyCell;
   }
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_count_firsts_kernel(KeyBatch batch, KeyCells keys, FirstCounts counts) {
-  __shared__ int range[2];
-  __shared__ int64_t sums[kTileThreads / kSlots];
-  int64_t mine = 0, total;
-  TableTally of_segment(counts.by_segment, 1);
-  for_each_of_block(batch, range, [&](int64_t position, int segment) {
-    const bool is_first = segment >= 0 && keys.table_of_first(position) >= 0;
-    mine += is_first;
-    of_segment.add(segment, is_first);
-  });
-  of_segment.flush();
-  exclusive_sum(mine, sums, &total);
-  if (threadIdx.x == 0) counts.by_block[blockIdx.x] = static_cast<int32_t>(total);
+    hash_clear_kernel(uint32_t* cells, uint32_t mask) {
+  clear_cells(cells, mask);
 }
 
-// Write where each table begins among the misses, and the shift of every segment. Runs in one
-// block.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_plan_misses_kernel(KeyBatch batch, int num_tables, FirstCounts counts, int64_t* offsets) {
+// Order the segments of a batch by table; padding, the positions before the first segment, comes
+// behind them. Segments that do not cover the rest of the batch in order make the plan invalid: the
+// batch has no misses then. Called by one block.
+EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPlan& plan) {
   __shared__ int64_t sums[kTileThreads / kSlots];
-  __shared__ int64_t tile_counts[kTileThreads];
   __shared__ int tile_tables[kTileThreads];
+  __shared__ int is_valid;
   const auto self = static_cast<int>(threadIdx.x);
   const auto table_of = [&](int f) {
-    const int64_t t = f < batch.segments ? batch.tables[f] : -1;
-    return t >= 0 && t < num_tables ? static_cast<int>(t) : -1;
+    const int64_t t = batch.tables[f];
+    return t >= 0 && t < num_tables ? static_cast<int>(t) : num_tables;
   };
-  for (int t = self; t < num_tables; t += kTileThreads) counts.next[t] = 0;
+  if (self == 0) is_valid = batch.starts[0] >= 0 && batch.starts[batch.segments] == batch.n;
+  for (int t = self; t <= num_tables; t += kTileThreads) plan.next[t] = 0;
   __syncthreads();
   for (int f = self; f < batch.segments; f += kTileThreads) {
-    if (table_of(f) >= 0) add_to(counts.next + table_of(f), counts.by_segment[f]);
+    atomicAdd(plan.next + table_of(f), 1);
+    if (batch.starts[f] > batch.starts[f + 1]) is_valid = 0;
   }
   __syncthreads();
   int64_t before = 0, total;
-  for (int tile = 0; tile < num_tables; tile += kTileThreads) {
+  for (int tile = 0; tile <= num_tables; tile += kTileThreads) {
     const int t = tile + self;
-    const int64_t count = t < num_tables ? counts.next[t] : 0;
-    const int64_t begin = before + exclusive_sum(count, sums, &total);
-    if (t < num_tables) counts.next[t] = offsets[t] = begin;
+    const int64_t first = before + exclusive_sum(t <= num_tables ? plan.next[t] : 0, sums, &total);
+    if (t <= num_tables) plan.next[t] = static_cast<int32_t>(first);
     before += total;
   }
-  if (self == 0) offsets[num_tables] = before;
+  for (int tile = 0; tile < batch.segments; tile += kTileThreads) {
+    const int f = tile + self, t = f < batch.segments ? table_of(f) : -1;
+    tile_tables[self] = t;
+    __syncthreads();
+    int number = t < 0 ? 0 : plan.next[t];
+    for (int other = 0; other < self; ++other) number += tile_tables[other] == t;
+    if (t >= 0) plan.segments[number] = f;
+    __syncthreads();
+    if (t >= 0) atomicAdd(plan.next + t, 1);
+  }
+  __syncthreads();
   before = 0;
   for (int tile = 0; tile < batch.segments; tile += kTileThreads) {
-    const int f = tile + self, t = table_of(f);
-    const int64_t count = f < batch.segments ? counts.by_segment[f] : 0;
-    tile_tables[self] = t;
-    tile_counts[self] = count;
-    const int64_t firsts = before + exclusive_sum(count, sums, &total);  // and a barrier
+    const int i = tile + self, f = i < batch.segments ? plan.segments[i] : -1;
+    const int64_t length = f < 0 ? 0 : batch.starts[f + 1] - batch.starts[f];
+    const int64_t start = before + exclusive_sum(length, sums, &total);
+    if (f >= 0) plan.starts[i] = start;
     before += total;
-    int64_t number = t < 0 ? 0 : counts.next[t];
-    for (int other = 0; other < self; ++other) {
-      if (tile_tables[other] == t) number += tile_counts[other];
+  }
+  if (self != 0) return;
+  plan.starts[batch.segments] = before;
+  *plan.is_valid = is_valid;
+}
+
+// Call `body(i, position)` for the i-th positions, in the order of the plan, of a part of the
+// batch, tile by tile; position -1 beyond its end. Called by all threads of the block.
+template <class Body>
+EMB_DEVICE void for_each_of_part(const KeyBatch& batch, const BatchPlan& plan, unsigned part,
+                                 int* shared, const Body& body) {
+  const auto start = [&](int i) { return plan.starts[i]; };
+  const bool is_valid = *plan.is_valid != 0;
+  const int64_t num_in_segments = plan.starts[batch.segments];
+  const int64_t begin = block_begin(batch.n, part), stop = block_begin(batch.n, part + 1);
+  for (int64_t tile = begin; tile < stop; tile += kTileThreads) {
+    const int64_t end = tile + kTileThreads < batch.n ? tile + kTileThreads : batch.n;
+    const int64_t i = tile + threadIdx.x;
+    int64_t position = i < end ? i : -1;
+    if (is_valid) {
+      const TileSearch search(start, batch.segments, tile, end, shared);
+      const int at = i < num_in_segments ? search.find(start, i) : -1;
+      if (at >= 0) position = batch.starts[plan.segments[at]] + i - plan.starts[at];
+      if (i >= num_in_segments && i < end) position = i - num_in_segments;
     }
-    if (f < batch.segments) counts.shifts[f] = number - firsts;
-    __syncthreads();
-    if (t >= 0) add_to(counts.next + t, count);
-    __syncthreads();
+    body(i, position);
   }
 }
 
-// Number the misses: the cell of a key now holds its number.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_number_kernel(KeyBatch batch, KeyCells keys, FirstCounts counts, MissOutput out) {
+// Write where each table begins among the misses. Called by one block.
+EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* offsets,
+                              int64_t* sums) {
+  const bool is_valid = *plan.is_valid != 0;
+  int64_t before = 0, total;
+  for (int tile = 0; tile < num_tables; tile += kTileThreads) {
+    const int t = tile + static_cast<int>(threadIdx.x);
+    const int64_t count = is_valid && t < num_tables ? plan.misses[t] : 0;
+    const int64_t begin = before + exclusive_sum(count, sums, &total);
+    if (t < num_tables) offsets[t] = begin;
+    before += total;
+  }
+  if (threadIdx.x == 0) offsets[num_tables] = before;
+}
+
+// Publish the number of first positions of a part; return that of all parts before it.
+EMB_DEVICE int64_t firsts_before(const BatchPlan& plan, unsigned part, int64_t firsts,
+                                 int64_t* sums) {
+  int64_t total;
+  exclusive_sum(firsts, sums, &total);
+  if (threadIdx.x == 0) atomicExch(plan.part_firsts + part, static_cast<int32_t>(total + 1));
+  int64_t before = 0;
+  for (unsigned other = threadIdx.x; other < part; other += kTileThreads) {
+    int32_t published = 0;
+    while (published == 0) {
+      published = *static_cast<const volatile int32_t*>(plan.part_firsts + other);
+    }
+    before += published - 1;
+  }
+  exclusive_sum(before, sums, &total);
+  return total;
+}
+
+// Add the uses of positions that are not the first ones of their keys. A key that occurs several
+// times in a warp is added once. Called by the whole warp; group -1 for none.
+EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position, int64_t* totals) {
+  if (!__any_sync(simt::kFullMask, group >= 0)) return;
+  __threadfence();  // the uses of the first position were written before its number
+  if (uses != nullptr) {
+    if (group >= 0) add_uses_to(totals + group, uses[position]);
+    return;
+  }
+  const unsigned same = __match_any_sync(simt::kFullMask, group);
+  const bool leads = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
+  if (group >= 0 && leads) add_uses_to(totals + group, __popc(same));
+}
+
+// Number the misses, write the number of each position's key, and add up the uses. Entries behind
+// the last miss are 0: the positions that are not first write them, from the end on.
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 6)
+    hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells keys,
+                       const int64_t* uses, MissOutput out) {
   __shared__ int range[2];
   __shared__ int64_t sums[kTileThreads / kSlots];
-  int64_t before = 0, total;
-  for (unsigned block = threadIdx.x; block < blockIdx.x; block += kTileThreads) {
-    before += counts.by_block[block];
-  }
-  exclusive_sum(before, sums, &before);
-  for_each_of_block(batch, range, [&](int64_t position, int segment) {
-    const bool is_first = segment >= 0 && keys.table_of_first(position) >= 0;
-    const int64_t firsts = before + exclusive_sum(is_first, sums, &total);
-    before += total;
-    if (!is_first) return;
-    const int64_t number = firsts + counts.shifts[segment];
-    if (number < 0 || number >= batch.n) return;  // only if segments are not in order
-    out.first[number] = position;
-    keys.cells[keys.cell_of[position]] = kNumberedCell | static_cast<uint32_t>(number);
+  __shared__ int counts[kTileThreads / kSlots];
+  __shared__ int part_of_block;
+  if (threadIdx.x == 0) part_of_block = atomicAdd(plan.taken_parts, 1);
+  __syncthreads();
+  const auto part = static_cast<unsigned>(part_of_block);
+  if (part == 0) write_offsets(num_tables, plan, out.offsets, sums);
+  const bool is_valid = *plan.is_valid != 0;
+  const auto cell_at = [&](int64_t position) {
+    return is_valid && position >= 0 ? keys.cell_of[position] : kNoCell;
+  };
+  int64_t firsts = 0;
+  for_each_of_part(batch, plan, part, range, [&](int64_t, int64_t position) {
+    firsts += keys.is_first(cell_at(position), position);
   });
-}
-
-// Write the number of each position's key, and add up the uses. A key that occurs several times in
-// a warp is added once.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_total_kernel(const int64_t* counts, int64_t n, KeyCells keys, MissOutput out) {
-  const int64_t rounded = (n + kSlots - 1) / kSlots * kSlots;
-  for (int64_t i = simt::global_thread(); i < rounded; i += simt::threads_in_grid()) {
-    const int32_t group = i < n ? keys.number_at(i) : -1;
-    if (i < n) out.groups[i] = group;
-    if (counts != nullptr) {
-      if (group >= 0) add_uses_to(out.totals + group, counts[i]);
-      continue;
+  int64_t before = firsts_before(plan, part, firsts, sums);
+  for_each_of_part(batch, plan, part, range, [&](int64_t i, int64_t position) {
+    const uint32_t cell = cell_at(position);
+    const bool is_first = keys.is_first(cell, position);
+    int total;
+    const int64_t number = before + exclusive_count(is_first, counts, &total);
+    before += total;
+    const int64_t entry = is_first ? number : batch.n - 1 - (i - number);
+    if (position >= 0) {
+      out.first[entry] = is_first ? position : 0;
+      out.totals[entry] = !is_first ? 0 : uses == nullptr ? 1 : uses[position];
     }
-    const unsigned same = __match_any_sync(simt::kFullMask, group);
-    const bool leads = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
-    if (group >= 0 && leads) add_uses_to(out.totals + group, __popc(same));
-  }
+    if (is_first) {
+      __threadfence();  // the uses before the number: whoever sees that adds to them
+      atomicExch(keys.cells + cell, kNumberedCell | static_cast<uint32_t>(number));
+    }
+    __syncthreads();  // from here on threads wait for numbers, of this tile too
+    const int32_t group = cell == kNoCell ? -1 : keys.wait_for_number(cell);
+    if (position >= 0) out.groups[position] = group;
+    add_repeats(is_first ? -1 : group, uses, position, out.totals);
+  });
 }
 
 // Return cells for the keys of a batch, not cleared.
 template <class Work>
 KeyCells key_cells(Work& work, int64_t n) {
   const int64_t cells = num_cells(n);
-  return {work.template scratch<unsigned long long>(cells), static_cast<uint32_t>(cells - 1),
+  return {work.template scratch<uint32_t>(cells), static_cast<uint32_t>(cells - 1),
           work.template scratch<uint32_t>(n), batch_hash_key()};
 }
 
-// Number the misses whose keys have claimed `keys`. `Work` launches kernels and allocates scratch
-// memory: DeviceWork, or its counterpart on the host in tests.
+// Return scratch for a batch of which `parts` blocks number the misses, not cleared.
 template <class Work>
-void launch_number_misses(Work& work, const KeyBatch& batch, int num_tables, const KeyCells& keys,
-                          const FirstCounts& counts, const int64_t* uses, const MissOutput& out) {
-  const auto& launcher = work.launcher();
-  const unsigned blocks = key_blocks(launcher, batch.n);
-  if (batch.n > 0) {
-    launcher(hash_count_firsts_kernel, blocks, kTileThreads, batch, keys, counts);
-  }
-  launcher(hash_plan_misses_kernel, 1, kTileThreads, batch, num_tables, counts, out.offsets);
-  if (batch.n == 0) return;
-  launcher(hash_number_kernel, blocks, kTileThreads, batch, keys, counts, out);
-  launcher(hash_total_kernel, blocks, kTileThreads, uses, batch.n, keys, out);
+BatchPlan batch_plan(Work& work, const KeyBatch& batch, int num_tables, unsigned parts) {
+  const int64_t longs = batch.segments + 1 + int64_t{num_tables};
+  const int64_t ints = batch.segments + num_tables + 1 + int64_t{parts} + 2;
+  BatchPlan plan{};
+  plan.starts = work.template scratch<int64_t>(longs + (ints + 1) / 2);
+  plan.misses = plan.starts + batch.segments + 1;
+  plan.segments = reinterpret_cast<int32_t*>(plan.starts + longs);
+  plan.next = plan.segments + batch.segments;
+  plan.part_firsts = plan.next + num_tables + 1;
+  plan.taken_parts = plan.part_firsts + parts;
+  plan.is_valid = plan.taken_parts + 1;
+  return plan;
 }
 
 }  // namespace emb::cuda

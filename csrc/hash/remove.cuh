@@ -14,26 +14,26 @@ namespace emb::cuda {
     if (position >= batch.n) return;
     const int64_t slot = t < 0 ? kNoSlot : find_slot(index.table(t), batch.ids[position]);
     slots[position] = slot;
-    keys.cell_of[position] = slot >= 0 ? keys.claim(batch.ids, position, t) : kNoCell;
+    keys.cell_of[position] = slot >= 0 ? keys.claim(batch, position, t).cell : kNoCell;
   });
 }
 
 // The first position of a key frees its slot.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_erase_kernel(DeviceIndex index, int64_t n, KeyCells keys, int64_t* slots) {
+    hash_erase_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
+  __shared__ int range[2];
   TableTally erased = counter_tally(index, kErased);
   TableTally sizes(index.tables + kSize, kHashTableColumns);
-  const int64_t rounded = (n + kSlots - 1) / kSlots * kSlots;
-  for (int64_t i = simt::global_thread(); i < rounded; i += simt::threads_in_grid()) {
-    const int t = i < n ? keys.table_of_first(i) : -1;
-    if (t >= 0) {
-      index.tags[index.field(t, kFirstBucket) * kSlots + slots[i]] = kEmptyTag;
-    } else if (i < n) {
-      slots[i] = kNoSlot;
+  for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
+    const bool frees = t >= 0 && keys.is_first(keys.cell_of[position], position);
+    if (frees) {
+      index.tags[index.field(t, kFirstBucket) * kSlots + slots[position]] = kEmptyTag;
+    } else if (position < batch.n) {
+      slots[position] = kNoSlot;
     }
-    erased.add(t, t >= 0);
-    sizes.add_each(t, t >= 0 ? -1 : 0);
-  }
+    erased.add(t, frees);
+    sizes.add_each(t, frees ? -1 : 0);
+  });
   erased.flush();
   sizes.flush();
 }
@@ -70,9 +70,9 @@ void launch_erase(Work& work, const DeviceIndex& index, const KeyBatch& batch, i
   const auto& launcher = work.launcher();
   const KeyCells keys = key_cells(work, batch.n);
   const unsigned blocks = key_blocks(launcher, batch.n);
-  launcher(hash_clear_kernel, blocks, kTileThreads, keys.cells, int64_t{keys.mask} + 1);
+  launcher(hash_clear_kernel, blocks, kTileThreads, keys.cells, keys.mask);
   launcher(hash_find_and_claim_kernel, blocks, kTileThreads, index, batch, keys, slots);
-  launcher(hash_erase_kernel, blocks, kTileThreads, index, batch.n, keys, slots);
+  launcher(hash_erase_kernel, blocks, kTileThreads, index, batch, keys, slots);
 }
 
 template <class Launcher>

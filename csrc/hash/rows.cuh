@@ -1,5 +1,5 @@
-// Rows of values by slot on the GPU: find and read them, read them, start new ones, write them, and
-// gather those of evicted keys.
+// Rows of values by slot on the GPU: find and read them, read them, start new ones, write them, add
+// to them, and gather those of evicted keys.
 //
 // A warp takes 32 keys. Each lane computes once where the row of its key comes from and where it
 // goes; then groups of lanes copy the rows, the addresses by shuffles, and each group has
@@ -9,8 +9,12 @@
 // Where a batch repeats a key, its last row is written: positions claim cells of a scratch table by
 // slot, and a cell ends with the last position of its slot, whatever the order of threads.
 //
+// Rows that are added come in groups of equal slots: a group of lanes adds up those of a slot in
+// order, with kRowsInFlight in registers.
+//
 // Evicted rows are gathered in the order of their keys without a sort: every block counts those of
-// its range of keys, and later begins at the sum of the counts before it.
+// its range of keys, and later begins at the sum of the counts before it. Every matrix, of weights
+// or states, takes one kernel; the first one also gathers the entries.
 #pragma once
 
 #include <type_traits>
@@ -232,6 +236,51 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
+// Positions by slot, as `group` returns them: group g, that of slots[g], has the positions
+// permutation[j] for j in [segments[g], segments[g + 1]). There are at most n groups.
+struct SlotGroups {
+  const int64_t* slots;
+  const int32_t *segments, *permutation, *count;
+  int64_t n;
+};
+
+// Add rows of `dim` elements to those in slots, each sum rounded to T.
+template <class T>
+__global__ void __launch_bounds__(kTileThreads)
+    hash_add_rows_kernel(RowArray<T> values, SlotGroups groups, int64_t dim, int lanes,
+                         const T* rows) {
+  constexpr int kColumns = 16 / static_cast<int>(sizeof(T));  // of a lane
+  const LaneGroup lane(lanes);
+  const int64_t step = simt::warps_in_grid() * lane.groups_in_warp();
+  const int count = *groups.count;
+  for (int64_t g = simt::global_warp() * lane.groups_in_warp() + lane.group; g < count; g += step) {
+    T* row = values.in_slot(groups.slots[g]);
+    if (row == nullptr) continue;
+    const int begin = groups.segments[g], end = groups.segments[g + 1];
+    for (int64_t column = int64_t{lane.rank} * kColumns; column < dim;
+         column += int64_t{lanes} * kColumns) {
+      const int valid = dim - column < kColumns ? static_cast<int>(dim - column) : kColumns;
+      float sum[kColumns];
+      read_columns(row + column, valid, sum);
+      for (int j = begin; j < end; j += kRowsInFlight) {
+        float more[kRowsInFlight][kColumns];
+#pragma unroll
+        for (int r = 0; r < kRowsInFlight; ++r) {
+          if (j + r >= end) break;
+          read_columns(rows + groups.permutation[j + r] * dim + column, valid, more[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < kRowsInFlight; ++r) {
+          if (j + r >= end) break;
+#pragma unroll
+          for (int k = 0; k < kColumns; ++k) sum[k] = to_float(from_float<T>(sum[k] + more[r][k]));
+        }
+      }
+      write_columns(row + column, valid, sum);
+    }
+  }
+}
+
 // The entries and rows of evicted keys, gathered; all by miss.
 struct EvictedKeys {
   const int64_t* slots;
@@ -245,8 +294,15 @@ struct EvictedKeys {
   }
 };
 
+// Null where a kernel gathers rows only.
 struct EvictedEntries {
   int64_t *keys, *stamps, *scores, *count;
+};
+
+// Rows by slot, and where those of evicted keys go.
+struct EvictedMatrix {
+  RowBytes rows;
+  void* out;
 };
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
@@ -278,16 +334,20 @@ __global__ void __launch_bounds__(kTileThreads)
     const int64_t to = before + exclusive_sum(has, sums, &total);
     before += total;
     RowMove<Unit> move;
-    if (has) {
+    if (has && entries.keys != nullptr) {
       entries.keys[to] = evicted.words[3 * miss + kKey];
       entries.stamps[to] = evicted.words[3 * miss + kStamp];
       entries.scores[to] = evicted.words[3 * miss + kScore];
+    }
+    if (has) {
       move.from = values.in_slot(evicted.slots[miss]);
       move.to = rows + to * shape.units;
     }
     move_rows<false, true>(shape, move, 0);
   }
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) *entries.count = before;
+  if (entries.count != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
+    *entries.count = before;
+  }
 }
 
 // Call `body(Unit{}, units)` for the widest unit that rows of `bytes` can be divided into, where
@@ -343,8 +403,8 @@ void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, i
   const SlotCells keys{work.template scratch<int32_t>(cells), static_cast<uint32_t>(cells - 1),
                        work.template scratch<uint32_t>(n)};
   const unsigned blocks = key_blocks(launcher, n);
-  launcher(hash_clear_kernel, blocks, kTileThreads,
-           reinterpret_cast<unsigned long long*>(keys.cells), cells / 2);
+  launcher(hash_clear_kernel, blocks, kTileThreads, reinterpret_cast<uint32_t*>(keys.cells),
+           keys.mask);
   launcher(hash_claim_last_kernel, blocks, kTileThreads, slots, n, keys);
   with_unit(rows, [&](auto unit, int64_t units) {
     using Unit = decltype(unit);
@@ -354,20 +414,40 @@ void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, i
   });
 }
 
+template <class Launcher>
+void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype,
+                     const SlotGroups& groups, const void* from) {
+  if (groups.n == 0) return;
+  with_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kColumns = 16 / static_cast<int>(sizeof(T));
+    const int64_t dim = rows.bytes / static_cast<int64_t>(sizeof(T));
+    const int lanes = lanes_for(dim, kColumns);
+    launcher(hash_add_rows_kernel<T>,
+             blocks_for(groups.n, kTileThreads / lanes, launcher.blocks(8)), kTileThreads,
+             row_array<T>(rows.data, rows.stride, rows.count), groups, dim, lanes,
+             static_cast<const T*>(from));
+  });
+}
+
 // `evicted` comes without its scratch.
 template <class Work>
-void launch_evicted_rows(Work& work, const RowBytes& rows, EvictedKeys evicted,
-                         const EvictedEntries& entries, void* out) {
+void launch_evicted_rows(Work& work, EvictedKeys evicted, EvictedEntries entries,
+                         const EvictedMatrix* matrices, int num_matrices) {
   const auto& launcher = work.launcher();
   const unsigned blocks = key_blocks(launcher, evicted.n);
   evicted.counts = work.template scratch<int32_t>(blocks);
   launcher(hash_count_evicted_kernel, blocks, kTileThreads, evicted);
-  with_unit(rows, [&](auto unit, int64_t units) {
-    using Unit = decltype(unit);
-    launcher(hash_evicted_rows_kernel<Unit>, blocks, kTileThreads,
-             row_array<const Unit>(rows.data, rows.stride, rows.count), evicted, row_units(units),
-             entries, static_cast<Unit*>(out));
-  });
+  for (int m = 0; m < num_matrices; ++m) {
+    const RowBytes& rows = matrices[m].rows;
+    with_unit(rows, [&](auto unit, int64_t units) {
+      using Unit = decltype(unit);
+      launcher(hash_evicted_rows_kernel<Unit>, blocks, kTileThreads,
+               row_array<const Unit>(rows.data, rows.stride, rows.count), evicted, row_units(units),
+               entries, static_cast<Unit*>(matrices[m].out));
+    });
+    entries = {};
+  }
 }
 
 }  // namespace emb::cuda

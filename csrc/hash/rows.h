@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "core/dtype.h"
+
 namespace emb {
 
 // Rows `stride` bytes apart; `alignment` divides the row's bytes, the stride and every address that
@@ -18,6 +20,14 @@ inline int64_t alignment_of(uintptr_t bits) {
     if (bits % static_cast<uintptr_t>(bytes) == 0) return bytes;
   }
   return 2;
+}
+
+// Call `body(TypeTag<T>{})` for the element type of a dtype.
+template <class Body>
+void with_dtype(Dtype dtype, const Body& body) {
+  for_each_dtype([&](auto tag, int number) {
+    if (number == static_cast<int>(dtype)) body(tag);
+  });
 }
 
 }  // namespace emb

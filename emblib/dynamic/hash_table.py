@@ -18,6 +18,7 @@ from emblib.dynamic.keys import as_keys, hash_keys_of
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, initial_rows_, rule_of
+from emblib.ops.primitives import group
 from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
 from emblib.tables import memory, state_dicts
 from emblib.tables.changes import CompletingLock
@@ -343,8 +344,10 @@ class HashTable(nn.Module):
         if result is None:
             none = torch.zeros(1, dtype=torch.int64, device=self.values.device)
             return insertion._replace(evicted=self._no_rows(), num_evicted=none)
-        *rows, count = hash.hash_evicted_rows(self.values, *result)
-        return insertion._replace(evicted=TableRows(*rows), num_evicted=count)
+        keys, rows, stamps, scores, count = hash.hash_evicted_rows([self.values], *result)
+        return insertion._replace(
+            evicted=TableRows(keys, rows[0], stamps, scores), num_evicted=count
+        )
 
     @torch.no_grad()
     @atomic
@@ -361,14 +364,14 @@ class HashTable(nn.Module):
     def accumulate(self, keys: Tensor, deltas: Tensor) -> Tensor:
         """Add to the values of keys that are in the table; return which are, bool `[n]`.
 
-        The deltas of a key that repeats are added to it one after the other on the CPU; on CUDA
-        their order is not fixed.
+        The deltas of a key that repeats are added to it one after the other.
         """
         batch = self._batch(keys)
+        deltas = self._checked(batch, deltas)
         slots = self.index.find(batch)
-        there = slots >= 0
-        self.values.index_add_(0, slots[there], self._checked(batch, deltas)[there])
-        return there
+        groups = group(slots, self.values.shape[0])
+        hash.hash_add_rows_(self.values, *groups, deltas)
+        return slots >= 0
 
     @atomic
     def scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The ops of the software cache: plan which rows a batch needs, move them, find them again.
 
 The cache is 32-way set-associative; slot `set * 32 + way` holds one row of any table, with its
-optimizer state. Linear row r can be in one set only, `(mix64(r) >> 32) * sets >> 32` with the
+optimizer state. Linear row r can be in one set only, `(finalise(r) >> 32) * sets >> 32` with the
 finaliser of MurmurHash3 (Appleby, 2011). Cached tables have the highest linear rows of a module.
 
 Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`), T tables, S slots:

@@ -54,9 +54,13 @@ Rows of values by slot, `values` `[slots, dim]` with contiguous rows, slot -1 fo
   new keys of a batch, each the `starting` row of its first position, and returns the rows of all
   positions (none if not `reads`)
 - `write_rows_(values, slots, rows)` writes rows; the last one of a slot stays
+- `add_rows_(values, slots, segments, permutation, count, rows)` adds rows to those in slots, one
+  after the other in the order of positions, each sum rounded; its second to fifth argument are what
+  `emblib.ops.primitives.group` makes of the slots of positions
 - `evicted_rows(values, slots, status, evicted)` gathers keys, rows, stamps and scores of evicted
-  keys in the order of the misses, and their number; what follows them is unspecified. Its arguments
-  are those of `InsertResult`, and it must be called before the rows are written
+  keys in the order of the misses, and their number; what follows them is unspecified. `values` is a
+  list, e.g. of weights and states, and so are the rows. Its other arguments are those of
+  `InsertResult`, and it must be called before the rows are written
 
 Every op is deterministic: the same bytes on any number of threads, on any device. The definition is
 `emblib.reference.hash`. Sources: linear hashing (Litwin, 1980), the power of two choices (Azar et
@@ -93,8 +97,8 @@ class Keys(NamedTuple):
     def of(cls, ids: Tensor, table: int = 0) -> "Keys":
         """Make a batch of ids, int64 `[L]`, that all belong to one table."""
         n = ids.numel()
-        starts = torch.zeros(2, dtype=torch.int64, device=ids.device)
-        starts[1:].fill_(n)  # by a kernel: the host would wait for a copy
+        # 0 and n by one kernel: the host would wait for a copy.
+        starts = torch.arange(0, n + 1, n, device=ids.device) if n else ids.new_zeros(2)
         tables = starts[:1] if table == 0 else torch.full_like(starts[:1], table)
         return cls(ids.contiguous(), starts, tables)
 
@@ -152,6 +156,7 @@ hash_find_rows = torch.ops.emblib.hash_find_rows.default
 hash_read_rows = torch.ops.emblib.hash_read_rows.default
 hash_start_rows_ = torch.ops.emblib.hash_start_rows_.default
 hash_write_rows_ = torch.ops.emblib.hash_write_rows_.default
+hash_add_rows_ = torch.ops.emblib.hash_add_rows_.default
 hash_evicted_rows = torch.ops.emblib.hash_evicted_rows.default
 
 
@@ -276,13 +281,25 @@ def _(values: Tensor, slots: Tensor, rows: Tensor) -> None:
     return None
 
 
+@torch.library.register_fake("emblib::hash_add_rows_")
+def _(
+    values: Tensor,
+    slots: Tensor,
+    segments: Tensor,
+    permutation: Tensor,
+    count: Tensor,
+    rows: Tensor,
+) -> None:
+    return None
+
+
 @torch.library.register_fake("emblib::hash_evicted_rows")
 def _(
-    values: Tensor, slots: Tensor, status: Tensor, evicted: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    values: list[Tensor], slots: Tensor, status: Tensor, evicted: Tensor
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor, Tensor]:
     n = slots.numel()
     words = (slots.new_empty(n), slots.new_empty(n), slots.new_empty(1))
-    return torch.empty_like(slots), values.new_empty(n, values.size(1)), *words
+    return torch.empty_like(slots), [v.new_empty(n, v.size(1)) for v in values], *words
 
 
 initial_rows_ = torch.ops.emblib.hash_initial_rows_.default

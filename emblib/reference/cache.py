@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from emblib.columns import Tier
+from emblib.reference.random import finalise
 
 WAYS = 32
 MAX_LOOKUPS = 2**31 - 1  # where the lookups of a row stop being counted
@@ -29,16 +30,9 @@ COUNTERS = (
 )
 
 
-def mix64(x: int) -> int:
-    """Apply the finaliser of MurmurHash3 (Appleby, 2011): every bit of x affects every bit."""
-    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
-    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
-    return x ^ x >> 33
-
-
 def set_of(row: int, sets: int) -> int:
     """Return the set of a linear row: the high half of its hash, scaled to `[0, sets)`."""
-    return (mix64(row) >> 32) * sets >> 32
+    return (finalise(row) >> 32) * sets >> 32
 
 
 @dataclass

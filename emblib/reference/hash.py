@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from emblib.reference.random import philox_counters
+from emblib.reference.random import mix, philox_counters
 
 SLOTS = 32  # of a bucket
 PREFER_FIRST = 16  # with more free slots than these a first bucket is taken
@@ -42,14 +42,6 @@ HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = 1, 2, 3, 4, 5  # what became of a ke
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 
 Batch = Sequence[tuple[int, int]]  # (table, key) of each position
-
-
-def mix(key: int) -> int:
-    """Apply the finaliser of MurmurHash3 (Appleby, 2011), shifted so that 0 is no fixed point."""
-    x = (key + 0x9E3779B97F4A7C15) % 2**64
-    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
-    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
-    return x ^ x >> 33
 
 
 def hash_of(key: int, hash_key: int) -> int:
@@ -440,13 +432,20 @@ def write_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
             values[slot] = row
 
 
+def add_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Add rows to those in slots, in order, each sum in the dtype of values; slot -1 is none."""
+    for slot, row in zip(slots.tolist(), rows, strict=True):
+        if slot >= 0:
+            values[slot] += row
+
+
 def evicted_rows(
-    values: Tensor, slots: Tensor, status: Tensor, evicted: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values: Sequence[Tensor], slots: Tensor, status: Tensor, evicted: Tensor
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """Return keys, rows, stamps and scores of the evicted keys, in the order of the misses."""
-    gone = status == EVICTING
-    keys, stamps, scores = evicted[gone].unbind(1)
-    return keys, values[slots[gone]], stamps, scores
+    is_evicting = status == EVICTING
+    keys, stamps, scores = evicted[is_evicting].unbind(1)
+    return keys, [matrix[slots[is_evicting]] for matrix in values], stamps, scores
 
 
 _MASK = 0xFFFFFFFF

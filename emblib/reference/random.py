@@ -1,4 +1,9 @@
-"""Counter-based random numbers in plain PyTorch: Philox4x32-10 in int64 arithmetic."""
+"""Hashing of 64-bit keys, and counter-based random numbers, in plain PyTorch.
+
+Random numbers are Philox4x32-10 in int64 arithmetic.
+"""
+
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -6,6 +11,31 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
+
+Bits = TypeVar("Bits", int, Tensor)
+
+
+def _wrap(x: Bits) -> Bits:
+    """Return 64 bits of a number; int64 tensors have no more."""
+    return x % 2**64 if isinstance(x, int) else x
+
+
+def finalise(x: Bits) -> Bits:
+    """Apply the finaliser of MurmurHash3 (Appleby, 2011): every bit of x affects every bit.
+
+    Args:
+        x: a number in [0, 2^64), or an int64 tensor of the same bits.
+    """
+    for factor in _FACTORS:
+        x = _wrap((x ^ (x >> 33 & (1 << 31) - 1)) * factor)
+    return x ^ (x >> 33 & (1 << 31) - 1)
+
+
+def mix(x: Bits) -> Bits:
+    """Apply the finaliser after an addition, so that 0 is no fixed point."""
+    return finalise(_wrap(x + _GOLDEN))
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

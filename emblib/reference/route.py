@@ -7,8 +7,8 @@ over features, blocks and segments, never over ids.
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
+from emblib.columns import RouteRule
+from emblib.reference.random import mix
 
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
@@ -20,23 +20,15 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
     return out
 
 
-def _mix(x: Tensor) -> Tensor:
-    """Apply the finaliser of MurmurHash3 after an addition; shifts are unsigned."""
-    x = x + _GOLDEN
-    for factor in _FACTORS:
-        x = (x ^ (x >> 33 & (1 << 31) - 1)) * factor
-    return x ^ (x >> 33 & (1 << 31) - 1)
-
-
 def owners(keys: Tensor, num_blocks: int) -> Tensor:
-    """Apply rule 1: return the block in `[0, num_blocks)` of each key."""
-    return (_mix(_mix(keys.long())) >> 32 & (1 << 32) - 1) * num_blocks >> 32
+    """Apply `RouteRule.BY_KEY`: return the block in `[0, num_blocks)` of each key."""
+    return (mix(mix(keys.long())) >> 32 & (1 << 32) - 1) * num_blocks >> 32
 
 
 def places(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the block of each id of one feature, int64, and the id within that block."""
     first, count, rows, rule = feature.tolist()
-    if rule == 1:
+    if rule == RouteRule.BY_KEY:
         return first + owners(ids, count), ids
     pruned = ids == -1 if rows else torch.ones_like(ids, dtype=torch.bool)
     row = torch.where((ids >= 0) & (ids < rows), ids, 0).long()
@@ -44,7 +36,7 @@ def places(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor
     block = torch.searchsorted(first_rows, row, right=True) - 1
     local = torch.where(ids == row, row - first_rows[block], ids).to(ids.dtype)
     block, local = torch.where(pruned, 0, block), torch.where(pruned, -1, local)
-    if rule == 2:
+    if rule == RouteRule.BY_RANGE_ELSE_SPREAD:
         beyond = ids >= rows
         block = torch.where(beyond, ids % count, block)
         local = torch.where(beyond, ids // count, local)

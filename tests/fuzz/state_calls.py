@@ -11,6 +11,7 @@ from torch import Tensor
 from emblib.init import Normal, Uniform
 from emblib.ops.codes import CACHE_POLICY, HASH_ORDER, INSERT_POLICY
 from emblib.ops.hash import rule_of
+from emblib.ops.primitives import group
 from emblib.reference import hash
 from emblib.reference.cache import CacheModel, flush, move
 from emblib.reference.hash import HashModel
@@ -341,16 +342,31 @@ def _hash_write_rows(draw: random.Random) -> Call:
     return Call("hash_write_rows_", (values, slots, rows), check)
 
 
+def _hash_add_rows(draw: random.Random) -> Call:
+    values = _values(draw, 9)
+    slots = _slots_of_rows(draw, 9)
+    rows, want = torch.randn(slots.numel(), values.size(1)).to(values.dtype), values.clone()
+
+    def check(arguments: Arguments, _: Any) -> None:
+        hash.add_rows_(want, slots, rows)
+        same(arguments[0], want)
+
+    return Call("hash_add_rows_", (values, *group(slots, 9), rows), check)
+
+
 def _hash_evicted_rows(draw: random.Random) -> Call:
-    values = _values(draw, 64)
+    values = [_values(draw, 64) for _ in range(draw.choice([1, 3]))]
     count = draw.choice([0, 1, 40])
     slots = torch.randperm(64)[:count]
     status = torch.randint(2, 6, (count,), dtype=torch.uint8)
     words = torch.randint(-99, 99, (count, 3))
 
     def check(_: Arguments, got: Any) -> None:
-        *parts, number = got
-        for part, want in zip(parts, hash.evicted_rows(values, slots, status, words), strict=True):
+        keys, rows, *parts, number = got
+        wanted = hash.evicted_rows(values, slots, status, words)
+        for part, want in zip(
+            (keys, *rows, *parts), (wanted[0], *wanted[1], *wanted[2:]), strict=True
+        ):
             assert int(number) == want.size(0)
             same(part[: want.size(0)], want)
 
@@ -421,6 +437,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "hash_read_rows": _hash_read_rows,
     "hash_start_rows_": _hash_start_rows,
     "hash_write_rows_": _hash_write_rows,
+    "hash_add_rows_": _hash_add_rows,
     "hash_evicted_rows": _hash_evicted_rows,
     "hash_initial_rows_": _hash_initial_rows,
 }

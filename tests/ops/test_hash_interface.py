@@ -7,6 +7,7 @@ import torch
 
 from emblib.ops import hash
 from emblib.ops.codes import HASH_ORDER, INSERT_POLICY
+from emblib.ops.primitives import group
 from emblib.reference import hash as reference
 from tests.hash_cases import Batch, Rows, Tables, Twin
 
@@ -42,7 +43,8 @@ def _cases() -> dict[str, tuple[Any, ...]]:
         "hash_read_rows": (values, slots, 1.5),
         "hash_start_rows_": (values, slots, groups, first, torch.randn(54, 3), 1.5, True),
         "hash_write_rows_": (values, slots, torch.randn(54, 3)),
-        "hash_evicted_rows": (values, *placed[:3]),
+        "hash_add_rows_": (values, *group(slots, values.size(0)), torch.randn(54, 3)),
+        "hash_evicted_rows": ([values, values[:, :1]], *placed[:3]),
         "hash_erase_": (index, *keys),
         "hash_expire_": (index, 0, 0, 1, 5),
     }
@@ -133,11 +135,11 @@ def _refused(name: str, arguments: list[Any], message: str) -> None:
 
 def test_wrong_tables_and_keys_are_refused() -> None:
     for name, arguments in _cases().items():
-        if isinstance(arguments[0], list):
+        if isinstance(arguments[0], list) and name != "hash_evicted_rows":
             for index, message in _wrong_index(arguments[0]):
                 _refused(name, [index, *arguments[1:]], message)
         without_keys = ("insert_", "expire_", "read_rows", "start_rows_", "write_rows_")
-        without_keys += ("evicted_rows",)
+        without_keys += ("add_rows_", "evicted_rows")
         at = {"hash_grow_": 3, **{f"hash_{op}": -1 for op in without_keys}}.get(name, 1)
         if at >= 0:
             for keys, message in _wrong_keys(arguments[at : at + 3]):
@@ -187,6 +189,11 @@ def test_wrong_input_is_refused() -> None:
         ("hash_start_rows_", 4, torch.zeros(54, 2), r"starting must .* of shape \[54, 3\]"),
         ("hash_write_rows_", 2, torch.zeros(54, 3).double(), "rows must .* the dtype of values"),
         ("hash_write_rows_", 0, torch.zeros(5, 3).bool(), "must have 2, 4 or 8 bytes, got 1"),
+        ("hash_add_rows_", 2, short.int(), "segments must be contiguous with 55 entries, got 3"),
+        ("hash_add_rows_", 2, -torch.arange(55).int(), "segments must not decrease"),
+        ("hash_add_rows_", 3, torch.full((54,), 54).int(), r"positions in \[0, 54\), got 54"),
+        ("hash_add_rows_", 4, torch.tensor([55]).int(), "must be those that group returns"),
+        ("hash_evicted_rows", 0, [torch.zeros(9)], r"values must be a matrix \[slots, dim\]"),
         ("hash_evicted_rows", 2, torch.zeros(54), "status must be uint8, got float32"),
         ("hash_evicted_rows", 3, short, "evicted must be contiguous with 162 entries, got 3"),
         ("hash_expire_", 1, 2, r"table must be in \[0, 2\), got 2"),

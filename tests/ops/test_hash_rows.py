@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from emblib.ops import hash
+from emblib.ops.primitives import group
 from emblib.reference import hash as reference
 from emblib.reference.hash import EVICTING, SLOTS
 from tests.hash_cases import Batch, Draws, Tables, Twin, on
@@ -29,7 +30,7 @@ ROWS = 300
 
 def ops_on(device: torch.device) -> dict[str, Op]:
     """Return the row ops for tensors in host memory."""
-    names = ("find_rows", "read_rows", "start_rows_", "write_rows_", "evicted_rows")
+    names = ("find_rows", "read_rows", "start_rows_", "write_rows_", "add_rows_", "evicted_rows")
     return {name: on(device, getattr(hash, f"hash_{name}")) for name in names}
 
 
@@ -59,6 +60,17 @@ def check_reads_and_writes(ops: dict[str, Op], dtype: torch.dtype, dim: int) -> 
         assert torch.equal(values, want)
 
 
+def check_sums(ops: dict[str, Op], dtype: torch.dtype, dim: int) -> None:
+    """Compare `add_rows_`, which adds the rows of a slot in order and rounds every sum."""
+    for count in COUNTS:
+        values, slots = draw_values(dtype, dim), draw_slots(count)
+        slots[::3] = 7
+        rows, want = draw_values(dtype, dim, count).contiguous(), values.clone()
+        ops["add_rows_"](values, *group(slots, ROWS), rows)
+        reference.add_rows_(want, slots, rows)
+        assert torch.equal(values, want)
+
+
 def check_starts(ops: dict[str, Op], dtype: torch.dtype, dim: int) -> None:
     """Compare `start_rows_` for a batch of hits, refused keys and new keys that repeat."""
     for count in COUNTS:
@@ -83,17 +95,19 @@ def check_starts(ops: dict[str, Op], dtype: torch.dtype, dim: int) -> None:
 
 
 def check_evicted(ops: dict[str, Op], dtype: torch.dtype, dim: int) -> None:
-    """Compare `evicted_rows`, whose rows follow one another in the order of misses."""
+    """Compare `evicted_rows` of weights and states, in the order of misses."""
     for count in COUNTS:
         some = torch.Generator().manual_seed(count)
         values = draw_values(dtype, dim, 800)
         slots = torch.randperm(800, generator=some)[:count]
         status = torch.randint(1, 6, (count,), generator=some, dtype=torch.uint8)
         words = torch.randint(-(2**63), 2**63 - 1, (count, 3), generator=some)
-        *parts, number = ops["evicted_rows"](values, slots, status, words)
-        wanted = reference.evicted_rows(values, slots, status, words)
+        matrices = [values, torch.randn(800, 1, generator=some), values[:, : dim // 2 + 1]]
+        keys, rows, *parts, number = ops["evicted_rows"](matrices, slots, status, words)
+        wanted = reference.evicted_rows(matrices, slots, status, words)
         assert int(number) == int((status == EVICTING).sum())
-        for part, want in zip(parts, wanted, strict=True):
+        got = (keys, *rows, *parts)
+        for part, want in zip(got, (wanted[0], *wanted[1], *wanted[2:]), strict=True):
             assert torch.equal(part[: int(number)], want)
 
 
@@ -128,6 +142,7 @@ def test_rows_are_those_of_the_reference(
 ) -> None:
     ops = ops_on(device)
     check_reads_and_writes(ops, dtype, dim)
+    check_sums(ops, dtype, dim)
     check_starts(ops, dtype, dim)
     check_evicted(ops, dtype, dim)
 

@@ -144,16 +144,25 @@ def write_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
     library().call("hash_write_rows", *_rows(values, rows), slots, slots.numel(), rows)
 
 
+def add_rows_(values: Tensor, slots: Tensor, *groups_rows: Tensor) -> None:
+    """Emulated `hash_add_rows_`."""
+    *groups, rows = groups_rows
+    words = (*_rows(values, rows), DTYPES[values.dtype], slots, *groups, slots.numel(), rows)
+    library().call("hash_add_rows", *words)
+
+
 def evicted_rows(
-    values: Tensor, slots: Tensor, status: Tensor, evicted: Tensor
-) -> tuple[Tensor, ...]:
+    values: Sequence[Tensor], slots: Tensor, status: Tensor, evicted: Tensor
+) -> tuple[Any, ...]:
     """Emulated `hash_evicted_rows`."""
     n = slots.numel()
-    out = values.new_full((n, values.size(1)), 7)
+    out = [matrix.new_full((n, matrix.size(1)), 7) for matrix in values]
     keys, stamps, scores = (torch.full_like(slots, 7) for _ in range(3))
     count = torch.full((1,), 7)
-    words = (*_rows(values, out), slots, status, evicted, n)
-    library().call("hash_evicted_rows", *words, keys, stamps, scores, count, out)
+    words: list[Word] = [slots, status, evicted, n, keys, stamps, scores, count, len(out)]
+    for matrix, rows in zip(values, out, strict=True):
+        words += [*_rows(matrix, rows), rows]
+    library().call("hash_evicted_rows", *words)
     return keys, out, stamps, scores, count
 
 
@@ -203,5 +212,6 @@ ROW_OPS: dict[str, Callable[..., Any]] = {
     "read_rows": read_rows,
     "start_rows_": start_rows_,
     "write_rows_": write_rows_,
+    "add_rows_": add_rows_,
     "evicted_rows": evicted_rows,
 }

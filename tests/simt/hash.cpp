@@ -224,10 +224,25 @@ extern "C" const char* simt_hash_write_rows(const int64_t* call) {
   });
 }
 
-// rows, slots, status, evicted, n, keys, stamps, scores, count, out
-extern "C" const char* simt_hash_evicted_rows(const int64_t* call) {
+// rows, dtype, slots, segments, permutation, count, n, rows to add
+extern "C" const char* simt_hash_add_rows(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
     const emb::RowBytes rows = read_rows(&words);
+    const auto dtype = words.dtype();
+    SlotGroups groups{};
+    groups.slots = words.pointer<const int64_t>();
+    groups.segments = words.pointer<const int32_t>();
+    groups.permutation = words.pointer<const int32_t>();
+    groups.count = words.pointer<const int32_t>();
+    groups.n = words.number();
+    launch_add_rows(work.launcher(), rows, dtype, groups, words.pointer<const void>());
+  });
+}
+
+// slots, status, evicted, n, keys, stamps, scores, count; then number of matrices, and of each rows
+// and out
+extern "C" const char* simt_hash_evicted_rows(const int64_t* call) {
+  return worked(call, [](HostWork& work, Words& words) {
     EvictedKeys evicted{};
     evicted.slots = words.pointer<const int64_t>();
     evicted.status = words.pointer<const uint8_t>();
@@ -238,6 +253,11 @@ extern "C" const char* simt_hash_evicted_rows(const int64_t* call) {
     entries.stamps = words.pointer<int64_t>();
     entries.scores = words.pointer<int64_t>();
     entries.count = words.pointer<int64_t>();
-    launch_evicted_rows(work, rows, evicted, entries, words.pointer<void>());
+    std::vector<EvictedMatrix> matrices(static_cast<size_t>(words.number()));
+    for (EvictedMatrix& matrix : matrices) {
+      matrix.rows = read_rows(&words);
+      matrix.out = words.pointer<void>();
+    }
+    launch_evicted_rows(work, evicted, entries, matrices.data(), static_cast<int>(matrices.size()));
   });
 }

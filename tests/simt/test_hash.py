@@ -148,6 +148,38 @@ def test_large_tables() -> None:
     assert sum(table.size for table in twin.model.tables) > 1_500
 
 
+@pytest.mark.parametrize("order", ["lru", "none"])
+def test_few_keys_in_many_buckets(order: str) -> None:
+    """Only the chains of buckets that they may choose are cleared, also where keys share one."""
+    twin = Twin(Tables(((2, 2, 1024), (198, 198, 1024)), order), OPS)
+    for begin in range(0, 120, 6):
+        keys = range(begin, begin + 6)
+        twin.train(Batch.of((0, keys), (1, keys)))
+    assert [table.size for table in twin.model.tables] == [64, 120]
+
+
+def test_padding_before_the_segments() -> None:
+    """Positions before the first segment have no table, whatever the order of the others."""
+    batch = Batch.of((1, range(300)), (0, range(40, 400)), (1, range(250, 350)))
+    results = []
+    for padding in (0, 5, 600):
+        twin = Twin(EDGES, OPS)
+        twin.train(Batch.of((0, range(60)), (1, range(30))))
+        ids, starts, tables = batch.keys
+        ids = torch.cat([torch.full((padding,), 7), ids])
+        call = (ids, starts + padding, tables, None, None, HASH_ORDER["lfu"])
+        slots, first, groups, totals, offsets = OPS["touch_"](twin.index, *call)
+        assert bool((slots[:padding] == -1).all())
+        assert bool((groups[:padding] == -1).all())
+        count = int(offsets[-1])
+        assert not first[count:].any()
+        assert not totals[count:].any()
+        parts = (slots[padding:], first[:count] - padding, groups[padding:], totals[:count])
+        results.append((*parts, offsets, *twin.index))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_broken_segments() -> None:
     """Any answer, but no access outside the arrays (the sanitized run looks at that)."""
     twin = Twin(EDGES, OPS)
@@ -197,6 +229,7 @@ def test_initial_rows_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("dtype", "dim"), test_hash_rows.KINDS)
 def test_rows_are_those_of_the_reference(dtype: torch.dtype, dim: int) -> None:
     test_hash_rows.check_reads_and_writes(ROW_OPS, dtype, dim)
+    test_hash_rows.check_sums(ROW_OPS, dtype, dim)
     test_hash_rows.check_starts(ROW_OPS, dtype, dim)
     test_hash_rows.check_evicted(ROW_OPS, dtype, dim)
 

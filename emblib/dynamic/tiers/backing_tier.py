@@ -80,6 +80,11 @@ class BatchPlacement(NamedTuple):
     counts: list[dict[str, int]]
 
 
+def _as_bytes(rows: Sequence[Tensor]) -> Tensor:
+    """Join matrices of n rows as uint8 `[n, bytes of a row]` on the CPU."""
+    return torch.cat([part.view(torch.uint8) for part in rows], dim=1).cpu()
+
+
 class BackingTier:
     """Move rows between the tables of a module and a store, as a hook of its training steps.
 
@@ -218,10 +223,8 @@ class BackingTier:
         moves, overflow, all_counts, slots_of_found = Moves({}, {}), [], [], []
         for t, found in enumerate(rows):
             of_table = slice(offsets[t], offsets[t + 1])
-            evicted = status[of_table] == hash.EVICTING
-            words = result.evicted[of_table][evicted].cpu().T
-            values = self._gather(t, slots[of_table][evicted])
-            moves.demoted[t] = StoredRows.from_words(words, values)
+            entries = (slots[of_table], status[of_table], result.evicted[of_table])
+            moves.demoted[t] = self._evicted_rows(t, *entries)
             refused = offsets[t] + (status[of_table] == hash.REFUSED).nonzero().view(-1)
             slots[refused] = self._overflow_slots(t, refused.numel()).to(slots.device)
             refused_keys = keys.ids[misses.first[refused]].cpu()
@@ -379,17 +382,26 @@ class BackingTier:
             first, width = layout.first(table, number), layout.width(table, number)
             yield buffer[first : first + rows * width].view(rows, width)
 
+    def _evicted_rows(
+        self, table: int, slots: Tensor, status: Tensor, evicted: Tensor
+    ) -> StoredRows:
+        """Read the entries and the rows, with states, of evicted keys, which are in their slots."""
+        buffers = [*self._buffers_of(table)]
+        keys, rows, stamps, scores, count = hash.hash_evicted_rows(buffers, slots, status, evicted)
+        first = slice(int(count))
+        keys, stamps, scores = (part[first].cpu() for part in (keys, stamps, scores))
+        return StoredRows(keys, stamps, scores, _as_bytes([part[first] for part in rows]))
+
     def _gather(self, table: int, slots: Tensor) -> Tensor:
         slots = slots.to(self.module.hyperparams.device)
-        values = [buffer[slots].view(torch.uint8) for buffer in self._buffers_of(table)]
-        return torch.cat(values, dim=1).cpu()
+        return _as_bytes([hash.hash_read_rows(b, slots, 0.0) for b in self._buffers_of(table)])
 
     def _scatter(self, table: int, slots: Tensor, values: Tensor) -> None:
         at, slots = 0, slots.to(self.module.hyperparams.device)
         for buffer in self._buffers_of(table):
             width = buffer.shape[1] * buffer.itemsize
             rows = values[:, at : at + width].contiguous().view(buffer.dtype)
-            buffer[slots] = rows.to(buffer.device)
+            hash.hash_write_rows_(buffer, slots, rows.to(buffer.device))
             at += width
 
     def read_values(self, table: int, buffer: int, keys: Tensor) -> Tensor:
