@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.columns import BagColumn, FeatureColumn, TTTableColumn
+from emblib.columns import BagColumn, FeatureColumn, FeatureRow, TTTableColumn
 from emblib.ops import codes, tbe
 from emblib.specs import MatmulPrecision, Pooling, TTSpec
 
@@ -113,14 +113,14 @@ class TTLookup(NamedTuple):
         return codes.MATMUL_PRECISION[self.matmul.value]
 
 
-def row_feature(layout: TTLayout, dim: int, column: int) -> tuple[int, ...]:
+def row_feature(layout: TTLayout, dim: int, column: int) -> FeatureRow:
     """Return the row of `row_features` of a feature of a table with `dim` columns.
 
     Lookups have the number of their row, so any bound above all numbers serves every batch. Rows of
     tables of several dims have the stride of the widest, which only rows of a cache have.
     """
     stride = 0 if layout.has_one_dim else layout.dim
-    return (0, 0, _MOST_HALVES, dim, column, 0, 0, stride)
+    return FeatureRow(rows=_MOST_HALVES, dim=dim, column=column, cache_stride=stride)
 
 
 class Chunk(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.columns import FeatureColumn, TTTableColumn
+from emblib.columns import FeatureColumn, FeatureRow, TTTableColumn
 from emblib.ops import autograd, tt
 from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Optimizer
@@ -197,18 +197,19 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             for k in range(len(shapes))
         ]
 
-    def _key_feature(self, table: int, column: int) -> tuple[int, ...]:
+    def _key_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the keys of a table."""
         spec = self.tables[table]
         first = self.core_layout.tables[table][TTTableColumn.FIRST_KEY]
-        return (0, first, math.prod(spec.row_factors), spec.dim, column, 0, 0, 0)
+        rows = math.prod(spec.row_factors)
+        return FeatureRow(row_base=first, rows=rows, dim=spec.dim, column=column)
 
-    def _row_feature(self, table: int, column: int) -> tuple[int, ...]:
+    def _row_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the indices of a table, for the bounds check."""
         spec = self.tables[table]
-        return (0, 0, spec.rows, spec.dim, column, 0, 0, 0)
+        return FeatureRow(rows=spec.rows, dim=spec.dim, column=column)
 
-    def _made_feature(self, table: int, column: int) -> tuple[int, ...]:
+    def _made_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the rows that a GPU makes of a table."""
         return tt.row_feature(self.core_layout, self.tables[table].dim, column)
 
@@ -435,7 +436,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         spec, device = self.tables[table], self.features.device
         layout = tt.layout_of([spec])
         ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)
-        keys = (0, 0, layout.num_keys, spec.dim, 0, 0, 0, 0)
+        keys = FeatureRow(rows=layout.num_keys, dim=spec.dim)
         features = torch.tensor([keys], dtype=torch.int64, device=device)
         cores = [core.detach() for core in self.table_cores(table)]
         for start in range(0, spec.rows, _DENSE_CHUNK):
