@@ -62,7 +62,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "bounds_check_": "calls bounds_check, whose reference it has",
     "tbe_lookup_checked_": "calls bounds_check and tbe_lookup, whose references it has",
     "tbe_backward_": "calls tbe_group and tbe_update_, whose references it has",
-    "tt_lookup": "calls tt_keys, tbe_group, tt_plan, tt_rows and tbe_lookup: see their references",
+    "tt_lookup_checked_": "calls tt_keys, tbe_group, tt_plan, tt_rows and tbe_lookup: see their references",
     "tt_backward_": "calls tbe_row_grads and tt_update_, whose references it has",
     "fill_uniform_": random.uniform,
 }
@@ -71,8 +71,6 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
 CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
     "cache_evictions": "rows are journaled for tables in files, which a GPU cannot have",
-    "tt_lookup": "on a GPU modules call its parts",
-    "tt_backward_": "on a GPU modules call its parts",
 }
 
 

@@ -2,6 +2,8 @@
 // Shared by the CPU and CUDA entries; all checks run before anything is written.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include <vector>
 
 #include "core/check.h"
@@ -164,6 +166,21 @@ struct TtTables {
     value_size = value_size < left.value_size() ? left.value_size() : value_size;
   }
 };
+
+// What the thirds of the `features` of a whole pass describe: keys, ids, and rows that are made.
+enum TtFeatures : int { kTtOfKeys, kTtOfIds, kTtOfRows, kTtFeatureKinds };
+
+inline Tensor tt_features(const char* op, const Tensor& features, TtFeatures kind) {
+  check_features(op, features);
+  STD_TORCH_CHECK(features.size(0) % kTtFeatureKinds == 0 && features.is_contiguous(), op,
+                  ": features must have a row per feature for keys, for ids and for the rows that "
+                  "are made, got ",
+                  features.size(0), " rows");
+  const int64_t count = features.size(0) / kTtFeatureKinds;
+  void* first = const_cast<Feature*>(feature_array(features) + kind * count);
+  return torch::stable::from_blob(first, {count, features.size(1)}, {features.size(1), 1},
+                                  features.device(), ScalarType::Long);
+}
 
 inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int64_t tables) {
   STD_TORCH_CHECK(tensors.size() == kTtPlanTensors, op, ": plan must be the ",

@@ -201,7 +201,7 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _locations(self) -> Tensor:
         """Return the features of the trains, which are below those of the keys of cores."""
-        return self.trains.features[len(self.trains.feature_tables) :]
+        return self.trains.id_features()
 
     def _fill_layout(self) -> None:
         """Write what no state dict has into buffers that lost their values."""

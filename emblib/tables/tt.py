@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.columns import FeatureColumn, FeatureRow, TTTableColumn
+from emblib.columns import FeatureRow, TTTableColumn
 from emblib.ops import autograd, tt
 from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Optimizer
@@ -33,6 +33,7 @@ from emblib.tables.base import (
     bags_of_equal_length,
     check_bounds,
 )
+from emblib.tables.tt_calls import ShortTrainCalls
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
 from emblib.tt.initializers import CoreLayout, find_initializer
@@ -121,8 +122,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     has_matrix_products = True
     table_ids: Tensor
     feature_table_ids: Tensor
-    row_features: Tensor
     _frozen_cores: frozenset[int] = frozenset()
+    _calls: ShortTrainCalls | None = None
 
     def __init__(
         self,
@@ -173,8 +174,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         shapes = [shape for spec in self.tables for shape in _shapes(spec, device).shapes()]
         self._allocate_cores(shapes, device)
         self._mark_parameters()
-        keys, rows = self._key_feature, self._row_feature
-        self._layout = [*self._feature_rows(keys), *self._feature_rows(rows)]
+        kinds = (self._key_feature, self._id_feature, self._row_feature)
+        self._layout = [row for kind in kinds for row in self._feature_rows(kind)]
         self.register_buffer(layout_entry.NAME, layout_entry.entries(self.tables).to(device))
         for name, ids in self._ids().items():
             self.register_buffer(name, ids.to(device), persistent=False)
@@ -204,26 +205,28 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         rows = math.prod(spec.row_factors)
         return FeatureRow(row_base=first, rows=rows, dim=spec.dim, column=column)
 
-    def _row_feature(self, table: int, column: int) -> FeatureRow:
+    def _id_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the indices of a table, for the bounds check."""
         spec = self.tables[table]
         return FeatureRow(rows=spec.rows, dim=spec.dim, column=column)
 
-    def _made_feature(self, table: int, column: int) -> FeatureRow:
+    def _row_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the rows that a GPU makes of a table."""
         return tt.row_feature(self.core_layout, self.tables[table].dim, column)
 
     def _ids(self) -> dict[str, Tensor]:
-        """Return how row ids become keys, by table and by feature, and the features of rows."""
+        """Return how row ids become keys, by table and by feature."""
         ids = torch.tensor(self.core_layout.tables, dtype=torch.int64, device="cpu")
         by_feature = ids[torch.tensor(self.feature_tables, dtype=torch.int64, device="cpu")]
-        rows = self._feature_rows(self._made_feature)
-        row_features = torch.tensor(rows, dtype=torch.int64, device="cpu").view(
-            -1, len(FeatureColumn)
-        )
-        return {"table_ids": ids, "feature_table_ids": by_feature, "row_features": row_features}
+        return {"table_ids": ids, "feature_table_ids": by_feature}
+
+    def id_features(self) -> Tensor:
+        """Return the features of ids, `[F, 8]`, which a bounds check reads."""
+        features = len(self.feature_tables)
+        return self.features[features : 2 * features]
 
     def _restore(self) -> None:
+        self._calls = None  # which would keep the memory of the module on another device
         super()._restore()
         device = self.hyperparams.device
         setattr(self, layout_entry.NAME, layout_entry.entries(self.tables).to(device))
@@ -338,9 +341,17 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 some cores of a table frozen.
             ValueError: `batch_sizes` that do not fit.
         """
-        self._check_frozen()
         cores = self._all_cores()
         refuse_tangents("per_sample_weights and cores", per_sample_weights, *cores)
+        if not self.include_last_offset:
+            offsets = append_last_offset(indices, offsets)
+        if not torch.compiler.is_compiling():
+            calls = self._calls
+            if calls is None or not calls.are_of(self, cores):
+                calls = self._prepare_calls(cores)
+            if calls.take(self, indices, offsets, per_sample_weights):
+                return calls(self, indices, offsets, per_sample_weights, batch_sizes)
+        self._check_frozen()
         batch = self._batch(indices, offsets, batch_sizes)
         weighted = per_sample_weights is not None and per_sample_weights.requires_grad
         if not torch.is_grad_enabled():
@@ -366,6 +377,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             self._frozen_cores,
         )
 
+    def _prepare_calls(self, cores: list[Any]) -> ShortTrainCalls:
+        """Prepare calls of the module as it is now."""
+        if autograd.updates_in_backward(self.optimizer) and torch.is_grad_enabled():
+            self._check_in_place(cores)
+        self._calls = ShortTrainCalls(self, cores)
+        return self._calls
+
     def _apply_gradients(self) -> None:
         cores = self._all_cores()
         if all(core.grad is None for core in cores):
@@ -383,25 +401,20 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tt.TTLookup:
         """Return the batch as the ops take it: repaired offsets and bag layout."""
-        if not self.include_last_offset:
-            offsets = append_last_offset(indices, offsets)
         bag_layout, output_dim = self._bag_layout(offsets, batch_sizes, indices.device)
-        num_features = len(self.feature_tables)
-        rows = self.features[num_features:]
         return tt.TTLookup(
             self.core_layout,
             self.table_ids,
             self.feature_table_ids,
-            self.features[:num_features],
+            self.features,
             indices,
-            check_bounds(self, indices, offsets, rows, bag_layout),
+            check_bounds(self, indices, offsets, self.id_features(), bag_layout),
             bag_layout,
             self.pooling,
             output_dim,
             self.output_dtype,
             repaired=self.bounds_check is not BoundsCheck.NONE,
             matmul=self.precision.matmul,
-            row_features=self.row_features,
         )
 
     def _all_cores(self) -> list[nn.Parameter]:
@@ -437,7 +450,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         layout = tt.layout_of([spec])
         ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)
         keys = FeatureRow(rows=layout.num_keys, dim=spec.dim)
-        features = torch.tensor([keys], dtype=torch.int64, device=device)
+        kinds = [keys, keys, tt.row_feature(layout, spec.dim, 0)]
+        features = torch.tensor(kinds, dtype=torch.int64, device=device)
         cores = [core.detach() for core in self.table_cores(table)]
         for start in range(0, spec.rows, _DENSE_CHUNK):
             rows = torch.arange(start, min(start + _DENSE_CHUNK, spec.rows), device=device)
@@ -477,6 +491,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
         The arguments are those of `forward`. On a GPU the host waits.
         """
+        if not self.include_last_offset:
+            offsets = append_last_offset(indices, offsets)
         batch = self._batch(indices, offsets, batch_sizes)
         keys = torch.ops.emblib.tt_keys(
             batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables

@@ -390,7 +390,7 @@ def _tt_update(draw: random.Random) -> Call:
 def _tt_lookup(draw: random.Random) -> Call:
     case = _train(draw)
     dim, layout = math.prod(case.q), case.layout
-    features = torch.tensor([[0, 0, math.prod(case.p), dim, 0, 0, 0, 0]])
+    features = torch.tensor([[0, 0, math.prod(case.p), dim, 0, 0, 0, 0]] * 3)
     tables, offsets = torch.tensor(layout.tables), torch.arange(case.indices.numel() + 1)
     batch = (features, case.indices, offsets, None, None, POOLING["none"], dim, torch.float32)
 
@@ -398,16 +398,16 @@ def _tt_lookup(draw: random.Random) -> Call:
         close(got[0], tt.rows(case.cores, case.indices.long(), case.p, case.q))
 
     call = (case.cores, tables, tables, *batch, *case.factors, case.kept)
-    return Call("tt_lookup", call, check)
+    return Call("tt_lookup_checked_", call, check)
 
 
 def _tt_backward(draw: random.Random) -> Call:
     case = _train(draw)
     dim, total = math.prod(case.q), math.prod(case.p)
-    features = torch.tensor([[0, 0, total, dim, 0, 0, 0, 0]])
+    features = torch.tensor([[0, 0, total, dim, 0, 0, 0, 0]] * 3)
     keys = tt.keys(case.indices, total, case.p)
     offsets = torch.arange(keys.numel() + 1)
-    groups = list(_ops.tbe_group(features, keys, offsets, None, total))
+    groups = list(_ops.tbe_group(features[:1], keys, offsets, None, total))
     case.keys, case.count = groups[0], groups[4]
     _, prefixes = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
     hyper = OPTIMIZER_CASES["sgd"].hyperparams()
@@ -419,9 +419,9 @@ def _tt_backward(draw: random.Random) -> Call:
         for k, want in enumerate(tt.core_grads(before, *given)):
             close(arguments[0][k] / 20, (before[k] - hyper[0] * want) / 20)
 
-    bags = (offsets, None, None, POOLING["none"])
-    rest = (case.plan, prefixes, *case.factors)
-    call = (case.cores, [], hyper.clone(), OPTIMIZER["sgd"], grad, features, groups, *bags, *rest)
+    bags = (case.indices, offsets, None, None, POOLING["none"])
+    rest = ([*groups, *case.plan, prefixes], *case.factors)
+    call = (case.cores, [], hyper.clone(), OPTIMIZER["sgd"], grad, features, *bags, *rest)
     hyper[1] += 1  # which the op counts
     return Call("tt_backward_", call, check)
 
@@ -608,7 +608,7 @@ CALLS: dict[str, Callable[[random.Random], Call]] = {
     "tt_rows": _tt_rows,
     "tt_core_grads": _tt_core_grads,
     "tt_update_": _tt_update,
-    "tt_lookup": _tt_lookup,
+    "tt_lookup_checked_": _tt_lookup,
     "tt_backward_": _tt_backward,
     "gather_segments": _gather_segments,
     "route_lengths": _route_lengths,
