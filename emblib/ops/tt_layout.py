@@ -87,6 +87,15 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
     )
 
 
+def id_table_row(rows: int) -> tuple[int, ...]:
+    """Return the row of `tables` of a table whose keys, for `tt_keys`, are its ids."""
+    first = min(rows, _MOST_HALVES)
+    columns = {TTTableColumn.ROWS: rows, TTTableColumn.FIRST: first}
+    columns[TTTableColumn.MULTIPLIER] = columns[TTTableColumn.SECOND] = 1
+    columns[TTTableColumn.RIGHTS] = -(-rows // first)
+    return tuple(columns.get(column, 0) for column in TTTableColumn)
+
+
 class TTLookup(NamedTuple):
     """One batch; `features` `[3 F, 8]` describe its tables as dense ones, F features each time.
 

@@ -266,9 +266,19 @@ def whole_lookup(
 ) -> list[Tensor]:
     """`tt_lookup_checked_` of a batch, without a check."""
     return ops.tt_lookup_checked_(
-        *(cores, batch.tables, batch.tables, batch.features, batch.indices, batch.offsets),
-        *(batch.bag_layout, weights, POOLING[batch.pooling.value], batch.output_dim),
-        *(batch.output_dtype, *batch.layout[:3], num_saved),
+        cores,
+        batch.tables,
+        batch.tables,
+        batch.features,
+        batch.indices,
+        batch.offsets,
+        batch.bag_layout,
+        weights,
+        POOLING[batch.pooling.value],
+        batch.output_dim,
+        batch.output_dtype,
+        *batch.layout[:3],
+        num_saved,
     )
 
 
@@ -413,23 +423,24 @@ def test_whole_passes_have_the_bits_of_their_parts(case: Case, weighted: bool) -
     row_grads = ops.tbe_row_grads(grad, batch.key_features, *made.groups, *bags, out.size(-1))
     sgd, shape = OPTIMIZER["sgd"], case.layout[:3]
 
-    def after(cores: list[Tensor], step: int, is_stale: bool, finite: bool | None) -> None:
+    def compare(
+        cores: list[Tensor], is_finite: Tensor | None = None, *, is_stale: bool = False
+    ) -> None:
         """Compare the two after one more step from `cores`."""
         parts, fused = [c.clone() for c in cores], [c.clone() for c in cores]
-        numbers = hyper.clone()
-        if finite is not False:
+        numbers, is_made = hyper.clone(), is_finite is None or bool(is_finite)
+        if is_made:
             prefixes = ops.tt_rows(cores, made.plan, *shape, num_saved)[1]
             ops.tt_update_(parts, [], hyper, sgd, made.plan, prefixes, row_grads, *shape)
-        is_finite = None if finite is None else torch.tensor(finite)
         rest = (grad, batch.features, ids, *bags, kept, *shape, is_stale, 0, is_finite)
         ops.tt_backward_(fused, [], numbers, sgd, *rest)
         assert all(torch.equal(a, b) for a, b in zip(parts, fused, strict=True))
-        assert numbers[1] == hyper[1] + step
+        assert numbers[1] == hyper[1] + is_made
 
-    after(cores, 1, False, None)
-    after(cores, 1, False, True)
-    after(cores, 0, False, False)
-    after([core * 2 for core in cores], 1, True, None)
+    compare(cores)
+    compare(cores, torch.tensor(True))
+    compare(cores, torch.tensor(False))
+    compare([core * 2 for core in cores], is_stale=True)
 
 
 @pytest.mark.parametrize("num_keys", [5, 1000])
