@@ -1,6 +1,7 @@
-// Whole passes of tensor-train tables on the CPU: `tt_lookup_checked_` and `tt_backward_` call the ops
-// of which a pass consists. Rows and their gradients, the largest tensors between these ops, are in
-// scratch memory that the thread keeps; a plan is checked once, when it comes back for backward.
+// Whole passes of tensor-train tables on the CPU: `tt_lookup_checked_` and `tt_backward_` call the
+// ops of which a pass consists. Rows and their gradients, the largest tensors between these ops,
+// are in scratch memory that the thread keeps; a plan is checked once, when it comes back for
+// backward.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -81,7 +82,7 @@ std::vector<Tensor> tt_lookup_checked_(
     std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights, int64_t pooling,
     int64_t output_dim, ScalarType output_dtype, std::vector<int64_t> row_factors,
     std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores, int64_t num_saved,
-    int64_t matmul_precision, std::optional<int64_t> check, std::optional<Tensor>) {
+    std::optional<int64_t> check, Tensor /*violations*/, int64_t matmul_precision) {
   const char* op = "tt_lookup_checked_";
   parse_matmul_precision(op, matmul_precision);
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
@@ -139,8 +140,7 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
   const std::vector<Tensor> plan(kept.begin() + kGroupTensors, kept.end() - 1);
   // Values that are not kept are made as they are needed.
-  const Tensor prefixes =
-      is_stale ? allocate(kept.back(), {0, shapes.value_size}) : kept.back();
+  const Tensor prefixes = is_stale ? allocate(kept.back(), {0, shapes.value_size}) : kept.back();
   count_step(hyper, [&] {
     tt_update_rows(op, shapes, cores, states, hyper, optimizer, plan, prefixes, row_grads.tensor);
   });

@@ -448,7 +448,7 @@ std::vector<Tensor> tt_lookup_checked_(
     std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights, int64_t pooling,
     int64_t output_dim, ScalarType output_dtype, std::vector<int64_t> row_factors,
     std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores, int64_t num_saved,
-    int64_t matmul_precision, std::optional<int64_t> check, std::optional<Tensor> violations) {
+    std::optional<int64_t> check, Tensor violations, int64_t matmul_precision) {
   const char* op = "tt_lookup_checked_";
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
   TtBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
@@ -477,9 +477,8 @@ std::vector<Tensor> tt_lookup_checked_(
   std::vector<Tensor> results;
   Tensor checked = offsets;
   if (check) {
-    STD_TORCH_CHECK(violations.has_value(), op, ": a check needs violations");
     checked = bounds_check_(indices, offsets, tt_features(op, features, kTtOfIds), bag_layout,
-                            *check, *violations);
+                            *check, violations);
   }
   make_keys(op, launcher, indices, checked, bag_layout, feature_tables, keys);
   group_lookups(op, tt_features(op, features, kTtOfKeys),

@@ -30,7 +30,7 @@ from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.hash import Keys
-from emblib.ops.one_call import in_one_call
+from emblib.ops.one_call import in_one_call, native
 from emblib.ops.route import is_captured
 from emblib.ops.tt_layout import id_table_row
 from emblib.optim import Optimizer
@@ -60,21 +60,22 @@ from emblib.tables.recomputation import running_forward
 from emblib.tables.tt import join_blocks
 
 _ops = torch.ops.emblib
+_count_ = native(_ops.tt_count_.default)
 
 
 class _Lookups(NamedTuple):
     """The lookups of a batch.
 
     Attributes:
-        ids: int64 `[L]`, -1 for skipped ones, valid otherwise.
-        keys: the same among the ids of all tables, in segments by feature.
-        rows: int64 `[L]`, the row among the stored ones of its table, -1 for ids without one; None
-            where no rows are stored.
+        cold: int64 `[L]`, ids whose rows the cores make, -1 for the others.
+        rows: int64 `[L]`, the row among the stored ones of its table, -1 for ids without one;
+            empty where no rows are stored.
+        counted: the ids of all tables to count, -1 for none, in segments by feature.
     """
 
-    ids: Tensor
-    keys: Keys
-    rows: Tensor | None
+    cold: Tensor
+    rows: Tensor
+    counted: Keys
 
 
 class CachedTTEmbeddingBags(nn.Module):
@@ -288,15 +289,14 @@ class CachedTTEmbeddingBags(nn.Module):
         counted = self._is_counted()
         batch = self._find(indices, offsets, batch_sizes)
         skips_rows = self._skip_rows()
-        cold = batch.ids if batch.rows is None else torch.where(batch.rows < 0, batch.ids, -1)
-        out = self.trains(cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        out = self.trains(batch.cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
         missed_before = self._missed()
         if not skips_rows:
-            rows = torch.full_like(cold, -1) if batch.rows is None else batch.rows
+            rows = batch.rows if self._has_stored_rows() else torch.full_like(batch.cold, -1)
             out = out + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
         out = out.to(self.precision.output)
         if counted:
-            self._count(batch, indices, missed_before)
+            self._count(batch, missed_before)
         if out.requires_grad:
             out.register_hook(partial(self._check_choice, self._choice))
         return out
@@ -392,7 +392,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def _find(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
-        """Return for each lookup its id, its key, and its row among the stored ones."""
+        """Return which row each lookup reads, and what to count of it."""
         features, layout = len(self.ends), self._bag_layout(offsets, batch_sizes)
         ids: Tensor = _ops.tt_keys(indices, offsets, layout, self.id_tables)
         starts = feature_starts(offsets, features, batch_sizes)
@@ -402,10 +402,10 @@ class CachedTTEmbeddingBags(nn.Module):
         segments = Keys(keys, starts, self.segment_tables)
         if not self._index_is_current:
             self._rebuild_index()
-        rows = None
-        if self._has_stored_rows():
-            rows = self.row_of_slot[self.index.find_slots(segments)]
-        return _Lookups(ids, segments, rows)
+        slots = self.index.find_slots(segments) if self._has_stored_rows() else None
+        cold, rows, counted = _ops.tt_stored(indices, ids, keys, slots, self.row_of_slot)
+        cold = ids if slots is None else cold
+        return _Lookups(cold, rows, segments._replace(ids=counted))
 
     def _keys_of(self, ids: Tensor, starts: Tensor) -> Tensor:
         """Return ids among those of all tables; -1 stays."""
@@ -414,29 +414,18 @@ class CachedTTEmbeddingBags(nn.Module):
         return torch.where(ids >= 0, ids + self.key_bases[feature], -1)
 
     @torch.no_grad()
-    def _count(self, batch: _Lookups, indices: Tensor, missed_before: Tensor | None) -> None:
+    def _count(self, batch: _Lookups, missed_before: Tensor | None) -> None:
         """Count the ids of a training lookup, before which `_missed` was `missed_before`.
 
         An id that was not valid, whose lookup read row 0, is none; -1 is a key that no table has.
         """
-        ids, keys, rows = batch
-        is_valid = indices == ids
-        counted = keys._replace(ids=torch.where(is_valid, keys.ids, -1))
-        flags = [counted.ids >= 0]
-        if rows is not None:
-            flags.append((rows >= 0) & is_valid)
-        if len(self.ends) == 1:
-            totals = torch.stack(flags).sum(1, keepdim=True)
-        else:
-            running = nn.functional.pad(torch.stack(flags).cumsum(1), (1, 0))
-            totals = running[:, keys.starts].diff()
-        counters = self.counters[:, : len(flags)]
-        calls = [partial(counters.index_add_, 0, self.tables_of_features, totals.t())]
+        keys, numbers = batch.counted, (self.tables_of_features, self.counters)
+        calls = [partial(_count_, keys.ids, batch.rows, keys.starts, *numbers)]
         missed = self._missed()
         if missed is not None and missed_before is not None:
             missed -= missed_before
             calls.append(partial(self.counters[:, TT_COUNTERS.index("spill_hits")].add_, missed))
-        self.counts.count(counted)
+        self.counts.count(keys)
         in_one_call(*calls)
         if self.cache.every:
             self._since = [since + 1 for since in self._since]

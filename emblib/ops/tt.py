@@ -177,6 +177,8 @@ def look_up(
         layout.dim_factors,
         layout.num_cores,
         num_saved,
+        None,
+        batch.tables.new_empty(2),  # violations, which a call without a check does not count
         batch.matmul_code,
     )
     groups, plan = tbe.Groups(*kept[:_GROUP_TENSORS]), TTPlan(*kept[_GROUP_TENSORS:-1])

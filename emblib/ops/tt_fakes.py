@@ -90,9 +90,9 @@ def _(
     dim_factors: Sequence[int],
     num_cores: Sequence[int],
     num_saved: int,
+    check: int | None,
+    violations: Tensor,
     matmul_precision: int = 0,
-    check: int | None = None,
-    violations: Tensor | None = None,
 ) -> list[Tensor]:
     features = features[: feature_tables.size(0)]
     variable = bag_layout is not None
@@ -112,5 +112,18 @@ def _(*arguments: Any) -> None:
 
 
 @torch.library.register_fake("emblib::update_rows_")
+def _(*arguments: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("emblib::tt_stored")
+def _(
+    indices: Tensor, ids: Tensor, keys: Tensor, slots: Tensor | None, row_of_slot: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    stored = 0 if slots is None else ids.numel()
+    return ids.new_empty(stored), ids.new_empty(stored), ids.new_empty(ids.numel())
+
+
+@torch.library.register_fake("emblib::tt_count_")
 def _(*arguments: Any) -> None:
     return None

@@ -23,7 +23,6 @@ from emblib.specs import (
     Precision,
     TTSpec,
     brief,
-    check_float_dtype,
 )
 from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import (
@@ -91,14 +90,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         precision: dtypes of cores (`weights`), output and optimizer state, how updates of cores are
             rounded, and how exact products are on a GPU (`matmul`); rows and sums are float32 in
             any case. On the CPU products are float32 whatever `matmul` says, which is logged.
-        output_dtype: short for `Precision(output=...)`, if `precision` does not say it.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: of the cores.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
-
-    Raises:
-        ValueError: `output_dtype` is another dtype than `precision.output`.
 
     Threads may read a module at the same time; simultaneous updates may be lost (docs/threads.md).
 
@@ -134,12 +129,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         feature_tables: Sequence[int] | None = None,
         init: str = "gaussian",
         precision: Precision | None = None,
-        output_dtype: torch.dtype | None = None,
+        output_dtype: None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
     ) -> None:
-        precision = _with_output(precision, output_dtype)
+        _refuse_output_dtype(output_dtype)
+        precision = Precision() if precision is None else precision
         super().__init__(tables, optimizer, pooling, feature_tables, precision, bounds_check)
         self.include_last_offset = include_last_offset
         if not self.tables:
@@ -276,7 +272,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             self._frozen_cores - numbers if trained else self._frozen_cores | numbers
         )
         self._untrained = frozenset(
-            t for t in range(len(self.tables)) if self._frozen_cores >= set(self._cores_of(t))
+            t for t in range(len(self.tables)) if self._frozen_cores >= set(self.core_numbers(t))
         )
         self._frozen = len(self._untrained) == len(self.tables)
 
@@ -284,7 +280,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """Return the numbers of the cores that a parameter has."""
         return frozenset(k for k, core in enumerate(self.cores) if core is parameter)
 
-    def _cores_of(self, table: int) -> range:
+    def core_numbers(self, table: int) -> range:
         """Return the numbers of the cores of a table."""
         return range(len(self.cores))[self.core_layout.cores_of(table)]
 
@@ -292,7 +288,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         if not self._frozen_cores:
             return
         for t in range(len(self.tables)):
-            numbers = self._cores_of(t)
+            numbers = self.core_numbers(t)
             frozen = [k - numbers[0] for k in numbers if k in self._frozen_cores]
             if frozen and t not in self._untrained:
                 raise RuntimeError(
@@ -427,7 +423,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     def table_cores(self, table: int) -> list[nn.Parameter]:
         """Return the cores of a table."""
-        return [self.cores[k] for k in self._cores_of(table)]
+        return [self.cores[k] for k in self.core_numbers(table)]
 
     def core_optimizer_states(self, table: int | None = None) -> list[dict[str, Tensor]]:
         """Return per core, of one table or of all, its optimizer state by name.
@@ -435,7 +431,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         A state is core-shaped, or has one entry per row of the core.
         """
         names = [state.name for state in self.optimizer.states]
-        numbers = range(len(self.cores)) if table is None else self._cores_of(table)
+        numbers = range(len(self.cores)) if table is None else self.core_numbers(table)
         all_states = self._core_states()
         return [dict(zip(names, all_states[k], strict=True)) for k in numbers]
 
@@ -525,19 +521,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return f"{super().extra_repr()}, {self.compression:.1f}x smaller"
 
 
-def _with_output(precision: Precision | None, output_dtype: torch.dtype | None) -> Precision:
-    """Return the precision with the output of the argument `output_dtype`, if there is one."""
-    if output_dtype is None:
-        return Precision() if precision is None else precision
-    check_float_dtype("output_dtype", output_dtype)
-    if precision is None:
-        return Precision(output=output_dtype)
-    if isinstance(precision, Precision) and precision.output != output_dtype:
-        raise ValueError(
-            f"output_dtype is {output_dtype}, but precision has output={precision.output}: say it "
-            f"once, as Precision(output={output_dtype}, ...)"
+def _refuse_output_dtype(output_dtype: torch.dtype | None) -> None:
+    """Raise TypeError for an argument of earlier versions."""
+    if output_dtype is not None:
+        raise TypeError(
+            f"output_dtype is part of the precision: write precision=Precision(output="
+            f"{output_dtype}) instead of output_dtype={output_dtype}"
         )
-    return precision
 
 
 def _shapes(spec: TTSpec, device: torch.device) -> CoreLayout:
@@ -549,8 +539,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
     Args:
         spec: rows, dim, ranks and factors.
-        optimizer, pooling, init, precision, output_dtype, bounds_check, device,
-            include_last_offset: as in `TableBatchedTTEmbeddingBags`.
+        optimizer, pooling, init, precision, bounds_check, device, include_last_offset: as in
+            `TableBatchedTTEmbeddingBags`.
 
     Example:
         >>> bag = emblib.TTEmbeddingBag(emblib.TTSpec(1_000_000, 64, (16, 16)))
@@ -566,7 +556,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         pooling: Pooling = Pooling.SUM,
         init: str = "gaussian",
         precision: Precision | None = None,
-        output_dtype: torch.dtype | None = None,
+        output_dtype: None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,

@@ -183,9 +183,9 @@ class ShortTrainCalls:
             module.output_dtype,
             *self._shape,
             num_saved,
-            self._matmul,
             mode,
             self._violations,
+            self._matmul,
         )
         return results
 

@@ -279,6 +279,8 @@ def whole_lookup(
         batch.output_dtype,
         *batch.layout[:3],
         num_saved,
+        None,
+        torch.zeros(2, dtype=torch.int64),
     )
 
 
@@ -294,16 +296,30 @@ def sample_calls() -> dict[str, tuple]:
     core, states = cores[0].clone(), [torch.zeros_like(cores[0]) for _ in range(2)]
     moments = [torch.zeros_like(c) for c in cores for _ in range(2)]
     groups = ops.group(ids, 210)
+    counters = torch.zeros(1, 4, dtype=torch.int64)
     batch = batch_of(case, ids)
     lookups = (batch.features, ids, batch.offsets, None, None, POOLING["none"], 16, torch.float32)
     return {
-        "tt_lookup_checked_": (cores, tables, tables, *lookups, p, q, [3], 8),
+        "tt_lookup_checked_": (
+            cores,
+            tables,
+            tables,
+            *lookups,
+            p,
+            q,
+            [3],
+            8,
+            None,
+            tables.new_zeros(2),
+        ),
         "tt_backward_": (
             *([core.clone() for core in cores], moments, hyper, OPTIMIZER["adam"], grads),
             *(batch.features, ids, batch.offsets, None, None, POOLING["none"]),
             *(whole_lookup(cores, batch)[1:], p, q, [3]),
         ),
         "tt_keys": (ids, torch.tensor([0, 20, 40]), None, tables.expand(2, -1).contiguous()),
+        "tt_stored": (ids, ids, ids, ids % 3 - 1, torch.tensor([4, -1])),
+        "tt_count_": (ids, ids, *torch.tensor([[0, 20, 40]]), torch.tensor([0, 0]), counters),
         "tt_plan": (made.groups.rows, made.groups.count, tables, *case.layout[5:7]),
         "tt_rows": (cores, list(made.plan), p, q, [3], 8),
         "tt_core_grads": (cores, list(made.plan), made.prefixes, grads, p, q, [3]),
@@ -322,6 +338,8 @@ def sample_calls() -> dict[str, tuple]:
         "tt_lookup_checked_",
         "tt_backward_",
         "tt_keys",
+        "tt_stored",
+        "tt_count_",
         "tt_plan",
         "tt_rows",
         "tt_core_grads",
@@ -443,6 +461,30 @@ def test_whole_passes_have_the_bits_of_their_parts(case: Case, weighted: bool) -
     compare([core * 2 for core in cores], is_stale=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("lookups", "padding"), [(0, 0), (1, 0), (40, 7), (5000, 100)])
+def test_stored_rows_and_their_counts(lookups: int, padding: int, dtype: torch.dtype) -> None:
+    """Of three features of two tables, after padding."""
+    generator = seeded(9)
+    indices = torch.randint(-1, 60, (lookups,), generator=generator, dtype=dtype)
+    ids = torch.where(indices < 50, indices.long(), 0)
+    keys = torch.where(ids >= 0, ids + 3, -1)
+    slots = torch.randint(-1, 20, (lookups,), generator=generator)
+    row_of_slot = torch.randint(-1, 9, (20,), generator=generator)
+    middle = torch.randint(padding, lookups + 1, (2,), generator=generator).sort().values
+    starts = torch.cat([torch.tensor([padding]), middle, torch.tensor([lookups])])
+    starts = starts.clamp(max=lookups)
+    tables = torch.tensor([1, 0, 1])
+    for known in (None, slots):
+        found = ops.tt_stored(indices, ids, keys, known, row_of_slot)
+        want = reference.stored(indices, ids, keys, known, row_of_slot)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        counters, counts = (torch.arange(8).view(2, 4) for _ in range(2))
+        ops.tt_count_(found[2], found[1], starts, tables, counters)
+        reference.count_(want[2], want[1], starts, tables, counts)
+        assert torch.equal(counters, counts)
+
+
 @pytest.mark.parametrize("num_keys", [5, 1000])
 def test_group_inverse(num_keys: int) -> None:
     generator = seeded(6)
@@ -485,7 +527,7 @@ def _look_up(small: "Small", p: list[int], features: Tensor | None = None) -> ob
     cores = [torch.zeros(p[k], core.size(1)) for k, core in enumerate(small.cores)]
     features = batch.features if features is None else features
     lookups = (features, batch.indices, batch.offsets, None, None, POOLING["none"], 8)
-    shape = (torch.float32, p, [2, 2, 2], [3], 0)
+    shape = (torch.float32, p, [2, 2, 2], [3], 0, None, torch.zeros(2, dtype=torch.int64))
     return ops.tt_lookup_checked_(cores, batch.tables, batch.tables, *lookups, *shape)
 
 
@@ -498,6 +540,10 @@ def _backward(small: "Small", kept: list[Tensor], hyper: Tensor | None = None) -
     return ops.tt_backward_(
         small.cores, [], hyper, OPTIMIZER["sgd"], grad, batch.features, *bags, *rest
     )
+
+
+def _numbers(*sizes: int) -> list[Tensor]:
+    return [torch.zeros(size, dtype=torch.int64) for size in sizes]
 
 
 WRONG = {
@@ -540,6 +586,10 @@ WRONG = {
     ),
     "hyper must be contiguous": lambda c: _backward(c, [], hyper=torch.zeros(1).double()),
     "kept must be the": lambda c: _backward(c, kept=[]),
+    "one entry per index": lambda c: ops.tt_stored(*_numbers(3, 2, 3), None, *_numbers(1)),
+    "starts must have 2 entries": lambda c: ops.tt_count_(
+        *_numbers(3, 3, 3, 1), torch.zeros(1, 4, dtype=torch.int64)
+    ),
     "grads must be": lambda c: ops.update_rows_(
         c.cores[0], [], torch.zeros(2, dtype=torch.float64), OPTIMIZER["sgd"], torch.zeros(1, 1)
     ),
