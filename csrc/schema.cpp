@@ -133,18 +133,35 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tt_update_(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor hyper, int optimizer,"
       " Tensor[] plan, Tensor prefixes, Tensor row_grads, int[] row_factors, int[] dim_factors,"
       " int[] num_cores, int matmul_precision=0) -> ()");
-  // On the CPU, whole passes in one call, see csrc/tt/batch_cpu.cpp.
+  // Whole passes in one call, see csrc/tt/batch_cpu.cpp and forward_backward_cuda.cu. `features`
+  // has F rows for keys, F for ids, which a check reads, and F for the rows that a GPU makes. The
+  // lookup checks its batch unless `check` is None, and returns the output; then, if num_saved >=
+  // 0, what the backward pass takes as `kept`: 14 tensors on the CPU, one on a GPU; then, on a GPU
+  // that checks, the repaired offsets. The CPU returns nothing for an invalid batch. `is_stale`:
+  // the cores have changed since the lookup. Without a finite gradient, a scalar, there is no step.
   m.def(
-      "tt_lookup(Tensor[] cores, Tensor tables, Tensor feature_tables, Tensor features,"
+      "tt_lookup_checked_(Tensor[] cores, Tensor tables, Tensor feature_tables, Tensor features,"
       " Tensor indices, Tensor offsets, Tensor? bag_layout, Tensor? sample_weights, int pooling,"
       " SymInt output_dim, ScalarType output_dtype, int[] row_factors, int[] dim_factors,"
-      " int[] num_cores, SymInt num_saved, int matmul_precision=0)"
-      " -> (Tensor output, Tensor[] groups, Tensor[] plan, Tensor prefixes)");
+      " int[] num_cores, SymInt num_saved, int? check, Tensor(a!) violations,"
+      " int matmul_precision=0) -> Tensor[]");
   m.def(
       "tt_backward_(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor(c!) hyper, int optimizer,"
-      " Tensor grad, Tensor features, Tensor[] groups, Tensor offsets, Tensor? bag_layout,"
-      " Tensor? sample_weights, int pooling, Tensor[] plan, Tensor prefixes, int[] row_factors,"
-      " int[] dim_factors, int[] num_cores, int matmul_precision=0) -> ()");
+      " Tensor grad, Tensor features, Tensor indices, Tensor offsets, Tensor? bag_layout,"
+      " Tensor? sample_weights, int pooling, Tensor[] kept, int[] row_factors, int[] dim_factors,"
+      " int[] num_cores, bool is_stale=False, int matmul_precision=0, Tensor? is_finite=None)"
+      " -> ()");
+
+  // Trains with a cache of rows. `slots` of keys in the index of the stored rows, -1 for none; None
+  // where no rows are stored. The ids that the cores serve, the stored rows of the others, and the
+  // keys of valid ids; each -1 for the rest.
+  m.def(
+      "tt_stored(Tensor indices, Tensor ids, Tensor keys, Tensor? slots, Tensor row_of_slot)"
+      " -> (Tensor cold, Tensor rows, Tensor counted)");
+  // Add lookups and hits by table to the first columns of `counters`.
+  m.def(
+      "tt_count_(Tensor counted, Tensor rows, Tensor starts, Tensor tables, Tensor(a!) counters)"
+      " -> ()");
 
   // Routing of ids to the ranks that store their rows, and combination of the pooled rows that come
   // back.

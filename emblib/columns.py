@@ -6,6 +6,7 @@ tests/test_columns.py compares them.
 """
 
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Hyper(IntEnum):
@@ -30,6 +31,19 @@ class FeatureColumn(IntEnum):
     TIER = 5
     STATE_BASE = 6  # rows before the table in its memory tier
     CACHE_STRIDE = 7  # elements between rows of the cache; 0 if the table is not cached
+
+
+class FeatureRow(NamedTuple):
+    """A row of `features`, in the order of `FeatureColumn`: `FeatureRow(rows=100, dim=8)`."""
+
+    weight_offset: int = 0
+    row_base: int = 0
+    rows: int = 0
+    dim: int = 0
+    column: int = 0
+    tier: int = 0
+    state_base: int = 0
+    cache_stride: int = 0
 
 
 class Tier(IntEnum):

@@ -81,3 +81,8 @@ def test_columns_have_the_order_of_the_struct(enum: type[IntEnum]) -> None:
 def test_plans_have_the_tensors_of_csrc() -> None:
     native = [name.removeprefix("tt_") for name, _ in _enumerators("TtPlanTensor")]
     assert native == [*tt.TTPlan._fields, "plan_tensors"]
+
+
+def test_a_feature_row_has_the_columns_of_features() -> None:
+    names = [member.name.lower() for member in columns.FeatureColumn]
+    assert list(columns.FeatureRow._fields) == names

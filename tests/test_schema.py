@@ -40,6 +40,8 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "hash_expire_": key_table.HashModel.expire,
     "hash_initial_rows_": hash.initial_rows_,
     "tt_keys": tt.keys,
+    "tt_stored": tt.stored,
+    "tt_count_": tt.count_,
     "tt_plan": "which halves the rows share: only how tt_rows saves work, checked by its result",
     "tt_rows": tt.rows,
     "tt_core_grads": tt.core_grads,
@@ -63,7 +65,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "bounds_check_": "calls bounds_check, whose reference it has",
     "tbe_lookup_checked_": "calls bounds_check and tbe_lookup, whose references it has",
     "tbe_backward_": "calls tbe_group and tbe_update_, whose references it has",
-    "tt_lookup": "calls tt_keys, tbe_group, tt_plan, tt_rows and tbe_lookup: see their references",
+    "tt_lookup_checked_": "calls tt_keys, tbe_group, tt_plan, tt_rows, tbe_lookup: see those",
     "tt_backward_": "calls tbe_row_grads and tt_update_, whose references it has",
     "fill_uniform_": random.uniform,
 }
@@ -72,8 +74,6 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
 CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
     "cache_evictions": "rows are journaled for tables in files, which a GPU cannot have",
-    "tt_lookup": "on a GPU modules call its parts",
-    "tt_backward_": "on a GPU modules call its parts",
 }
 
 

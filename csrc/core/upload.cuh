@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/row_slice.cuh"
 #include "core/simt.cuh"
 
 namespace emb::cuda {
@@ -22,19 +23,39 @@ struct UploadWords {
   uint64_t word[kWords];
 };
 
+// What the first launch does besides, for an update that begins with it: fill a gradient with zeros
+// and count the step. Without a finite gradient there is no step: it is not counted, and words from
+// `first_of_step` on, the arguments of the update, are 0.
+struct BeginStep {
+  float* zeros = nullptr;  // aligned to 16 bytes
+  int64_t num_zeros = 0;   // a multiple of 4
+  double* step = nullptr;
+  const bool* is_finite = nullptr;  // null for a gradient that is
+  int64_t first_of_step = 0;
+};
+
 template <int kWords>
 __global__ void __launch_bounds__(kUploadThreads)
-    upload_kernel(const EMB_GRID_CONSTANT UploadWords<kWords> words, int count, uint64_t* to) {
+    upload_kernel(const EMB_GRID_CONSTANT UploadWords<kWords> words, int count, uint64_t* to,
+                  BeginStep begin) {
   const int64_t i = simt::global_thread();
-  if (i < count) to[i] = words.word[i];
+  const bool is_finite = begin.is_finite == nullptr || *begin.is_finite;
+  if (i < count) to[i] = is_finite || i < begin.first_of_step ? words.word[i] : 0;
+  for (int64_t j = 4 * i; j < begin.num_zeros; j += 4 * simt::threads_in_grid()) {
+    *reinterpret_cast<simt::Pack16*>(begin.zeros + j) = {};
+  }
+  if (i == 0 && begin.step != nullptr && is_finite) *begin.step += 1.0;
 }
 
 template <int kWords, class Launcher>
-void upload_words(const Launcher& launcher, const uint64_t* from, int count, uint64_t* to) {
+void upload_words(const Launcher& launcher, const uint64_t* from, int count, uint64_t* to,
+                  const BeginStep& begin) {
   UploadWords<kWords> words;
   std::memcpy(words.word, from, static_cast<size_t>(count) * sizeof(uint64_t));
-  const auto blocks = static_cast<unsigned>((count + kUploadThreads - 1) / kUploadThreads);
-  launcher(upload_kernel<kWords>, blocks, kUploadThreads, words, count, to);
+  const unsigned of_words = blocks_for(count, kUploadThreads, kWords);
+  const unsigned of_zeros = blocks_for(begin.num_zeros / 4, kUploadThreads, launcher.blocks(16));
+  launcher(upload_kernel<kWords>, of_words > of_zeros ? of_words : of_zeros, kUploadThreads, words,
+           count, to, begin);
 }
 
 // Arrays of arguments that one launch, or one per `kManyWords` words, copies to the device.
@@ -52,17 +73,20 @@ class Upload {
 
   int64_t words() const { return static_cast<int64_t>(words_.size()); }
 
-  // Start the copy to `to`, which has room for `words()`.
+  // Start the copy to `to`, which has room for `words()`; at least one launch if `begin` has work.
   template <class Launcher>
-  void start(const Launcher& launcher, uint64_t* to) const {
-    for (int64_t first = 0; first < words(); first += kManyWords) {
+  void start(const Launcher& launcher, uint64_t* to, BeginStep begin = {}) const {
+    int64_t first = 0;
+    while (first < words() || begin.step != nullptr || begin.num_zeros > 0) {
       const int64_t rest = words() - first;
       const int count = static_cast<int>(rest < kManyWords ? rest : kManyWords);
       if (count <= kFewWords) {
-        upload_words<kFewWords>(launcher, words_.data() + first, count, to + first);
+        upload_words<kFewWords>(launcher, words_.data() + first, count, to + first, begin);
       } else {
-        upload_words<kManyWords>(launcher, words_.data() + first, count, to + first);
+        upload_words<kManyWords>(launcher, words_.data() + first, count, to + first, begin);
       }
+      first += count;
+      begin = {nullptr, 0, nullptr, begin.is_finite, begin.first_of_step - count};
     }
   }
 

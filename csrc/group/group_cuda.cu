@@ -139,9 +139,9 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
                   segments.numel());
   const CudaLauncher launcher(permutation);
   Tensor inverse = allocate(permutation, {n});
-  launch_inverse(launcher, segments.const_data_ptr<int32_t>(),
-                 permutation.const_data_ptr<int32_t>(), count.const_data_ptr<int32_t>(), n,
-                 inverse.mutable_data_ptr<int32_t>());
+  launch_inverse(launcher,
+                 {segments.const_data_ptr<int32_t>(), permutation.const_data_ptr<int32_t>(),
+                  count.const_data_ptr<int32_t>(), n, inverse.mutable_data_ptr<int32_t>()});
   return inverse;
 }
 

@@ -193,22 +193,32 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// Write the group of every input position, -1 for none.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    inverse_kernel(const int32_t* segments, const int32_t* permutation, const int32_t* count,
-                   int64_t n, int32_t* inverse) {
-  __shared__ int range[2];
-  const int groups = *count;
-  const int32_t grouped = segments[groups];
-  const auto start = [&](int group) { return static_cast<int64_t>(segments[group]); };
-  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < n;
+// The groups of n keys, and an output for the group of each key, -1 for none; null: none.
+struct InverseArgs {
+  const int32_t *segments, *permutation, *count;
+  int64_t n;
+  int32_t* inverse;
+};
+
+// Write the group of every key. `range` is shared memory for two numbers.
+EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
+  const int groups = *args.count;
+  const int32_t grouped = args.segments[groups];
+  const auto start = [&](int group) { return static_cast<int64_t>(args.segments[group]); };
+  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < args.n;
        tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
-    const int64_t end = tile + kTileSize < n ? tile + kTileSize : n;
+    const int64_t end = tile + kTileSize < args.n ? tile + kTileSize : args.n;
     const TileSearch search(start, groups, tile, end, range);
     for (int64_t j = tile + threadIdx.x; j < end; j += kTileThreads) {
-      inverse[permutation[j]] = j < grouped ? search.find(start, j) : -1;
+      args.inverse[args.permutation[j]] = j < grouped ? search.find(start, j) : -1;
     }
   }
+}
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
+    inverse_kernel(InverseArgs args) {
+  __shared__ int range[2];
+  write_inverse(args, range);
 }
 
 template <class Key, class Launcher>
@@ -225,11 +235,9 @@ void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort, const
 }
 
 template <class Launcher>
-void launch_inverse(const Launcher& launcher, const int32_t* segments, const int32_t* permutation,
-                    const int32_t* count, int64_t n, int32_t* inverse) {
-  if (n == 0) return;
-  launcher(inverse_kernel, blocks_for(n, kTileSize, launcher.blocks(32)), kTileThreads, segments,
-           permutation, count, n, inverse);
+void launch_inverse(const Launcher& launcher, const InverseArgs& args) {
+  if (args.n == 0) return;
+  launcher(inverse_kernel, blocks_for(args.n, kTileSize, launcher.blocks(32)), kTileThreads, args);
 }
 
 }  // namespace emb::cuda

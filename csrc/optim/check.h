@@ -30,6 +30,14 @@ inline OptimizerShape optimizer_shape(const char* op, int64_t optimizer) {
   return shape;
 }
 
+// Check the scalar that says whether a step is made.
+inline void check_is_finite(const char* op, const std::optional<Tensor>& is_finite) {
+  if (!is_finite) return;
+  check_dtype(op, "is_finite", *is_finite, ScalarType::Bool, "bool");
+  STD_TORCH_CHECK(is_finite->numel() == 1, op, ": is_finite must be a scalar, got ",
+                  is_finite->numel(), " elements");
+}
+
 // Check the hyper vector of an op that counts the step itself, on the CPU.
 inline void check_has_step(const char* op, const Tensor& hyper) {
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");

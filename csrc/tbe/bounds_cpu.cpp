@@ -11,6 +11,7 @@
 #include "core/output_memory.h"
 #include "core/parallel.h"
 #include "tbe/check.h"
+#include "tbe/entries.h"
 #include "tbe/pass_check.h"
 
 namespace emb {
@@ -44,6 +45,8 @@ int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) 
   }
   STD_TORCH_CHECK(false, "bounds_check: indices out of range");
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
@@ -82,6 +85,8 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   if (counts[0] > 0 && fatal) fail_index(feature, ids, fixed, bags);
   return {repaired, violations};
 }
+
+namespace {
 
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode, Tensor violations) {

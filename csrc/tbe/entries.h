@@ -1,4 +1,4 @@
-// Entries of table-batched embeddings on the CPU that other entries call.
+// Entries of table-batched embeddings that other entries call, on the CPU and on the GPU.
 #pragma once
 
 #include <optional>
@@ -16,6 +16,10 @@ struct Grouping {
 
 // `repaired` says that `offsets` never decrease and end with the number of indices, as
 // `bounds_check` returns them.
+std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
+                                        const Tensor& features, std::optional<Tensor> bag_layout,
+                                        int64_t mode);
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,
@@ -34,4 +38,35 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
                    float* out);
 
+namespace cuda {
+
+// A grouping of n lookups, as `tbe_group` returns it.
+struct GroupArrays {
+  int64_t* rows;            // [n]
+  int32_t* segments;        // [n + 1]
+  int32_t *lookups, *bags;  // [n]
+  int32_t* count;           // [1]
+};
+
+Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
+                     std::optional<Tensor> bag_layout, int64_t mode, Tensor violations);
+
+// `tbe_group` into memory of the caller.
+void group_lookups(const char* op, const Tensor& features, const Tensor& indices,
+                   const Tensor& offsets, const std::optional<Tensor>& bag_layout,
+                   int64_t total_rows, bool repaired, const GroupArrays& out);
+
+Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
+                  const Tensor& offsets, std::optional<Tensor> slots,
+                  std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
+                  int64_t pooling, int64_t columns, ScalarType output_dtype);
+
+// `tbe_row_grads` into memory of the caller: of the rows of groups, their columns alone.
+void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
+                   const Tensor& indices, const GroupArrays& groups, const Tensor& offsets,
+                   const std::optional<Tensor>& bag_layout,
+                   const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
+                   float* out);
+
+}  // namespace cuda
 }  // namespace emb

@@ -88,6 +88,25 @@ void group_lookups(const CudaLauncher& launcher, const Tensor& like, const Group
   launch_small_group(launcher, plan, SmallLookups{lookup_keys(batch, nullptr), check}, args);
 }
 
+void group_lookups(const char* op, const Tensor& features, const Tensor& indices,
+                   const Tensor& offsets, const std::optional<Tensor>& bag_layout,
+                   int64_t total_rows, bool repaired, const GroupArrays& out) {
+  check_features(op, features);
+  check_lookups(op, indices, offsets);
+  check_same_device(op, "features", features, indices);
+  STD_TORCH_CHECK(total_rows >= 0, op, ": total_rows must be >= 0, got ", total_rows);
+  const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
+  const Tensor index_tensor = as_contiguous(indices);
+  const Tensor offset_tensor = as_contiguous(offsets);
+  const GroupBatch batch{feature_array(features),
+                         index_array(index_tensor),
+                         Bags{index_array(offset_tensor), offsets.numel() - 1, indices.numel()},
+                         map,
+                         total_rows,
+                         repaired};
+  group_lookups(CudaLauncher(indices), indices, batch, out, {});
+}
+
 namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
@@ -95,31 +114,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
                                                              const Tensor& offsets,
                                                              std::optional<Tensor> bag_layout,
                                                              int64_t total_rows, bool repaired) {
-  const char* op = "tbe_group";
-  check_features(op, features);
-  check_lookups(op, indices, offsets);
-  check_same_device(op, "features", features, indices);
-  STD_TORCH_CHECK(total_rows >= 0, "tbe_group: total_rows must be >= 0, got ", total_rows);
-  const BagMap map = bag_map(op, features.size(0), offsets, bag_layout, 0);
   const int64_t n = indices.numel();
-  const CudaLauncher launcher(indices);
-  const Tensor index_tensor = as_contiguous(indices);
-  const Tensor offset_tensor = as_contiguous(offsets);
   Tensor rows = allocate(indices, {n}, ScalarType::Long);
   Tensor segments = allocate(indices, {n + 1}, ScalarType::Int);
   Tensor lookups = allocate(indices, {n}, ScalarType::Int);
   Tensor bags = allocate(indices, {n}, ScalarType::Int);
   Tensor count = allocate(indices, {1}, ScalarType::Int);
-  const GroupBatch batch{feature_array(features),
-                         index_array(index_tensor),
-                         Bags{index_array(offset_tensor), offsets.numel() - 1, n},
-                         map,
-                         total_rows,
-                         repaired};
   const GroupArrays out{rows.mutable_data_ptr<int64_t>(), segments.mutable_data_ptr<int32_t>(),
                         lookups.mutable_data_ptr<int32_t>(), bags.mutable_data_ptr<int32_t>(),
                         count.mutable_data_ptr<int32_t>()};
-  group_lookups(launcher, indices, batch, out, {});
+  group_lookups("tbe_group", features, indices, offsets, bag_layout, total_rows, repaired, out);
   return {rows, segments, lookups, bags, count};
 }
 

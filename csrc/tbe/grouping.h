@@ -6,6 +6,7 @@
 #include "core/launch.h"
 #include "core/layout.h"
 #include "group/segments.cuh"
+#include "tbe/entries.h"
 
 namespace emb::cuda {
 
@@ -17,14 +18,6 @@ struct GroupBatch {
   BagMap map;
   int64_t total_rows;
   bool repaired;  // whether `bags.offsets` is what `bounds_check` returned
-};
-
-// The result, as `tbe_group` returns it, for n lookups.
-struct GroupArrays {
-  int64_t* rows;            // [n]
-  int32_t* segments;        // [n + 1]
-  int32_t *lookups, *bags;  // [n]
-  int32_t* count;           // [1]
 };
 
 // Group the lookups of a batch on the device of `like`, and count the step of their update. All

@@ -13,6 +13,7 @@
 #include "core/launch.h"
 #include "tbe/bounds.cuh"
 #include "tbe/check_batch.cuh"
+#include "tbe/entries.h"
 #include "tbe/lookup.cuh"
 #include "tbe/pass_check.h"
 #include "tbe/sample_weights.cuh"
@@ -94,6 +95,8 @@ void look_up(const CudaLauncher& launcher, const LookupArgs& args, Tensor* out) 
   }
 }
 
+}  // namespace
+
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
@@ -106,6 +109,8 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
   look_up(CudaLauncher(indices), lookup.args, &out);
   return out;
 }
+
+namespace {
 
 // Check a batch and return its repaired offsets. In the mode "warning" violations are added to
 // `violations`.
@@ -130,6 +135,8 @@ Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, Bounds
   return repaired;
 }
 
+}  // namespace
+
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations) {
   const char* op = "bounds_check_";
@@ -145,6 +152,8 @@ Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor&
                         offsets.numel() - 1,       map};
   return repaired_offsets(CudaLauncher(indices), offsets, args, mode, &violations);
 }
+
+namespace {
 
 // A GPU repairs what is invalid, so that every batch is valid: nothing waits for it.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,

@@ -18,12 +18,4 @@ inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
   return parse_choice<BoundsMode>(op, "mode", *mode, kBoundsModes);
 }
 
-// Check the scalar that says whether a step is made.
-inline void check_is_finite(const char* op, const std::optional<Tensor>& is_finite) {
-  if (!is_finite) return;
-  check_dtype(op, "is_finite", *is_finite, ScalarType::Bool, "bool");
-  STD_TORCH_CHECK(is_finite->numel() == 1, op, ": is_finite must be a scalar, got ",
-                  is_finite->numel(), " elements");
-}
-
 }  // namespace emb

@@ -10,17 +10,13 @@
 #include "core/device_arrays.h"
 #include "core/launch.h"
 #include "optim/device_states.h"
+#include "tbe/entries.h"
 #include "tbe/grouping.h"
 #include "tbe/pass_check.h"
 #include "tbe/update.cuh"
 
 namespace emb::cuda {
 namespace {
-
-// The result of `tbe_group`.
-struct Grouping {
-  const Tensor &rows, &segments, &lookups, &bags, &count;
-};
 
 // The checked arguments of a backward op, with the contiguous copies and scratch they point into.
 class Backward {
@@ -205,6 +201,13 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   backward.run(launcher, step);
 }
 
+void sum_row_grads(Backward* backward, const Tensor& grad, int64_t dim, float* out) {
+  backward->set_result_stride(dim);
+  OptimizerStepArgs step;
+  step.tiers[0].weights = out;
+  backward->run_alone(CudaLauncher(grad), step);
+}
+
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -213,15 +216,23 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   STD_TORCH_CHECK(dim > 0, op, ": dim must be positive, got ", dim);
   Backward backward(op, grad, features, lookups, offsets, bag_layout, sample_weights, pooling);
   backward.set_groups(op, {rows, segments, lookups, bags, count});
-  backward.set_result_stride(dim);
   Tensor out = allocate_zeros(grad, {lookups.numel(), dim}, ScalarType::Float);
-  OptimizerStepArgs step;
-  step.tiers[0].weights = out.mutable_data_ptr();
-  backward.run_alone(CudaLauncher(grad), step);
+  sum_row_grads(&backward, grad, dim, out.mutable_data_ptr<float>());
   return out;
 }
 
 }  // namespace
+
+void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
+                   const Tensor& indices, const GroupArrays& groups, const Tensor& offsets,
+                   const std::optional<Tensor>& bag_layout,
+                   const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
+                   float* out) {
+  Backward backward(op, grad, features, indices, offsets, bag_layout, sample_weights, pooling);
+  backward.set_groups(groups);
+  sum_row_grads(&backward, grad, dim, out);
+}
+
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {

@@ -2,12 +2,16 @@
 // Shared by the CPU and CUDA entries; all checks run before anything is written.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
+#include <optional>
 #include <vector>
 
 #include "core/check.h"
 #include "core/codes.h"
 #include "optim/check.h"
 #include "tt/args.h"
+#include "tt/cached.h"
 
 namespace emb {
 
@@ -165,6 +169,21 @@ struct TtTables {
   }
 };
 
+// What the thirds of the `features` of a whole pass describe: keys, ids, and rows that are made.
+enum TtFeatures : int { kTtOfKeys, kTtOfIds, kTtOfRows, kTtFeatureKinds };
+
+inline Tensor tt_features(const char* op, const Tensor& features, TtFeatures kind) {
+  check_features(op, features);
+  STD_TORCH_CHECK(features.size(0) % kTtFeatureKinds == 0 && features.is_contiguous(), op,
+                  ": features must have a row per feature for keys, for ids and for the rows that "
+                  "are made, got ",
+                  features.size(0), " rows");
+  const int64_t count = features.size(0) / kTtFeatureKinds;
+  void* first = const_cast<Feature*>(feature_array(features) + kind * count);
+  return torch::stable::from_blob(first, {count, features.size(1)}, {features.size(1), 1},
+                                  features.device(), ScalarType::Long);
+}
+
 inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int64_t tables) {
   STD_TORCH_CHECK(tensors.size() == kTtPlanTensors, op, ": plan must be the ",
                   static_cast<int>(kTtPlanTensors), " tensors that tt_plan returns, got ",
@@ -274,6 +293,71 @@ inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64
   STD_TORCH_CHECK(
       prefixes.dim() == 2 && prefixes.size(1) == tables.value_size && prefixes.is_contiguous(), op,
       ": prefixes must be what tt_rows returned for these cores");
+}
+
+// The checked arguments of `tt_stored` with its outputs; `indices` must be contiguous.
+struct TtStored {
+  Tensor cold, rows, counted;
+  TtStoredArgs args{};
+
+  TtStored(const char* op, const Tensor& indices, const Tensor& ids, const Tensor& keys,
+           const std::optional<Tensor>& slots, const Tensor& row_of_slot)
+      : cold(allocate(ids, {slots ? ids.numel() : 0}, ScalarType::Long)),
+        rows(allocate(ids, {slots ? ids.numel() : 0}, ScalarType::Long)),
+        counted(allocate(ids, {ids.numel()}, ScalarType::Long)) {
+    check_index_dtype(op, "indices", indices);
+    std::vector<const Tensor*> inputs{&ids, &keys};
+    if (slots) inputs.push_back(&*slots);
+    for (const Tensor* input : inputs) {
+      STD_TORCH_CHECK(input->numel() == indices.numel(), op,
+                      ": ids, keys and slots must have one entry per index = ", indices.numel(),
+                      ", got ", input->numel());
+    }
+    inputs.push_back(&row_of_slot);
+    for (const Tensor* input : inputs) {
+      check_dtype(op, "ids, keys, slots and row_of_slot", *input, ScalarType::Long, "int64");
+      check_same_device(op, "ids, keys, slots and row_of_slot", *input, indices);
+      STD_TORCH_CHECK(input->is_contiguous(), op,
+                      ": ids, keys, slots and row_of_slot must be contiguous");
+    }
+    args = {index_array(indices),
+            ids.const_data_ptr<int64_t>(),
+            keys.const_data_ptr<int64_t>(),
+            slots ? slots->const_data_ptr<int64_t>() : nullptr,
+            row_of_slot.const_data_ptr<int64_t>(),
+            row_of_slot.numel(),
+            ids.numel(),
+            cold.mutable_data_ptr<int64_t>(),
+            rows.mutable_data_ptr<int64_t>(),
+            counted.mutable_data_ptr<int64_t>()};
+  }
+};
+
+// Check the arguments of `tt_count_`.
+inline TtCountArgs tt_count_args(const char* op, const Tensor& counted, const Tensor& rows,
+                                 const Tensor& starts, const Tensor& tables, Tensor* counters) {
+  const Tensor* inputs[] = {&counted, &rows, &starts, &tables, counters};
+  for (const Tensor* input : inputs) {
+    check_dtype(op, "each argument", *input, ScalarType::Long, "int64");
+    check_same_device(op, "each argument", *input, counted);
+    STD_TORCH_CHECK(input->is_contiguous(), op, ": its arguments must be contiguous");
+  }
+  const int64_t n = counted.numel(), features = tables.numel();
+  STD_TORCH_CHECK(rows.numel() == n || rows.numel() == 0, op,
+                  ": rows must have one entry per lookup = ", n, " or none, got ", rows.numel());
+  STD_TORCH_CHECK(starts.numel() == features + 1, op, ": starts must have ", features + 1,
+                  " entries, got ", starts.numel());
+  STD_TORCH_CHECK(counters->dim() == 2 && counters->size(1) >= 2, op,
+                  ": counters must be [T, 2 or more], got ", counters->dim(), " dimensions");
+  return {counted.const_data_ptr<int64_t>(),
+          rows.numel() > 0 ? rows.const_data_ptr<int64_t>() : nullptr,
+          n,
+          starts.const_data_ptr<int64_t>(),
+          tables.const_data_ptr<int64_t>(),
+          features,
+          counters->size(0),
+          static_cast<int64_t*>(counters->mutable_data_ptr()),
+          counters->size(1)};
 }
 
 // Check the optimizer states of `tt_update_`, those of the first core first, and return weights and

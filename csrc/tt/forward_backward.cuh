@@ -150,21 +150,30 @@ class TtArrays {
     steps_.push_back(step);
   }
 
-  // Copy the arrays to the device; `allocate` returns memory of so many floats.
-  template <class Launcher, class Allocate>
-  void upload(const Launcher& launcher, Allocate& allocate) {
+  // Return the most words that `upload` writes.
+  static int64_t max_words(const TtBatch& batch) {
+    int64_t bytes = 0;
+    for (const TtBatchTable& table : batch.tables) {
+      bytes += sizeof(TtTableRows) + 2 * sizeof(TtPair) + 2 * sizeof(TtWiden) +
+               4 * sizeof(TtReverse) + table.shape.cores * sizeof(MatrixStep);
+    }
+    return bytes / static_cast<int64_t>(sizeof(uint64_t));
+  }
+
+  // Copy the arrays to the device, to memory for `max_words`, and begin the step of an update.
+  template <class Launcher>
+  void upload(const Launcher& launcher, uint64_t* words, BeginStep begin = {}) {
     Upload upload;
     const int64_t rows = upload.add(rows_), pairs = upload.add(pairs_), widen = upload.add(widen_),
-                  mirror = upload.add(mirror_), mirror_back = upload.add(mirror_back_),
-                  steps = upload.add(steps_);
-    auto* words = reinterpret_cast<uint64_t*>(allocate(2 * upload.words()));
-    upload.start(launcher, words);
+                  mirror = upload.add(mirror_), mirror_back = upload.add(mirror_back_);
+    begin.first_of_step = upload.add(steps_);
+    upload.start(launcher, words, begin);
     args_.tables = reinterpret_cast<const TtTableRows*>(words + rows);
     device_pairs_ = reinterpret_cast<const TtPair*>(words + pairs);
     device_widen_ = reinterpret_cast<const TtWiden*>(words + widen);
     device_mirror_ = reinterpret_cast<const TtReverse*>(words + mirror);
     device_mirror_back_ = reinterpret_cast<const TtReverse*>(words + mirror_back);
-    device_steps_ = reinterpret_cast<const MatrixStep*>(words + steps);
+    device_steps_ = reinterpret_cast<const MatrixStep*>(words + begin.first_of_step);
   }
 
   // Make the values of right halves, and of left pairs where `memory` does not have them.

@@ -1,39 +1,51 @@
-// `tt_rows` and `tt_core_grads` on the GPU: checks, memory from torch's allocator, launch.
+// Tensor-train tables on the GPU: checks, memory from torch's allocator, launch. Nothing waits for
+// the device.
+//
+// `tt_lookup_checked_` and `tt_backward_` are whole passes. The first keeps for the second all that
+// both need, in one tensor (`Kept`): the grouping of the lookups, the plan, copies of cores and the
+// values of halves. Each pass has one more allocation, for its scratch. The other ops are their
+// parts, which compiled graphs and gradients of sample weights and of whole cores take.
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "core/launch.h"
+#include "group/device_sort.h"
 #include "optim/device_states.h"
+#include "tbe/entries.h"
 #include "tt/check.h"
 #include "tt/forward_backward.cuh"
+#include "tt/plan.cuh"
 
 namespace emb::cuda {
 namespace {
 
-TtBatch make_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
-                   const std::vector<Tensor>& plan_tensors, int64_t matmul_precision) {
-  const MatmulPrecision precision = parse_matmul_precision(op, matmul_precision);
-  const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
-  check_same_device(op, "the plan", plan_tensors[0], cores[0]);
-  std::vector<const void*> data;
-  for (const Tensor& core : cores) data.push_back(core.const_data_ptr());
-  return {tables.shapes, data, tables.type, plan, precision};
-}
-
-// Float scratch for the duration of a call, which torch frees in stream order. One allocation has
-// all buffers that `take_all(scratch)` takes: it is called twice, and gets null addresses at first.
-class Scratch {
+// Memory for the duration of a call, which torch frees in stream order. One allocation has all
+// buffers that `take_all(memory)` takes: it is called twice, and gets null addresses at first.
+class Memory {
  public:
   template <class TakeAll>
-  Scratch(const Tensor& like, const TakeAll& take_all) : like_(like) {
+  Memory(const Tensor& like, const TakeAll& take_all) {
     take_all(*this);
-    tensors_.push_back(allocate(like_, {floats_}, ScalarType::Float));
-    next_ = tensors_.back().mutable_data_ptr<float>();
-    take_all(*this);
-    next_ = nullptr;
+    tensor_ = allocate(like, {floats_}, ScalarType::Float);
+    place(take_all);
   }
+
+  // Take the buffers from a tensor that such an object allocated.
+  template <class TakeAll>
+  Memory(const char* op, const Tensor& like, const Tensor& tensor, const TakeAll& take_all)
+      : tensor_(tensor) {
+    take_all(*this);
+    check_dtype(op, "kept", tensor, ScalarType::Float, "float32");
+    check_same_device(op, "kept", tensor, like);
+    STD_TORCH_CHECK(tensor.numel() == floats_ && tensor.is_contiguous(), op,
+                    ": kept must be what tt_lookup_checked_ returned for these tables and indices");
+    place(take_all);
+  }
+
+  const Tensor& tensor() const { return *tensor_; }
 
   float* operator()(int64_t floats) {
     constexpr int64_t kAligned = 64;
@@ -45,23 +57,152 @@ class Scratch {
     return found;
   }
 
-  // Return more memory, of an allocation of its own.
-  float* more(int64_t floats) {
-    tensors_.push_back(allocate(like_, {floats}, ScalarType::Float));
-    return tensors_.back().mutable_data_ptr<float>();
+  int32_t* ints(int64_t n) { return reinterpret_cast<int32_t*>((*this)(n)); }
+  // Words of 8 bytes.
+  template <class T>
+  T* words(int64_t n) {
+    static_assert(sizeof(T) == 8);
+    return reinterpret_cast<T*>((*this)(2 * n));
   }
 
  private:
-  const Tensor& like_;
-  std::vector<Tensor> tensors_;
+  template <class TakeAll>
+  void place(const TakeAll& take_all) {
+    next_ = const_cast<float*>(tensor_->const_data_ptr<float>());
+    if (floats_ > 0) take_all(*this);
+    next_ = nullptr;
+  }
+
+  std::optional<Tensor> tensor_;
   float* next_ = nullptr;
   int64_t floats_ = 0;
 };
 
-// Copy the arguments of kernels to the device.
-void upload(const CudaLauncher& launcher, TtArrays* arrays, Scratch* scratch) {
-  const auto more = [&](int64_t floats) { return scratch->more(floats); };
-  arrays->upload(launcher, more);
+// Write the keys of a batch.
+void make_keys(const char* op, const CudaLauncher& launcher, const Tensor& indices,
+               const Tensor& offsets, const std::optional<Tensor>& bag_layout,
+               const Tensor& feature_tables, int64_t* keys) {
+  const TtTableIds* tables = tt_table_ids(op, "feature_tables", feature_tables);
+  check_same_device(op, "feature_tables", feature_tables, indices);
+  const Tensor input = as_contiguous(indices), input_offsets = as_contiguous(offsets);
+  const int64_t n = indices.numel(), features = feature_tables.size(0);
+  STD_TORCH_CHECK(n == 0 || features > 0, op,
+                  ": feature_tables must have a row per feature, got none for ", n, " indices");
+  const Bags bags{index_array(input_offsets), offsets.numel() - 1, n};
+  launch_tt_keys(launcher, {index_array(input), n, tables, static_cast<int>(features), bags,
+                            bag_map(op, features, input_offsets, bag_layout, 0), keys});
+}
+
+Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
+               const Tensor& feature_tables) {
+  const char* op = "tt_keys";
+  check_lookups(op, indices, offsets);
+  const CudaLauncher launcher(indices);
+  Tensor keys = allocate(indices, {indices.numel()}, ScalarType::Long);
+  make_keys(op, launcher, indices, offsets, bag_layout, feature_tables,
+            keys.mutable_data_ptr<int64_t>());
+  return keys;
+}
+
+// The tensors of a plan.
+struct PlanArrays {
+  int32_t* arrays[kTtPlanTensors];
+
+  int32_t* operator[](TtPlanTensor i) const { return arrays[i]; }
+
+  TtPlan plan(int64_t capacity, int64_t tables) const {
+    return {capacity,
+            tables,
+            arrays[kTtLefts],
+            arrays[kTtLeftSegments],
+            arrays[kTtRowLefts],
+            arrays[kTtRights],
+            arrays[kTtRightSegments],
+            arrays[kTtRowRights],
+            arrays[kTtRightRows],
+            arrays[kTtStarts]};
+  }
+};
+
+std::vector<int64_t> plan_sizes(int64_t n, int64_t tables) {
+  return {n, n + 1, n, n, n + 1, n, n, 3 * (tables + 1)};
+}
+
+// The scratch of `make_plan`.
+struct PlanScratch {
+  int32_t* left_of_row = nullptr;
+  SortBuffers<uint32_t> right{};
+
+  void take(Memory& memory, int64_t n, int64_t right_ids) {
+    left_of_row = memory.ints(n + kTtRanges);
+    right.keys = reinterpret_cast<uint32_t*>(memory.ints(n));
+    right.sorted_keys = reinterpret_cast<uint32_t*>(memory.ints(n));
+    right.positions = memory.ints(n);
+    right.range_counts = memory.ints(2 * kMaxRanges);
+    right.n = n;
+    right.limit = static_cast<uint32_t>(right_ids);
+  }
+};
+
+// Plan the distinct rows of `keys`, and write the row of each lookup that `lookups` groups.
+void make_plan(const CudaLauncher& launcher, const Tensor& like, const int64_t* keys,
+               const int32_t* count, const TtTableIds* table, int64_t num_tables,
+               PlanScratch* scratch, const PlanArrays& plan, const InverseArgs& lookups) {
+  SortBuffers<uint32_t>& right = scratch->right;
+  right.sorted_positions = plan[kTtRightRows];
+  const int64_t n = right.n;
+  const int tables = static_cast<int>(num_tables);
+  int32_t *starts = plan[kTtStarts], *range_counts = scratch->left_of_row + n;
+  int32_t* num_rights = starts + 3 * num_tables + 2;
+  launch_tt_split(launcher,
+                  {keys, count, table, tables, right, scratch->left_of_row, range_counts, starts},
+                  {count, scratch->left_of_row, range_counts, n, plan[kTtLefts],
+                   plan[kTtLeftSegments], plan[kTtRowLefts], starts + 2 * num_tables + 1});
+  sort_and_group(launcher, like, right,
+                 {plan[kTtRights], false, plan[kTtRightSegments], num_rights, nullptr, nullptr});
+  const InverseArgs rights{plan[kTtRightSegments], plan[kTtRightRows], num_rights, n,
+                           plan[kTtRowRights]};
+  launch_tt_finish(launcher,
+                   {rights, lookups, keys, plan[kTtLefts], plan[kTtRights], table, tables, starts});
+}
+
+std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tensor& tables,
+                            int64_t left_ids, int64_t right_ids) {
+  const char* op = "tt_plan";
+  check_dtype(op, "keys", keys, ScalarType::Long, "int64");
+  check_dtype(op, "count", count, ScalarType::Int, "int32");
+  check_same_device(op, "count", count, keys);
+  const TtTableIds* table = tt_table_ids(op, "tables", tables);
+  check_same_device(op, "tables", tables, keys);
+  STD_TORCH_CHECK(count.numel() == 1 && keys.is_contiguous(), op,
+                  ": keys and count must come from one call of tbe_group");
+  STD_TORCH_CHECK(tables.size(0) > 0 && left_ids > 0 && left_ids <= kMaxTtIds && right_ids > 0 &&
+                      right_ids <= kMaxTtIds,
+                  op, ": the halves of all tables must be fewer than 2^31, got ", left_ids, " and ",
+                  right_ids);
+  const CudaLauncher launcher(keys);
+  const int64_t n = keys.numel(), num_tables = tables.size(0);
+  std::vector<Tensor> plan;
+  PlanArrays arrays{};
+  for (const int64_t size : plan_sizes(n, num_tables)) {
+    plan.push_back(allocate(keys, {size}, ScalarType::Int));
+    arrays.arrays[plan.size() - 1] = plan.back().mutable_data_ptr<int32_t>();
+  }
+  PlanScratch scratch;
+  const Memory memory(keys, [&](Memory& take) { scratch.take(take, n, right_ids); });
+  make_plan(launcher, keys, keys.const_data_ptr<int64_t>(), count.const_data_ptr<int32_t>(), table,
+            num_tables, &scratch, arrays, {});
+  return plan;
+}
+
+TtBatch make_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
+                   const std::vector<Tensor>& plan_tensors, int64_t matmul_precision) {
+  const MatmulPrecision precision = parse_matmul_precision(op, matmul_precision);
+  const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
+  check_same_device(op, "the plan", plan_tensors[0], cores[0]);
+  std::vector<const void*> data;
+  for (const Tensor& core : cores) data.push_back(core.const_data_ptr());
+  return {tables.shapes, data, tables.type, plan, precision};
 }
 
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
@@ -79,12 +220,14 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   TtMemory memory;
   float* const saved = prefixes.mutable_data_ptr<float>();
   const bool saves_all = num_saved >= batch.lefts();
-  Scratch scratch(cores[0], [&](Scratch& take) {
+  uint64_t* words = nullptr;
+  const Memory scratch(cores[0], [&](Memory& take) {
     memory.add_forward(&batch, take);
     if (batch.has_left_pairs) memory.set_left_values(saves_all ? saved : take(batch.left_floats()));
+    words = take.words<uint64_t>(TtArrays::max_words(batch));
   });
   TtArrays arrays(batch, memory);
-  upload(launcher, &arrays, &scratch);
+  arrays.upload(launcher, words);
   arrays.make_values(launcher, memory);
   arrays.make_rows(launcher, rows.mutable_data_ptr<float>());
   if (batch.has_left_pairs && !saves_all && num_saved > 0) {
@@ -123,32 +266,55 @@ struct GradMemory {
   }
 };
 
-// Compute the gradients of the cores in `memory`, and with `steps` the optimizer steps from them.
-// `add_steps` adds these to the arrays of arguments.
-template <class AddSteps>
-void run_backward(TtBatch batch, const Tensor& prefixes, const Tensor& row_grads,
-                  const GradMemory& places, float* grads, const CudaLauncher& launcher,
-                  const OptimizerStepArgs* steps, const AddSteps& add_steps) {
-  const Tensor gradient = torch::stable::contiguous(row_grads);
+// Point the tables of a batch to the gradients of their cores.
+void set_grads(const GradMemory& places, float* grads, TtBatch* batch) {
   size_t number = 0;
-  for (TtBatchTable& table : batch.tables) {
+  for (TtBatchTable& table : batch->tables) {
     for (int k = 0; k < table.shape.cores; ++k) table.grads[k] = grads + places.offsets[number++];
   }
+}
+
+// Take memory for the values that a forward pass makes, unless `left_values` has those of left
+// pairs.
+void take_values(const float* left_values, TtBatch* batch, Memory& take, TtMemory* memory) {
+  memory->add_forward(batch, take);
+  memory->left_values = left_values;
+  if (left_values == nullptr && batch->has_left_pairs) {
+    memory->set_left_values(take(batch->left_floats()));
+  }
+}
+
+// Add the steps of an optimizer on all cores.
+void add_steps(const std::vector<Tensor>& cores, const std::vector<OptimizerStepArgs>& steps,
+               const GradMemory& places, const float* grads, TtArrays* arrays) {
+  int64_t first_row = 0;  // of each core, among the rows of all cores
+  for (size_t k = 0; k < cores.size(); ++k) {
+    const MatrixGrad in{grads + places.offsets[k], cores[k].size(0), cores[k].size(1), first_row};
+    arrays->add_step({in, steps[k].tiers[0], 0});
+    first_row += cores[k].size(0);
+  }
+}
+
+// Compute the gradients of the cores in `grads`, and with `steps` the optimizer steps from them.
+void run_backward(TtBatch batch, const std::vector<Tensor>& cores, const Tensor& prefixes,
+                  const Tensor& row_grads, const GradMemory& places, float* grads,
+                  const CudaLauncher& launcher, const std::vector<OptimizerStepArgs>& steps) {
+  const Tensor gradient = as_contiguous(row_grads);
+  set_grads(places, grads, &batch);
   TtMemory memory;
   const bool has_values = !batch.has_left_pairs || prefixes.size(0) >= batch.lefts();
-  memory.left_values = prefixes.const_data_ptr<float>();
-  Scratch scratch(gradient, [&](Scratch& take) {
-    memory.add_forward(&batch, take);
+  uint64_t* words = nullptr;
+  const Memory scratch(gradient, [&](Memory& take) {
+    take_values(has_values ? prefixes.const_data_ptr<float>() : nullptr, &batch, take, &memory);
     memory.add_backward(&batch, take);
-    if (!has_values) memory.set_left_values(take(batch.left_floats()));
+    words = take.words<uint64_t>(TtArrays::max_words(batch));
   });
   TtArrays arrays(batch, memory);
-  add_steps(&arrays);
-  upload(launcher, &arrays, &scratch);
-  launcher.zero(grads, places.zeros * sizeof(float));
+  if (!steps.empty()) add_steps(cores, steps, places, grads, &arrays);
+  arrays.upload(launcher, words, BeginStep{grads, places.zeros});
   arrays.make_values(launcher, memory);
   arrays.make_grads(launcher, memory, gradient.const_data_ptr<float>());
-  if (steps != nullptr) arrays.update(launcher, *steps);
+  if (!steps.empty()) arrays.update(launcher, steps[0]);
 }
 
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan,
@@ -169,7 +335,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   if (batch.plan.capacity == 0) {
     torch::stable::zero_(memory);
   } else {
-    run_backward(batch, prefixes, row_grads, places, data, launcher, nullptr, [](TtArrays*) {});
+    run_backward(batch, cores, prefixes, row_grads, places, data, launcher, {});
   }
   std::vector<Tensor> grads;
   for (size_t k = 0; k < cores.size(); ++k) {
@@ -179,49 +345,221 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   return grads;
 }
 
-void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
-                int64_t optimizer, std::vector<Tensor> plan, const Tensor& prefixes,
-                const Tensor& row_grads, std::vector<int64_t> row_factors,
-                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
-                int64_t matmul_precision) {
-  const char* op = "tt_update_";
+// Check the states of an optimizer, those of the first core first, and return its steps by core.
+std::vector<OptimizerStepArgs> core_steps(const char* op, const std::vector<Tensor>& cores,
+                                          const std::vector<Tensor>& states, const Tensor& hyper,
+                                          int64_t optimizer) {
   const size_t each = cores.empty() ? 0 : states.size() / cores.size();
   STD_TORCH_CHECK(states.size() == each * cores.size(), op,
                   ": states must have the same number of tensors for each of ", cores.size(),
                   " cores, got ", states.size());
-  const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  const TtBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
-  check_core_grad_inputs(op, tables, batch.plan.capacity, prefixes, row_grads);
-  check_same_device(op, "row_grads", row_grads, cores[0]);
-  check_same_device(op, "prefixes", prefixes, cores[0]);
   check_same_device(op, "hyper", hyper, cores[0]);
   std::vector<OptimizerStepArgs> steps;
   for (size_t k = 0; k < cores.size(); ++k) {
     const std::vector<Tensor> own(states.begin() + k * each, states.begin() + (k + 1) * each);
     steps.push_back(optimizer_step_args(op, {cores[k]}, optimizer, own, hyper, cores[k].size(0)));
   }
+  return steps;
+}
+
+void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
+                int64_t optimizer, std::vector<Tensor> plan, const Tensor& prefixes,
+                const Tensor& row_grads, std::vector<int64_t> row_factors,
+                std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
+                int64_t matmul_precision) {
+  const char* op = "tt_update_";
+  const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
+  const TtBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
+  check_core_grad_inputs(op, tables, batch.plan.capacity, prefixes, row_grads);
+  check_same_device(op, "row_grads", row_grads, cores[0]);
+  check_same_device(op, "prefixes", prefixes, cores[0]);
+  const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
   if (batch.plan.capacity == 0) return;
   const CudaLauncher launcher(cores[0]);
   const GradMemory places(tables);
   const Tensor memory = allocate(cores[0], {places.floats}, ScalarType::Float);
   auto* grads = static_cast<float*>(memory.mutable_data_ptr());
-  run_backward(batch, prefixes, row_grads, places, grads, launcher, &steps[0],
-               [&](TtArrays* arrays) {
-                 int64_t first_row = 0;  // of each core, among the rows of all cores
-                 for (size_t k = 0; k < cores.size(); ++k) {
-                   const MatrixGrad in{grads + places.offsets[k], cores[k].size(0),
-                                       cores[k].size(1), first_row};
-                   arrays->add_step({in, steps[k].tiers[0], 0});
-                   first_row += cores[k].size(0);
-                 }
-               });
+  run_backward(batch, cores, prefixes, row_grads, places, grads, launcher, steps);
+}
+
+// What a forward pass keeps for its backward pass.
+struct Kept {
+  GroupArrays groups{};
+  PlanArrays plan{};
+  TtMemory values;  // right values, copies of cores, left values
+
+  void take(TtBatch* batch, Memory& memory) {
+    const int64_t n = batch->plan.capacity;
+    groups.rows = memory.words<int64_t>(n);
+    groups.segments = memory.ints(n + 1);
+    groups.lookups = memory.ints(n);
+    groups.bags = memory.ints(n);
+    groups.count = memory.ints(1);
+    int i = 0;
+    for (const int64_t size : plan_sizes(n, batch->plan.tables))
+      plan.arrays[i++] = memory.ints(size);
+    take_values(nullptr, batch, memory, &values);
+    batch->plan = plan.plan(n, batch->plan.tables);
+  }
+};
+
+// Check the batch of a pass, and return it with an empty plan.
+TtBatch new_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
+                  const Tensor& features, const Tensor& indices, const Tensor& offsets,
+                  int64_t matmul_precision) {
+  check_features(op, features);
+  check_lookups(op, indices, offsets);
+  const Tensor* elsewhere[] = {&features, &indices, &offsets};
+  for (const Tensor* tensor : elsewhere) check_same_device(op, "each core", *tensor, cores[0]);
+  std::vector<const void*> data;
+  for (const Tensor& core : cores) data.push_back(core.const_data_ptr());
+  TtPlan plan{};
+  plan.capacity = indices.numel();
+  plan.tables = tables.size();
+  return {tables.shapes, data, tables.type, plan, parse_matmul_precision(op, matmul_precision)};
+}
+
+// Pool the rows that were made for a batch.
+Tensor pool_rows(const TtBatch& batch, bool has_one_dim, float* rows, int32_t* inverse,
+                 const Tensor& features, const Tensor& offsets,
+                 const std::optional<Tensor>& bag_layout,
+                 const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t output_dim,
+                 ScalarType output_dtype) {
+  const auto tensor = [&](void* data, int64_t n, ScalarType type) {
+    return torch::stable::from_blob(data, {n}, {1}, features.device(), type);
+  };
+  const int64_t n = batch.plan.capacity;
+  const Tensor made = tensor(rows, n * batch.row_stride, ScalarType::Float);
+  const Tensor numbers = tensor(inverse, n, ScalarType::Int);
+  std::vector<Tensor> weights{made};
+  std::optional<Tensor> slots;
+  if (!has_one_dim) {  // rows have the stride of the widest, which only rows of a cache have
+    const Tensor nothing = tensor(rows, 0, ScalarType::Float);
+    weights = {made, nothing, nothing, made};
+    slots = numbers;
+  }
+  return tbe_lookup(weights, tt_features("tt_lookup_checked_", features, kTtOfRows), numbers,
+                    offsets, slots, bag_layout, sample_weights, pooling, output_dim, output_dtype);
+}
+
+std::vector<Tensor> tt_lookup_checked_(
+    std::vector<Tensor> cores, const Tensor& tables, const Tensor& feature_tables,
+    const Tensor& features, const Tensor& indices, const Tensor& offsets,
+    std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights, int64_t pooling,
+    int64_t output_dim, ScalarType output_dtype, std::vector<int64_t> row_factors,
+    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores, int64_t num_saved,
+    std::optional<int64_t> check, Tensor violations, int64_t matmul_precision) {
+  const char* op = "tt_lookup_checked_";
+  const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
+  TtBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
+  const TtTableIds* table = tt_table_ids(op, "tables", tables);
+  check_same_device(op, "tables", tables, indices);
+  STD_TORCH_CHECK(tables.size(0) == shapes.size() &&
+                      feature_tables.size(0) * kTtFeatureKinds == features.size(0),
+                  op, ": tables and feature_tables must have a row per table and per feature");
+  check_sample_weights(op, sample_weights, indices);
+  const int64_t n = indices.numel();
+  const CudaLauncher launcher(indices);
+  Kept kept;
+  const Memory memory(indices, [&](Memory& take) { kept.take(&batch, take); });
+  PlanScratch plan_scratch;
+  int64_t* keys = nullptr;
+  int32_t* inverse = nullptr;
+  float* rows = nullptr;
+  uint64_t* words = nullptr;
+  const Memory scratch(indices, [&](Memory& take) {
+    plan_scratch.take(take, n, batch.right_ids);
+    keys = take.words<int64_t>(n);
+    inverse = take.ints(n);
+    rows = take(n * batch.row_stride);
+    words = take.words<uint64_t>(TtArrays::max_words(batch));
+  });
+  std::vector<Tensor> results;
+  Tensor checked = offsets;
+  if (check) {
+    checked = bounds_check_(indices, offsets, tt_features(op, features, kTtOfIds), bag_layout,
+                            *check, violations);
+  }
+  make_keys(op, launcher, indices, checked, bag_layout, feature_tables, keys);
+  group_lookups(op, tt_features(op, features, kTtOfKeys),
+                torch::stable::from_blob(keys, {n}, {1}, indices.device(), ScalarType::Long),
+                checked, bag_layout, shapes.first_keys.back(), check.has_value(), kept.groups);
+  const GroupArrays& groups = kept.groups;
+  make_plan(launcher, indices, groups.rows, groups.count, table, shapes.size(), &plan_scratch,
+            kept.plan, {groups.segments, groups.lookups, groups.count, n, inverse});
+  if (n > 0) {
+    TtArrays arrays(batch, kept.values);
+    arrays.upload(launcher, words);
+    arrays.make_values(launcher, kept.values);
+    arrays.make_rows(launcher, rows);
+  }
+  bool has_one_dim = true;
+  for (const TtShape& shape : shapes.shapes) has_one_dim &= shape.dim() == shapes.dim;
+  results.push_back(pool_rows(batch, has_one_dim, rows, inverse, features, checked, bag_layout,
+                              sample_weights, pooling, output_dim, output_dtype));
+  if (num_saved >= 0) results.push_back(memory.tensor());
+  if (check) results.push_back(checked);
+  return results;
+}
+
+// Everything is checked and allocated before the launch that counts the step, so that a call that
+// raises counts none.
+void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
+                  int64_t optimizer, const Tensor& grad, const Tensor& features,
+                  const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
+                  std::optional<Tensor> sample_weights, int64_t pooling, std::vector<Tensor> kept,
+                  std::vector<int64_t> row_factors, std::vector<int64_t> dim_factors,
+                  std::vector<int64_t> num_cores, bool is_stale, int64_t matmul_precision,
+                  std::optional<Tensor> is_finite) {
+  const char* op = "tt_backward_";
+  const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
+  TtBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
+  check_has_step(op, hyper);
+  check_is_finite(op, is_finite);
+  if (is_finite) check_same_device(op, "is_finite", *is_finite, grad);
+  STD_TORCH_CHECK(kept.size() == 1, op,
+                  ": kept must be the tensor that tt_lookup_checked_ returned");
+  const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
+  const int64_t n = indices.numel();
+  const CudaLauncher launcher(indices);
+  const GradMemory places(shapes);
+  Kept from_forward;
+  const Memory memory(op, indices, kept[0], [&](Memory& take) { from_forward.take(&batch, take); });
+  TtMemory values = from_forward.values;
+  values.made_left_values = nullptr;
+  float *row_grads = nullptr, *grads = nullptr;
+  uint64_t* words = nullptr;
+  const Memory scratch(indices, [&](Memory& take) {
+    row_grads = take(n * batch.row_stride);
+    grads = take(places.floats);
+    if (is_stale) take_values(nullptr, &batch, take, &values);
+    values.add_backward(&batch, take);
+    words = take.words<uint64_t>(TtArrays::max_words(batch));
+  });
+  set_grads(places, grads, &batch);
+  TtArrays arrays(batch, values);
+  add_steps(cores, steps, places, grads, &arrays);
+  sum_row_grads(op, grad, tt_features(op, features, kTtOfKeys), indices, from_forward.groups,
+                offsets, bag_layout, sample_weights, pooling, batch.row_stride, row_grads);
+  BeginStep begin{grads, places.zeros, static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
+                  is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
+  if (n == 0) begin.num_zeros = 0;
+  arrays.upload(launcher, words, begin);
+  if (n == 0) return;
+  if (is_stale) arrays.make_values(launcher, values);
+  arrays.make_grads(launcher, values, row_grads);
+  arrays.update(launcher, steps[0]);
 }
 
 }  // namespace
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  EMB_IMPL(m, emb::cuda, tt_keys);
+  EMB_IMPL(m, emb::cuda, tt_plan);
   EMB_IMPL(m, emb::cuda, tt_rows);
   EMB_IMPL(m, emb::cuda, tt_core_grads);
   EMB_IMPL(m, emb::cuda, tt_update_);
+  EMB_IMPL(m, emb::cuda, tt_lookup_checked_);
+  EMB_IMPL(m, emb::cuda, tt_backward_);
 }

@@ -172,17 +172,23 @@ struct TtLeftsArgs {
   }
 }
 
-// Where the rows and halves of each table begin; the ends of all are in `starts` already.
-struct TtStartsArgs {
+// What is left to do once right halves are grouped: the half of each row, where the rows and halves
+// of each table begin (the ends of all are in `starts` already), and, if asked, the row of each
+// lookup.
+struct TtFinishArgs {
+  InverseArgs rights, lookups;
   const int64_t* keys;
-  const int32_t *lefts, *rights;
+  const int32_t *left_ids, *right_ids;  // of the distinct halves
   const TtTableIds* tables;
   int num_tables;
   int32_t* starts;
 };
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    tt_starts_kernel(TtStartsArgs args) {
+    tt_finish_kernel(TtFinishArgs args) {
+  __shared__ int range[2];
+  write_inverse(args.rights, range);
+  if (args.lookups.inverse != nullptr) write_inverse(args.lookups, range);
   const int64_t work = int64_t{3} * args.num_tables;
   for (int64_t i = simt::global_thread(); i < work; i += simt::threads_in_grid()) {
     const int kind = static_cast<int>(i / args.num_tables),
@@ -191,8 +197,8 @@ struct TtStartsArgs {
     const int32_t end = starts[args.num_tables];
     const TtTableIds& table = args.tables[t];
     starts[t] = kind == 0   ? first_at_least(args.keys, end, table.first_key)
-                : kind == 1 ? first_at_least(args.lefts, end, table.first_left)
-                            : first_at_least(args.rights, end, table.first_right);
+                : kind == 1 ? first_at_least(args.left_ids, end, table.first_left)
+                            : first_at_least(args.right_ids, end, table.first_right);
   }
 }
 
@@ -210,9 +216,10 @@ void launch_tt_split(const Launcher& launcher, const TtSplitArgs& args, const Tt
 }
 
 template <class Launcher>
-void launch_tt_starts(const Launcher& launcher, const TtStartsArgs& args) {
-  launcher(tt_starts_kernel, blocks_for(int64_t{3} * args.num_tables, kTileThreads, 64),
-           kTileThreads, args);
+void launch_tt_finish(const Launcher& launcher, const TtFinishArgs& args) {
+  const int64_t starts = int64_t{3} * args.num_tables;
+  const int64_t work = args.rights.n > starts ? args.rights.n : starts;
+  launcher(tt_finish_kernel, blocks_for(work, kTileSize, launcher.blocks(32)), kTileThreads, args);
 }
 
 }  // namespace emb::cuda

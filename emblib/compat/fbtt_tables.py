@@ -47,6 +47,7 @@ class CoreViews:
     def __init__(self, stacked: StackedCores, tables: int, *, in_graph: bool) -> None:
         self.stacked = stacked
         self._tables, self._in_graph = tables, in_graph
+        self._views: tuple[list[int], list[Tensor]] = ([], [])  # of parameters at these addresses
 
     def __len__(self) -> int:
         return self._tables * len(self.stacked)
@@ -60,10 +61,18 @@ class CoreViews:
         return iter(self.as_list())
 
     def as_list(self) -> list[Tensor]:
-        """Return all views; backward makes one gradient per parameter, not one per view."""
+        """Return all views; backward makes one gradient per parameter, not one per view.
+
+        Those out of the graph are the same objects as long as the parameters are.
+        """
         cores = self.stacked.as_list()
+        addresses = [number for core in cores for number in (id(core), core.data_ptr())]
+        if not self._in_graph and addresses == self._views[0]:
+            return self._views[1]
         by_core = [(core if self._in_graph else core.detach()).unbind(0) for core in cores]
-        return [core for of_table in zip(*by_core, strict=True) for core in of_table]
+        views = [core for of_table in zip(*by_core, strict=True) for core in of_table]
+        self._views = (addresses, views)
+        return views
 
 
 class StackedTTBags(TableBatchedTTEmbeddingBags):

@@ -17,13 +17,22 @@ from emblib.columns import Hyper
 from emblib.dynamic import tt_projection
 from emblib.dynamic.hash_table import HashTable, TableRows
 from emblib.dynamic.stored_rows import StoredTables
-from emblib.dynamic.training import num_padding_ids
-from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats, check_arguments
+from emblib.dynamic.training import feature_starts, num_padding_ids
+from emblib.dynamic.tt_cache import (
+    TT_COUNTERS,
+    RowEviction,
+    TTCache,
+    TTCacheStats,
+    check_arguments,
+    least_used,
+)
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
 from emblib.ops.derivatives import refuse_tangents
-from emblib.ops.one_call import in_one_call
+from emblib.ops.hash import Keys
+from emblib.ops.one_call import in_one_call, native
 from emblib.ops.route import is_captured
+from emblib.ops.tt_layout import id_table_row
 from emblib.optim import Optimizer
 from emblib.specs import (
     BoundsCheck,
@@ -50,14 +59,23 @@ from emblib.tables.graph_break import graph_break
 from emblib.tables.recomputation import running_forward
 from emblib.tables.tt import join_blocks
 
+_ops = torch.ops.emblib
+_count_ = native(_ops.tt_count_.default)
+
 
 class _Lookups(NamedTuple):
-    """The lookups of a batch: ids, the keys to count, rows of a table's stored ones, features."""
+    """The lookups of a batch.
 
-    ids: Tensor  # [L], -1 for skipped ones, valid otherwise
-    counted: Tensor  # [L], -1 for ids that were not valid
-    rows: Tensor  # [L], -1 for rows that are not stored
-    starts: Tensor  # [F + 1], first lookup of each feature
+    Attributes:
+        cold: int64 `[L]`, ids whose rows the cores make, -1 for the others.
+        rows: int64 `[L]`, the row among the stored ones of its table, -1 for ids without one;
+            empty where no rows are stored.
+        counted: the ids of all tables to count, -1 for none, in segments by feature.
+    """
+
+    cold: Tensor
+    rows: Tensor
+    counted: Keys
 
 
 class CachedTTEmbeddingBags(nn.Module):
@@ -100,7 +118,8 @@ class CachedTTEmbeddingBags(nn.Module):
     """
 
     key_bases: Tensor
-    row_bases: Tensor
+    id_tables: Tensor
+    segment_tables: Tensor
     row_of_slot: Tensor
     key_of_row: Tensor
     counters: Tensor
@@ -179,14 +198,15 @@ class CachedTTEmbeddingBags(nn.Module):
         options = {**options, "precision": precision}
         return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
 
-    def _by_feature(self) -> dict[str, list[int]]:
+    def _by_feature(self) -> dict[str, list[Any]]:
         """Return the buffers with a number per feature."""
         features = self.trains.feature_tables
         return {
             "key_bases": [self._first_key[t] for t in features],
-            "row_bases": [self._first_row[t] for t in features],
             "ends": [self.tables[t].rows for t in features],
             "tables_of_features": list(features),
+            "segment_tables": [0 for _ in features],  # the index and the counts are one table each
+            "id_tables": [id_table_row(self.tables[t].rows) for t in features],
         }
 
     @property
@@ -199,19 +219,15 @@ class CachedTTEmbeddingBags(nn.Module):
         """Return the name of each table."""
         return self.trains.table_names
 
-    def _locations(self) -> Tensor:
-        """Return the features of the trains, which are below those of the keys of cores."""
-        return self.trains.features[len(self.trains.feature_tables) :]
-
     def _fill_layout(self) -> None:
         """Write what no state dict has into buffers that lost their values."""
-        self.features.copy_(self._locations())
+        self.features.copy_(self.trains.id_features())
         self.bounds_violations.zero_()
         for name, values in self._by_feature().items():
             getattr(self, name).copy_(torch.tensor(values))
 
     def _register_buffers(self, device: torch.device | str | None) -> None:
-        self.register_buffer("features", self._locations().clone(), persistent=False)
+        self.register_buffer("features", self.trains.id_features().clone(), persistent=False)
         for name, values in self._by_feature().items():
             numbers = torch.tensor(values, dtype=torch.int64, device=device)
             self.register_buffer(name, numbers, persistent=False)
@@ -221,7 +237,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self.register_buffer("bounds_violations", violations, persistent=False)
         rows = torch.full((self._first_row[-1],), -1, device=device)
         self.register_buffer("key_of_row", rows)
-        shape = (len(self.tables), len(_COUNTERS))
+        shape = (len(self.tables), len(TT_COUNTERS))
         counters = torch.zeros(shape, dtype=torch.int64, device=device)
         self.register_buffer("counters", counters)
         changes = torch.zeros((len(self.tables), 2), dtype=torch.float64, device=device)
@@ -273,18 +289,14 @@ class CachedTTEmbeddingBags(nn.Module):
         counted = self._is_counted()
         batch = self._find(indices, offsets, batch_sizes)
         skips_rows = self._skip_rows()
-        cold = batch.ids if skips_rows else torch.where(batch.rows >= 0, -1, batch.ids)
-        cold = cold.to(indices.dtype)
-        out = self.trains(cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
-        before = self._missed
-        before = None if before is None else before.clone()
+        out = self.trains(batch.cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        missed_before = self._missed()
         if not skips_rows:
-            rows = batch.rows.to(indices.dtype)
+            rows = batch.rows if self._has_stored_rows() else torch.full_like(batch.cold, -1)
             out = out + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
         out = out.to(self.precision.output)
         if counted:
-            after = self._missed
-            self._count(batch, None if before is None or after is None else after - before)
+            self._count(batch, missed_before)
         if out.requires_grad:
             out.register_hook(partial(self._check_choice, self._choice))
         return out
@@ -351,15 +363,21 @@ class CachedTTEmbeddingBags(nn.Module):
     ) -> Tensor:
         """Check a batch before anything is changed; return offsets repaired."""
         features, bags = len(self.ends), offsets.numel() - 1
-        layout = None
-        if batch_sizes is not None:
-            dims = [self.tables[t].dim for t in self.trains.feature_tables]
-            layout = variable_batch(batch_sizes, dims, max(bags, 0), indices.device).bag_layout
-        elif bags < 0 or bags % features:
+        if batch_sizes is None and (bags < 0 or bags % features):
             raise RuntimeError(
                 f"offsets must have F * B + 1 entries for {features} features, got {bags + 1}"
             )
+        layout = self._bag_layout(offsets, batch_sizes)
         return check_bounds(self, indices, offsets, self.features, layout)
+
+    def _bag_layout(
+        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> Tensor | None:
+        """Return where each bag goes if batch sizes differ."""
+        if batch_sizes is None:
+            return None
+        dims, bags = [self.tables[t].dim for t in self.feature_tables], offsets.numel() - 1
+        return variable_batch(batch_sizes, dims, max(bags, 0), offsets.device).bag_layout
 
     def _check_choice(self, choice: int | None, gradient: Tensor | None = None) -> None:
         """Raise where the stored rows are other ones than at the lookup: they would be updated."""
@@ -374,60 +392,49 @@ class CachedTTEmbeddingBags(nn.Module):
     def _find(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
-        """Return for each lookup its id, the key to count, and its row among the stored ones."""
-        features, device = len(self.ends), indices.device
-        if batch_sizes is None:
-            batch = (offsets.numel() - 1) // features
-            starts = offsets[::batch] if batch else offsets.new_zeros(features + 1)
-        else:
-            bags = list(accumulate(map(sum, batch_sizes), initial=0))
-            starts = offsets[torch.tensor(bags).to(device, non_blocking=True)]
-        starts = starts.long()
-        by_feature: tuple[Tensor, ...] = (self.ends, self.key_bases, self.row_bases)
-        if features > 1:
-            position = torch.arange(indices.numel(), device=device)
-            feature = torch.bucketize(position, starts[1:-1], right=True)
-            by_feature = tuple(numbers[feature] for numbers in by_feature)
-        end, key_base, row_base = by_feature
-        is_first = features == 1 and self.trains.feature_tables[0] == 0  # whose keys are its ids
-        ids = indices.long()
-        valid = (ids >= -1) & (ids < end)
-        ids = torch.where(valid, ids, 0)  # invalid ones are of row 0
-        keys = ids if is_first else torch.where(ids >= 0, ids + key_base, -1)
+        """Return which row each lookup reads, and what to count of it."""
+        features, layout = len(self.ends), self._bag_layout(offsets, batch_sizes)
+        ids: Tensor = _ops.tt_keys(indices, offsets, layout, self.id_tables)
+        starts = feature_starts(offsets, features, batch_sizes)
+        keys = ids
+        if features > 1 or self.trains.feature_tables[0] != 0:  # else its keys are its ids
+            keys = self._keys_of(ids, starts)
+        segments = Keys(keys, starts, self.segment_tables)
         if not self._index_is_current:
             self._rebuild_index()
-        if self._has_stored_rows():
-            rows = self.row_of_slot[self.index.slots(keys)]
-            rows = rows if is_first else torch.where(rows >= 0, rows - row_base, -1)
-        else:
-            rows = torch.full_like(ids, -1)
-        return _Lookups(ids, torch.where(valid, keys, -1), rows, starts)
+        slots = self.index.find_slots(segments) if self._has_stored_rows() else None
+        cold, rows, counted = _ops.tt_stored(indices, ids, keys, slots, self.row_of_slot)
+        cold = ids if slots is None else cold
+        return _Lookups(cold, rows, segments._replace(ids=counted))
+
+    def _keys_of(self, ids: Tensor, starts: Tensor) -> Tensor:
+        """Return ids among those of all tables; -1 stays."""
+        position = torch.arange(ids.numel(), device=ids.device)
+        feature = torch.bucketize(position, starts[1:-1], right=True)
+        return torch.where(ids >= 0, ids + self.key_bases[feature], -1)
 
     @torch.no_grad()
-    def _count(self, batch: _Lookups, missed: Tensor | None) -> None:
-        """Count the ids of a training lookup; `missed` are lookups of spilled rows by table."""
-        valid, calls = batch.counted >= 0, []
-        hits = [valid & (batch.rows >= 0)] if self._has_stored_rows() else []
-        for column, flags in enumerate((valid, *hits)):
-            if len(self.ends) == 1:
-                by_feature = flags.sum().view(1)
-            else:
-                by_feature = nn.functional.pad(flags.cumsum(0), (1, 0))[batch.starts].diff()
-            counts = self.counters[:, column]
-            calls.append(partial(counts.index_add_, 0, self.tables_of_features, by_feature))
-        if missed is not None:
-            calls.append(partial(self.counters[:, _COUNTERS.index("spill_hits")].add_, missed))
-        self.counts.find_or_insert_slots(batch.counted)  # -1 too, as a key that no table has
-        in_one_call(*calls)
-        self._since = [since + 1 for since in self._since]
+    def _count(self, batch: _Lookups, missed_before: Tensor | None) -> None:
+        """Count the ids of a training lookup, before which `_missed` was `missed_before`.
 
-    @property
+        An id that was not valid, whose lookup read row 0, is none; -1 is a key that no table has.
+        """
+        keys, numbers = batch.counted, (self.tables_of_features, self.counters)
+        calls = [partial(_count_, keys.ids, batch.rows, keys.starts, *numbers)]
+        missed = self._missed()
+        if missed is not None and missed_before is not None:
+            missed -= missed_before
+            calls.append(partial(self.counters[:, TT_COUNTERS.index("spill_hits")].add_, missed))
+        self.counts.count(keys)
+        in_one_call(*calls)
+        if self.cache.every:
+            self._since = [since + 1 for since in self._since]
+
     def _missed(self) -> Tensor | None:
         """Return lookups by table of spilled rows so far; None where rows do not spill."""
         cache = self.rows.row_cache
-        if cache is None:
-            return None
-        return cache.counters[:-1, COUNTERS.index("lookup_misses")]
+        column = COUNTERS.index("lookup_misses")
+        return None if cache is None else cache.counters[:-1, column].clone()
 
     def populate(self, table: int | None = None) -> None:
         """Store the most used rows from now on; rows that are stored already stay as they are.
@@ -467,7 +474,7 @@ class CachedTTEmbeddingBags(nn.Module):
         leaving = ((present >= 0) & ~torch.isin(present, best)).nonzero().squeeze(1)
         if self._spills:  # only as many as there is no room for
             excess = max(len(new) - int((present < 0).sum()), 0)
-            leaving = _least_used(present, leaving, keys, uses)[:excess]
+            leaving = least_used(present, leaving, keys, uses)[:excess]
         self._replace_rows(table, leaving, new)
 
     def _keys(self, table: int) -> Tensor:
@@ -485,7 +492,7 @@ class CachedTTEmbeddingBags(nn.Module):
             return
         own = self._keys(table)
         after, gone = own.clone(), own[leaving]
-        cores = self._float_cores(table)
+        cores = [core.detach().float() for core in self.trains.table_cores(table)]
         changes: list[partial[Any]] = []
         if len(leaving):
             cores, changes = self._eviction(table, leaving, cores)
@@ -509,7 +516,7 @@ class CachedTTEmbeddingBags(nn.Module):
             self.index.erase(gone)
         if len(new):
             slots = self.index.find_or_insert_slots(new).slots
-            self.row_of_slot[slots] = self._first_row[table] + free
+            self.row_of_slot[slots] = free
         self._index_is_current = True
 
     def _eviction(
@@ -532,16 +539,13 @@ class CachedTTEmbeddingBags(nn.Module):
         lost = float((values - made).double().square().sum())
         sums = torch.tensor([changed, lost], device=self.changes.device)
         calls.append(partial(self.changes[table].add_, sums))
-        evicted = self.counters[table, _COUNTERS.index("evicted")]
+        evicted = self.counters[table, TT_COUNTERS.index("evicted")]
         return cores, [*calls, partial(evicted.add_, len(rows))]
 
     def _values(self, table: int, rows: Tensor) -> Tensor:
         """Return the values of stored rows, wherever they are, as float32."""
         weight = self.rows.table_weights()[table].detach()
         return weight[rows.to(weight.device)].to(rows.device).float()
-
-    def _float_cores(self, table: int) -> list[Tensor]:
-        return [core.detach().float() for core in self.trains.table_cores(table)]
 
     @torch.no_grad()
     def to_dense(self, table: int) -> Tensor:
@@ -631,9 +635,10 @@ class CachedTTEmbeddingBags(nn.Module):
         self._index_is_current = False
         self.index.clear()
         self.row_of_slot.fill_(-1)
-        rows = (self.key_of_row >= 0).nonzero().squeeze(1)
-        slots = self.index.find_or_insert_slots(self.key_of_row[rows]).slots
-        self.row_of_slot[slots] = rows
+        for table in range(len(self.tables)):
+            keys = self._keys(table)
+            rows = (keys >= 0).nonzero().squeeze(1)
+            self.row_of_slot[self.index.find_or_insert_slots(keys[rows]).slots] = rows
         self._index_is_current = True
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -654,7 +659,7 @@ class CachedTTEmbeddingBags(nn.Module):
         since = state_dict.get(f"{prefix}since")
         if isinstance(since, Tensor) and not since.dim():  # of all tables, in earlier versions
             state_dict[f"{prefix}since"] = since.expand(len(self.tables)).clone()
-        stored = self._stored()
+        stored = StoredTables(self.rows.table_names, self._first_key, self.rows.table_views())
         found = [*stored.problems(state_dict, prefix)]
         if not found:
             state_dict.update(stored.resized(state_dict, prefix))
@@ -668,9 +673,6 @@ class CachedTTEmbeddingBags(nn.Module):
         own = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, {name: own.pop(name) for name in counts})
         yield from state_dicts.entry_problems(state_dict, own)
-
-    def _stored(self) -> StoredTables:
-        return StoredTables(self.rows.table_names, self._first_key, self.rows.table_views())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -725,22 +727,6 @@ class CachedTTEmbeddingBags(nn.Module):
             return {**parts, "cache": rows["cache"] + index, "spill": spill}
         parts["optimizer_state"] += rows["optimizer_state"]
         return {**parts, "cache": rows["weights"] + index, "spill": 0}
-
-
-_COUNTERS = ("lookups", "hits", "spill_hits", "evicted")
-"""The columns of `counters`: the first fields of `TTCacheStats`."""
-assert tuple(f.name for f in fields(TTCacheStats))[: len(_COUNTERS)] == _COUNTERS
-
-
-def _least_used(present: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
-    """Return rows by ascending uses, of equal ones the largest key first; `keys` ascend."""
-    own = present[rows]
-    counts = torch.zeros_like(own)
-    if len(keys):
-        at = torch.searchsorted(keys, own).clamp(max=len(keys) - 1)
-        counts = torch.where(keys[at] == own, uses[at], 0)
-    by_key = own.argsort(descending=True)
-    return rows[by_key[counts[by_key].argsort(stable=True)]]
 
 
 def _restart_if_loaded(module: Any, incompatible: Any) -> None:

@@ -292,6 +292,24 @@ class HashTable(nn.Module):
 
         return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
 
+    @atomic
+    def find_slots(self, keys: Keys) -> Tensor:
+        """Return what `slots` does for a batch in segments; -1 for keys outside of them."""
+        return self.index.find(keys)
+
+    @torch.no_grad()
+    @atomic
+    def count(self, keys: Keys) -> None:
+        """Find or insert a batch in segments, for its scores: new rows keep what is in their slots.
+
+        Keys outside of the segments are not counted.
+        """
+        effects = Effects()
+        self._lock.complete(
+            lambda: self._insert(keys, None, effects),
+            lambda: not effects.has_made(hash.hash_insert_),
+        )
+
     def _status(self, inserted: InsertedBatch) -> Tensor:
         if inserted.status is None:
             return torch.full_like(inserted.slots, hash.HIT, dtype=torch.uint8)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import WAYS
@@ -178,6 +179,22 @@ class TTCacheStats:
     def hit_rate(self) -> float:
         """Return the fraction of lookups whose row was stored; NaN without lookups."""
         return self.hits / self.lookups if self.lookups else math.nan
+
+
+TT_COUNTERS = ("lookups", "hits", "spill_hits", "evicted")
+"""The columns of `counters`: the first fields of `TTCacheStats`."""
+assert tuple(f.name for f in fields(TTCacheStats))[: len(TT_COUNTERS)] == TT_COUNTERS
+
+
+def least_used(present: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
+    """Return rows by ascending uses, of equal ones the largest key first; `keys` ascend."""
+    own = present[rows]
+    counts = torch.zeros_like(own)
+    if len(keys):
+        at = torch.searchsorted(keys, own).clamp(max=len(keys) - 1)
+        counts = torch.where(keys[at] == own, uses[at], 0)
+    by_key = own.argsort(descending=True)
+    return rows[by_key[counts[by_key].argsort(stable=True)]]
 
 
 def check_arguments(

@@ -59,12 +59,13 @@ from emblib.ops.tt_layout import Chunk, chunks_of, is_chunked
 from emblib.ops.tt_layout import TTLayout as TTLayout
 from emblib.ops.tt_layout import TTLookup as TTLookup
 from emblib.ops.tt_layout import layout_of as layout_of
+from emblib.ops.tt_layout import max_lookups_at_once as max_lookups_at_once
 from emblib.ops.tt_layout import row_feature as row_feature
 from emblib.specs import Pooling
 
 _ops = torch.ops.emblib
-tt_lookup = _ops.tt_lookup.default  # on the CPU only
-tt_backward_ = _ops.tt_backward_.default  # on the CPU only
+tt_lookup_checked_ = _ops.tt_lookup_checked_.default
+tt_backward_ = _ops.tt_backward_.default
 
 # Left-half values kept for backward on the CPU, where making them again costs about as much as
 # reading them back from memory; it bounds scratch memory whatever the batch.
@@ -87,6 +88,9 @@ class TTPlan(NamedTuple):
     row_rights: Tensor
     right_rows: Tensor
     starts: Tensor
+
+
+_GROUP_TENSORS = len(tbe.Groups._fields)
 
 
 class ShareGradients(Protocol):
@@ -119,7 +123,7 @@ def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
     layout = batch.layout
     keys = _ops.tt_keys(batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables)
     groups = tbe.group(
-        batch.features,
+        batch.key_features,
         keys,
         batch.offsets,
         layout.num_keys,
@@ -148,13 +152,16 @@ def look_up(
     *,
     keeps_rows: bool = False,
 ) -> tuple[Tensor, Made]:
-    """Pool each bag, and return what backward needs, the rows only if `keeps_rows`."""
+    """Pool each bag, and return what backward needs, the rows only if `keeps_rows`.
+
+    Calls that update in backward alone are `emblib.tables.tt_calls`, on a GPU too.
+    """
     if keeps_rows or not _has_whole_passes(batch):
         made = make_rows(cores, batch, num_saved)
         out = pool(made, batch, sample_weights)
         return out, made if keeps_rows else made._replace(rows=None, inverse=None)
     layout = batch.layout
-    out, groups, plan, prefixes = tt_lookup(
+    out, *kept = tt_lookup_checked_(
         cores,
         batch.tables,
         batch.feature_tables,
@@ -170,9 +177,12 @@ def look_up(
         layout.dim_factors,
         layout.num_cores,
         num_saved,
+        None,
+        batch.tables.new_empty(2),  # violations, which a call without a check does not count
         batch.matmul_code,
     )
-    return out, Made(tbe.Groups(*groups), TTPlan(*plan), prefixes)
+    groups, plan = tbe.Groups(*kept[:_GROUP_TENSORS]), TTPlan(*kept[_GROUP_TENSORS:-1])
+    return out, Made(groups, plan, kept[-1])
 
 
 def _has_whole_passes(batch: TTLookup) -> bool:
@@ -213,7 +223,12 @@ def lookup_chunks(
     pooling = codes.POOLING[batch.pooling.value]
     variable = batch.bag_layout is not None
     shape = tbe.output_shape(
-        batch.features, batch.indices, batch.offsets, pooling, batch.output_dim, variable=variable
+        batch.key_features,
+        batch.indices,
+        batch.offsets,
+        pooling,
+        batch.output_dim,
+        variable=variable,
     )
     out = torch.zeros(shape, dtype=torch.float32)
     for chunk in chunks_of(batch, sample_weights):
@@ -285,13 +300,17 @@ def _add_chunk(
 
 def kept_prefixes(batch: TTLookup, cores: Sequence[Tensor]) -> int:
     """Return how many left-half values a forward pass keeps for its backward pass."""
-    layout = batch.layout
+    return min(batch.indices.numel(), max_kept_prefixes(batch.layout, cores))
+
+
+def max_kept_prefixes(layout: TTLayout, cores: Sequence[Tensor]) -> int:
+    """Return how many left-half values a forward pass keeps at most."""
     if max(layout.num_cores) == 2:
         return 0  # the left half is the first core itself
-    most = min(batch.indices.numel(), layout.left_ids)
     if cores[0].device.type != "cpu":
-        return most
-    return min(most, _KEPT_BYTES_CPU // (4 * left_value_size(cores, *layout[1:3])))
+        return layout.left_ids
+    kept = _KEPT_BYTES_CPU // (4 * left_value_size(cores, *layout[1:3]))
+    return min(layout.left_ids, kept)
 
 
 class DenseTTLookup(torch.autograd.Function):
@@ -504,14 +523,14 @@ def _update(
             optimizer,
             grad,
             batch.features,
-            made.groups,
+            batch.indices,
             batch.offsets,
             batch.bag_layout,
             sample_weights,
             codes.POOLING[batch.pooling.value],
-            made.plan,
-            made.prefixes,
+            [*made.groups, *made.plan, made.prefixes],
             *batch.layout[:3],
+            False,
             batch.matmul_code,
         )
         return
@@ -601,7 +620,7 @@ def _row_grads(grad: Tensor, made: Made, batch: TTLookup, sample_weights: Tensor
     """Return the gradients of the distinct rows."""
     return _ops.tbe_row_grads(
         grad,
-        batch.features,
+        batch.key_features,
         *made.groups,
         batch.offsets,
         batch.bag_layout,
@@ -639,7 +658,7 @@ def _save(ctx: Any, made: Made, sample_weights: Tensor | None, cores: Sequence[T
 
 
 def _saved(ctx: Any) -> tuple[Made, Tensor | None, Sequence[Tensor]]:
-    groups, plan = len(tbe.Groups._fields), len(TTPlan._fields)
+    groups, plan = _GROUP_TENSORS, len(TTPlan._fields)
     tensors = ctx.saved_tensors
     *made_of_rows, sample_weights = tensors[groups + plan : groups + plan + 4]
     made = Made(
@@ -653,13 +672,10 @@ def _row_memory(made: Made, batch: TTLookup) -> tuple[list[Tensor], Tensor, Tens
 
     Rows of tables of several dims have the stride of the widest, which only rows of a cache have.
     """
-    features = batch.row_features
-    if features is None or features.device.type == "cpu":
-        features = batch.features.clone()  # without a host-to-device copy
-        features[:, FeatureColumn.ROW_BASE] = 0
+    features = batch.features[2 * batch.num_features :]
+    if features.device.type == "cpu":  # which checks that so many rows are there
+        features = features.clone()
         features[:, FeatureColumn.ROWS] = batch.indices.numel()
-        if not batch.layout.has_one_dim:
-            features[:, FeatureColumn.CACHE_STRIDE] = batch.layout.dim
     assert made.rows is not None
     assert made.inverse is not None
     rows = made.rows.view(-1)

@@ -73,7 +73,7 @@ def _(*arguments: Any) -> None:
     return None
 
 
-@torch.library.register_fake("emblib::tt_lookup")
+@torch.library.register_fake("emblib::tt_lookup_checked_")
 def _(
     cores: Sequence[Tensor],
     tables: Tensor,
@@ -90,16 +90,20 @@ def _(
     dim_factors: Sequence[int],
     num_cores: Sequence[int],
     num_saved: int,
+    check: int | None,
+    violations: Tensor,
     matmul_precision: int = 0,
-) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+) -> list[Tensor]:
+    features = features[: feature_tables.size(0)]
     variable = bag_layout is not None
     shape = tbe.output_shape(features, indices, offsets, pooling, output_dim, variable=variable)
+    out = indices.new_empty(shape, dtype=output_dtype)
     keys = _ops.tt_keys(indices, offsets, bag_layout, feature_tables)
     groups = tbe.tbe_group(features, keys, offsets, bag_layout, 0)
     plan = _ops.tt_plan(keys, groups[4], tables, 0, 0)
     size = left_value_size(cores, dim_factors, num_cores)
     prefixes = cores[0].new_empty((num_saved, size), dtype=torch.float32)
-    return indices.new_empty(shape, dtype=output_dtype), list(groups), plan, prefixes
+    return [out, *groups, *plan, prefixes]
 
 
 @torch.library.register_fake("emblib::tt_backward_")
@@ -108,5 +112,18 @@ def _(*arguments: Any) -> None:
 
 
 @torch.library.register_fake("emblib::update_rows_")
+def _(*arguments: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("emblib::tt_stored")
+def _(
+    indices: Tensor, ids: Tensor, keys: Tensor, slots: Tensor | None, row_of_slot: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    stored = 0 if slots is None else ids.numel()
+    return ids.new_empty(stored), ids.new_empty(stored), ids.new_empty(ids.numel())
+
+
+@torch.library.register_fake("emblib::tt_count_")
 def _(*arguments: Any) -> None:
     return None

@@ -5,6 +5,7 @@ chunk by chunk, so that scratch memory has a bound whatever the batch.
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.columns import BagColumn, FeatureColumn, TTTableColumn
+from emblib.columns import BagColumn, FeatureColumn, FeatureRow, TTTableColumn
 from emblib.ops import codes, tbe
 from emblib.specs import MatmulPrecision, Pooling, TTSpec
 
@@ -86,11 +87,20 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
     )
 
 
-class TTLookup(NamedTuple):
-    """One batch; `features` describe its tables as dense ones whose rows are the keys.
+def id_table_row(rows: int) -> tuple[int, ...]:
+    """Return the row of `tables` of a table whose keys, for `tt_keys`, are its ids."""
+    first = min(rows, _MOST_HALVES)
+    columns = {TTTableColumn.ROWS: rows, TTTableColumn.FIRST: first}
+    columns[TTTableColumn.MULTIPLIER] = columns[TTTableColumn.SECOND] = 1
+    columns[TTTableColumn.RIGHTS] = -(-rows // first)
+    return tuple(columns.get(column, 0) for column in TTTableColumn)
 
-    `repaired` says that `check_bounds` returned `offsets`. `row_features` describe the distinct
-    rows that a GPU makes as a dense table, see `row_feature`; None makes them for the batch.
+
+class TTLookup(NamedTuple):
+    """One batch; `features` `[3 F, 8]` describe its tables as dense ones, F features each time.
+
+    Their rows are first the keys, then the ids, then the distinct rows that a GPU makes, see
+    `row_feature`. `repaired` says that `check_bounds` returned `offsets`.
     """
 
     layout: TTLayout
@@ -105,7 +115,16 @@ class TTLookup(NamedTuple):
     output_dtype: torch.dtype
     repaired: bool = False
     matmul: MatmulPrecision = MatmulPrecision.FLOAT32
-    row_features: Tensor | None = None
+
+    @property
+    def num_features(self) -> int:
+        """Return F."""
+        return self.features.size(0) // 3
+
+    @property
+    def key_features(self) -> Tensor:
+        """Return the features of keys."""
+        return self.features[: self.num_features]
 
     @property
     def matmul_code(self) -> int:
@@ -113,14 +132,14 @@ class TTLookup(NamedTuple):
         return codes.MATMUL_PRECISION[self.matmul.value]
 
 
-def row_feature(layout: TTLayout, dim: int, column: int) -> tuple[int, ...]:
+def row_feature(layout: TTLayout, dim: int, column: int) -> FeatureRow:
     """Return the row of `row_features` of a feature of a table with `dim` columns.
 
     Lookups have the number of their row, so any bound above all numbers serves every batch. Rows of
     tables of several dims have the stride of the widest, which only rows of a cache have.
     """
     stride = 0 if layout.has_one_dim else layout.dim
-    return (0, 0, _MOST_HALVES, dim, column, 0, 0, stride)
+    return FeatureRow(rows=_MOST_HALVES, dim=dim, column=column, cache_stride=stride)
 
 
 class Chunk(NamedTuple):
@@ -149,11 +168,16 @@ class Chunk(NamedTuple):
         return bags, slice(column, column + self.batch.output_dim)
 
 
-def _chunk_lookups(batch: TTLookup, sample_weights: Tensor | None) -> int:
+def _chunk_lookups(layout: TTLayout, sample_weights: object) -> int:
     """Return the lookups whose ids, plan, rows and gradients fit CHUNK_BYTES."""
     # Bytes per column: a row, or a row and its gradient, and a quarter of a bag.
     per_column = 5 if sample_weights is None else 9
-    return max(1, CHUNK_BYTES // (per_column * batch.layout.dim + 100))
+    return max(1, CHUNK_BYTES // (per_column * layout.dim + 100))
+
+
+def max_lookups_at_once(layout: TTLayout, device: torch.device) -> int:
+    """Return the lookups up to which no batch is processed in chunks, weighted or not."""
+    return _chunk_lookups(layout, ...) if device.type == "cpu" else sys.maxsize
 
 
 def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
@@ -163,7 +187,7 @@ def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
     """
     return (
         batch.indices.device.type == "cpu"
-        and batch.indices.numel() > _chunk_lookups(batch, sample_weights)
+        and batch.indices.numel() > _chunk_lookups(batch.layout, sample_weights)
         and not torch.compiler.is_compiling()
     )
 
@@ -172,12 +196,12 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
     """Cut a batch into chunks of whole bags of one feature; a longer bag into several chunks."""
     ignore = codes.BOUNDS_CHECK["ignore"]
     repaired, _ = tbe.check_bounds(
-        batch.indices, batch.offsets, batch.features, batch.bag_layout, ignore
+        batch.indices, batch.offsets, batch.key_features, batch.bag_layout, ignore
     )
     batch = batch._replace(offsets=repaired)
-    most = _chunk_lookups(batch, sample_weights)
+    most = _chunk_lookups(batch.layout, sample_weights)
     max_bags = max(1, most // 4)
-    num_features, num_bags = batch.features.size(0), batch.offsets.numel() - 1
+    num_features, num_bags = batch.num_features, batch.offsets.numel() - 1
     ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
     if batch.bag_layout is not None:
         features = batch.bag_layout[:, BagColumn.FEATURE].contiguous()
@@ -222,7 +246,7 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
         dim,
         True,
     )
-    features = batch.features[f : f + 1].clone()
+    features = batch.features[f :: batch.num_features].clone()
     features[:, FeatureColumn.ROW_BASE] = features[:, FeatureColumn.COLUMN] = 0
     offsets = batch.offsets[bags.start : bags.stop + 1].clamp(lookups.start, lookups.stop)
     tables = torch.tensor([row])
@@ -236,6 +260,5 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
         bag_layout=None,
         output_dim=dim,
         output_dtype=torch.float32,
-        row_features=None,
     )
     return Chunk(part, cores, lookups, bags, f, share)

@@ -148,3 +148,42 @@ def lookup(
     position = torch.where(ids == -1, ids, position)
     features = torch.tensor([[0, 0, ids.numel(), dim, 0, 0, 0, 0]], device=ids.device)
     return tbe.lookup(table.flatten(), features, position, offsets, sample_weights, pooling, dim)
+
+
+def stored(
+    indices: Tensor, ids: Tensor, keys: Tensor, slots: Tensor | None, row_of_slot: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ids that the cores serve, the stored rows of the others, and the keys to count.
+
+    All are int64 `[L]`, with -1 for the rest; the first two are empty where no rows are stored.
+
+    Args:
+        indices: `[L]`, as the batch has them; those that differ from `ids` are not valid.
+        ids: int64 `[L]`, repaired; -1 skips.
+        keys: int64 `[L]`, the ids among those of all tables.
+        slots: int64 `[L]`, of keys in the index of stored rows, -1 for none; None: no rows are.
+        row_of_slot: int64 `[S]`, the stored row of each slot, -1 for none.
+    """
+    counted = torch.where(indices == ids, keys, -1)
+    if slots is None:
+        return ids[:0], ids[:0], counted
+    rows = torch.where(slots >= 0, row_of_slot[slots.clamp(min=0)], -1)
+    return torch.where(rows < 0, ids, -1), rows, counted
+
+
+def count_(counted: Tensor, rows: Tensor, starts: Tensor, tables: Tensor, counters: Tensor) -> None:
+    """Add lookups and hits by table to the first two columns of `counters`, int64 `[T, 2 or more]`.
+
+    Args:
+        counted: int64 `[L]`, the keys to count, -1 for none.
+        rows: int64 `[L]`, -1 for lookups that are no hits; empty: there are none.
+        starts: int64 `[F + 1]`, the first lookup of each feature; those before the first are none.
+        tables: int64 `[F]`.
+        counters: changed in place.
+    """
+    for f, table in enumerate(tables.tolist()):
+        own = slice(int(starts[f]), int(starts[f + 1]))
+        is_lookup = counted[own] >= 0
+        counters[table, 0] += is_lookup.sum()
+        if len(rows):
+            counters[table, 1] += (is_lookup & (rows[own] >= 0)).sum()

@@ -68,6 +68,23 @@ class TTModule(TableBatchedTTEmbeddingBags):
         """
         self._handled[table] = cores
 
+    def replace_cores(self, table: int, cores: Cores) -> None:
+        """Make the cores of a handle those of a table, without gradients."""
+        self.set_cores(table, cores)
+        for k, core in zip(self.core_numbers(table), cores, strict=True):
+            self.cores[k] = core
+            core.grad = None
+
+    def restore_trained(self, table: int, cores: Cores) -> None:
+        """Have the cores of a table require gradients unless they are frozen."""
+        if autograd.updates_in_backward(self.optimizer):
+            for k, core in zip(self.core_numbers(table), cores, strict=True):
+                core.requires_grad_(k not in self._frozen_cores)
+
+    def mark_cores(self) -> None:
+        """Make all cores notify this module when they are frozen."""
+        self._mark_parameters()
+
     def _all_cores(self) -> list[nn.Parameter]:
         if len(self._handled) < len(self.tables):
             return super()._all_cores()
@@ -115,12 +132,10 @@ class TTHandle(TableHandle):
     def bind(self) -> None:
         """Mark the cores as those of this table."""
         module: TTModule = self.module
-        frozen = module._frozen_cores
-        for k, core in zip(module._cores_of(self.index), self.cores, strict=True):
-            if autograd.updates_in_backward(module.optimizer):
-                core.requires_grad_(k not in frozen)
+        module.restore_trained(self.index, self.cores)
+        for core in self.cores:
             mark(core, self, module.optimizer)
-        module._mark_parameters()
+        module.mark_cores()
 
     def dense_rows(self) -> Tensor:
         """Return the rows that the cores make, `[rows, dim]`."""
@@ -134,10 +149,7 @@ class TTHandle(TableHandle):
     def adopt(self, other: TTHandle) -> None:
         """Take the cores."""
         self.cores = other.cores
-        self.module.set_cores(self.index, other.cores)
-        for k, core in zip(self.module._cores_of(self.index), other.cores, strict=True):
-            self.module.cores[k] = core
-            core.grad = None
+        self.module.replace_cores(self.index, other.cores)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

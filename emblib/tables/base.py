@@ -576,7 +576,7 @@ def check_bounds(
     mode = module.bounds_check
     if mode is BoundsCheck.NONE:
         return offsets
-    if device.type == "cuda" and _is_eager(indices):
+    if device.type == "cuda" and is_eager(indices):
         counts = mode is BoundsCheck.WARNING and not is_prefetch and not is_repeated()
         code = "ignore" if mode is BoundsCheck.WARNING and not counts else mode.value
         repaired = _bounds_check_(
@@ -614,7 +614,7 @@ def check_bounds(
     return repaired
 
 
-def _is_eager(indices: Tensor) -> bool:
+def is_eager(indices: Tensor) -> bool:
     """Return whether no compiler, mode or transform of torch is to see the ops of a call."""
     return (
         not torch.compiler.is_compiling()

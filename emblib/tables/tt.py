@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.columns import FeatureColumn, TTTableColumn
+from emblib.columns import FeatureRow, TTTableColumn
 from emblib.ops import autograd, tt
 from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Optimizer
@@ -23,7 +23,6 @@ from emblib.specs import (
     Precision,
     TTSpec,
     brief,
-    check_float_dtype,
 )
 from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import (
@@ -33,6 +32,7 @@ from emblib.tables.base import (
     bags_of_equal_length,
     check_bounds,
 )
+from emblib.tables.tt_calls import ShortTrainCalls
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
 from emblib.tt.initializers import CoreLayout, find_initializer
@@ -90,14 +90,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         precision: dtypes of cores (`weights`), output and optimizer state, how updates of cores are
             rounded, and how exact products are on a GPU (`matmul`); rows and sums are float32 in
             any case. On the CPU products are float32 whatever `matmul` says, which is logged.
-        output_dtype: short for `Precision(output=...)`, if `precision` does not say it.
         bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
         device: of the cores.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
-
-    Raises:
-        ValueError: `output_dtype` is another dtype than `precision.output`.
 
     Threads may read a module at the same time; simultaneous updates may be lost (docs/threads.md).
 
@@ -121,8 +117,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     has_matrix_products = True
     table_ids: Tensor
     feature_table_ids: Tensor
-    row_features: Tensor
     _frozen_cores: frozenset[int] = frozenset()
+    _calls: ShortTrainCalls | None = None
 
     def __init__(
         self,
@@ -133,12 +129,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         feature_tables: Sequence[int] | None = None,
         init: str = "gaussian",
         precision: Precision | None = None,
-        output_dtype: torch.dtype | None = None,
+        output_dtype: None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
     ) -> None:
-        precision = _with_output(precision, output_dtype)
+        _refuse_output_dtype(output_dtype)
+        precision = Precision() if precision is None else precision
         super().__init__(tables, optimizer, pooling, feature_tables, precision, bounds_check)
         self.include_last_offset = include_last_offset
         if not self.tables:
@@ -173,8 +170,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         shapes = [shape for spec in self.tables for shape in _shapes(spec, device).shapes()]
         self._allocate_cores(shapes, device)
         self._mark_parameters()
-        keys, rows = self._key_feature, self._row_feature
-        self._layout = [*self._feature_rows(keys), *self._feature_rows(rows)]
+        kinds = (self._key_feature, self._id_feature, self._row_feature)
+        self._layout = [row for kind in kinds for row in self._feature_rows(kind)]
         self.register_buffer(layout_entry.NAME, layout_entry.entries(self.tables).to(device))
         for name, ids in self._ids().items():
             self.register_buffer(name, ids.to(device), persistent=False)
@@ -197,32 +194,35 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             for k in range(len(shapes))
         ]
 
-    def _key_feature(self, table: int, column: int) -> tuple[int, ...]:
+    def _key_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the keys of a table."""
         spec = self.tables[table]
         first = self.core_layout.tables[table][TTTableColumn.FIRST_KEY]
-        return (0, first, math.prod(spec.row_factors), spec.dim, column, 0, 0, 0)
+        rows = math.prod(spec.row_factors)
+        return FeatureRow(row_base=first, rows=rows, dim=spec.dim, column=column)
 
-    def _row_feature(self, table: int, column: int) -> tuple[int, ...]:
+    def _id_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the indices of a table, for the bounds check."""
         spec = self.tables[table]
-        return (0, 0, spec.rows, spec.dim, column, 0, 0, 0)
+        return FeatureRow(rows=spec.rows, dim=spec.dim, column=column)
 
-    def _made_feature(self, table: int, column: int) -> tuple[int, ...]:
+    def _row_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the rows that a GPU makes of a table."""
         return tt.row_feature(self.core_layout, self.tables[table].dim, column)
 
     def _ids(self) -> dict[str, Tensor]:
-        """Return how row ids become keys, by table and by feature, and the features of rows."""
+        """Return how row ids become keys, by table and by feature."""
         ids = torch.tensor(self.core_layout.tables, dtype=torch.int64, device="cpu")
         by_feature = ids[torch.tensor(self.feature_tables, dtype=torch.int64, device="cpu")]
-        rows = self._feature_rows(self._made_feature)
-        row_features = torch.tensor(rows, dtype=torch.int64, device="cpu").view(
-            -1, len(FeatureColumn)
-        )
-        return {"table_ids": ids, "feature_table_ids": by_feature, "row_features": row_features}
+        return {"table_ids": ids, "feature_table_ids": by_feature}
+
+    def id_features(self) -> Tensor:
+        """Return the features of ids, `[F, 8]`, which a bounds check reads."""
+        features = len(self.feature_tables)
+        return self.features[features : 2 * features]
 
     def _restore(self) -> None:
+        self._calls = None  # which would keep the memory of the module on another device
         super()._restore()
         device = self.hyperparams.device
         setattr(self, layout_entry.NAME, layout_entry.entries(self.tables).to(device))
@@ -272,7 +272,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             self._frozen_cores - numbers if trained else self._frozen_cores | numbers
         )
         self._untrained = frozenset(
-            t for t in range(len(self.tables)) if self._frozen_cores >= set(self._cores_of(t))
+            t for t in range(len(self.tables)) if self._frozen_cores >= set(self.core_numbers(t))
         )
         self._frozen = len(self._untrained) == len(self.tables)
 
@@ -280,7 +280,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """Return the numbers of the cores that a parameter has."""
         return frozenset(k for k, core in enumerate(self.cores) if core is parameter)
 
-    def _cores_of(self, table: int) -> range:
+    def core_numbers(self, table: int) -> range:
         """Return the numbers of the cores of a table."""
         return range(len(self.cores))[self.core_layout.cores_of(table)]
 
@@ -288,7 +288,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         if not self._frozen_cores:
             return
         for t in range(len(self.tables)):
-            numbers = self._cores_of(t)
+            numbers = self.core_numbers(t)
             frozen = [k - numbers[0] for k in numbers if k in self._frozen_cores]
             if frozen and t not in self._untrained:
                 raise RuntimeError(
@@ -337,9 +337,17 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 some cores of a table frozen.
             ValueError: `batch_sizes` that do not fit.
         """
-        self._check_frozen()
         cores = self._all_cores()
         refuse_tangents("per_sample_weights and cores", per_sample_weights, *cores)
+        if not self.include_last_offset:
+            offsets = append_last_offset(indices, offsets)
+        if not torch.compiler.is_compiling():
+            calls = self._calls
+            if calls is None or not calls.are_of(self, cores):
+                calls = self._prepare_calls(cores)
+            if calls.take(self, indices, offsets, per_sample_weights):
+                return calls(self, indices, offsets, per_sample_weights, batch_sizes)
+        self._check_frozen()
         batch = self._batch(indices, offsets, batch_sizes)
         weighted = per_sample_weights is not None and per_sample_weights.requires_grad
         if not torch.is_grad_enabled():
@@ -365,6 +373,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             self._frozen_cores,
         )
 
+    def _prepare_calls(self, cores: list[Any]) -> ShortTrainCalls:
+        """Prepare calls of the module as it is now."""
+        if autograd.updates_in_backward(self.optimizer) and torch.is_grad_enabled():
+            self._check_in_place(cores)
+        self._calls = ShortTrainCalls(self, cores)
+        return self._calls
+
     def _apply_gradients(self) -> None:
         cores = self._all_cores()
         if all(core.grad is None for core in cores):
@@ -382,25 +397,20 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tt.TTLookup:
         """Return the batch as the ops take it: repaired offsets and bag layout."""
-        if not self.include_last_offset:
-            offsets = append_last_offset(indices, offsets)
         bag_layout, output_dim = self._bag_layout(offsets, batch_sizes, indices.device)
-        num_features = len(self.feature_tables)
-        rows = self.features[num_features:]
         return tt.TTLookup(
             self.core_layout,
             self.table_ids,
             self.feature_table_ids,
-            self.features[:num_features],
+            self.features,
             indices,
-            check_bounds(self, indices, offsets, rows, bag_layout),
+            check_bounds(self, indices, offsets, self.id_features(), bag_layout),
             bag_layout,
             self.pooling,
             output_dim,
             self.output_dtype,
             repaired=self.bounds_check is not BoundsCheck.NONE,
             matmul=self.precision.matmul,
-            row_features=self.row_features,
         )
 
     def _all_cores(self) -> list[nn.Parameter]:
@@ -413,7 +423,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     def table_cores(self, table: int) -> list[nn.Parameter]:
         """Return the cores of a table."""
-        return [self.cores[k] for k in self._cores_of(table)]
+        return [self.cores[k] for k in self.core_numbers(table)]
 
     def core_optimizer_states(self, table: int | None = None) -> list[dict[str, Tensor]]:
         """Return per core, of one table or of all, its optimizer state by name.
@@ -421,7 +431,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         A state is core-shaped, or has one entry per row of the core.
         """
         names = [state.name for state in self.optimizer.states]
-        numbers = range(len(self.cores)) if table is None else self._cores_of(table)
+        numbers = range(len(self.cores)) if table is None else self.core_numbers(table)
         all_states = self._core_states()
         return [dict(zip(names, all_states[k], strict=True)) for k in numbers]
 
@@ -435,8 +445,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         spec, device = self.tables[table], self.features.device
         layout = tt.layout_of([spec])
         ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)
-        keys = (0, 0, layout.num_keys, spec.dim, 0, 0, 0, 0)
-        features = torch.tensor([keys], dtype=torch.int64, device=device)
+        keys = FeatureRow(rows=layout.num_keys, dim=spec.dim)
+        kinds = [keys, keys, tt.row_feature(layout, spec.dim, 0)]
+        features = torch.tensor(kinds, dtype=torch.int64, device=device)
         cores = [core.detach() for core in self.table_cores(table)]
         for start in range(0, spec.rows, _DENSE_CHUNK):
             rows = torch.arange(start, min(start + _DENSE_CHUNK, spec.rows), device=device)
@@ -476,6 +487,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
         The arguments are those of `forward`. On a GPU the host waits.
         """
+        if not self.include_last_offset:
+            offsets = append_last_offset(indices, offsets)
         batch = self._batch(indices, offsets, batch_sizes)
         keys = torch.ops.emblib.tt_keys(
             batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables
@@ -508,19 +521,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return f"{super().extra_repr()}, {self.compression:.1f}x smaller"
 
 
-def _with_output(precision: Precision | None, output_dtype: torch.dtype | None) -> Precision:
-    """Return the precision with the output of the argument `output_dtype`, if there is one."""
-    if output_dtype is None:
-        return Precision() if precision is None else precision
-    check_float_dtype("output_dtype", output_dtype)
-    if precision is None:
-        return Precision(output=output_dtype)
-    if isinstance(precision, Precision) and precision.output != output_dtype:
-        raise ValueError(
-            f"output_dtype is {output_dtype}, but precision has output={precision.output}: say it "
-            f"once, as Precision(output={output_dtype}, ...)"
+def _refuse_output_dtype(output_dtype: torch.dtype | None) -> None:
+    """Raise TypeError for an argument of earlier versions."""
+    if output_dtype is not None:
+        raise TypeError(
+            f"output_dtype is part of the precision: write precision=Precision(output="
+            f"{output_dtype}) instead of output_dtype={output_dtype}"
         )
-    return precision
 
 
 def _shapes(spec: TTSpec, device: torch.device) -> CoreLayout:
@@ -532,8 +539,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
     Args:
         spec: rows, dim, ranks and factors.
-        optimizer, pooling, init, precision, output_dtype, bounds_check, device,
-            include_last_offset: as in `TableBatchedTTEmbeddingBags`.
+        optimizer, pooling, init, precision, bounds_check, device, include_last_offset: as in
+            `TableBatchedTTEmbeddingBags`.
 
     Example:
         >>> bag = emblib.TTEmbeddingBag(emblib.TTSpec(1_000_000, 64, (16, 16)))
@@ -549,7 +556,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         pooling: Pooling = Pooling.SUM,
         init: str = "gaussian",
         precision: Precision | None = None,
-        output_dtype: torch.dtype | None = None,
+        output_dtype: None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,

@@ -335,6 +335,36 @@ def _tt_keys(draw: random.Random) -> Call:
     return Call("tt_keys", (case.indices, offsets, None, tables), check)
 
 
+def _tt_stored(draw: random.Random) -> Call:
+    torch.manual_seed(drawn_seed(draw))
+    lookups, slots = draw.randint(0, 40), draw.randint(1, 9)
+    ids, indices = torch.randint(-1, 9, (2, lookups))
+    known = torch.randint(-1, slots, (lookups,)) if draw.random() < 0.7 else None
+    call = (indices, ids, ids + 2, known, torch.randint(-1, 5, (slots,)))
+
+    def check(_: Arguments, got: Any) -> None:
+        for mine, want in zip(got, tt.stored(*call), strict=True):
+            same(mine, want)
+
+    return Call("tt_stored", call, check)
+
+
+def _tt_count(draw: random.Random) -> Call:
+    torch.manual_seed(drawn_seed(draw))
+    lookups, features, tables = (draw.randint(low, high) for low, high in ((0, 40), (1, 4), (1, 3)))
+    counted, rows = torch.randint(-1, 9, (2, lookups))
+    starts = torch.randint(0, lookups + 1, (features + 1,)).sort().values
+    rest = (rows[: draw.choice((0, lookups))], starts, torch.randint(0, tables, (features,)))
+    counters = torch.zeros(tables, 4, dtype=torch.int64)
+
+    def check(arguments: Arguments, _: Any) -> None:
+        want = torch.zeros_like(counters)
+        tt.count_(counted, *rest, want)
+        same(arguments[4], want)
+
+    return Call("tt_count_", (counted, *rest, counters), check)
+
+
 def _tt_plan(draw: random.Random) -> Call:
     case = _train(draw)
 
@@ -390,24 +420,25 @@ def _tt_update(draw: random.Random) -> Call:
 def _tt_lookup(draw: random.Random) -> Call:
     case = _train(draw)
     dim, layout = math.prod(case.q), case.layout
-    features = torch.tensor([[0, 0, math.prod(case.p), dim, 0, 0, 0, 0]])
+    features = torch.tensor([[0, 0, math.prod(case.p), dim, 0, 0, 0, 0]] * 3)
     tables, offsets = torch.tensor(layout.tables), torch.arange(case.indices.numel() + 1)
     batch = (features, case.indices, offsets, None, None, POOLING["none"], dim, torch.float32)
 
     def check(_: Arguments, got: Any) -> None:
         close(got[0], tt.rows(case.cores, case.indices.long(), case.p, case.q))
 
-    call = (case.cores, tables, tables, *batch, *case.factors, case.kept)
-    return Call("tt_lookup", call, check)
+    rest = (case.kept, None, torch.zeros(2, dtype=torch.int64))
+    call = (case.cores, tables, tables, *batch, *case.factors, *rest)
+    return Call("tt_lookup_checked_", call, check)
 
 
 def _tt_backward(draw: random.Random) -> Call:
     case = _train(draw)
     dim, total = math.prod(case.q), math.prod(case.p)
-    features = torch.tensor([[0, 0, total, dim, 0, 0, 0, 0]])
+    features = torch.tensor([[0, 0, total, dim, 0, 0, 0, 0]] * 3)
     keys = tt.keys(case.indices, total, case.p)
     offsets = torch.arange(keys.numel() + 1)
-    groups = list(_ops.tbe_group(features, keys, offsets, None, total))
+    groups = list(_ops.tbe_group(features[:1], keys, offsets, None, total))
     case.keys, case.count = groups[0], groups[4]
     _, prefixes = _ops.tt_rows(case.cores, case.plan, *case.factors, case.kept)
     hyper = OPTIMIZER_CASES["sgd"].hyperparams()
@@ -419,9 +450,9 @@ def _tt_backward(draw: random.Random) -> Call:
         for k, want in enumerate(tt.core_grads(before, *given)):
             close(arguments[0][k] / 20, (before[k] - hyper[0] * want) / 20)
 
-    bags = (offsets, None, None, POOLING["none"])
-    rest = (case.plan, prefixes, *case.factors)
-    call = (case.cores, [], hyper.clone(), OPTIMIZER["sgd"], grad, features, groups, *bags, *rest)
+    bags = (case.indices, offsets, None, None, POOLING["none"])
+    rest = ([*groups, *case.plan, prefixes], *case.factors)
+    call = (case.cores, [], hyper.clone(), OPTIMIZER["sgd"], grad, features, *bags, *rest)
     hyper[1] += 1  # which the op counts
     return Call("tt_backward_", call, check)
 
@@ -604,11 +635,13 @@ CALLS: dict[str, Callable[[random.Random], Call]] = {
     "tbe_backward_": _tbe_backward,
     "tbe_sample_weight_grad": _tbe_sample_weight_grad,
     "tt_keys": _tt_keys,
+    "tt_stored": _tt_stored,
+    "tt_count_": _tt_count,
     "tt_plan": _tt_plan,
     "tt_rows": _tt_rows,
     "tt_core_grads": _tt_core_grads,
     "tt_update_": _tt_update,
-    "tt_lookup": _tt_lookup,
+    "tt_lookup_checked_": _tt_lookup,
     "tt_backward_": _tt_backward,
     "gather_segments": _gather_segments,
     "route_lengths": _route_lengths,

@@ -16,7 +16,6 @@ from emblib.ops.codes import OPTIMIZER, POOLING
 from emblib.reference import tt as reference
 from emblib.specs import Pooling, TTSpec
 from emblib.tt.shapes import inverse
-from tests.test_schema import CPU_ONLY
 
 ops = torch.ops.emblib
 
@@ -104,7 +103,7 @@ class Run(NamedTuple):
 def batch_of(case: Case, ids: Tensor) -> tt.TTLookup:
     """Return a batch of one table, each id in a bag of its own."""
     total, dim, layout = math.prod(case.p), math.prod(case.q), case.layout
-    features = torch.tensor([[0, 0, total, dim, 0, 0, 0, 0]])
+    features = torch.tensor([[0, 0, total, dim, 0, 0, 0, 0]] * 3)
     tables = torch.tensor(layout.tables)
     offsets = torch.arange(ids.numel() + 1)
     lookups = (features, ids, offsets, None, Pooling.NONE, dim, torch.float32)
@@ -262,6 +261,29 @@ def test_gradcheck_through_the_reference() -> None:
     assert torch.autograd.gradcheck(pooled, (weights, *cores))
 
 
+def whole_lookup(
+    cores: list[Tensor], batch: tt.TTLookup, weights: Tensor | None = None, num_saved: int = 9
+) -> list[Tensor]:
+    """`tt_lookup_checked_` of a batch, without a check."""
+    return ops.tt_lookup_checked_(
+        cores,
+        batch.tables,
+        batch.tables,
+        batch.features,
+        batch.indices,
+        batch.offsets,
+        batch.bag_layout,
+        weights,
+        POOLING[batch.pooling.value],
+        batch.output_dim,
+        batch.output_dtype,
+        *batch.layout[:3],
+        num_saved,
+        None,
+        torch.zeros(2, dtype=torch.int64),
+    )
+
+
 def sample_calls() -> dict[str, tuple]:
     """One call of every op, all of whose outputs are fully defined."""
     generator = seeded(4)
@@ -274,16 +296,30 @@ def sample_calls() -> dict[str, tuple]:
     core, states = cores[0].clone(), [torch.zeros_like(cores[0]) for _ in range(2)]
     moments = [torch.zeros_like(c) for c in cores for _ in range(2)]
     groups = ops.group(ids, 210)
+    counters = torch.zeros(1, 4, dtype=torch.int64)
     batch = batch_of(case, ids)
     lookups = (batch.features, ids, batch.offsets, None, None, POOLING["none"], 16, torch.float32)
     return {
-        "tt_lookup": (cores, tables, tables, *lookups, p, q, [3], 8),
+        "tt_lookup_checked_": (
+            cores,
+            tables,
+            tables,
+            *lookups,
+            p,
+            q,
+            [3],
+            8,
+            None,
+            tables.new_zeros(2),
+        ),
         "tt_backward_": (
             *([core.clone() for core in cores], moments, hyper, OPTIMIZER["adam"], grads),
-            *(batch.features, list(made.groups), batch.offsets, None, None, POOLING["none"]),
-            *(list(made.plan), made.prefixes, p, q, [3]),
+            *(batch.features, ids, batch.offsets, None, None, POOLING["none"]),
+            *(whole_lookup(cores, batch)[1:], p, q, [3]),
         ),
         "tt_keys": (ids, torch.tensor([0, 20, 40]), None, tables.expand(2, -1).contiguous()),
+        "tt_stored": (ids, ids, ids, ids % 3 - 1, torch.tensor([4, -1])),
+        "tt_count_": (ids, ids, *torch.tensor([[0, 20, 40]]), torch.tensor([0, 0]), counters),
         "tt_plan": (made.groups.rows, made.groups.count, tables, *case.layout[5:7]),
         "tt_rows": (cores, list(made.plan), p, q, [3], 8),
         "tt_core_grads": (cores, list(made.plan), made.prefixes, grads, p, q, [3]),
@@ -299,9 +335,11 @@ def sample_calls() -> dict[str, tuple]:
 @pytest.mark.parametrize(
     "name",
     [
-        "tt_lookup",
+        "tt_lookup_checked_",
         "tt_backward_",
         "tt_keys",
+        "tt_stored",
+        "tt_count_",
         "tt_plan",
         "tt_rows",
         "tt_core_grads",
@@ -311,9 +349,12 @@ def sample_calls() -> dict[str, tuple]:
     ],
 )
 def test_opcheck(name: str) -> None:
-    if name in CPU_ONLY:
-        skip_on_gpu(CPU_ONLY[name])
-    torch.library.opcheck(getattr(ops, name).default, sample_calls()[name])
+    op, arguments = getattr(ops, name).default, sample_calls()[name]
+    if name == "tt_lookup_checked_":  # returns a list and mutates: compiled code calls its parts
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(op, arguments, test_utils=checks)
+        return
+    torch.library.opcheck(op, arguments)
 
 
 @every_case()
@@ -383,36 +424,65 @@ def test_an_update_has_the_same_bits_for_any_threads_and_any_kept(case: Case) ->
 @every_case()
 @pytest.mark.parametrize("weighted", [False, True])
 def test_whole_passes_have_the_bits_of_their_parts(case: Case, weighted: bool) -> None:
-    skip_on_gpu(CPU_ONLY["tt_lookup"])
     generator = seeded(7)
     cores, ids = case.cores(generator), case.ids(generator)
     batch = batch_of(case, ids)._replace(pooling=Pooling.SUM)
     weights = torch.rand(ids.numel(), generator=generator) if weighted else None
     num_saved = 0 if len(case.p) == 2 else 9
     made = tt.make_rows(cores, batch, num_saved)
-    count = int(made.groups.count)
-    tt.look_up([torch.full_like(core, torch.nan) for core in cores], batch, weights)  # in scratch
-    out, whole = tt.look_up(cores, batch, weights, num_saved)
+    whole_lookup([torch.full_like(core, torch.nan) for core in cores], batch, weights)  # in scratch
+    out, *kept = whole_lookup(cores, batch, weights, num_saved)
     assert torch.equal(out, tt.pool(made, batch, weights))
-    lefts = int(made.plan.starts.view(3, 2)[1, 1])
-    assert torch.equal(whole.prefixes[:lefts], made.prefixes[:lefts])
-    assert torch.equal(whole.plan.lefts, made.plan.lefts)
-    assert torch.equal(whole.groups.rows[:count], made.groups.rows[:count])
+    assert len(whole_lookup(cores, batch, weights, -1)) == 1
 
     grad = torch.randn(out.shape, generator=generator)
-    parts, fused = [c.clone() for c in cores], [c.clone() for c in cores]
-    hyper, steps = (optim.SGD(0.1).hyperparams() for _ in range(2))
+    hyper = optim.SGD(0.1).hyperparams()
     bags = (batch.offsets, None, weights, POOLING["sum"])
-    row_grads = ops.tbe_row_grads(grad, batch.features, *made.groups, *bags, out.size(-1))
-    rest = (made.plan, made.prefixes)
+    row_grads = ops.tbe_row_grads(grad, batch.key_features, *made.groups, *bags, out.size(-1))
     sgd, shape = OPTIMIZER["sgd"], case.layout[:3]
-    ops.tt_update_(parts, [], hyper, sgd, *rest, row_grads, *shape)
-    groups = list(whole.groups)
-    ops.tt_backward_(
-        fused, [], steps, sgd, grad, batch.features, groups, *bags, *whole[1:3], *shape
-    )
-    assert all(torch.equal(a, b) for a, b in zip(parts, fused, strict=True))
-    assert steps[1] == hyper[1] + 1
+
+    def compare(
+        cores: list[Tensor], is_finite: Tensor | None = None, *, is_stale: bool = False
+    ) -> None:
+        """Compare the two after one more step from `cores`."""
+        parts, fused = [c.clone() for c in cores], [c.clone() for c in cores]
+        numbers, is_made = hyper.clone(), is_finite is None or bool(is_finite)
+        if is_made:
+            prefixes = ops.tt_rows(cores, made.plan, *shape, num_saved)[1]
+            ops.tt_update_(parts, [], hyper, sgd, made.plan, prefixes, row_grads, *shape)
+        rest = (grad, batch.features, ids, *bags, kept, *shape, is_stale, 0, is_finite)
+        ops.tt_backward_(fused, [], numbers, sgd, *rest)
+        assert all(torch.equal(a, b) for a, b in zip(parts, fused, strict=True))
+        assert numbers[1] == hyper[1] + is_made
+
+    compare(cores)
+    compare(cores, torch.tensor(True))
+    compare(cores, torch.tensor(False))
+    compare([core * 2 for core in cores], is_stale=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("lookups", "padding"), [(0, 0), (1, 0), (40, 7), (5000, 100)])
+def test_stored_rows_and_their_counts(lookups: int, padding: int, dtype: torch.dtype) -> None:
+    """Of three features of two tables, after padding."""
+    generator = seeded(9)
+    indices = torch.randint(-1, 60, (lookups,), generator=generator, dtype=dtype)
+    ids = torch.where(indices < 50, indices.long(), 0)
+    keys = torch.where(ids >= 0, ids + 3, -1)
+    slots = torch.randint(-1, 20, (lookups,), generator=generator)
+    row_of_slot = torch.randint(-1, 9, (20,), generator=generator)
+    middle = torch.randint(padding, lookups + 1, (2,), generator=generator).sort().values
+    starts = torch.cat([torch.tensor([padding]), middle, torch.tensor([lookups])])
+    starts = starts.clamp(max=lookups)
+    tables = torch.tensor([1, 0, 1])
+    for known in (None, slots):
+        found = ops.tt_stored(indices, ids, keys, known, row_of_slot)
+        want = reference.stored(indices, ids, keys, known, row_of_slot)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        counters, counts = (torch.arange(8).view(2, 4) for _ in range(2))
+        ops.tt_count_(found[2], found[1], starts, tables, counters)
+        reference.count_(want[2], want[1], starts, tables, counts)
+        assert torch.equal(counters, counts)
 
 
 @pytest.mark.parametrize("num_keys", [5, 1000])
@@ -451,27 +521,29 @@ def _gradients(small: "Small") -> tuple[object, ...]:
     return small.plan, small.prefixes, torch.zeros(9, 8), [3, 4, 5], [2, 2, 2], [3]
 
 
-def _look_up(small: "Small", p: list[int], num_saved: int = 0) -> object:
-    """`tt_lookup` of tables (3, 4, 5) with cores of other row factors."""
+def _look_up(small: "Small", p: list[int], features: Tensor | None = None) -> object:
+    """`tt_lookup_checked_` of tables (3, 4, 5) with cores of other row factors."""
     batch = batch_of(Case((3, 4, 5), (2, 2, 2), (2, 2), 0), torch.arange(3))
     cores = [torch.zeros(p[k], core.size(1)) for k, core in enumerate(small.cores)]
-    lookups = (batch.features, batch.indices, batch.offsets, None, None, POOLING["none"], 8)
-    shape = (torch.float32, p, [2, 2, 2], [3], num_saved)
-    return ops.tt_lookup(cores, batch.tables, batch.tables, *lookups, *shape)
+    features = batch.features if features is None else features
+    lookups = (features, batch.indices, batch.offsets, None, None, POOLING["none"], 8)
+    shape = (torch.float32, p, [2, 2, 2], [3], 0, None, torch.zeros(2, dtype=torch.int64))
+    return ops.tt_lookup_checked_(cores, batch.tables, batch.tables, *lookups, *shape)
 
 
-def _backward(
-    small: "Small", groups: list[Tensor] | None = None, hyper: Tensor | None = None
-) -> object:
+def _backward(small: "Small", kept: list[Tensor], hyper: Tensor | None = None) -> object:
     batch = batch_of(Case((3, 4, 5), (2, 2, 2), (2, 2), 0), torch.arange(9))
     hyper = torch.zeros(2, dtype=torch.float64) if hyper is None else hyper
-    bags = (batch.offsets, None, None, POOLING["none"])
-    found = [torch.zeros(9).int()] * 5 if groups is None else groups
-    rest = (small.plan, small.prefixes, [3, 4, 5], [2, 2, 2], [3])
+    bags = (batch.indices, batch.offsets, None, None, POOLING["none"])
+    rest = (kept, [3, 4, 5], [2, 2, 2], [3])
     grad = torch.zeros(9, 8)
     return ops.tt_backward_(
-        small.cores, [], hyper, OPTIMIZER["sgd"], grad, batch.features, found, *bags, *rest
+        small.cores, [], hyper, OPTIMIZER["sgd"], grad, batch.features, *bags, *rest
     )
+
+
+def _numbers(*sizes: int) -> list[Tensor]:
+    return [torch.zeros(size, dtype=torch.int64) for size in sizes]
 
 
 WRONG = {
@@ -509,9 +581,15 @@ WRONG = {
         c.cores, c.cores[:2], torch.zeros(6).double(), OPTIMIZER["adagrad"], *_gradients(c)
     ),
     "tables must be those of row_factors": lambda c: _look_up(c, [4, 3, 5]),
-    "num_saved must be >= 0": lambda c: _look_up(c, [3, 4, 5], num_saved=-1),
-    "hyper must be contiguous": lambda c: _backward(c, hyper=torch.zeros(1).double()),
-    "the 5 tensors that tt_lookup returns": lambda c: _backward(c, groups=[]),
+    "features must have a row per feature for keys": lambda c: _look_up(
+        c, [3, 4, 5], features=torch.zeros(1, 8, dtype=torch.int64)
+    ),
+    "hyper must be contiguous": lambda c: _backward(c, [], hyper=torch.zeros(1).double()),
+    "kept must be the": lambda c: _backward(c, kept=[]),
+    "one entry per index": lambda c: ops.tt_stored(*_numbers(3, 2, 3), None, *_numbers(1)),
+    "starts must have 2 entries": lambda c: ops.tt_count_(
+        *_numbers(3, 3, 3, 1), torch.zeros(1, 4, dtype=torch.int64)
+    ),
     "grads must be": lambda c: ops.update_rows_(
         c.cores[0], [], torch.zeros(2, dtype=torch.float64), OPTIMIZER["sgd"], torch.zeros(1, 1)
     ),
@@ -524,15 +602,9 @@ WRONG = {
 }
 
 
-# Of ops that have no kernel on a GPU.
-OF_WHOLE_PASSES = {
-    "tables must be those of row_factors",
-    "num_saved must be >= 0",
-    "hyper must be contiguous",
-    "the 5 tensors that tt_lookup returns",
-}
 # The host reads these numbers where the tensor is on the CPU; on a GPU it would have to wait.
 OF_VALUES = {
+    "tables must be those of row_factors",
     "must have rows in",
     "must have rows in ",
     "must have rows  *",
@@ -551,8 +623,6 @@ class Small(NamedTuple):
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_input_says_what_and_changes_nothing(message: str) -> None:
-    if message in OF_WHOLE_PASSES:
-        skip_on_gpu(CPU_ONLY["tt_lookup"])
     if message in OF_VALUES:
         skip_on_gpu(NOT_CHECKED)
     case = Case((3, 4, 5), (2, 2, 2), (3, 3), 9)

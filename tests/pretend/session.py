@@ -34,6 +34,7 @@ SHORT = (
     "tests/test_captured_step.py::test_batches_on_the_device_or_partly",
     "tests/test_captured_step.py::test_a_collection_of_several_kernels",
     "tests/test_captured_step.py::test_dynamic_tables",
+    "tests/test_captured_step.py::test_cached_tensor_trains",
     "tests/test_captured_step.py::test_a_loop_waits_for_nothing",
     "tests/test_captured_step.py::test_a_step_that_waits_is_refused",
     "tests/test_captured_optimizers.py::test_a_grad_scaler",

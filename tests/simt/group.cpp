@@ -114,6 +114,6 @@ extern "C" const char* simt_group_inverse(const int64_t* call) {
     const auto* permutation = words.pointer<const int32_t>();
     const auto* count = words.pointer<const int32_t>();
     const int64_t n = words.number();
-    launch_inverse(launcher, segments, permutation, count, n, words.pointer<int32_t>());
+    launch_inverse(launcher, {segments, permutation, count, n, words.pointer<int32_t>()});
   });
 }

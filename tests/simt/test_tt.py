@@ -237,9 +237,25 @@ def test_arguments_of_any_size_reach_the_device(words: int) -> None:
     """In one launch of few words, of many, or in several; nothing is written beyond them."""
     values = torch.randint(-(2**62), 2**62, (words,), generator=torch.Generator().manual_seed(0))
     copy = torch.full((words + 1,), 7)
-    library().call("upload", values, words, copy)
+    library().call("upload", values, words, copy, 0, 0, 0, 0, 0)
     assert torch.equal(copy[:words], values)
     assert copy[words] == 7
+
+
+@pytest.mark.parametrize("words", [0, 12, 9001])
+@pytest.mark.parametrize("finite", [None, True, False])
+def test_an_update_begins_with_zeros_and_its_step(words: int, finite: bool | None) -> None:
+    """Without a finite gradient no step is counted, and the words of the step are 0."""
+    values, copy = torch.arange(1, words + 1), torch.full((words,), -1)
+    zeros, step, first = torch.ones(1004), torch.tensor(3.0, dtype=torch.float64), 2 * words // 3
+    is_finite = 0 if finite is None else torch.tensor(finite)
+    library().call("upload", values, words, copy, zeros, 1000, step, is_finite, first)
+    expected = values.clone()
+    if finite is False:
+        expected[first:] = 0
+    assert torch.equal(copy, expected)
+    assert step == (3.0 if finite is False else 4.0)
+    assert zeros.count_nonzero() == 4
 
 
 def test_an_empty_batch_has_no_halves() -> None:

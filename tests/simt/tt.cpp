@@ -59,20 +59,13 @@ class Memory {
   std::vector<std::vector<float>> held_;
 };
 
-void group_halves(const simt::HostLauncher& launcher, HostSort<uint32_t>* sort,
-                  const GroupOutput& out, int32_t* row_halves) {
-  if (sort->buffers.n > 0) sort->run();
-  launch_groups(launcher, sort->buffers, out);
-  launch_inverse(launcher, out.segments, sort->buffers.sorted_positions, out.count, sort->buffers.n,
-                 row_halves);
-}
-
 }  // namespace
 }  // namespace emb::cuda
 
 using namespace emb::cuda;
 
-// from, words, to
+// from, words, to, and what begins a step: zeros, their number, the step, whether it is finite or
+// 0, the first word of the step
 extern "C" const char* simt_upload(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
@@ -82,7 +75,12 @@ extern "C" const char* simt_upload(const int64_t* call) {
     // Two arrays, of which the first may be empty.
     upload.add(std::vector<uint64_t>(from, from + count / 3));
     upload.add(std::vector<uint64_t>(from + count / 3, from + count));
-    upload.start(launcher, words.pointer<uint64_t>());
+    auto* to = words.pointer<uint64_t>();
+    BeginStep begin{words.pointer<float>(), words.number()};
+    begin.step = words.pointer<double>();
+    begin.is_finite = words.pointer<const bool>();
+    begin.first_of_step = words.number();
+    upload.start(launcher, to, begin);
   });
 }
 
@@ -126,9 +124,11 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
                      range_counts.data(), starts},
                     {count, left_of_row.data(), range_counts.data(), n, plan[0], plan[1], plan[2],
                      starts + 2 * num_tables + 1});
-    group_halves(launcher, &right,
-                 {plan[3], false, plan[4], starts + 3 * num_tables + 2, nullptr, nullptr}, plan[5]);
-    launch_tt_starts(launcher, {keys, plan[0], plan[3], tables, num_tables, starts});
+    if (n > 0) right.run();
+    int32_t* num_rights = starts + 3 * num_tables + 2;
+    launch_groups(launcher, right.buffers, {plan[3], false, plan[4], num_rights, nullptr, nullptr});
+    const InverseArgs rights{plan[4], plan[6], num_rights, n, plan[5]};
+    launch_tt_finish(launcher, {rights, {}, keys, plan[0], plan[3], tables, num_tables, starts});
   });
 }
 
@@ -142,7 +142,7 @@ extern "C" const char* simt_tt_rows(const int64_t* call) {
     buffers.add_forward(&batch, memory);
     buffers.set_left_values(words.pointer<float>());
     TtArrays arrays(batch, buffers);
-    arrays.upload(launcher, memory);
+    arrays.upload(launcher, reinterpret_cast<uint64_t*>(memory(2 * TtArrays::max_words(batch))));
     arrays.make_values(launcher, buffers);
     arrays.make_rows(launcher, words.pointer<float>());
   });
@@ -163,7 +163,7 @@ extern "C" const char* simt_tt_core_grads(const int64_t* call) {
     buffers.add_forward(&batch, memory);
     buffers.add_backward(&batch, memory);
     TtArrays arrays(batch, buffers);
-    arrays.upload(launcher, memory);
+    arrays.upload(launcher, reinterpret_cast<uint64_t*>(memory(2 * TtArrays::max_words(batch))));
     arrays.make_values(launcher, buffers);
     arrays.make_grads(launcher, buffers, row_grads);
   });

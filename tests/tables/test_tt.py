@@ -14,7 +14,7 @@ import emblib
 from emblib import optim
 from emblib.ops import autograd
 from emblib.reference import tt
-from emblib.specs import BoundsCheck, Pooling, TTSpec
+from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec
 from emblib.tables import TTEmbeddingBag
 
 SPEC = TTSpec(110, 8, (3, 4), (4, 5, 6), (2, 2, 2))
@@ -250,7 +250,7 @@ def test_broken_offsets_are_repaired() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_output_dtype(dtype: torch.dtype) -> None:
-    table = TTEmbeddingBag(SPEC, optim.SGD(0.1), output_dtype=dtype)
+    table = TTEmbeddingBag(SPEC, optim.SGD(0.1), precision=Precision(output=dtype))
     out = table(*batch())
     assert out.dtype == dtype
     want = expected(table, copies(table), *batch())
@@ -402,7 +402,10 @@ WRONG = {
     "few rows": (lambda: TTEmbeddingBag(TTSpec(100, 8, (2, 2), (4, 5, 4))), "< rows 100"),
     "wrong dim": (lambda: TTEmbeddingBag(TTSpec(90, 9, (2, 2), None, (2, 2, 2))), "to dim 9"),
     "init": (lambda: TTEmbeddingBag(SPEC, init="xavier"), "init must be one of gaussian"),
-    "output": (lambda: TTEmbeddingBag(SPEC, output_dtype=torch.int8), "output_dtype must be"),
+    "output": (
+        lambda: TTEmbeddingBag(SPEC, precision=Precision(output=torch.int8)),
+        "output must be",
+    ),
     "nan rate": (
         lambda: TTEmbeddingBag(SPEC, optim.SGD(0.1)).set_learning_rate(math.nan),
         "finite",

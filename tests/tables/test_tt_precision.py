@@ -117,18 +117,10 @@ def test_states_have_their_own_dtype_and_row_wise_ones_are_float32() -> None:
 @pytest.mark.parametrize("output", [*DTYPES, torch.float32])
 def test_output_dtype_is_that_of_the_precision(output: torch.dtype) -> None:
     indices, offsets = batch()
-    by_precision = tables(precision=Precision(torch.bfloat16, output))
-    torch.manual_seed(1)
-    by_precision.reset_parameters()
-    torch.manual_seed(1)
-    by_argument = TableBatchedTTEmbeddingBags(SPECS, output_dtype=output)
-    assert by_precision(indices, offsets).dtype == by_argument(indices, offsets).dtype == output
-    assert by_argument.cores[0].dtype == torch.float32
-    both = TTEmbeddingBag(SPECS[0], precision=Precision(output=output), output_dtype=output)
-    assert both.precision.output == output
-    other = torch.float16 if output != torch.float16 else torch.float32
-    with pytest.raises(ValueError, match=r"output_dtype is .* but precision has output="):
-        TTEmbeddingBag(SPECS[0], precision=Precision(output=output), output_dtype=other)
+    assert tables(precision=Precision(output=output))(indices, offsets).dtype == output
+    for kind, specs in ((TableBatchedTTEmbeddingBags, SPECS), (TTEmbeddingBag, SPECS[0])):
+        with pytest.raises(TypeError, match=r"write precision=Precision\(output=torch.*\) instead"):
+            kind(specs, output_dtype=output)
     with pytest.raises(TypeError, match="precision must be a Precision"):
         TTEmbeddingBag(SPECS[0], precision=output)  # type: ignore[arg-type]
 

@@ -1,0 +1,72 @@
+// Which lookups of cached tensor trains read a stored row, and their counts, on the GPU. A warp
+// adds its lookups to the counters of its table at once where they are of one feature.
+#pragma once
+
+#include "core/row_slice.cuh"
+#include "core/simt.cuh"
+#include "tt/cached.h"
+
+namespace emb::cuda {
+
+inline constexpr int kStoredThreads = 256;
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kStoredThreads)
+    tt_stored_kernel(TtStoredArgs args) {
+  for (int64_t i = simt::global_thread(); i < args.n; i += simt::threads_in_grid()) args.split(i);
+}
+
+// Return the last feature that begins at or before lookup i, -1 for none.
+EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
+  int64_t low = -1, high = args.num_features;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (args.starts[middle] <= i ? low : high) = middle;
+  }
+  return i < args.starts[args.num_features] ? low : -1;
+}
+
+EMB_DEVICE void add_to(int64_t* counter, int64_t count) {
+  if (count > 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(counter),
+              static_cast<unsigned long long>(count));
+  }
+}
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kStoredThreads)
+    tt_count_kernel(TtCountArgs args) {
+  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
+  for (int64_t first = simt::global_warp() * simt::kWarp; first < args.n;
+       first += simt::threads_in_grid()) {
+    const int64_t i = first + lane;
+    const int64_t feature = i < args.n ? feature_at(args, i) : -1;
+    const bool is_lookup = feature >= 0 && args.is_lookup(i);
+    const bool is_hit = is_lookup && args.is_hit(i);
+    const unsigned lookups = __ballot_sync(simt::kFullMask, is_lookup);
+    const unsigned hits = __ballot_sync(simt::kFullMask, is_hit);
+    if (lookups == 0) continue;
+    const int leader = __ffs(static_cast<int>(lookups)) - 1;
+    const int64_t of_leader = __shfl_sync(simt::kFullMask, feature, leader);
+    const bool is_one = __all_sync(simt::kFullMask, !is_lookup || feature == of_leader) != 0;
+    if (!is_lookup || (is_one && lane != leader)) continue;
+    int64_t* counters = args.of_feature(feature);
+    if (counters == nullptr) continue;
+    add_to(counters, is_one ? __popc(lookups) : 1);
+    add_to(counters + 1, is_one ? __popc(hits) : is_hit);
+  }
+}
+
+template <class Launcher>
+void launch_tt_stored(const Launcher& launcher, const TtStoredArgs& args) {
+  if (args.n == 0) return;
+  launcher(tt_stored_kernel, blocks_for(args.n, kStoredThreads, launcher.blocks(32)),
+           kStoredThreads, args);
+}
+
+template <class Launcher>
+void launch_tt_count(const Launcher& launcher, const TtCountArgs& args) {
+  if (args.n == 0 || args.num_features == 0) return;
+  launcher(tt_count_kernel, blocks_for(args.n, kStoredThreads, launcher.blocks(8)), kStoredThreads,
+           args);
+}
+
+}  // namespace emb::cuda

@@ -1,0 +1,49 @@
+// `tt_stored` and `tt_count_` on the CPU.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include "core/parallel.h"
+#include "tt/check.h"
+
+namespace emb {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
+                                             const Tensor& keys, std::optional<Tensor> slots,
+                                             const Tensor& row_of_slot) {
+  const Tensor input = as_contiguous(indices);
+  const TtStored stored("tt_stored", input, ids, keys, slots, row_of_slot);
+  const auto cost = [](int64_t i) { return i; };
+  parallel_balanced(stored.args.n, 1 << 15, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) stored.args.split(i);
+  });
+  return {stored.cold, stored.rows, stored.counted};
+}
+
+void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
+               const Tensor& tables, Tensor counters) {
+  const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);
+  for (int64_t f = 0; f < args.num_features; ++f) {
+    int64_t* const own = args.of_feature(f);
+    if (own == nullptr) continue;
+    int64_t lookups = 0, hits = 0;
+    const int64_t end = std::min(args.starts[f + 1], args.n);
+    for (int64_t i = std::max<int64_t>(args.starts[f], 0); i < end; ++i) {
+      lookups += args.is_lookup(i);
+      hits += args.is_hit(i);
+    }
+    own[0] += lookups;
+    own[1] += hits;
+  }
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, tt_stored);
+  EMB_IMPL(m, emb, tt_count_);
+}

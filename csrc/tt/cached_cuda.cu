@@ -1,0 +1,35 @@
+// `tt_stored` and `tt_count_` on the GPU: one launch each.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <tuple>
+
+#include "core/launch.h"
+#include "tt/cached.cuh"
+#include "tt/check.h"
+
+namespace emb::cuda {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
+                                             const Tensor& keys, std::optional<Tensor> slots,
+                                             const Tensor& row_of_slot) {
+  const Tensor input = as_contiguous(indices);
+  const TtStored stored("tt_stored", input, ids, keys, slots, row_of_slot);
+  launch_tt_stored(CudaLauncher(indices), stored.args);
+  return {stored.cold, stored.rows, stored.counted};
+}
+
+void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
+               const Tensor& tables, Tensor counters) {
+  const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);
+  launch_tt_count(CudaLauncher(counted), args);
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
+  EMB_IMPL(m, emb::cuda, tt_stored);
+  EMB_IMPL(m, emb::cuda, tt_count_);
+}

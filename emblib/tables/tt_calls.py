@@ -1,0 +1,268 @@
+"""Calls of tensor-train tables as one op per pass, with arguments that are prepared once.
+
+Forward is one op, which checks the batch and looks it up, and backward one, which counts the step
+and updates the cores. What a step needs of its lookup (grouping, plan, values of halves) goes from
+one to the other as tensors that nothing else reads. `emblib.ops.tt` serves every call that needs
+more: the bits are the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from emblib.ops import autograd, codes, tt
+from emblib.ops.derivatives import once_differentiable
+from emblib.ops.one_call import native
+from emblib.ops.scaled_gradients import scale_of_backward, unscaled
+from emblib.specs import BoundsCheck
+from emblib.tables import base
+from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
+from emblib.tables.recomputation import is_repeated
+
+if TYPE_CHECKING:
+    from emblib.tables.tt import TableBatchedTTEmbeddingBags
+
+
+_lookup_checked = native(tt.tt_lookup_checked_)
+_backward_ = native(tt.tt_backward_)
+_versions_of = operator.attrgetter("_version")
+_IGNORE = codes.BOUNDS_CHECK["ignore"]
+
+
+class TrainBatch(NamedTuple):
+    """The batch of a call: ids, offsets and sample weights, and where unequal bags go."""
+
+    indices: Tensor
+    offsets: Tensor
+    sample_weights: Tensor | None
+    bag_layout: Tensor | None
+    output_dim: int
+
+
+class ShortTrainCalls:
+    """The arguments that the calls of a module share, as long as its tensors and options stay.
+
+    `suit` says whether backward updates the cores, and nothing else happens. A copy or pickle of
+    this object is None: the copy of a module makes its own.
+    """
+
+    def __init__(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> None:
+        self._optimizer, self._bounds_check = module.optimizer, module.bounds_check
+        self._buffers = tuple(module._buffers.values())
+        self._cores, self._is_checked = cores, torch.is_grad_enabled()
+        features = module.features
+        self.suit = (
+            type(features) is Tensor
+            and (features.is_cpu or features.is_cuda)
+            and autograd.updates_in_backward(module.optimizer)
+        )
+        if not self.suit:
+            return
+        layout = module.core_layout
+        self._device, self._is_cuda = features.device, features.is_cuda
+        self._anchor = module.grad_anchor
+        self._states = [state for states in module._core_states() for state in states]
+        self._hyperparams, self._features = module.hyperparams, features
+        self._tables = (module.table_ids, module.feature_table_ids, features)
+        self._shape = layout[:3]
+        self._max_saved = tt.max_kept_prefixes(layout, cores)
+        self._max_lookups = tt.max_lookups_at_once(layout, features.device)
+        self._mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
+        self._matmul = codes.MATMUL_PRECISION[module.precision.matmul.value]
+        self._violations, self._report = module.bounds_violations, report_of(module)
+        self._rule = autograd.UpdateRule.of(module.optimizer)
+        self._code = codes.OPTIMIZER[module.optimizer.name]
+        self._pooling = codes.POOLING[module.pooling.value]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def are_of(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> bool:
+        """Return whether the tensors and options of a module are those of its last call."""
+        buffers = module._buffers
+        return (
+            self._optimizer is module.optimizer
+            and self._bounds_check is module.bounds_check
+            and len(buffers) == len(self._buffers)
+            and all(map(operator.is_, buffers.values(), self._buffers))
+            and len(cores) == len(self._cores)
+            and all(map(operator.is_, cores, self._cores))
+            and (self._is_checked or not torch.is_grad_enabled())
+        )
+
+    def take(
+        self,
+        module: TableBatchedTTEmbeddingBags,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+    ) -> bool:
+        """Return whether a call with these arguments alone can take this path.
+
+        It cannot where a mode or transform of torch is to see every op, where a gradient of the
+        sample weights is wanted, where tables are frozen or share cores, and for batches that the
+        CPU looks up in chunks.
+        """
+        return (
+            self.suit
+            and base.is_eager(indices)
+            and type(offsets) is Tensor
+            and indices.device == self._device
+            and offsets.device == self._device
+            and (
+                sample_weights is None
+                or (type(sample_weights) is Tensor and not sample_weights.requires_grad)
+            )
+            and not module._frozen_cores
+            and not module.shared_gradients
+            and indices.numel() <= self._max_lookups
+            and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
+        )
+
+    def __call__(
+        self,
+        module: TableBatchedTTEmbeddingBags,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        batch_sizes: Sequence[Sequence[int]] | None,
+    ) -> Tensor:
+        """Pool each bag; if the module trains, backward applies the optimizer."""
+        bag_layout, output_dim = None, module.output_dim
+        if batch_sizes is not None:
+            bag_layout, output_dim = module._bag_layout(offsets, batch_sizes, self._device)
+        batch = TrainBatch(indices, offsets, sample_weights, bag_layout, output_dim)
+        if torch.is_grad_enabled():
+            return _apply(self._anchor, self, module, batch)
+        return self.look_up(module, batch, -1)[0]
+
+    def look_up(
+        self, module: TableBatchedTTEmbeddingBags, batch: TrainBatch, num_saved: int
+    ) -> list[Tensor]:
+        """Return the output, what backward needs if `num_saved` >= 0, and last valid offsets."""
+        mode = self._mode
+        warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
+        if warns and is_repeated():
+            warns, mode = False, _IGNORE
+        results = self._call(module, batch, num_saved, mode)
+        if warns:
+            self._report.add_check(module, BOUNDS_MESSAGE)
+        if not results:  # an invalid batch on the CPU
+            rows = module.id_features()
+            indices, offsets, _, bag_layout, _ = batch
+            offsets = base.check_bounds(module, indices, offsets, rows, bag_layout)
+            batch = batch._replace(offsets=offsets)
+            results = self._call(module, batch, num_saved, None)
+        if mode is None or not self._is_cuda:
+            results.append(batch.offsets)
+        return results
+
+    def _call(
+        self,
+        module: TableBatchedTTEmbeddingBags,
+        batch: TrainBatch,
+        num_saved: int,
+        mode: int | None,
+    ) -> list[Tensor]:
+        indices, offsets, sample_weights, bag_layout, output_dim = batch
+        results: list[Tensor] = _lookup_checked(
+            self._cores,
+            *self._tables,
+            indices,
+            offsets,
+            bag_layout,
+            sample_weights,
+            self._pooling,
+            output_dim,
+            module.output_dtype,
+            *self._shape,
+            num_saved,
+            mode,
+            self._violations,
+            self._matmul,
+        )
+        return results
+
+    def saved_of(self, indices: Tensor) -> int:
+        """Return how many left-half values a lookup keeps for backward."""
+        return min(indices.numel(), self._max_saved)
+
+    def versions(self) -> tuple[int, ...]:
+        """Return what tells whether the cores have changed."""
+        return tuple(map(_versions_of, self._cores))
+
+    def update(
+        self,
+        grad: Tensor,
+        batch: TrainBatch,
+        kept: list[Tensor],
+        is_finite: Tensor | None,
+        *,
+        is_stale: bool,
+    ) -> None:
+        """Make one step with the gradient of an output; none if `is_finite` is false.
+
+        `is_stale` says that the cores have changed since the lookup.
+        """
+        torch.autograd.graph.increment_version(self._cores)  # first, lest an interrupt omit it
+        _backward_(
+            self._cores,
+            self._states,
+            self._hyperparams,
+            self._code,
+            self._rule.descent(autograd.clip_gradient(grad, self._rule)),
+            self._features,
+            batch.indices,
+            batch.offsets,
+            batch.bag_layout,
+            batch.sample_weights,
+            self._pooling,
+            kept,
+            *self._shape,
+            is_stale,
+            self._matmul,
+            is_finite,
+        )
+
+
+class ShortTTLookup(torch.autograd.Function):
+    """Look up and update as `tt.FusedTTLookup` does, in one op each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad_anchor: Tensor,
+        calls: ShortTrainCalls,
+        module: TableBatchedTTEmbeddingBags,
+        batch: TrainBatch,
+    ) -> Tensor:
+        """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
+        out, *kept, offsets = calls.look_up(module, batch, calls.saved_of(batch.indices))
+        ctx.calls, ctx.versions, ctx.output_dim = calls, calls.versions(), batch.output_dim
+        ctx.save_for_backward(batch.indices, offsets, *batch[2:4], *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Apply the optimizer to every core."""
+        calls: ShortTrainCalls = ctx.calls
+        indices, offsets, sample_weights, bag_layout, *kept = ctx.saved_tensors
+        batch = TrainBatch(indices, offsets, sample_weights, bag_layout, ctx.output_dim)
+        scale, overflow, is_finite = scale_of_backward(), None, None
+        if scale is not None:
+            grad, is_finite = found = unscaled(grad, scale)
+            overflow = found.overflow()
+        is_stale = ctx.versions != calls.versions()
+        calls.update(grad, batch, kept, is_finite, is_stale=is_stale)
+        return overflow, None, None, None
+
+
+# Without the unwrapping that `Function.apply` does for functorch, whose transforms never come here.
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, ShortTTLookup).apply
