@@ -358,7 +358,7 @@ class HashHandle(TableHandle):
             self._parameters["weight"] = module.weights
             mark(module.weights, self, module.optimizer)
             return
-        view = module.rows.views(module.row_buffers(), self.index)["weight"]
+        view = module.table_rows(self.index)["weight"]
         bind_view(self, "weight", view, module.optimizer)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
@@ -462,5 +462,5 @@ class HashHandle(TableHandle):
     def _names(self) -> set[str]:
         module: DynamicEmbeddingBags = self.module
         table = f"{module.table_names[self.index]}."
-        names = {key for key in state_names(module) if key.startswith(table)}
+        names = {key for key in state_names(module.state) if key.startswith(table)}
         return {"clock", *(key.removeprefix(table) for key in names)}
