@@ -161,10 +161,6 @@ class Expiry:
     def __init__(self, specs: Sequence[DynamicSpec]) -> None:
         self._tables = [(t, s.ttl, s.max_buckets) for t, s in enumerate(specs) if s.ttl]
 
-    def __bool__(self) -> bool:
-        """Return whether any table has a `ttl`."""
-        return bool(self._tables)
-
     def sweeps(self, step: int) -> Iterator[Sweep]:
         """Yield the sweeps of a step, to be run once the keys of its batch are inserted."""
         for table, ttl, max_buckets in self._tables:

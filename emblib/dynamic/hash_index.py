@@ -165,7 +165,7 @@ class HashIndex(nn.Module):
 
     def tensors(self) -> list[Tensor]:
         """Return the index as the ops take it."""
-        return [self.tags, self.entries, self.tables, self.clock, self.counters]
+        return list(self._buffers.values())  # type: ignore[arg-type]  # all are there
 
     def clear(self) -> None:
         """Remove all keys, counters and ticks; tables have their initial capacity again."""
@@ -260,12 +260,13 @@ class HashIndex(nn.Module):
         """
         effects = Effects() if effects is None else effects
         if not effects.is_next_made:
-            self._settle_last()
+            if self._last is not None:
+                self._settle_last()
             self.version += 1
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
         slots, *found = effects.once(hash.hash_touch_, index, *keys, counts, batch_scores, order)
         misses = Misses(*found)
-        if not slots.is_cuda and int(misses.offsets[-1]) == 0:
+        if not slots.is_cuda and misses.offsets.tolist()[-1] == 0:
             return InsertedBatch(slots)
         admitted = None
         if admit is not None:  # it may change the counts, also where it runs again

@@ -121,11 +121,6 @@ class LastBatch(NamedTuple):
     keys: Keys
     version: int
 
-    @classmethod
-    def of(cls, inserted: InsertedBatch, keys: Keys) -> "LastBatch":
-        """Return the batch as it is now."""
-        return cls(inserted, keys, keys.ids._version)
-
     def status_of(self, table: int, wanted: Tensor) -> Tensor:
         """Return the status of keys of one table in the batch, uint8 `[n]` on the CPU.
 

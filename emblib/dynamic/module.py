@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from emblib import ops
 from emblib.dynamic import state as dynamic_state
@@ -20,6 +21,7 @@ from emblib.dynamic.handles import DynamicTables, TableSpecs, handles_of
 from emblib.dynamic.keys import as_keys, hash_keys_of
 from emblib.dynamic.rows import BatchReads, TrainingUpdate, WeightGradient, check_capacity
 from emblib.dynamic.saving import checkpoint, table_dumps
+from emblib.dynamic.short_calls import KeyedCalls, look_up
 from emblib.dynamic.state import DynamicState
 from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import BackingStore, check_backing
@@ -33,6 +35,7 @@ from emblib.tables.bounds_report import is_padded
 from emblib.tables.changes import CompletingLock
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
+from emblib.tables.parameters import check_not_replicated
 
 _OFFSETS_MESSAGE = (
     "emblib: {offsets} offsets out of bounds, which are clamped: they must begin with "
@@ -88,8 +91,9 @@ class DynamicEmbeddingBags(FusedTables):
     """
 
     state: DynamicState
-    _lock: CompletingLock
     tables: TableSpecs
+    _lock: CompletingLock
+    _calls: KeyedCalls | None = None
     feature_table: Tensor
     dropped_updates: Tensor
     """Updates of keys that were evicted between their forward and their backward, so far."""
@@ -164,6 +168,7 @@ class DynamicEmbeddingBags(FusedTables):
 
     def _bind_state(self) -> None:
         """Have the state refer to the memory that the module has now."""
+        self._calls = None  # which would keep the memory on another device
         state, this_module = self.state, weakref.ref(self)
         state.weights, state.optimizer_states = self.weights, self._states()
         state.moves, state.hyperparams = self.moves, self.hyperparams
@@ -288,7 +293,7 @@ class DynamicEmbeddingBags(FusedTables):
             TypeError: indices of another dtype.
             ValueError: `batch_sizes` that do not fit; counts below 0; weights without pooling.
         """
-        if padding := training.num_padding_ids(indices, offsets):
+        if is_padded() and (padding := training.num_padding_ids(indices, offsets)):
             rest = (
                 None if part is None else part[padding:] for part in (per_sample_weights, counts)
             )
@@ -297,10 +302,9 @@ class DynamicEmbeddingBags(FusedTables):
             out = self(ids, offsets - padding, weights, batch_sizes=batch_sizes, counts=uses)
             is_pooled = self.pooling is not Pooling.NONE
             return out if is_pooled else torch.cat([out.new_zeros(padding, out.shape[1]), out])
-        if self._updates_in_backward:
-            self._check_in_place([self.weights])
         ids = as_keys(indices)
-        training.check_batch(ids, per_sample_weights, counts, self.pooling)
+        if per_sample_weights is not None or counts is not None or ids.dim() != 1:
+            training.check_batch(ids, per_sample_weights, counts, self.pooling)
         keys, batch = self._make_batch(ids, offsets, batch_sizes)
         return self._look_up(keys, batch, per_sample_weights, counts)
 
@@ -315,7 +319,9 @@ class DynamicEmbeddingBags(FusedTables):
         """Return the batch as keys by table, and as bags whose rows are not known yet."""
         if not self.include_last_offset:
             offsets = append_last_offset(ids, offsets)
-        bag_layout, columns = self._bag_layout(offsets, batch_sizes, ids.device)
+        bag_layout, columns = None, self.output_dim
+        if batch_sizes is not None:
+            bag_layout, columns = self._bag_layout(offsets, batch_sizes, ids.device)
         # Every id is valid: zeros pass the check in their place. Padding has ids of -1, which pass
         # it before the first bag too.
         valid = torch.full_like(ids, -1) if is_padded() else self._zeros_like(ids)
@@ -337,10 +343,13 @@ class DynamicEmbeddingBags(FusedTables):
         )
 
     def _zeros_like(self, ids: Tensor) -> Tensor:
-        count, zeros = ids.numel(), self._zeros
-        if zeros.numel() < count or zeros.device != ids.device:
-            zeros = self._zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
-        return zeros[:count]
+        """Return int32 zeros, one per id; those of the last batch if it had as many."""
+        zeros, count = self._zeros, ids.numel()
+        if zeros.numel() != count or zeros.device != ids.device:
+            if zeros.device != ids.device or zeros.untyped_storage().nbytes() < 4 * count:
+                zeros = torch.zeros(2 * count, dtype=torch.int32, device=ids.device)
+            zeros = self._zeros = zeros.as_strided((count,), (1,))
+        return zeros
 
     @graph_break  # an index is state, and its rows move
     @atomic
@@ -351,33 +360,48 @@ class DynamicEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
+        calls = self._calls
+        if calls is None or not calls.are_of(self):
+            calls = self._prepare_calls()
+        is_replicated = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+        if is_replicated and self._updates_in_backward:
+            check_not_replicated(self.features)
         running = recomputation.running_forward(training=self.training)
         if self._frozen or not self._trains(running):
-            return self._look_up_untrained(keys, batch, sample_weights)
+            return self._look_up_untrained(keys, batch, sample_weights, calls)
         if self._untrained:
             raise RuntimeError(
                 f"of the dynamic tables {self.table_names}, which are one kernel, "
                 f"{[self.table_names[t] for t in sorted(self._untrained)]} are frozen: a training "
                 "forward inserts the keys of all; freeze all of them, or look up in evaluation mode"
             )
-        training.check_replicas(self.state.index.tags, self.weights)
+        if is_replicated:
+            training.check_replicas(self.state.index.tags, self.weights)
         update = self._insert_keys(keys, counts, running)
-        update.weighted = sample_weights is not None and sample_weights.requires_grad
-        batch = update.reads.put_into(batch)
+        batch, memory, dtype = update.reads.put_into(batch), calls.tiers, self.output_dtype
         if not torch.is_grad_enabled():  # a repetition will have gradients
-            weights = self._tiers().weights
-            return autograd.lookup_no_grad(weights, batch, sample_weights, self.output_dtype)
+            return autograd.lookup_no_grad(memory.weights, batch, sample_weights, dtype)
+        if calls.take(batch, sample_weights):
+            return look_up(self.grad_anchor, calls, batch, update, sample_weights, dtype)
+        update.weighted = sample_weights is not None and sample_weights.requires_grad
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
         if not self._updates_in_backward:
-            memory, dtype = [self.weights], self.output_dtype
-            self._unstepped.check(memory)
+            self._unstepped.check([self.weights])
             return autograd.lookup(
-                self.weights, memory, batch, self.optimizer, sample_weights, dtype
+                self.weights, [self.weights], batch, self.optimizer, sample_weights, dtype
             )
+        memory = memory._replace(output_dtype=dtype)
         return autograd.fused_lookup(
-            self.grad_anchor, self._tiers(), self.optimizer, batch, sample_weights
+            self.grad_anchor, memory, self.optimizer, batch, sample_weights
         )
+
+    def _prepare_calls(self) -> KeyedCalls:
+        """Prepare calls of the module as it is now."""
+        if self._updates_in_backward:
+            self._check_in_place([self.weights])
+        self._calls = KeyedCalls(self, self._tiers())
+        return self._calls
 
     def _trains(self, running: recomputation.RunningForward | None) -> bool:
         """Return whether a lookup inserts keys: in training mode, if the gradient is wanted."""
@@ -398,12 +422,16 @@ class DynamicEmbeddingBags(FusedTables):
         return state.row_initializer.reads_of_found(keys, slots)
 
     def _look_up_untrained(
-        self, keys: Keys, batch: autograd.Lookup, sample_weights: Tensor | None
+        self,
+        keys: Keys,
+        batch: autograd.Lookup,
+        sample_weights: Tensor | None,
+        calls: KeyedCalls,
     ) -> Tensor:
         """Look up without insertion or update; sample weights get their gradient."""
         reads = self._find_keys(keys)
         batch = reads.put_into(batch)
-        memory = self._tiers()
+        memory = calls.tiers._replace(output_dtype=self.output_dtype)
         if sample_weights is None or not torch.is_grad_enabled():
             return autograd.lookup_no_grad(memory.weights, batch, sample_weights, self.output_dtype)
         update = self.state.update_of(keys, reads.indices, reads)

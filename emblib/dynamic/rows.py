@@ -467,9 +467,18 @@ class TrainingUpdate:
         assert batch is not None
         slots, indices = self.locate()
         groups = autograd.groups_of(batch._replace(indices=slots))
+        self._note_update()
+        return autograd.RowLocations(groups, None, self.reads.slots, indices)
+
+    def slots_to_update(self) -> Tensor:
+        """Return the present slots of the batch, -1 for none, which backward is about to update."""
+        slots, _ = self.locate()
+        self._note_update()
+        return slots
+
+    def _note_update(self) -> None:
         if self._backing is not None:
             self._backing_tier().will_update()
-        return autograd.RowLocations(groups, None, self.reads.slots, indices)
 
     def locate(self) -> tuple[Tensor, Tensor]:
         """Return the present slots of the batch, -1 for none, and the rows its lookups read.

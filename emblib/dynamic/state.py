@@ -74,7 +74,7 @@ class DynamicState:
         row_initializer: writes the first values of new rows.
         admission: counts keys before they are inserted; None admits all.
         scores: the eviction scores of the next batch; None if eviction assigns none.
-        expiry: chooses the buckets in which each step looks for expired keys.
+        expiry: chooses the buckets in which each step looks for expired keys; None if none do.
         eviction_log: the keys that left; None until `track_evictions`.
         hooks: what takes part in training steps.
         backing: the tier behind the tables; None for none.
@@ -117,7 +117,8 @@ class DynamicState:
         self.admission = Admission(self.specs, device, hash_keys) if admits else None
         has_scores = self.index.order == "assigned"
         self.scores = EvictionScores(self.specs, device) if has_scores else None
-        self.expiry = Expiry(self.specs)
+        expires = any(spec.ttl is not None for spec in self.specs)
+        self.expiry = Expiry(self.specs) if expires else None
         self.eviction_log: EvictionLog | None = None
         self.hooks: list[TrainingHook] = []
         self.backing: BackingTier | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from emblib.dynamic.eviction import Expiry
 from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
@@ -62,8 +63,9 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
         counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
     """
     insertion = BatchInsertion(state, keys, counts)
-    inserted = state.complete(insertion.run, insertion.is_optional)
-    _report_failures(state, inserted)
+    inserted = state.lock.complete(insertion.run, insertion.is_optional)
+    if inserted.result is not None:
+        _report_failures(state, inserted)
     return inserted
 
 
@@ -92,8 +94,9 @@ class BatchInsertion:
         self._state, self._keys, self._counts = state, keys, counts
         # Raises before anything is changed.
         self._scores = None if state.scores is None else state.scores.of_next_batch()
-        self._effects, self._admission_effects = Effects(), Effects()
-        self._expiry_effects = Effects()
+        self._effects = Effects()
+        self._admission_effects: Effects | None = None
+        self._expiry_effects: Effects | None = None
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
         self._found: list[FoundRows] = []
@@ -115,32 +118,29 @@ class BatchInsertion:
         if not self._is_written:
             if inserted.misses is not None:
                 self._write_rows(inserted)
-            state.last_batch = LastBatch.of(inserted, keys)
+            state.last_batch = LastBatch(inserted, keys, keys.ids._version)
             self._is_written = True
         if state.backing is not None and inserted.misses is not None:
             state.backing.move_rows()
-        if state.expiry:
-            self._expire()
+        if state.expiry is not None:
+            self._expire(state.expiry)
         return inserted
 
     def _insert(self) -> InsertedBatch:
         state = self._state
+        takes_part = state.admission is not None or state.backing is not None or state.hooks
         self._effects.restart()
         inserted = state.index.insert(
             self._keys,
             self._counts,
             batch_scores=self._scores,
-            admit=self._admit if self._takes_part() else None,
+            admit=self._admit if takes_part else None,
             rows=state.slot_rows() if state.index.grows else None,
             effects=self._effects,
         )
         if state.scores is not None:
             state.scores.advance(self._effects)
         return inserted
-
-    def _takes_part(self) -> bool:
-        state = self._state
-        return state.admission is not None or state.backing is not None or bool(state.hooks)
 
     def _admit(self, keys: Keys, misses: Misses) -> Tensor | None:
         """Return which of the missing keys to admit, bool `[L]` by miss; None for all."""
@@ -149,6 +149,8 @@ class BatchInsertion:
         if state.backing is not None:
             self._found, in_store = state.backing.find_in_store(keys, misses)
         if state.admission is not None:
+            if self._admission_effects is None:
+                self._admission_effects = Effects()
             self._admission_effects.restart()
             admitted = state.admission.admit(keys, misses, in_store, self._admission_effects)
         if state.backing is not None:
@@ -176,21 +178,18 @@ class BatchInsertion:
         if state.backing is not None and self._placement is not None:
             state.backing.write_found(self._placement)
 
-    def _expire(self) -> None:
+    def _expire(self, expiry: Expiry) -> None:
         state = self._state
-        self._expiry_effects.restart()
-        for sweep in state.expiry.sweeps(state.index.tick):
-            keys = state.index.expire(
-                sweep.table,
-                sweep.before,
-                sweep.first_bucket,
-                sweep.num_buckets,
-                self._expiry_effects,
-            )
-            state.record_evictions(sweep.table, keys)
+        if self._expiry_effects is None:
+            self._expiry_effects = Effects()
+        effects = self._expiry_effects
+        effects.restart()
+        for table, first_bucket, num_buckets, before in expiry.sweeps(state.index.tick):
+            keys = state.index.expire(table, before, first_bucket, num_buckets, effects)
+            state.record_evictions(table, keys)
         if state.backing is None:
             return
-        for sweep in state.expiry.sweeps(state.index.tick):
+        for sweep in expiry.sweeps(state.index.tick):
             if sweep.first_bucket == 0:
                 state.backing.expire(sweep.table, sweep.before)
 
@@ -242,10 +241,9 @@ def _clear(state: DynamicState, tick: int) -> None:
 def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
     """Warn or raise for keys that found no slot, as their tables ask (waits for CUDA)."""
     specs = state.specs
-    if inserted.misses is None or all(
-        spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs
-    ):
+    if all(spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs):
         return
+    assert inserted.misses is not None
     assert inserted.result is not None
     refused = inserted.result.status == hash.REFUSED
     if not bool(refused.any()):
