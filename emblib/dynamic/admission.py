@@ -143,10 +143,10 @@ class _Counter(nn.Module):
 
     def counts(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and counts of one table."""
-        found = self.index.export(number)
-        assert found.scores is not None
-        order = routing.canonical_order(found.keys)
-        return found.keys[order], found.scores[order]
+        entries = self.index.export(number)
+        assert entries.scores is not None
+        order = routing.canonical_order(entries.keys)
+        return entries.keys[order], entries.scores[order]
 
     def set_counts(self, number: int, keys: Tensor, counts: Tensor) -> None:
         """Hold these instead."""
@@ -297,17 +297,17 @@ class _Sketches(nn.Module):
         name, (unexpected, errors) = prefix + HASH_KEYS, arguments[3:]
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        own = self.layout[:-1, _LAYOUT_HASH_KEY]
-        saved = state_dict.get(name, torch.zeros_like(own))
+        hash_keys = self.layout[:-1, _LAYOUT_HASH_KEY]
+        saved = state_dict.get(name, torch.zeros_like(hash_keys))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         unexpected[:] = [key for key in unexpected if key != name]
         if f"{prefix}counters" in state_dict:
-            own.copy_(saved)
+            hash_keys.copy_(saved)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the sketches."""
-        own = state_dicts.own_tensors(self, prefix)
-        yield from state_dicts.count_problems(state_dict, own)
+        tensors = state_dicts.own_tensors(self, prefix)
+        yield from state_dicts.count_problems(state_dict, tensors)
         hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _LAYOUT_HASH_KEY]}
         yield from state_dicts.entry_problems(state_dict, hash_keys)
 
@@ -426,8 +426,8 @@ class Admission(nn.Module):
     def check_snapshot(self, snapshot: Any) -> None:
         """Raise ValueError unless `restore` takes a snapshot."""
         parts = dumps.check_entries("admission", snapshot, ("counter", "sketches"))
-        for name, own in (("counter", self.counter), ("sketches", self.sketches)):
-            dumps.check_presence(f"admission.{name}", parts[name], own)
+        for name, part in (("counter", self.counter), ("sketches", self.sketches)):
+            dumps.check_presence(f"admission.{name}", parts[name], part)
         if self.counter is not None:
             self.counter.index.check_snapshot(parts["counter"])
         if self.sketches is not None:
@@ -453,21 +453,21 @@ class Admission(nn.Module):
             self.sketches.batches.zero_()
 
 
-def _check_state(name: str, state: Any, own: Mapping[str, Tensor]) -> None:
+def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless a state fits a module with the state `own`.
 
     Exact counters have any number of keys; states of earlier versions lack hash keys.
     """
-    wanted = dict(own)
-    given = dumps.check_entries(name, state, ())
-    for key in own:
+    wanted = dict(expected)
+    entries = dumps.check_entries(name, state, ())
+    for key in expected:
         stem, _, last = key.rpartition(".")
-        if last == HASH_KEYS and key not in given:
+        if last == HASH_KEYS and key not in entries:
             del wanted[key]
         elif last in _ENTRIES:
-            keys = dumps.check_entries(name, given, [f"{stem}.keys"])[f"{stem}.keys"]
+            keys = dumps.check_entries(name, entries, [f"{stem}.keys"])[f"{stem}.keys"]
             wanted[key] = dumps.check_tensor(f"{name}.{stem}.keys", keys, torch.int64, (None,))
-    dumps.check_state(name, given, wanted)
+    dumps.check_state(name, entries, wanted)
 
 
 def _frequency(spec: DynamicSpec) -> FrequencyAdmission:

@@ -119,9 +119,9 @@ class EvictionScores(nn.Module):
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        known = self.is_set.tolist()
+        is_set = self.is_set.tolist()
         custom = [t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM]
-        self._unset = {t for t in custom if not known[t]}
+        self._unset = {t for t in custom if not is_set[t]}
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the scores."""

@@ -187,12 +187,12 @@ class DynamicTable:
             ValueError: eviction is not by assigned scores, or another number of scores than of
                 keys.
         """
-        given = torch.as_tensor(scores, dtype=torch.int64).cpu()
-        if given.dim() and given.numel() != keys.numel():
+        numbers = torch.as_tensor(scores, dtype=torch.int64).cpu()
+        if numbers.dim() and numbers.numel() != keys.numel():
             raise ValueError(
-                f"scores must be one number, or one per key = {keys.numel()}, got {given.numel()}"
+                f"scores must be one number, or one per key = {keys.numel()}, got {numbers.numel()}"
             )
-        values = given.reshape(-1).expand(keys.numel()).contiguous()
+        values = numbers.reshape(-1).expand(keys.numel()).contiguous()
         assign = dynamic_state.assign_key_scores
         return self._ask("set_key_scores", keys, assign, missing=False, values=values)
 
@@ -265,17 +265,17 @@ class DynamicTable:
         """
 
         def of_shard(state: DynamicState, index: int) -> ChangeSet:
-            found = table_dumps.changes_since(state, step, [index])
-            (changes,) = found.tables.values()
+            change_set = table_dumps.changes_since(state, step, [index])
+            (changes,) = change_set.tables.values()
             entries = _on_cpu(changes.upserts)
-            return found._replace(tables={self.name: Changes(entries, changes.removed)})
+            return change_set._replace(tables={self.name: Changes(entries, changes.removed)})
 
         parts = self._everywhere("changes_since", of_shard)
         if not parts:
             raise RuntimeError(f"this rank has no shard of table {self.name!r}: ask all ranks")
         changes = _joined(self.name, parts)
-        found = changes.tables[self.name]
-        return TableChanges(step, changes.until, found.upserts, found.removed, changes)
+        of_table = changes.tables[self.name]
+        return TableChanges(step, changes.until, of_table.upserts, of_table.removed, changes)
 
     def apply_changes(self, changes: TableChanges) -> Loaded:
         """Apply the changes of another table to this copy of it; pass them on all ranks.
@@ -284,11 +284,11 @@ class DynamicTable:
             ValueError: this table has not reached the first step of the changes, or is past the
                 last, or the changes do not fit it.
         """
-        (found,) = changes.changes.tables.values()
+        (of_table,) = changes.changes.tables.values()
 
         def owned(state: DynamicState, index: int, number: int) -> ChangeSet:
-            removed = found.removed[self._owns(found.removed, number)]
-            of_shard = Changes(self._owned(found.upserts, number), removed)
+            removed = of_table.removed[self._owns(of_table.removed, number)]
+            of_shard = Changes(self._owned(of_table.upserts, number), removed)
             return changes.changes._replace(tables={state.table_names[index]: of_shard})
 
         def check(state: DynamicState, index: int, number: int) -> None:
@@ -406,11 +406,11 @@ class DynamicTable:
 
     def _by_number(self, method: str, function: Callable[[DynamicState, int, int], T]) -> list[T]:
         """Return `function(state, index, number)` of every shard, on all ranks by number."""
-        found = self._together(
+        by_rank = self._together(
             method,
             lambda: {n: function(state, index, n) for n, state, index in self._numbered()},
         )
-        merged = {number: value for of_rank in found for number, value in of_rank.items()}
+        merged = {number: value for of_rank in by_rank for number, value in of_rank.items()}
         return [merged[number] for number in sorted(merged)]
 
     def _everywhere(self, method: str, function: Callable[[DynamicState, int], T]) -> list[T]:
@@ -435,9 +435,9 @@ class DynamicTable:
         `answer` is called with the state, the number of the table in it, keys, and their `values`
         if there are any.
         """
-        own = routing.as_keys(keys).detach().cpu().view(-1)
-        asked, given = zip(*self._gather(method, (own, values)), strict=True)
-        every_value = None if values is None else torch.cat(given)
+        own_keys = routing.as_keys(keys).detach().cpu().view(-1)
+        asked, all_values = zip(*self._gather(method, (own_keys, values)), strict=True)
+        every_value = None if values is None else torch.cat(all_values)
         every = torch.cat(asked)
         owner = routing.owner(every, len(self.owners))
 
@@ -450,13 +450,13 @@ class DynamicTable:
                 result[at] = answer(state, index, every[at], *more).cpu()
             return result
 
-        found = self._together(method, answers)
+        by_rank = self._together(method, answers)
         if self.ranks is None:
-            return found[0]
+            return by_rank[0]
         first = sum(part.numel() for part in asked[: self.ranks.rank])
-        at = slice(first, first + own.numel())
+        at = slice(first, first + own_keys.numel())
         of_rank = torch.tensor(self.owners)[owner[at]]
-        return torch.stack([part[at] for part in found])[of_rank, torch.arange(own.numel())]
+        return torch.stack([part[at] for part in by_rank])[of_rank, torch.arange(own_keys.numel())]
 
 
 def _copied(state: DynamicState, index: int, since: int | None) -> Entries:
@@ -551,10 +551,10 @@ class DynamicTables(Mapping[str, DynamicTable]):
         Raises:
             KeyError: there is no such dynamic table; the message says which there are.
         """
-        found = self._tables.get(name) or self._by_path.get(name)
-        if found is None:
+        table = self._tables.get(name) or self._by_path.get(name)
+        if table is None:
             raise KeyError(self._problem(name))
-        return found
+        return table
 
     def _problem(self, name: str) -> str:
         paths = [path for path in self._by_path if path.endswith(f".{name}")]
@@ -566,8 +566,8 @@ class DynamicTables(Mapping[str, DynamicTable]):
                 f"tables (storage=Hash()), here {sorted(self._tables)}; other tables have "
                 "parameters and optimizer states only"
             )
-        known = [*self._tables, *self._by_path, *self._others]
-        near = difflib.get_close_matches(str(name), known, 3, 0.6)
+        names = [*self._tables, *self._by_path, *self._others]
+        near = difflib.get_close_matches(str(name), names, 3, 0.6)
         hint = f"; did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else ""
         return f"there is no table {name!r}, the dynamic tables are {sorted(self._tables)}{hint}"
 
@@ -621,9 +621,9 @@ def tables_of(model: nn.Module) -> DynamicTables:
 
     In a model over ranks, handles are collectives, and names are the same on all ranks.
     """
-    found: dict[str, DynamicTables] = {}
+    by_path: dict[str, DynamicTables] = {}
     for path, part in model.named_modules():
-        is_inside = any(not known or path.startswith(f"{known}.") for known in found)
+        is_inside = any(not outer or path.startswith(f"{outer}.") for outer in by_path)
         if not is_inside and hasattr(part, "table_handles"):
-            found[path] = part.table_handles()
-    return DynamicTables.joined(found)
+            by_path[path] = part.table_handles()
+    return DynamicTables.joined(by_path)

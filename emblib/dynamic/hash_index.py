@@ -264,8 +264,10 @@ class HashIndex(nn.Module):
                 self._settle_last()
             self.version += 1
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
-        slots, *found = effects.once(hash.hash_touch_, index, *keys, counts, batch_scores, order)
-        misses = Misses(*found)
+        slots, *of_misses = effects.once(
+            hash.hash_touch_, index, *keys, counts, batch_scores, order
+        )
+        misses = Misses(*of_misses)
         if not slots.is_cuda and misses.offsets.tolist()[-1] == 0:
             return InsertedBatch(slots)
         admitted = None
@@ -337,8 +339,8 @@ class HashIndex(nn.Module):
         status = last.result.status[groups.clamp(min=0).long()]
         new = (status == NEW) | (status == EVICTING)
         # Rows promoted from a backing store have status HIT: their keys never left.
-        known = (groups >= 0) & (new | (status == HIT))
-        at = self._positions(keys, torch.where(known, self.find(keys), -1))
+        has_slot = (groups >= 0) & (new | (status == HIT))
+        at = self._positions(keys, torch.where(has_slot, self.find(keys), -1))
         versions = self._versions_by_slot()
         versions.scatter_(0, at, torch.where(new, last.version, 0))
         versions[-1:].zero_()
@@ -456,10 +458,10 @@ class HashIndex(nn.Module):
     def export(self, table: int, since: int | None = None) -> ExportedEntries:
         """Return the entries of a table, all or those used at tick `since` or later (waits)."""
         entries = self.table_entries(table)
-        there = self.table_tags(table) != 0
+        is_used = self.table_tags(table) != 0
         if since is not None:
-            there &= entries[:, HashEntryColumn.STAMP] >= since
-        slots = there.nonzero().view(-1)
+            is_used &= entries[:, HashEntryColumn.STAMP] >= since
+        slots = is_used.nonzero().view(-1)
         chosen = entries[slots]
         scores = (
             chosen[:, HashEntryColumn.SCORE].clone()
@@ -574,14 +576,14 @@ class HashIndex(nn.Module):
                     f"{spec.max_buckets}"
                 )
         for name in ("clock", "counters"):
-            own: Tensor = getattr(self, name)
-            dumps.check_tensor(f"index.{name}", parts[name], own.dtype, own.shape)
+            buffer: Tensor = getattr(self, name)
+            dumps.check_tensor(f"index.{name}", parts[name], buffer.dtype, buffer.shape)
         for name, shape in (("tags", ()), ("entries", self.entries.shape[1:])):
-            own = getattr(self, name)
-            found = dumps.check_list(f"index.{name}", parts[name], len(buckets), "table")
-            for tensor, count in zip(found, buckets, strict=True):
+            buffer = getattr(self, name)
+            tensors = dumps.check_list(f"index.{name}", parts[name], len(buckets), "table")
+            for tensor, count in zip(tensors, buckets, strict=True):
                 wanted = (count * SLOTS, *shape)
-                dumps.check_tensor(f"index.{name}", tensor, own.dtype, wanted)
+                dumps.check_tensor(f"index.{name}", tensor, buffer.dtype, wanted)
         return [count * SLOTS for count in buckets]
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:

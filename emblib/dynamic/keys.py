@@ -140,8 +140,8 @@ class LastBatch(NamedTuple):
             return result
         ordered, order = ids.sort()
         at = torch.searchsorted(ordered, wanted).clamp_(max=ordered.numel() - 1)
-        known = ordered[at] == wanted
-        result[known] = status[order[at[known]]]
+        is_match = ordered[at] == wanted
+        result[is_match] = status[order[at[is_match]]]
         return result
 
 

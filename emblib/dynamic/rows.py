@@ -502,11 +502,11 @@ class TrainingUpdate:
         if not self.is_stale():
             return self._slots, None
         if self._backing is None:
-            found = self._index.find(self._keys)
+            present = self._index.find(self._keys)
         else:
-            found = self._backing_tier().search(self._keys)
-        left = self._index.has_left(self._keys, found, self._version)
-        slots = torch.where((self._slots < 0) | left, -1, found)
+            present = self._backing_tier().search(self._keys)
+        left = self._index.has_left(self._keys, present, self._version)
+        slots = torch.where((self._slots < 0) | left, -1, present)
         lost = (self._slots >= 0) & (slots < 0)
         if self.reads.slots is not None:
             lost &= self.reads.slots < 0  # the others read default rows

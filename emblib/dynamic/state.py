@@ -61,13 +61,13 @@ class DynamicState:
         optimizer: the optimizer, whose states each row has.
         precision: dtypes of weights and states.
         seed: the seed of the first values of rows.
-        hash_keys: by table, the number on which its hash depends; None is 0 for all.
-        device: where the tables are stored.
+        hash_keys: the number on which the hash of each table depends; None is 0 for all.
+        device: the device of the tables.
         overflow_rows: rows behind those of each table, for a backing store.
 
     Attributes:
         index: the keys and their slots.
-        layout: where the rows of each table are in the row buffers.
+        layout: the location of the rows of each table in the row buffers.
         weights: the first row buffer, flat or `[rows, dim]`; a parameter where a module owns it.
         optimizer_states: the other row buffers, flat.
         hyperparams: the numbers of the optimizer, float64.
@@ -80,7 +80,8 @@ class DynamicState:
         backing: the tier behind the tables; None for none.
         last_batch: what became of the keys of the last training batch.
         dropped_updates: int64 `[1]`, updates of keys that were evicted before their backward.
-        adopt_hyperparams: called before `hyperparams` are replaced by saved ones; may refuse them.
+        adopt_hyperparams: a function that sees saved numbers before they replace `hyperparams`, and
+            may refuse them.
         lock: the lock of all this.
     """
 

@@ -87,7 +87,7 @@ class BatchInsertion:
     Args:
         state: the tables.
         keys: the batch.
-        counts: as in `insert_batch`.
+        counts: int64 `[L]`, see `insert_batch`.
     """
 
     def __init__(self, state: DynamicState, keys: Keys, counts: Tensor | None) -> None:
@@ -414,8 +414,8 @@ def check_batch(
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise RuntimeError(f"{name} must be a tensor of {dtype}, got {found}")
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RuntimeError(f"{name} must be a tensor of {dtype}, got {got}")
         if tensor.shape != ids.shape or tensor.device != ids.device:
             raise RuntimeError(
                 f"{name} must have one entry per lookup = {ids.numel()} on {ids.device}, got "

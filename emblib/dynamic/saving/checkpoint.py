@@ -85,7 +85,7 @@ def set_table_entries(
     there, and the fast tier is empty.
 
     Args:
-        state: which has the table.
+        state: the tables.
         table: its number or name.
         entries: the new entries.
         report: called as rows are written.
@@ -197,13 +197,13 @@ def read_state(
     unexpected_keys.extend(
         prefix + key for key in saved if key not in names and key.split(".")[0] not in children
     )
-    found = _entries_in(state, saved)
+    entries = _entries_in(state, saved)
     replace_tables(
         state,
-        found,
+        entries,
         clock=int(saved.get(CLOCK, 0)),
         hyperparameters=saved.get(HYPER),
-        hash_keys=hash_keys_in(state, found, saved.get(INDEX_HASH_KEYS)),
+        hash_keys=hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS)),
     )
 
 
@@ -212,20 +212,20 @@ def state_problems(
 ) -> Iterator[str]:
     """Yield what is wrong with the entries of a module in a state dict, without its children."""
     saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-    found = [
+    problems = [
         *_tensor_problems(state, saved),
         *state_dicts.number_problems(saved, CLOCK, below=MAX_TICK),
         *state_dicts.entry_problems(saved, {HYPER: state.hyperparams}),
     ]
-    if not found:
+    if not problems:
         try:
             entries = _entries_in(state, saved)
             for t, those in entries.items():
                 loading.check(target_of(state, t), those)
             hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS))
         except (ValueError, TypeError) as error:
-            found.append(str(error))
-    yield from (f"{prefix}{problem}" for problem in found)
+            problems.append(str(error))
+    yield from (f"{prefix}{problem}" for problem in problems)
 
 
 def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -234,10 +234,10 @@ def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[
     for t, name in enumerate(state.table_names):
         keys = saved.get(f"{name}.keys")
         size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
-        for kind, own in {**dict.fromkeys(_COLUMNS, word), **state.table_rows(t)}.items():
+        for kind, view in {**dict.fromkeys(_COLUMNS, word), **state.table_rows(t)}.items():
             key = f"{name}.{kind}"
             if key in saved:
-                problem = state_dicts.tensor_problem(saved[key], own, (size, *own.shape[1:]))
+                problem = state_dicts.tensor_problem(saved[key], view, (size, *view.shape[1:]))
                 if problem:
                     yield f"{key}: {problem}"
     if INDEX_HASH_KEYS in saved:
@@ -248,7 +248,7 @@ def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[
 
 def _entries_in(state: DynamicState, saved: Mapping[str, Tensor]) -> dict[int, Entries]:
     """Return the entries of the tables whose keys a state dict has."""
-    found = {}
+    by_table = {}
     for t, name in enumerate(state.table_names):
         columns = {
             kind: saved[f"{name}.{kind}"].detach().cpu()
@@ -263,8 +263,8 @@ def _entries_in(state: DynamicState, saved: Mapping[str, Tensor]) -> dict[int, E
             for kind in state.table_rows(t)
             if f"{name}.{kind}" in saved
         }
-        found[t] = Entries(columns["keys"], stamps, columns.get("scores"), rows)
-    return found
+        by_table[t] = Entries(columns["keys"], stamps, columns.get("scores"), rows)
+    return by_table
 
 
 def check_hyperparameters(state: DynamicState, hyperparameters: Tensor | None) -> None:
@@ -278,16 +278,16 @@ def check_hyperparameters(state: DynamicState, hyperparameters: Tensor | None) -
 
 
 def hash_keys_in(
-    state: DynamicState, found: Mapping[int, Entries], saved: Tensor | None
+    state: DynamicState, entries: Mapping[int, Entries], saved: Tensor | None
 ) -> dict[int, int]:
     """Return the saved hash keys by table; an empty dict if none were saved.
 
     Saved are those of all tables of a module, or of the tables that were found.
     """
-    if saved is None or not found:
+    if saved is None or not entries:
         return {}
     num_tables = len(state.specs)
-    tables = range(num_tables) if saved.numel() == num_tables else list(found)
+    tables = range(num_tables) if saved.numel() == num_tables else list(entries)
     if saved.dtype != torch.int64 or saved.dim() != 1 or saved.numel() != len(tables):
         raise ValueError(
             f"{INDEX_HASH_KEYS} must be int64, one per table = [{len(tables)}], got {saved.dtype} "
@@ -299,7 +299,7 @@ def hash_keys_in(
 @of_state
 def replace_tables(
     state: DynamicState,
-    found: Mapping[int, Entries],
+    entries: Mapping[int, Entries],
     *,
     clock: int,
     hyperparameters: Tensor | None,
@@ -313,12 +313,12 @@ def replace_tables(
         now, report = report, None  # if it raises, the rest is loaded without it
         loaded = {
             state.table_names[t]: set_table_entries(
-                state, t, entries, now, hash_key=hash_keys.get(t)
+                state, t, of_table, now, hash_key=hash_keys.get(t)
             )
-            for t, entries in found.items()
+            for t, of_table in entries.items()
         }
-        newest = [entries.newest_stamp() for entries in found.values()]
-        if len(found) == len(state.specs):
+        newest = [of_table.newest_stamp() for of_table in entries.values()]
+        if len(entries) == len(state.specs):
             state.index.set_tick(max([clock, *newest]))
             state.index.reset_stats()
         else:
@@ -348,10 +348,10 @@ def set_child_state(
     Raises:
         DumpError: the state in `directory` does not fit, before anything is changed.
     """
-    given = check_child_state(state, saved, directory)
+    by_child = check_child_state(state, saved, directory)
     for child, part in state.parts().items():
-        if given[child]:
-            part.load_state_dict(given[child])
+        if by_child[child]:
+            part.load_state_dict(by_child[child])
 
 
 def check_child_state(
@@ -362,7 +362,7 @@ def check_child_state(
     Raises:
         DumpError: the state in `directory` does not fit.
     """
-    given = {
+    by_child = {
         child: {
             key.removeprefix(f"{child}."): value
             for key, value in saved.items()
@@ -371,11 +371,11 @@ def check_child_state(
         for child in state.parts()
     }
     with naming(directory):
-        if state.admission is not None and given["admission"]:
-            state.admission.check_state_dict(given["admission"])
-        if state.scores is not None and given["scores"]:
-            dumps.check_state("scores", given["scores"], state.scores.state_dict())
-    return given
+        if state.admission is not None and by_child["admission"]:
+            state.admission.check_state_dict(by_child["admission"])
+        if state.scores is not None and by_child["scores"]:
+            dumps.check_state("scores", by_child["scores"], state.scores.state_dict())
+    return by_child
 
 
 @contextlib.contextmanager

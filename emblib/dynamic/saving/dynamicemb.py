@@ -28,7 +28,7 @@ def save_dynamicemb(
     """Save a table in the files of NVIDIA's DynamicEmb.
 
     Args:
-        state: which has the table.
+        state: the tables.
         directory: of the collection. Files of the table that are there stay until the new ones are
             written, so there must be space for both.
         table: its number or name.
@@ -46,7 +46,7 @@ def stage_dynamicemb(
     state: DynamicState,
     directory: str | Path,
     table: int | str,
-    found: DynamicEmbTable,
+    content: DynamicEmbTable,
     *,
     part: Part,
     uses_first: bool = False,
@@ -56,10 +56,10 @@ def stage_dynamicemb(
     `dynamicemb_files.commit` replaces them, once the files of all ranks are staged.
 
     Args:
-        state: which has the table, for its name and order of eviction.
+        state: the tables.
         directory: of the collection.
         table: its number or name.
-        found: what is written, see `export_dynamicemb`.
+        content: what is written, see `export_dynamicemb`.
         part: rank and number of ranks.
         uses_first: see `dynamicemb_files.Layout`.
     """
@@ -68,7 +68,7 @@ def stage_dynamicemb(
         directory,
         state.table_names[t],
         Layout(state.index.order, uses_first),
-        found,
+        content,
         state.index.tick,
         part=part,
     )
@@ -89,7 +89,7 @@ def load_dynamicemb(
     their first value.
 
     Args:
-        state: which has the table.
+        state: the tables.
         directory: of the collection.
         table: its number or name, which is that of the files.
         part: rank and number of ranks that load.
@@ -98,8 +98,8 @@ def load_dynamicemb(
     Raises:
         DumpError: files are missing or truncated, or are of another dim or optimizer.
     """
-    found = read_dynamicemb(state, directory, table, leave_out=leave_out)
-    owned = found.owned(lambda keys: routing.owner(keys, part.world_size) == part.rank)
+    content = read_dynamicemb(state, directory, table, leave_out=leave_out)
+    owned = content.owned(lambda keys: routing.owner(keys, part.world_size) == part.rank)
     return set_dynamicemb(state, table, owned)
 
 
@@ -122,7 +122,7 @@ def read_dynamicemb(
     _check_left_out(leave_out)
     t = state.table_number(table)
     views = [] if "states" in leave_out else list(state.table_rows(t).items())[1:]
-    found = dynamicemb_files.read(
+    content = dynamicemb_files.read(
         directory,
         state.table_names[t],
         state.specs[t].dim,
@@ -130,18 +130,18 @@ def read_dynamicemb(
         Layout(state.index.order, uses_first),
         rank=rank,
     )
-    loading.check(target_of(state, t), found.entries)
-    return replace(found, counts=None) if "counts" in leave_out else found
+    loading.check(target_of(state, t), content.entries)
+    return replace(content, counts=None) if "counts" in leave_out else content
 
 
 @of_state
-def set_dynamicemb(state: DynamicState, table: int | str, found: DynamicEmbTable) -> Loaded:
+def set_dynamicemb(state: DynamicState, table: int | str, content: DynamicEmbTable) -> Loaded:
     """Replace a table by one that `read_dynamicemb` returned."""
     t = state.table_number(table)
-    loaded = set_table_entries(state, t, found.entries)
+    loaded = set_table_entries(state, t, content.entries)
     admission = state.admission
-    if found.counts is not None and admission is not None and admission.counts_exactly(t):
-        admission.set_counts(t, found.counts[0], found.counts[1])
+    if content.counts is not None and admission is not None and admission.counts_exactly(t):
+        admission.set_counts(t, content.counts[0], content.counts[1])
     return loaded
 
 

@@ -72,8 +72,8 @@ class _Assignment:
     def __init__(self, of: Tensor, slots: Tensor, buckets: int) -> None:
         self._of, self.slots = of, slots
         self._holder = torch.full((buckets, SLOTS), -1)
-        there = (slots >= 0).nonzero().view(-1)
-        self._holder.view(-1)[slots[there]] = there
+        placed = (slots >= 0).nonzero().view(-1)
+        self._holder.view(-1)[slots[placed]] = placed
         self.free = (self._holder < 0).sum(1)
         # Buckets from which no chain of moves leads to an empty slot; none ever will, since no
         # entry from outside moves in.
@@ -226,10 +226,10 @@ def export(target: TableTarget, since: int | None = None) -> Entries:
 
     Keys, stamps and scores are copies on the CPU; rows are copied when they are asked for.
     """
-    found = target.index.export(target.table, since)
-    rows = {name: Chosen(view, found.slots) for name, view in target.views.items()}
-    scores = None if found.scores is None else found.scores.cpu()
-    return Entries(found.keys.cpu(), found.stamps.cpu(), scores, rows)
+    entries = target.index.export(target.table, since)
+    rows = {name: Chosen(view, entries.slots) for name, view in target.views.items()}
+    scores = None if entries.scores is None else entries.scores.cpu()
+    return Entries(entries.keys.cpu(), entries.stamps.cpu(), scores, rows)
 
 
 def check(target: TableTarget, entries: Entries) -> None:
@@ -329,13 +329,13 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     if bool((slots < 0).any()):
         hash_key = index.hash_key(table)
         slots = make_room(keys, slots, index.buckets(table), hash_key)
-        there = slots >= 0
-        at = slots[there].to(device)
+        has_slot = slots >= 0
+        at = slots[has_slot].to(device)
         tags = index.table_tags(table)
         tags.zero_()
-        tags[at] = tags_of(keys[there], hash_key).to(device)
-        index.table_entries(table)[at, 0] = keys[there].to(device)
-        index.tables[table, HashTableColumn.SIZE] = int(there.sum())
+        tags[at] = tags_of(keys[has_slot], hash_key).to(device)
+        index.table_entries(table)[at, 0] = keys[has_slot].to(device)
+        index.tables[table, HashTableColumn.SIZE] = int(has_slot.sum())
     placed = torch.full_like(order, -1)
     placed[best] = slots
     return placed, 0
@@ -372,10 +372,10 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     Returns how many entries of the table have none any more, because not all could be placed.
     """
     index, table = target.index, target.table
-    there = index.export(table)
-    device, num_slots = there.keys.device, there.slots.numel()
-    keys = torch.cat([there.keys.cpu(), refused])
-    before = torch.cat([there.slots.cpu(), torch.full_like(refused, -1)])
+    present = index.export(table)
+    device, num_slots = present.keys.device, present.slots.numel()
+    keys = torch.cat([present.keys.cpu(), refused])
+    before = torch.cat([present.slots.cpu(), torch.full_like(refused, -1)])
     hash_key = index.hash_key(table)
     after = make_room(keys, before, index.buckets(table), hash_key)
     moved = ((before >= 0) & (after >= 0) & (after != before)).nonzero().view(-1)
@@ -432,18 +432,18 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
 def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report | None) -> None:
     """Write stamps, scores and rows of the entries that have a slot."""
     index, device = target.index, target.index.tags.device
-    there = (slots >= 0).nonzero().view(-1)
+    placed = (slots >= 0).nonzero().view(-1)
     scores = entries.scores if index.order in SCORED else None
     index.set_entries(
         target.table,
-        slots[there].to(device),
-        entries.stamps[there].to(device),
-        None if scores is None else scores[there].to(device),
+        slots[placed].to(device),
+        entries.stamps[placed].to(device),
+        None if scores is None else scores[placed].to(device),
     )
     with torch.no_grad():
         for name, view in target.views.items():
             rows, done = entries.rows.get(name), 0
-            for part in there.split(rows_at_a_time(view)):
+            for part in placed.split(rows_at_a_time(view)):
                 at = slots[part].to(view.device)
                 if rows is None:
                     view[at] = target.initial_state
@@ -451,7 +451,7 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
                     view[at] = rows[part].to(view)
                 done += part.numel()
                 if report is not None:
-                    report(DumpProgress(target.name, done, there.numel()))
+                    report(DumpProgress(target.name, done, placed.numel()))
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:
@@ -463,5 +463,5 @@ def erase(target: TableTarget, keys: Tensor) -> int:
 
 def absent(target: TableTarget, keys: Tensor) -> Tensor:
     """Return the keys that are not in the table, on the CPU."""
-    found = target.index.find(Keys.of(keys.to(target.index.tags.device), target.table))
-    return keys.cpu()[found.cpu() < 0]
+    slots = target.index.find(Keys.of(keys.to(target.index.tags.device), target.table))
+    return keys.cpu()[slots.cpu() < 0]

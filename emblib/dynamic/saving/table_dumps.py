@@ -49,7 +49,7 @@ def save(
         }
     else:
         tables = changes_since(state, since).tables
-    saved = [DumpedTable(name, state.index.order, *found) for name, found in tables.items()]
+    saved = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
     identity = str(tick) if identity is None else identity
     header = Header(identity, tick, since, state.hyperparams.tolist())
     others = child_state(state)
@@ -93,14 +93,14 @@ def _load_whole(
             "load single ones with set_table_entries"
         )
     check_hyperparameters(state, hyperparameters)
-    found = {state.table_number(n): table.entries for n, table in dump.tables.items()}
-    for t, entries in found.items():
-        loading.check(target_of(state, t), entries)
-    hash_keys = hash_keys_in(state, found, dump.others.get(INDEX_HASH_KEYS))
+    entries = {state.table_number(n): table.entries for n, table in dump.tables.items()}
+    for t, of_table in entries.items():
+        loading.check(target_of(state, t), of_table)
+    hash_keys = hash_keys_in(state, entries, dump.others.get(INDEX_HASH_KEYS))
     set_child_state(state, dump.others, directory)
     return replace_tables(
         state,
-        found,
+        entries,
         clock=dump.clock,
         hyperparameters=hyperparameters,
         hash_keys=hash_keys,
@@ -154,7 +154,7 @@ def changes_since(
     The batch of that tick is included again: it may have been saved before it was trained.
 
     Args:
-        state: which has the tables.
+        state: the tables.
         since: the tick.
         chosen: the numbers of the tables; None is all.
 
@@ -191,7 +191,7 @@ def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
             "would be older than others; leave these changes out"
         )
     check_hyperparameters(state, changes.hyperparameters)
-    upserts = {state.table_number(n): found.upserts for n, found in changes.tables.items()}
+    upserts = {state.table_number(n): of_table.upserts for n, of_table in changes.tables.items()}
     for t, entries in upserts.items():
         loading.check(target_of(state, t), entries)
     return hash_keys_in(state, upserts, changes.hash_keys)
@@ -218,11 +218,11 @@ def apply_changes(
         nonlocal report
         now, report = report, None  # if it raises, the rest is applied without it
         loaded = {}
-        for name, found in changes.tables.items():
+        for name, of_table in changes.tables.items():
             t = state.table_number(name)
             if not size(state, t):
                 state.index.empty(t, hash_keys.get(t))
-            loaded[state.table_names[t]] = _apply_to_table(state, t, found, now)
+            loaded[state.table_names[t]] = _apply_to_table(state, t, of_table, now)
         state.index.counters.copy_(counters)
         state.index.set_tick(max(state.index.tick, changes.until))
         state.load_hyperparams(changes.hyperparameters)
@@ -345,7 +345,7 @@ def read_table(
     dump = dump_tables.read(directory, *part)
     if name not in dump.tables:
         raise ValueError(f"{directory} has no table {name!r}, it has {sorted(dump.tables)}")
-    found, numbers = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
+    content, numbers = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
     check_hyperparameters(state, numbers)
     saved = dump.others.get(INDEX_HASH_KEYS)
     if saved is not None and len(dump.tables) > 1:
@@ -355,13 +355,15 @@ def read_table(
     others = dump.others if len(dump.tables) == len(state.specs) == 1 else {}
     changes = None
     if dump.since is None:
-        loading.check(target_of(state, table), found.entries)
+        loading.check(target_of(state, table), content.entries)
         check_child_state(state, others, directory)
     else:
-        tables = {state.table_names[table]: Changes(found.entries, found.removed)}
+        tables = {state.table_names[table]: Changes(content.entries, content.removed)}
         changes = ChangeSet(dump.since, dump.clock, tables, numbers, saved)
         check_changes(state, changes)
-    return TableDump(Path(directory), found.entries, changes, dump.clock, numbers, hash_key, others)
+    return TableDump(
+        Path(directory), content.entries, changes, dump.clock, numbers, hash_key, others
+    )
 
 
 @of_state

@@ -179,9 +179,9 @@ class BackingTier:
             self._check_overflow(t, offsets[t + 1] - offsets[t])
         rows = []
         for t in range(len(self._widths)):
-            found = self._read(t, missing[offsets[t] : offsets[t + 1]], erase_expired=True)
-            rows.append(found)
-            in_store[offsets[t] + found.positions] = True
+            records = self._read(t, missing[offsets[t] : offsets[t + 1]], erase_expired=True)
+            rows.append(records)
+            in_store[offsets[t] + records.positions] = True
         return rows, in_store.to(keys.ids.device)
 
     def _check_overflow(self, table: int, count: int) -> None:
@@ -195,23 +195,23 @@ class BackingTier:
 
     def _read(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
         """Return the rows of keys in the store that have not expired."""
-        found = self.store.read(table, keys)
+        records = self.store.read(table, keys)
         ttl = self.fast.specs[table].ttl
         if ttl is None:
-            return found
-        alive = found.rows.stamps >= self.fast.index.tick - ttl
+            return records
+        alive = records.rows.stamps >= self.fast.index.tick - ttl
         if erase_expired:
-            self.store.erase(table, found.rows.keys[~alive])
-        return FoundRows(found.positions[alive], found.rows.at(alive))
+            self.store.erase(table, records.rows.keys[~alive])
+        return FoundRows(records.positions[alive], records.rows.at(alive))
 
     def add_stored_uses(self, misses: Misses, rows: Sequence[FoundRows]) -> None:
         """Add the use counts of rows in the store to those of their misses."""
         if self.fast.index.order not in _COUNTING_ORDERS:
             return
         offsets, counts = misses.offsets.tolist(), misses.counts
-        for t, found in enumerate(rows):
-            at = (offsets[t] + found.positions).to(counts.device)
-            stored = found.rows.scores.to(counts.device)
+        for t, records in enumerate(rows):
+            at = (offsets[t] + records.positions).to(counts.device)
+            stored = records.rows.scores.to(counts.device)
             counts[at] = stored + torch.minimum(counts[at], hash.MAX_USES - stored)
 
     # Once they are inserted
@@ -280,10 +280,10 @@ class BackingTier:
 
     def write_found(self, placement: "BatchPlacement") -> None:
         """Write rows from the store over first values, and note which rows move."""
-        for t, found in enumerate(placement.rows):
+        for t, records in enumerate(placement.rows):
             slots = placement.slots_of_found[t]
             has_row = slots >= 0
-            self._scatter(t, slots[has_row], found.rows.values[has_row])
+            self._scatter(t, slots[has_row], records.rows.values[has_row])
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
         self._moves = placement.moves
 
@@ -354,13 +354,13 @@ class BackingTier:
         for t in range(len(self._widths)):
             at = (missing & (tables == t)).nonzero().view(-1)
             distinct, groups = keys.ids[at].cpu().unique(return_inverse=True)
-            found = self._read(t, distinct)
-            self._check_overflow(t, found.positions.numel())
+            records = self._read(t, distinct)
+            self._check_overflow(t, records.positions.numel())
             overflow = torch.full_like(distinct, -1)
-            overflow[found.positions] = self._overflow_slots(t, found.positions.numel())
-            self._scatter(t, overflow[found.positions], found.rows.values)
+            overflow[records.positions] = self._overflow_slots(t, records.positions.numel())
+            self._scatter(t, overflow[records.positions], records.rows.values)
             slots[at] = overflow[groups].to(slots.device)
-            self._overflow[t] = found.rows
+            self._overflow[t] = records.rows
         return slots
 
     @torch.no_grad()
@@ -420,14 +420,14 @@ class BackingTier:
             RuntimeError: a key has left the store since its entry was asked for.
         """
         layout = self.fast.layout
-        found = self.store.read(table, keys)
-        if found.positions.numel() < keys.numel():
+        records = self.store.read(table, keys)
+        if records.positions.numel() < keys.numel():
             raise RuntimeError(
                 "entries are read before training goes on, and rows of "
                 f"{self.fast.table_names[table]!r} have moved since; ask for the entries again"
             )
         values = torch.empty(keys.numel(), self._widths[table], dtype=torch.uint8)
-        values[found.positions] = found.rows.values
+        values[records.positions] = records.rows.values
         widths = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
         first = sum(widths[:buffer])
         chosen = values[:, first : first + widths[buffer]].contiguous().view(layout.dtypes[buffer])
@@ -498,9 +498,9 @@ class BackingTier:
 
     def iter_fast_rows(self, table: int) -> Iterator[StoredRows]:
         """Yield the rows of the fast tier, in batches."""
-        found = self.fast.index.export(table)
-        scores = torch.zeros_like(found.keys) if found.scores is None else found.scores
-        columns = (found.keys, found.stamps, scores, found.slots)
+        entries = self.fast.index.export(table)
+        scores = torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
+        columns = (entries.keys, entries.stamps, scores, entries.slots)
         for keys, stamps, some, slots in zip(*(c.split(BATCH) for c in columns), strict=True):
             if keys.numel():
                 yield StoredRows(keys.cpu(), stamps.cpu(), some.cpu(), self._gather(table, slots))
@@ -544,11 +544,11 @@ class BackingTier:
     def assign_scores(self, table: int, keys: Tensor, scores: Tensor) -> Tensor:
         """Set the scores of distinct keys in the store; return which are there, bool `[n]`."""
         self.drop_overflow_rows()
-        found = self.store.read(table, keys)
-        self._put(table, found.rows._replace(scores=scores[found.positions]))
-        there = torch.zeros(keys.numel(), dtype=torch.bool)
-        there[found.positions] = True
-        return there
+        records = self.store.read(table, keys)
+        self._put(table, records.rows._replace(scores=scores[records.positions]))
+        is_present = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_present[records.positions] = True
+        return is_present
 
     def expire(self, table: int, before: int) -> None:
         """Remove rows in the store that were last used before a tick."""

@@ -140,8 +140,8 @@ class HostRows:
             evicted = StoredRows.from_words(result.evicted[evicting].T, values[evicted_slots])
             evicted = evicted._replace(scores=self._scores[table][evicted_slots])
             dropped = StoredRows.concatenate([evicted, rows.at(slots < 0)], values.shape[1])
-        there = slots >= 0
-        slots, rows = slots[there], rows.at(there)
+        has_slot = slots >= 0
+        slots, rows = slots[has_slot], rows.at(has_slot)
         values[slots], self._scores[table][slots] = rows.values, rows.scores
         scores = rows.scores if index.order in hash.SCORED else None
         index.set_entries(0, slots, rows.stamps, scores)

@@ -412,9 +412,9 @@ class PrefetchedRows:
     def read_ahead(self, table: int, keys: Tensor) -> None:
         """Read rows that are not in memory yet from the store."""
         prefetched = self._prefetched[table]
-        known = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
-        rows = self.behind.read(table, keys[~torch.isin(keys, known)]).rows
-        count = known.numel() + rows.keys.numel()
+        present = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
+        rows = self.behind.read(table, keys[~torch.isin(keys, present)]).rows
+        count = present.numel() + rows.keys.numel()
         if rows.keys.numel():
             prefetched.append(rows)
         while count > MAX_PREFETCHED and len(prefetched) > 1:
@@ -438,15 +438,15 @@ class PrefetchedRows:
         asked = torch.arange(keys.numel())
         founds = []
         for rows in (*self._kept_rows[table], *self._prefetched[table]):
-            found = matched(keys[asked], rows)
-            founds.append(FoundRows(asked[found.positions], found.rows))
+            records = matched(keys[asked], rows)
+            founds.append(FoundRows(asked[records.positions], records.rows))
             left = torch.ones_like(asked, dtype=torch.bool)
-            left[found.positions] = False
+            left[records.positions] = False
             asked = asked[left]
-        found = self.behind.read(table, keys[asked])
-        founds.append(FoundRows(asked[found.positions], found.rows))
-        rows = StoredRows.concatenate((found.rows for found in founds), self._widths[table])
-        return FoundRows(torch.cat([found.positions for found in founds]), rows)
+        records = self.behind.read(table, keys[asked])
+        founds.append(FoundRows(asked[records.positions], records.rows))
+        rows = StoredRows.concatenate((records.rows for records in founds), self._widths[table])
+        return FoundRows(torch.cat([records.positions for records in founds]), rows)
 
     @_alone
     def lift(self, table: int, keys: Tensor) -> None:
@@ -485,10 +485,10 @@ class PrefetchedRows:
         self.wait()
         for rows in self._kept_rows[table]:
             yield from rows.split(batch)
-        kept = self._kept_keys(table)
+        pending = self._kept_keys(table)
         for rows in self.behind.iterate(table, batch):
             # A put that raised may have put some of the rows that were kept then.
-            yield rows.at(~torch.isin(rows.keys, kept)) if kept.numel() else rows
+            yield rows.at(~torch.isin(rows.keys, pending)) if pending.numel() else rows
 
     def _kept_keys(self, table: int) -> Tensor:
         none = torch.empty(0, dtype=torch.int64)
@@ -497,10 +497,10 @@ class PrefetchedRows:
     @_alone
     def size(self, table: int) -> int:
         """See `RowStore`."""
-        size, kept = self.behind.size(table), self._kept_keys(table)
-        if not kept.numel():
+        size, pending = self.behind.size(table), self._kept_keys(table)
+        if not pending.numel():
             return size
-        return size + kept.numel() - self.behind.read(table, kept).positions.numel()
+        return size + pending.numel() - self.behind.read(table, pending).positions.numel()
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""
