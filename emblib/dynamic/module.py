@@ -65,29 +65,33 @@ class DynamicEmbeddingBags(FusedTables):
     Args:
         tables: capacity, dim and rules of each table; all must agree in eviction and insert_policy,
             which `backing` sets.
-        optimizer: one of `emblib.optim`. Without one, backward leaves dense gradients for an
-            optimizer of `torch.optim`.
+        optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
+            `torch.optim`.
         backing: the store behind the tables, which belongs to this module alone; None for none.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
-        seed: of the first values of rows and of the hash of keys, in [0, 2^63). Where untrusted
-            parties choose keys, a secret seed keeps them from filling a few buckets. None: first
-            values are those of seed 0, and the seed of the hash is drawn from torch's generator.
-        device: where the kernels run.
+        seed: seed of the initial values of rows and of the hash of keys, in [0, 2^63). Where
+            untrusted parties choose keys, a secret seed keeps them from filling a few buckets.
+            None: initial values are those of seed 0, and the seed of the hash is drawn from torch's
+            generator.
+        device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
-        hash_seeds: of the hash of keys alone, one per table; None is `seed`.
+        hash_seeds: seeds of the hash of keys alone, one per table; None is `seed`.
 
     Raises:
         BlockingIOError: the store is open elsewhere.
         ValueError: arguments that do not fit each other; the store holds other tables.
 
-    Example::
-
-        bags = DynamicEmbeddingBags([DynamicSpec(1000, 16, name="item")], optim.Adam(0.01))
-        output = bags(torch.tensor([2**62, -7, 12]), torch.tensor([0, 2, 3]))  # [2, 16]
-        output.sum().backward()
+    Example:
+        >>> table = emblib.DynamicSpec(capacity=1_000, dim=16, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.Adam(0.01))
+        >>> ids, offsets = torch.tensor([2**62, -7, 12]), torch.tensor([0, 2, 3])
+        >>> pooled = bags(ids, offsets)  # inserts 3 keys
+        >>> pooled.shape, bags.size(0)
+        (torch.Size([2, 16]), 3)
+        >>> pooled.sum().backward()  # updates their rows
     """
 
     state: DynamicState
@@ -281,7 +285,8 @@ class DynamicEmbeddingBags(FusedTables):
             offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
                 `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
-            batch_sizes: as in `TableBatchedEmbeddingBags`, for features of unequal batch sizes.
+            batch_sizes: bags per feature and rank, as in `TableBatchedEmbeddingBags`, for features
+                of unequal batch sizes.
             counts: int64 `[L]`, the number of uses that each lookup stands for, where ids were
                 deduplicated before; by default 1 each. Eviction by counts and admission use it.
 

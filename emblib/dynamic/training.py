@@ -41,7 +41,7 @@ def insert_or_repeat(
     Args:
         state: the tables.
         keys: the batch.
-        counts: see `insert_batch`.
+        counts: uses per position, see `insert_batch`.
         running: the checkpointed regions around the lookup.
     """
     if running is not None and running.is_repeated:
@@ -87,7 +87,7 @@ class BatchInsertion:
     Args:
         state: the tables.
         keys: the batch.
-        counts: int64 `[L]`, see `insert_batch`.
+        counts: uses per position, as in `insert_batch`.
     """
 
     def __init__(self, state: DynamicState, keys: Keys, counts: Tensor | None) -> None:
@@ -270,9 +270,9 @@ class ExternalStates:
     must be registered with it.
 
     Args:
-        optimizer: of the weights; None does nothing.
+        optimizer: optimizer of the weights; None does nothing.
         weights: `[rows, dim]`, of all tables.
-        layout: where the rows of each table are.
+        layout: layout of the rows of each table.
     """
 
     def __init__(

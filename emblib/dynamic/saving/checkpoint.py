@@ -86,9 +86,9 @@ def set_table_entries(
 
     Args:
         state: the tables.
-        table: its number or name.
+        table: number or name of the table.
         entries: the new entries.
-        report: called as rows are written.
+        report: function that is called as rows are written.
         hash_key: `index.hash_key` of the table that the entries are from, so that keys share
             buckets as they do there; None keeps that of this table.
 

@@ -29,10 +29,10 @@ def save_dynamicemb(
 
     Args:
         state: the tables.
-        directory: of the collection. Files of the table that are there stay until the new ones are
-            written, so there must be space for both.
-        table: its number or name.
-        arguments: for `<table>_opt_args.json`; by default the learning rate.
+        directory: directory of the collection. Existing files of the table stay until the new ones
+            are written, so there must be space for both.
+        table: number or name of the table.
+        arguments: content of `<table>_opt_args.json`; None writes the learning rate.
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
     """
     t = state.table_number(table)
@@ -57,11 +57,11 @@ def stage_dynamicemb(
 
     Args:
         state: the tables.
-        directory: of the collection.
-        table: its number or name.
-        content: what is written, see `export_dynamicemb`.
+        directory: directory of the collection.
+        table: number or name of the table.
+        content: the table to write, see `export_dynamicemb`.
         part: rank and number of ranks.
-        uses_first: see `dynamicemb_files.Layout`.
+        uses_first: order of two score columns, see `dynamicemb_files.Layout`.
     """
     t = state.table_number(table)
     dynamicemb_files.stage(
@@ -90,8 +90,8 @@ def load_dynamicemb(
 
     Args:
         state: the tables.
-        directory: of the collection.
-        table: its number or name, which is that of the files.
+        directory: directory of the collection.
+        table: number or name of the table, which is also the name of the files.
         part: rank and number of ranks that load.
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
 

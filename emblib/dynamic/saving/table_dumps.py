@@ -34,12 +34,29 @@ from emblib.tables.parameters import caller_level
 def save(
     state: DynamicState,
     directory: str | Path,
+    *,
     since: int | None = None,
     part: Part = Part(),  # noqa: B008
     identity: str | None = None,
     report: Report | None = None,
 ) -> int:
-    """Save tables to a directory; see `DynamicEmbeddingBags.save`."""
+    """Save the tables to a directory, which then holds all of this dump or its old content.
+
+    Call it between steps, not between a forward and its backward.
+
+    Args:
+        state: the tables.
+        directory: directory of the dump, created if it does not exist; an older dump in it is
+            replaced.
+        since: save only what changed at this tick or later: the return value of an earlier call.
+            Removed keys are saved too, so call `track_evictions` before that call.
+        part: rank and number of ranks; each writes its part, into one directory.
+        identity: text that all parts of one dump share; None is the tick.
+        report: function that is called as rows are written.
+
+    Returns:
+        The tick to pass as `since` the next time.
+    """
     tick = state.index.tick
     if since is None:
         nothing = torch.empty(0, dtype=torch.int64)
@@ -63,10 +80,28 @@ def save(
 def load(
     state: DynamicState,
     directory: str | Path,
+    *,
     part: Part = Part(),  # noqa: B008
     report: Report | None = None,
 ) -> dict[str, Loaded]:
-    """Load what `save` wrote, or a snapshot; see `DynamicEmbeddingBags.load`."""
+    """Load what `save` wrote, or a snapshot; changes are applied to the content of the tables.
+
+    All checksums and all tables are checked before the first table is changed.
+
+    Args:
+        state: the tables.
+        directory: directory of the dump.
+        part: rank and number of ranks; the dump may be of another number of ranks.
+        report: function that is called as rows are loaded.
+
+    Returns:
+        Per table, the numbers of entries that were loaded and that found no slot.
+
+    Raises:
+        DumpError: there is no whole dump, or it is damaged.
+        ValueError: it is of other tables or another optimizer, or of changes since a tick that
+            these tables have not reached.
+    """
     if dumps.holds_snapshot(directory):
         snapshots.load(state, directory)
         return {}
@@ -114,10 +149,10 @@ class ChangeSet(NamedTuple):
     Attributes:
         since: the tick from which on entries that were used or written, and removed keys, are here.
         until: the tick to pass as `since` the next time.
-        tables: by name.
-        hyperparameters: of the optimizer.
-        hash_keys: of the tables, int64 `[T]`, which a copy without keys takes over; None leaves its
-            own.
+        tables: changes by table name.
+        hyperparameters: hyperparameters of the optimizer.
+        hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys takes over; None
+            leaves its own.
     """
 
     since: int
@@ -261,12 +296,12 @@ class TableDump(NamedTuple):
     """The part of a dump that one table loads, checked.
 
     Attributes:
-        directory: of the dump, for errors.
-        entries: of the table.
-        changes: what to apply to the present entries; None for a dump of whole tables.
+        directory: directory of the dump, for error messages.
+        entries: entries of the table.
+        changes: changes to apply to the present entries; None for a dump of whole tables.
         clock: the tick of the dump.
-        hyperparameters: of the optimizer.
-        hash_key: on which the hash of the table depended; None if unknown.
+        hyperparameters: hyperparameters of the optimizer.
+        hash_key: hash key of the table at the time of the dump; None if unknown.
         others: the state of admission counters and scores.
     """
 

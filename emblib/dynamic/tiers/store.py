@@ -98,6 +98,10 @@ class RowStore(Protocol):
 
     Attributes:
         note: the text passed to the last `flush`; empty in a new store.
+
+    Example:
+        >>> isinstance(emblib.HostRows(capacity=1_000), emblib.RowStore)
+        True
     """
 
     note: str
@@ -165,9 +169,9 @@ class StoreShard(NamedTuple):
     """One shard of a table of a collection, which gets a store of its own.
 
     Attributes:
-        name: of the table.
+        name: name of the table.
         shard: number of the shard and number of shards; None for a table that is not sharded.
-        seed: of hashes that the store needs, the same for all shards.
+        seed: seed of hashes that the store needs, the same for all shards.
     """
 
     name: str
@@ -213,11 +217,15 @@ class ShardableStore(Protocol):
 
 
 class TierMode(Choice):
-    """Which rows of the store are promoted when a batch uses them.
+    """Rule that selects which rows of the store are promoted when a batch uses them.
 
     CACHING: all. HYBRID: rows that rank above the row that they would replace; new keys that rank
     lower start in the store. With LRU both modes are the same, since the last used row ranks
     highest.
+
+    Example:
+        >>> emblib.BackingStore(emblib.HostRows(1_000), mode=emblib.TierMode.HYBRID).mode
+        <TierMode.HYBRID: 'hybrid'>
     """
 
     CACHING = "caching"
@@ -229,12 +237,21 @@ class BackingStore:
     """A store behind all tables of a module, whose `capacity` is then that of the fast tier.
 
     Args:
-        store: of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`, `SqliteRows`,
-            or any `RowStore`. It belongs to one module.
-        mode: which rows are promoted.
+        store: store of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`,
+            `SqliteRows`, or any `RowStore`. It belongs to one module.
+        mode: mode that decides which rows are promoted.
         max_misses: the maximum number of ids of a table per batch that are not in the fast tier;
             None is 2^20 on the CPU, where they take only address space, and 2^16 on CUDA, where
             they take memory.
+
+    Example:
+        >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.SGD(0.1), backing=backing)
+        >>> for first in (0, 32, 64):  # 96 keys, of which 32 fit in the fast tier
+        ...     pooled = bags(torch.arange(first, first + 32), torch.tensor([0, 32]))
+        >>> bags.size(0), bags.capacity(0)
+        (96, 32)
     """
 
     store: RowStore
@@ -293,7 +310,7 @@ def check_backing(backing: object) -> None:
 
 @dataclass(frozen=True)
 class TierStats:
-    """What the tiers of a table did in training, since construction or the last reset.
+    """Counts of the tiers of a table in training, since construction or the last reset.
 
     Attributes:
         lookups: positions of batches.
