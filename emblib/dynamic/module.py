@@ -6,6 +6,7 @@ are functions of the state, which are methods here.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,8 +153,6 @@ class DynamicEmbeddingBags(FusedTables):
         self._layout = self._feature_rows(self.rows.feature)
         self.index, self.row_initializer = self.state.index, self.state.row_initializer
         self.admission, self.scores = self.state.admission, self.state.scores
-        if self.optimizer.deferred:
-            self.state.hooks.append(training.PendingGradients(self.state))
         self._register_rows(self.state.row_buffers, self.state.moves)
         self.register_buffer("dropped_updates", self.state.dropped_updates, persistent=False)
         features = torch.tensor(self.feature_tables, dtype=torch.int64, device=device)
@@ -264,7 +263,8 @@ class DynamicEmbeddingBags(FusedTables):
         groups = optimizer.param_groups
         if not any(p is self.weights for group in groups for p in group["params"]):
             raise ValueError("the optimizer must have the weights of this module among its own")
-        self.state.hooks.append(training.ExternalStates(optimizer, self.weights, self.rows))
+        reset = partial(training.reset_states, optimizer, self.weights)
+        self.state.on_new_rows.append(reset)
 
     # Lookups
 

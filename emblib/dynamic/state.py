@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.admission import Admission
 from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
-from emblib.dynamic.hash_index import HashIndex, InsertedBatch, RowBuffers
+from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.dynamic.keys import LastBatch, as_keys, of_insertion
 from emblib.dynamic.rows import BatchReads, RowInitializer, RowLayout, TrainingUpdate
 from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import TierStats
-from emblib.ops.hash import Keys, Misses
+from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
 from emblib.specs import SLOTS, DynamicSpec, Precision
 from emblib.tables.changes import CompletingLock
@@ -30,24 +30,6 @@ from emblib.tables.changes import CompletingLock
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _INT64_MIN = -(2**63)
-
-
-class TrainingHook(Protocol):
-    """Take part in the training steps of tables, in addition to their index and their rows.
-
-    A step calls `admit` before keys are inserted, `on_evict` once they are, with the rows of
-    evicted keys unchanged, and `on_insert` once all new rows have their first values. A step that
-    is completed after an interruption may call a method again.
-    """
-
-    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """Return which of the missing keys to admit, bool `[L]` by miss, or None for all."""
-
-    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Handle evicted keys (`inserted.result.evicted`), whose rows are still in their slots."""
-
-    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Handle new keys, whose rows have first values that may be overwritten."""
 
 
 class DynamicState:
@@ -76,7 +58,9 @@ class DynamicState:
         scores: the eviction scores of the next batch; None if eviction assigns none.
         expiry: chooses the buckets in which each step looks for expired keys; None if none do.
         eviction_log: the keys that left; None until `track_evictions`.
-        hooks: what takes part in training steps.
+        is_deferred: whether gradients wait for a later step, which evicted keys have no part in.
+        on_new_rows: functions of the rows that got new keys, numbered over all tables, which are
+            called once these have first values; a copy has none.
         backing: the tier behind the tables; None for none.
         last_batch: what became of the keys of the last training batch.
         dropped_updates: int64 `[1]`, updates of keys that were evicted before their backward.
@@ -121,7 +105,8 @@ class DynamicState:
         expires = any(spec.ttl is not None for spec in self.specs)
         self.expiry = Expiry(self.specs) if expires else None
         self.eviction_log: EvictionLog | None = None
-        self.hooks: list[TrainingHook] = []
+        self.is_deferred = optimizer.deferred
+        self.on_new_rows: list[Callable[[Tensor], None]] = []
         self.backing: BackingTier | None = None
         self.last_batch: LastBatch | None = None
         self.adopt_hyperparams: Callable[[Tensor], None] | None = None
@@ -132,7 +117,7 @@ class DynamicState:
         """Return the state for copies and pickles, whose owner brings the memory."""
         memory = ("weights", "optimizer_states", "moves", "hyperparams", "dropped_updates")
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
-        return {**state, "last_batch": None, "adopt_hyperparams": None}
+        return {**state, "last_batch": None, "adopt_hyperparams": None, "on_new_rows": []}
 
     @property
     def row_buffers(self) -> list[Tensor]:

@@ -7,10 +7,9 @@ states in which order the index, the rows and the backing store change.
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.dynamic.eviction import Expiry
@@ -128,13 +127,13 @@ class BatchInsertion:
 
     def _insert(self) -> InsertedBatch:
         state = self._state
-        takes_part = state.admission is not None or state.backing is not None or state.hooks
+        chooses = state.admission is not None or state.backing is not None
         self._effects.restart()
         inserted = state.index.insert(
             self._keys,
             self._counts,
             batch_scores=self._scores,
-            admit=self._admit if takes_part else None,
+            admit=self._admit if chooses else None,
             rows=state.slot_rows() if state.index.grows else None,
             effects=self._effects,
         )
@@ -155,10 +154,6 @@ class BatchInsertion:
             admitted = state.admission.admit(keys, misses, in_store, self._admission_effects)
         if state.backing is not None:
             state.backing.add_stored_uses(misses, self._found)
-        for hook in state.hooks:
-            also = hook.admit(keys, misses)
-            if also is not None:
-                admitted = also if admitted is None else admitted & also
         return admitted
 
     def _write_rows(self, inserted: InsertedBatch) -> None:
@@ -170,11 +165,13 @@ class BatchInsertion:
             state.backing.take(inserted, self._placement)
         elif state.eviction_log is not None:
             state.eviction_log.record_batch(inserted, state.index.tick)
-        for hook in state.hooks:
-            hook.on_evict(keys, inserted)
         state.row_initializer.write_(state.row_buffers, keys, inserted)
-        for hook in state.hooks:
-            hook.on_insert(keys, inserted)
+        if state.is_deferred or state.on_new_rows:
+            rows = _rows_of_new_keys(state.layout, keys, inserted)
+            if state.is_deferred:
+                _drop_gradients(state, rows)
+            for function in state.on_new_rows:
+                function(rows)
         if state.backing is not None and self._placement is not None:
             state.backing.write_found(self._placement)
 
@@ -263,87 +260,30 @@ def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
         warnings.warn(message, stacklevel=caller_level())
 
 
-class ExternalStates:
-    """A training hook that resets the states of a torch.optim optimizer in rows of new keys.
-
-    Copies and pickles of it do nothing: the copied module has other weights, and its own optimizer
-    must be registered with it.
-
-    Args:
-        optimizer: optimizer of the weights; None does nothing.
-        weights: `[rows, dim]`, of all tables.
-        layout: layout of the rows of each table.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        weights: nn.Parameter | None,
-        layout: RowLayout | None = None,
-    ) -> None:
-        self._optimizer, self._weights, self._layout = optimizer, weights, layout
-
-    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """Admit all keys."""
-        return None
-
-    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Do nothing: states of evicted keys are dropped."""
-
-    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Set the states of new keys to zero (waits for the device)."""
-        if self._optimizer is None or self._weights is None or self._layout is None:
-            return
-        rows = _rows_of_new_keys(self._layout, keys, inserted)
-        for state in self._optimizer.state.get(self._weights, {}).values():
-            if isinstance(state, Tensor) and state.shape[:1] == self._weights.shape[:1]:
-                state[rows] = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ExternalStates, (None, None)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "ExternalStates":
-        return ExternalStates(None, None)
+def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
+    """Drop the gradients that a later step would apply to rows, which have new keys now (waits)."""
+    weights, grad = state.weights, state.weights.grad
+    if grad is None:
+        return
+    if not grad.is_sparse:
+        grad[rows] = 0
+        return
+    stale = torch.isin(grad._indices()[0], rows)
+    weights.grad = torch.sparse_coo_tensor(
+        grad._indices()[:, ~stale], grad._values()[~stale], grad.shape, check_invariants=False
+    )
+    state.dropped_updates += stale.sum()
 
 
-class PendingGradients:
-    """A training hook that drops the gradients of evicted keys, which a later step would apply.
-
-    For deferred optimizers: gradients are by row, and a new key takes the row of an evicted one.
-
-    Args:
-        state: the tables; dropped gradients are counted in its `dropped_updates`.
-    """
-
-    def __init__(self, state: DynamicState) -> None:
-        self._state = state
-
-    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """Admit all keys."""
-        return None
-
-    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Do nothing: rows of evicted keys that get no new key are never read."""
-
-    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Drop the gradients of rows that have a new key (waits for the device)."""
-        weights = self._state.weights
-        grad = weights.grad
-        if grad is None:
-            return
-        rows = _rows_of_new_keys(self._state.layout, keys, inserted)
-        if not grad.is_sparse:
-            grad[rows] = 0
-            return
-        stale = torch.isin(grad._indices()[0], rows)
-        weights.grad = torch.sparse_coo_tensor(
-            grad._indices()[:, ~stale], grad._values()[~stale], grad.shape, check_invariants=False
-        )
-        self._state.dropped_updates += stale.sum()
+def reset_states(optimizer: torch.optim.Optimizer, weights: Tensor, rows: Tensor) -> None:
+    """Set the states that an optimizer of torch.optim has for rows of its weights to zero."""
+    for state in optimizer.state.get(weights, {}).values():
+        if isinstance(state, Tensor) and state.shape[:1] == weights.shape[:1]:
+            state[rows] = 0
 
 
 def _rows_of_new_keys(rows: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:
-    """Return the numbers, among the rows of all tables, of the rows that have a new key."""
+    """Return the numbers, among the rows of all tables, of the rows that have a new key (waits)."""
     assert inserted.misses is not None
     assert inserted.result is not None
     new = inserted.result.slots >= 0

@@ -1,7 +1,7 @@
 """Save and load the tables of a module, whole or as changes since a tick."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,23 +57,35 @@ def save(
     Returns:
         The tick to pass as `since` the next time.
     """
-    tick = state.index.tick
-    if since is None:
-        nothing = torch.empty(0, dtype=torch.int64)
-        tables = {
-            name: Changes(table_entries(state, t), nothing)
-            for t, name in enumerate(state.table_names)
-        }
-    else:
-        tables = changes_since(state, since).tables
+    identity = str(state.index.tick) if identity is None else identity
+    tables = {name: _changes_of(state, t, since) for t, name in enumerate(state.table_names)}
+    header = Header(identity, state.index.tick, since, state.hyperparams.tolist())
+    return _write(state, directory, tables, header, part, report, child_state(state))
+
+
+def _write(
+    state: DynamicState,
+    directory: str | Path,
+    tables: Mapping[str, Changes],
+    header: Header,
+    part: Part,
+    report: Report | None,
+    others: dict[str, Tensor],
+) -> int:
+    """Write tables by name; return the tick of the dump."""
     saved = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
-    identity = str(tick) if identity is None else identity
-    header = Header(identity, tick, since, state.hyperparams.tolist())
-    others = child_state(state)
-    if since is not None:
+    if header.since is not None:
         others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
     dump_tables.write(directory, saved, header, part, report, others)
-    return tick
+    return header.clock
+
+
+def _changes_of(state: DynamicState, table: int, since: int | None) -> Changes:
+    """Return what changed in a table at tick `since` or later; None is all of it."""
+    entries = table_entries(state, table, since)
+    if since is None:
+        return Changes(entries, torch.empty(0, dtype=torch.int64))
+    return Changes(entries, removed_since(state, table, since))
 
 
 @of_state
@@ -198,10 +210,7 @@ def changes_since(
         ValueError: the eviction log does not reach back to the tick.
     """
     numbers = list(range(len(state.specs)) if chosen is None else chosen)
-    tables = {}
-    for t in numbers:
-        removed = removed_since(state, t, since)
-        tables[state.table_names[t]] = Changes(table_entries(state, t, since), removed)
+    tables = {state.table_names[t]: _changes_of(state, t, since) for t in numbers}
     hyperparameters = state.hyperparams.cpu().clone()
     hash_keys = state.index.hash_keys.cpu()[numbers]
     return ChangeSet(since, state.index.tick, tables, hyperparameters, hash_keys)
@@ -331,18 +340,9 @@ def save_table(
     Raises:
         ValueError: the module has other tables with which this one shares counters or scores.
     """
-    tick, order = state.index.tick, state.index.order
-    others = _state_of_table(state, table)
-    if since is None:
-        nothing = torch.empty(0, dtype=torch.int64)
-        changes = Changes(table_entries(state, table), nothing)
-    else:
-        (changes,) = changes_since(state, since, [table]).tables.values()
-        others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
-    header = Header(identity, tick, since, state.hyperparams.tolist())
-    saved = [DumpedTable(name, order, *changes)]
-    dump_tables.write(directory, saved, header, part, report, others)
-    return tick
+    others, changes = _state_of_table(state, table), _changes_of(state, table, since)
+    header = Header(identity, state.index.tick, since, state.hyperparams.tolist())
+    return _write(state, directory, {name: changes}, header, part, report, others)
 
 
 def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
