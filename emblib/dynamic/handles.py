@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -599,16 +599,8 @@ def handles_of(module: Any) -> DynamicTables:
 class TableSpecs(tuple[DynamicSpec, ...]):
     """The specs of the tables of a module, by number."""
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> DynamicSpec: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[DynamicSpec, ...]: ...
     def __getitem__(self, index: Any) -> Any:
-        """Return a spec by its number.
-
-        Raises:
-            TypeError: a name, for which there are handles.
-        """
+        """Return a spec by its number; raise TypeError for a name, for which there are handles."""
         if isinstance(index, str):
             raise TypeError(
                 f"tables are specs by number: the handle of a table is table_handles()[{index!r}]"

@@ -20,7 +20,7 @@ from emblib.dynamic import training
 from emblib.dynamic.eviction import EvictionLog
 from emblib.dynamic.handles import DynamicTables, TableSpecs, handles_of
 from emblib.dynamic.keys import as_keys, hash_keys_of
-from emblib.dynamic.rows import BatchReads, TrainingUpdate, WeightGradient, check_capacity
+from emblib.dynamic.rows import BatchReads, WeightGradient, check_capacity
 from emblib.dynamic.saving import checkpoint, table_dumps
 from emblib.dynamic.short_calls import KeyedCalls, look_up
 from emblib.dynamic.state import DynamicState
@@ -211,8 +211,8 @@ class DynamicEmbeddingBags(FusedTables):
 
     # Functions of the state
 
-    table_number = DynamicState.table_number
-    table_rows = dynamic_state.table_rows
+    table_number = dynamic_state.of_state(DynamicState.table_number)
+    table_rows = dynamic_state.of_state(DynamicState.table_rows)
     size = dynamic_state.size
     capacity = dynamic_state.capacity
     find = dynamic_state.find
@@ -382,7 +382,7 @@ class DynamicEmbeddingBags(FusedTables):
             )
         if is_replicated:
             training.check_replicas(self.state.index.tags, self.weights)
-        update = self._insert_keys(keys, counts, running)
+        update = training.insert_or_repeat(self.state, keys, counts, running)
         batch, memory, dtype = update.reads.put_into(batch), calls.tiers, self.output_dtype
         if not torch.is_grad_enabled():  # a repetition will have gradients
             return autograd.lookup_no_grad(memory.weights, batch, sample_weights, dtype)
@@ -413,12 +413,6 @@ class DynamicEmbeddingBags(FusedTables):
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
         is_wanted = self._updates_in_backward or self.weights.requires_grad
         return self.training and with_grad and is_wanted
-
-    @torch.no_grad()  # a `with` would leave gradients disabled if its end is interrupted
-    def _insert_keys(
-        self, keys: Keys, counts: Tensor | None, running: recomputation.RunningForward | None
-    ) -> TrainingUpdate:
-        return training.insert_or_repeat(self.state, keys, counts, running)
 
     @torch.no_grad()
     def _find_keys(self, keys: Keys) -> BatchReads:

@@ -150,9 +150,12 @@ class DynamicState:
         """Return the number of a table given by number or name, see `RowLayout.table_number`."""
         return self.layout.table_number(table)
 
-    def table_rows(self, table: int) -> dict[str, Tensor]:
-        """Return views of a table's rows by slot, see `table_rows`."""
-        return self.layout.views(self.row_buffers, table)
+    def table_rows(self, table: int | str) -> dict[str, Tensor]:
+        """Return views of a table's rows by slot: `weight` `[rows, dim]` and optimizer states.
+
+        Rows of empty slots are unspecified; views are invalid once the module moves.
+        """
+        return self.layout.views(self.row_buffers, self.table_number(table))
 
     def capacities(self) -> list[int]:
         """Return the number of rows in use of each table (reads the device)."""
@@ -216,15 +219,6 @@ def of_state(
 
 
 # Tables and keys
-
-
-@of_state
-def table_rows(state: DynamicState, table: int | str) -> dict[str, Tensor]:
-    """Return views of a table's rows by slot: `weight` `[rows, dim]` and optimizer states.
-
-    Rows of empty slots are unspecified; views are invalid once the module moves.
-    """
-    return state.table_rows(state.table_number(table))
 
 
 @of_state

@@ -32,6 +32,7 @@ from emblib.tables.parameters import caller_level, is_updated_in_backward, loses
 from emblib.tables.recomputation import RunningForward
 
 
+@torch.no_grad()  # a `with` would leave gradients disabled if its end is interrupted
 def insert_or_repeat(
     state: DynamicState, keys: Keys, counts: Tensor | None, running: RunningForward | None
 ) -> TrainingUpdate:

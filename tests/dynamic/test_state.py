@@ -33,7 +33,7 @@ def test_a_batch_is_inserted_without_a_module() -> None:
     assert first.slots[0] == first.slots[2] != first.slots[1]
     assert state.key_status(tables).tolist() == [KeyStatus.NEW] * 3
     assert state.size(tables, "t") == 2
-    rows = state.table_rows(tables, 0)
+    rows = tables.table_rows(0)
     assert rows["weight"][first.slots].tolist() == [[2.0] * 4] * 3
     assert not rows["sum"][first.slots].any()
     rows["weight"][first.slots[0]] = 9.0
