@@ -1,4 +1,4 @@
-"""Which missing keys may have a row: counts of keys that have none yet, exact or by a sketch.
+"""Admission of missing keys: exact or sketched counts of keys that have no row yet.
 
 `Admission` sees the misses of a batch (`emblib.ops.hash.Misses`) and says which of them reached the
 threshold of their table, the batch at hand included. All of it is tensor code of static shapes:
@@ -68,7 +68,7 @@ def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
 
 
 class _Picked(NamedTuple):
-    """Some of the misses, moved together, as a batch of their own."""
+    """Some of the misses as a batch of their own."""
 
     batch: hash.Keys
     counts: Tensor
@@ -108,7 +108,7 @@ class _Counter(nn.Module):
         self.register_buffer("numbers", numbers, persistent=False)
 
     def pick(self, missing: Missing, mask: Tensor | None = None) -> _Picked:
-        """Those of the tables that this counts, by table and in their order; of `mask` only."""
+        """Return the misses of counted tables, by table and in order; only those in `mask`."""
         length, tail = missing.keys.numel(), self.numbers.numel() - 1
         tables = self.table_of[missing.tables]
         chosen = tables < tail
@@ -143,10 +143,10 @@ class _Counter(nn.Module):
 
     def counts(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and counts of one table."""
-        found = self.index.export(number)
-        assert found.scores is not None
-        order = routing.canonical_order(found.keys)
-        return found.keys[order], found.scores[order]
+        entries = self.index.export(number)
+        assert entries.scores is not None
+        order = routing.canonical_order(entries.keys)
+        return entries.keys[order], entries.scores[order]
 
     def set_counts(self, number: int, keys: Tensor, counts: Tensor) -> None:
         """Hold these instead."""
@@ -168,7 +168,7 @@ class _Counter(nn.Module):
 
     @property
     def _by_number(self) -> SimpleNamespace:
-        """What a state dict has, as attributes."""
+        """Return the entries of a state dict as attributes."""
         numbers = map(str, range(self.numbers.numel() - 1))
         return SimpleNamespace(**dict.fromkeys(numbers, SimpleNamespace(keys=0, counts=0)))
 
@@ -282,7 +282,7 @@ class _Sketches(nn.Module):
 
     @property
     def hash_keys(self) -> Tensor:
-        """By table, the number that its hash depends on, int64 `[T]`; 0 for those not counted."""
+        """Return the hash key of each table, int64 `[T]`; 0 for tables that are not counted."""
         return self.layout[:-1, _LAYOUT_HASH_KEY].cpu().clone()
 
     def _save_to_state_dict(
@@ -297,28 +297,28 @@ class _Sketches(nn.Module):
         name, (unexpected, errors) = prefix + HASH_KEYS, arguments[3:]
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        own = self.layout[:-1, _LAYOUT_HASH_KEY]
-        saved = state_dict.get(name, torch.zeros_like(own))
+        hash_keys = self.layout[:-1, _LAYOUT_HASH_KEY]
+        saved = state_dict.get(name, torch.zeros_like(hash_keys))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         unexpected[:] = [key for key in unexpected if key != name]
         if f"{prefix}counters" in state_dict:
-            own.copy_(saved)
+            hash_keys.copy_(saved)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the sketches."""
-        own = state_dicts.own_tensors(self, prefix)
-        yield from state_dicts.count_problems(state_dict, own)
+        tensors = state_dicts.own_tensors(self, prefix)
+        yield from state_dicts.count_problems(state_dict, tensors)
         hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _LAYOUT_HASH_KEY]}
         yield from state_dicts.entry_problems(state_dict, hash_keys)
 
 
 class Admission(nn.Module):
-    """What the tables of a module require of a key before it gets a row.
+    """Requirements that the tables of a module set for keys before these get a row.
 
     Args:
         specs: the tables; those without `admission` take every key.
-        device: where the counts are.
-        hash_keys: of the tables, see `HashIndex`; left out, 0 for all.
+        device: device of the counts.
+        hash_keys: hash key of each table, see `HashIndex`; None is 0 for all.
     """
 
     thresholds: Tensor
@@ -355,7 +355,7 @@ class Admission(nn.Module):
 
         Args:
             keys: the batch.
-            misses: its keys that are not in the index.
+            misses: the keys of the batch that are not in the index.
             in_store: bool `[L]` by miss, the keys with a row in a backing store: these are admitted
                 without being counted.
             effects: native calls that were made before an interruption; None for a first call.
@@ -403,7 +403,7 @@ class Admission(nn.Module):
         self._counter_of(table).set_counts(self._exact_tables.index(table), keys, counts)
 
     def counts_exactly(self, table: int) -> bool:
-        """Whether `counts` has an answer for a table."""
+        """Return whether `counts` has an answer for a table."""
         return table in self._exact_tables
 
     def _counter_of(self, table: int) -> _Counter:
@@ -416,7 +416,7 @@ class Admission(nn.Module):
         return self.counter
 
     def snapshot(self) -> dict[str, Any]:
-        """All counts, slot by slot; for `restore` in a module of the same tables."""
+        """Return all counts, slot by slot, for `restore` in a module of the same tables."""
         sketches = None if self.sketches is None else self.sketches.state_dict()
         return {
             "counter": None if self.counter is None else self.counter.index.snapshot(),
@@ -426,8 +426,8 @@ class Admission(nn.Module):
     def check_snapshot(self, snapshot: Any) -> None:
         """Raise ValueError unless `restore` takes a snapshot."""
         parts = dumps.check_entries("admission", snapshot, ("counter", "sketches"))
-        for name, own in (("counter", self.counter), ("sketches", self.sketches)):
-            dumps.check_presence(f"admission.{name}", parts[name], own)
+        for name, part in (("counter", self.counter), ("sketches", self.sketches)):
+            dumps.check_presence(f"admission.{name}", parts[name], part)
         if self.counter is not None:
             self.counter.index.check_snapshot(parts["counter"])
         if self.sketches is not None:
@@ -453,21 +453,21 @@ class Admission(nn.Module):
             self.sketches.batches.zero_()
 
 
-def _check_state(name: str, state: Any, own: Mapping[str, Tensor]) -> None:
+def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless a state fits a module with the state `own`.
 
     Exact counters have any number of keys; states of earlier versions lack hash keys.
     """
-    wanted = dict(own)
-    given = dumps.check_entries(name, state, ())
-    for key in own:
+    wanted = dict(expected)
+    entries = dumps.check_entries(name, state, ())
+    for key in expected:
         stem, _, last = key.rpartition(".")
-        if last == HASH_KEYS and key not in given:
+        if last == HASH_KEYS and key not in entries:
             del wanted[key]
         elif last in _ENTRIES:
-            keys = dumps.check_entries(name, given, [f"{stem}.keys"])[f"{stem}.keys"]
+            keys = dumps.check_entries(name, entries, [f"{stem}.keys"])[f"{stem}.keys"]
             wanted[key] = dumps.check_tensor(f"{name}.{stem}.keys", keys, torch.int64, (None,))
-    dumps.check_state(name, given, wanted)
+    dumps.check_state(name, entries, wanted)
 
 
 def _frequency(spec: DynamicSpec) -> FrequencyAdmission:

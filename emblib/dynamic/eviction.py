@@ -4,22 +4,16 @@ import math
 import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import InsertedBatch
 from emblib.ops import hash
 from emblib.ops.effects import Effects
-from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction
 from emblib.tables import state_dicts
-from emblib.tables.locks import atomic
-
-if TYPE_CHECKING:
-    from emblib.dynamic.module import DynamicEmbeddingBags
 
 _INT64_RANGE = (-(2**63), 2**63 - 1)
 
@@ -32,7 +26,7 @@ class EvictionScores(nn.Module):
 
     Args:
         specs: the tables.
-        device: where the scores are stored.
+        device: device of the scores.
     """
 
     values: Tensor
@@ -125,9 +119,9 @@ class EvictionScores(nn.Module):
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        known = self.is_set.tolist()
+        is_set = self.is_set.tolist()
         custom = [t for t, e in enumerate(self._evictions) if e is Eviction.CUSTOM]
-        self._unset = {t for t in custom if not known[t]}
+        self._unset = {t for t in custom if not is_set[t]}
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the scores."""
@@ -141,37 +135,6 @@ def _as_int64(score: Any) -> int:
     if not _INT64_RANGE[0] <= number <= _INT64_RANGE[1]:
         raise ValueError(f"a score must be in [-2^63, 2^63), got {number}")
     return number
-
-
-@atomic
-def assign_key_scores(
-    module: "DynamicEmbeddingBags", table: int, keys: Tensor, scores: Tensor
-) -> Tensor:
-    """Set the scores of keys of a table, in either tier; return which are there, bool on the CPU.
-
-    A key that occurs more than once gets the largest of its scores.
-
-    Raises:
-        ValueError: eviction from the table is not by assigned scores.
-    """
-    if module.tables[table].eviction.order != "assigned":
-        raise ValueError(
-            f"table {module.table_names[table]!r} evicts by {module.tables[table].eviction.value}, "
-            "and keys are given scores where eviction is CUSTOM or STEP"
-        )
-    distinct, groups = keys.cpu().unique(return_inverse=True)
-    largest = torch.full_like(distinct, _INT64_RANGE[0])
-    largest.scatter_reduce_(0, groups, scores.cpu(), "amax")
-    index, device = module.index, module.hyperparams.device
-    slots = index.find(Keys.of(distinct.to(device), table))
-    is_fast = slots >= 0
-    entries = index.table_entries(table)
-    entries[slots[is_fast], HashEntryColumn.SCORE] = largest.to(device)[is_fast]
-    found = is_fast.cpu()
-    if module.backing is not None:
-        in_store = module.backing.assign_scores(table, distinct[~found], largest[~found])
-        found[~found] = in_store
-    return found[groups]
 
 
 _SWEEPS_PER_TTL = 8
@@ -197,10 +160,6 @@ class Expiry:
 
     def __init__(self, specs: Sequence[DynamicSpec]) -> None:
         self._tables = [(t, s.ttl, s.max_buckets) for t, s in enumerate(specs) if s.ttl]
-
-    def __bool__(self) -> bool:
-        """Return whether any table has a `ttl`."""
-        return bool(self._tables)
 
     def sweeps(self, step: int) -> Iterator[Sweep]:
         """Yield the sweeps of a step, to be run once the keys of its batch are inserted."""

@@ -1,42 +1,41 @@
 """Handles: one object per dynamic table, for everything but lookups, wherever the table lives.
 
-`tables["user"]` of a `DynamicEmbeddingBags`, of a collection, of a sharded collection or of a model
-is a `DynamicTable`. It reaches the table through its shards: a table in one process has one, a
-sharded table one per block of keys, of which this rank has some. Methods of a sharded table are
-collectives over all its ranks and treat the table as a whole; `local` is the handle of the shards
-of this rank alone, without communication.
+`table_handles()["user"]` of a `DynamicEmbeddingBags`, of a collection, of a sharded collection or
+of a model is a `DynamicTable`. It reaches the table through its shards: a table in one process has
+one, a sharded table one per block of keys, of which this rank has some. Methods of a sharded table
+are collectives over all its ranks and treat the table as a whole; `local` is the handle of the
+shards of this rank alone, without communication.
 """
 
 from __future__ import annotations
 
 import difflib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsIndex, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from emblib.dynamic import keys as routing
-from emblib.dynamic.eviction import assign_key_scores
+from emblib.dynamic import state as dynamic_state
+from emblib.dynamic import training
 from emblib.dynamic.saving import checkpoint, table_dumps
 from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.entries import Changes, Entries, concatenate
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.saving.table_dumps import ChangeSet
+from emblib.dynamic.state import DynamicState
 from emblib.dynamic.tiers.store import TierStats
 from emblib.specs import DynamicSpec
-
-if TYPE_CHECKING:
-    from emblib.dynamic.module import DynamicEmbeddingBags
 
 T = TypeVar("T")
 
 
 class ShardLocation(Protocol):
-    """Where a shard is now: table `index` of the module `module`, which changes as it moves."""
+    """Present location of a shard: table `index` of `module`, which changes as the shard moves."""
 
     @property
     def module(self) -> Any:
@@ -65,7 +64,7 @@ class TableChanges(NamedTuple):
         until: the step to pass as `since` the next time.
         entries: keys used at `since` or later, with their rows.
         removed: keys that left since then, evicted, expired or erased; int64.
-        changes: what `DynamicTable.apply_changes` takes.
+        changes: changes that `DynamicTable.apply_changes` takes.
     """
 
     since: int
@@ -88,7 +87,7 @@ class DynamicTable:
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 
     Attributes:
-        name: of the table.
+        name: name of the table.
         shards: the shards of this process, by number.
         owners: the rank that has each shard.
         ranks: the ranks that act together; None for this process alone.
@@ -117,47 +116,39 @@ class DynamicTable:
 
     def size(self) -> int:
         """Return the number of keys, in all tiers."""
-        return sum(self._everywhere("size", lambda module, index: module.size(index)))
+        return sum(self._everywhere("size", dynamic_state.size))
 
     def capacity(self) -> int:
         """Return the number of rows in use, as the table has grown, without a backing store."""
-        return sum(self._everywhere("capacity", lambda module, index: module.capacity(index)))
+        return sum(self._everywhere("capacity", dynamic_state.capacity))
 
     def stats(self) -> dict[str, int]:
         """Return counts since the last reset, see `DynamicEmbeddingBags.stats`."""
-        return _added(self._everywhere("stats", lambda module, index: module.index.stats()[index]))
+        return _added(self._everywhere("stats", lambda state, index: state.index.stats()[index]))
 
     def tier_stats(self) -> TierStats | None:
         """Return counts of both tiers since the last reset; None without a backing store."""
 
-        def of_shard(module: DynamicEmbeddingBags, index: int) -> dict[str, int] | None:
-            found = module.tier_stats()
-            return asdict(found[module.table_names[index]]) if found else None
+        def of_shard(state: DynamicState, index: int) -> dict[str, int] | None:
+            counts = dynamic_state.tier_stats(state)
+            return asdict(counts[state.table_names[index]]) if counts else None
 
-        found = [
-            counts for counts in self._everywhere("tier_stats", of_shard) if counts is not None
-        ]
-        return TierStats(**_added(found)) if found else None
+        parts = [part for part in self._everywhere("tier_stats", of_shard) if part is not None]
+        return TierStats(**_added(parts)) if parts else None
 
     def step(self) -> int:
         """Return the number of training forwards of the table."""
-        return max(
-            self._everywhere("step", lambda module, index: module.num_training_steps), default=0
-        )
+        return max(self._everywhere("step", lambda state, index: state.index.tick), default=0)
 
     # Keys
 
     def contains(self, keys: Tensor) -> Tensor:
         """Return which keys are in the table, in any tier, bool `[n]` on the CPU."""
-        return self._ask("contains", keys, _contains, missing=False)
+        return self._ask("contains", keys, dynamic_state.contains, missing=False)
 
     def erase(self, keys: Tensor) -> Tensor:
         """Remove keys with their rows; return whether each was there, once per key, bool `[n]`."""
-
-        def of_shard(module: DynamicEmbeddingBags, index: int, asked: Tensor) -> Tensor:
-            return module.erase(index, asked).cpu()
-
-        return self._ask("erase", keys, of_shard, missing=False)
+        return self._ask("erase", keys, training.erase, missing=False)
 
     def key_status(self, keys: Tensor) -> Tensor:
         """Return what became of keys in the last training forward: uint8 `[n]` of `KeyStatus`.
@@ -167,11 +158,8 @@ class DynamicTable:
         Raises:
             RuntimeError: there was no training forward, or its ids were overwritten since.
         """
-
-        def of_shard(module: DynamicEmbeddingBags, index: int, asked: Tensor) -> Tensor:
-            return module.status_of(index, asked)
-
-        return self._ask("key_status", keys, of_shard, missing=int(routing.KeyStatus.ABSENT))
+        absent = int(routing.KeyStatus.ABSENT)
+        return self._ask("key_status", keys, dynamic_state.status_of, missing=absent)
 
     # Eviction
 
@@ -180,8 +168,8 @@ class DynamicTable:
 
         This does not communicate: call it with the same score on all ranks.
         """
-        for module, index in self._table_modules():
-            module.set_eviction_score({index: score})
+        for _, state, index in self._numbered():
+            dynamic_state.set_eviction_score(state, {index: score})
 
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
         """Give keys scores of their own, for `Eviction.CUSTOM`; return which are there, bool `[n]`.
@@ -192,35 +180,30 @@ class DynamicTable:
         next batch that uses it assigns that of `set_score` again.
 
         Args:
-            keys: of this rank.
+            keys: keys of this rank.
             scores: int64 `[n]`, or one number for all.
 
         Raises:
             ValueError: eviction is not by assigned scores, or another number of scores than of
                 keys.
         """
-        given = torch.as_tensor(scores, dtype=torch.int64).cpu()
-        if given.dim() and given.numel() != keys.numel():
+        numbers = torch.as_tensor(scores, dtype=torch.int64).cpu()
+        if numbers.dim() and numbers.numel() != keys.numel():
             raise ValueError(
-                f"scores must be one number, or one per key = {keys.numel()}, got {given.numel()}"
+                f"scores must be one number, or one per key = {keys.numel()}, got {numbers.numel()}"
             )
-
-        def of_shard(
-            module: DynamicEmbeddingBags, index: int, asked: Tensor, values: Tensor
-        ) -> Tensor:
-            return assign_key_scores(module, index, asked, values)
-
-        own = given.reshape(-1).expand(keys.numel()).contiguous()
-        return self._ask("set_key_scores", keys, of_shard, missing=False, values=own)
+        values = numbers.reshape(-1).expand(keys.numel()).contiguous()
+        assign = dynamic_state.assign_key_scores
+        return self._ask("set_key_scores", keys, assign, missing=False, values=values)
 
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`, on all ranks."""
-        for module, index in self._table_modules():
-            module.set_eviction_step(index, step)
+        for _, state, index in self._numbered():
+            dynamic_state.set_eviction_step(state, index, step)
 
     def score(self) -> int | None:
         """Return the score of the next batch, None where eviction assigns none."""
-        scores = self._everywhere("score", lambda module, index: module.eviction_score(index))
+        scores = self._everywhere("score", dynamic_state.eviction_score)
         return scores[0] if scores else None
 
     def track_evictions(self, max_keys: int = 1 << 24) -> None:
@@ -228,8 +211,8 @@ class DynamicTable:
 
         Tables of one module are tracked together.
         """
-        for module, _ in self._table_modules():
-            module.track_evictions(max_keys)
+        for _, state, _ in self._numbered():
+            dynamic_state.track_evictions(state, max_keys)
 
     def evicted(self, since: int) -> Tensor:
         """Return the keys that left at training step `since` or later, and were not inserted again.
@@ -238,11 +221,8 @@ class DynamicTable:
             RuntimeError: `track_evictions` was not called.
             ValueError: the record does not reach back to this step.
         """
-
-        def of_shard(module: DynamicEmbeddingBags, index: int) -> Tensor:
-            return table_dumps.removed_since(module, index, since)
-
-        return _cat(self._everywhere("evicted", of_shard))
+        removed = partial(table_dumps.removed_since, since=since)
+        return _cat(self._everywhere("evicted", removed))
 
     # Content
 
@@ -252,8 +232,8 @@ class DynamicTable:
         Of a sharded table every rank gets all entries; `local.entries()` are those of this rank,
         and `save` writes a table of any size.
         """
-        found = self._everywhere("entries", lambda module, index: _copied(module, index, since))
-        return _on_cpu(concatenate(found)) if found else _no_entries()
+        parts = self._everywhere("entries", lambda state, index: _copied(state, index, since))
+        return _on_cpu(concatenate(parts)) if parts else _no_entries()
 
     def set_entries(self, entries: Entries) -> Loaded:
         """Replace the entries; every shard takes its own, so pass all of them on all ranks.
@@ -262,12 +242,12 @@ class DynamicTable:
             ValueError: entries that do not fit; then nothing is changed.
         """
 
-        def check(module: DynamicEmbeddingBags, index: int, number: int) -> None:
-            checkpoint.check_entries(module, index, self._owned(entries, number))
+        def check(state: DynamicState, index: int, number: int) -> None:
+            checkpoint.check_entries(state, index, self._owned(entries, number))
 
-        def write(module: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
-            loaded = checkpoint.set_table_entries(module, index, self._owned(entries, number))
-            checkpoint.restart_eviction_log(module)
+        def write(state: DynamicState, index: int, number: int) -> Loaded:
+            loaded = checkpoint.set_table_entries(state, index, self._owned(entries, number))
+            state.restart_eviction_log()
             return loaded
 
         self._by_number("set_entries", check)
@@ -284,18 +264,18 @@ class DynamicTable:
             ValueError: the record of removed keys does not reach back to this step.
         """
 
-        def of_shard(module: DynamicEmbeddingBags, index: int) -> ChangeSet:
-            found = table_dumps.changes_since(module, step, [index])
-            (changes,) = found.tables.values()
+        def of_shard(state: DynamicState, index: int) -> ChangeSet:
+            change_set = table_dumps.changes_since(state, step, [index])
+            (changes,) = change_set.tables.values()
             entries = _on_cpu(changes.upserts)
-            return found._replace(tables={self.name: Changes(entries, changes.removed)})
+            return change_set._replace(tables={self.name: Changes(entries, changes.removed)})
 
         parts = self._everywhere("changes_since", of_shard)
         if not parts:
             raise RuntimeError(f"this rank has no shard of table {self.name!r}: ask all ranks")
         changes = _joined(self.name, parts)
-        found = changes.tables[self.name]
-        return TableChanges(step, changes.until, found.upserts, found.removed, changes)
+        of_table = changes.tables[self.name]
+        return TableChanges(step, changes.until, of_table.upserts, of_table.removed, changes)
 
     def apply_changes(self, changes: TableChanges) -> Loaded:
         """Apply the changes of another table to this copy of it; pass them on all ranks.
@@ -304,18 +284,18 @@ class DynamicTable:
             ValueError: this table has not reached the first step of the changes, or is past the
                 last, or the changes do not fit it.
         """
-        (found,) = changes.changes.tables.values()
+        (of_table,) = changes.changes.tables.values()
 
-        def owned(module: DynamicEmbeddingBags, index: int, number: int) -> ChangeSet:
-            removed = found.removed[self._owns(found.removed, number)]
-            of_shard = Changes(self._owned(found.upserts, number), removed)
-            return changes.changes._replace(tables={module.table_names[index]: of_shard})
+        def owned(state: DynamicState, index: int, number: int) -> ChangeSet:
+            removed = of_table.removed[self._owns(of_table.removed, number)]
+            of_shard = Changes(self._owned(of_table.upserts, number), removed)
+            return changes.changes._replace(tables={state.table_names[index]: of_shard})
 
-        def check(module: DynamicEmbeddingBags, index: int, number: int) -> None:
-            table_dumps.check_changes(module, owned(module, index, number))
+        def check(state: DynamicState, index: int, number: int) -> None:
+            table_dumps.check_changes(state, owned(state, index, number))
 
-        def apply(module: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
-            (applied,) = table_dumps.apply_changes(module, owned(module, index, number)).values()
+        def apply(state: DynamicState, index: int, number: int) -> Loaded:
+            (applied,) = table_dumps.apply_changes(state, owned(state, index, number)).values()
             return applied
 
         self._by_number("apply_changes", check)
@@ -335,9 +315,9 @@ class DynamicTable:
         identity = str(self.step())
         count = len(self.owners)
 
-        def of_shard(module: DynamicEmbeddingBags, index: int, number: int) -> int:
+        def of_shard(state: DynamicState, index: int, number: int) -> int:
             return table_dumps.save_table(
-                module,
+                state,
                 index,
                 directory,
                 name=self.name,
@@ -364,14 +344,14 @@ class DynamicTable:
 
         dumps: dict[int, table_dumps.TableDump] = {}
 
-        def read(module: DynamicEmbeddingBags, index: int, number: int) -> None:
+        def read(state: DynamicState, index: int, number: int) -> None:
             part = Part(number, count)
             dumps[number] = table_dumps.read_table(
-                module, index, directory, name=self.name, part=part
+                state, index, directory, name=self.name, part=part
             )
 
-        def write(module: DynamicEmbeddingBags, index: int, number: int) -> Loaded:
-            return table_dumps.set_table(module, index, dumps[number], report)
+        def write(state: DynamicState, index: int, number: int) -> Loaded:
+            return table_dumps.set_table(state, index, dumps[number], report)
 
         self._by_number("load", read)
         return _total(self._by_number("load", write))
@@ -381,23 +361,19 @@ class DynamicTable:
 
         Tables of one module are committed together; without a store this does nothing.
         """
-        self._everywhere("flush", lambda module, index: module.flush())
+        self._everywhere("flush", lambda state, index: dynamic_state.flush(state))
 
     # Shards and ranks
 
-    def _table_modules(self) -> Iterator[tuple[DynamicEmbeddingBags, int]]:
-        for _, module, index in self._numbered():
-            yield module, index
-
-    def _numbered(self) -> Iterator[tuple[int, DynamicEmbeddingBags, int]]:
-        """Yield number, module and number in the module of each shard of this process."""
-        for number, place in sorted(self.shards.items()):
-            if not hasattr(place.module, "key_status"):
+    def _numbered(self) -> Iterator[tuple[int, DynamicState, int]]:
+        """Yield number, state and number in the state of each shard of this process."""
+        for number, location in sorted(self.shards.items()):
+            if not hasattr(location.module, "state"):
                 raise RuntimeError(
                     f"table {self.name!r} has no memory on meta: move its module with "
                     "to_empty(device=...) or shard it first"
                 )
-            yield number, place.module, place.index
+            yield number, location.module.state, location.index
 
     def _gather(self, method: str, value: T) -> list[T]:
         """Return the values of all ranks, after comparing what they call."""
@@ -428,21 +404,17 @@ class DynamicTable:
                 raise RuntimeError(f"table {self.name!r}: rank {rank} failed with {problem}")
         return [answer for _, answer in answers]  # type: ignore[misc]
 
-    def _by_number(
-        self, method: str, function: Callable[[DynamicEmbeddingBags, int, int], T]
-    ) -> list[T]:
-        """Return `function(module, index, number)` of every shard, on all ranks by number."""
-        found = self._together(
+    def _by_number(self, method: str, function: Callable[[DynamicState, int, int], T]) -> list[T]:
+        """Return `function(state, index, number)` of every shard, on all ranks by number."""
+        by_rank = self._together(
             method,
-            lambda: {n: function(module, index, n) for n, module, index in self._numbered()},
+            lambda: {n: function(state, index, n) for n, state, index in self._numbered()},
         )
-        merged = {number: value for of_rank in found for number, value in of_rank.items()}
+        merged = {number: value for of_rank in by_rank for number, value in of_rank.items()}
         return [merged[number] for number in sorted(merged)]
 
-    def _everywhere(
-        self, method: str, function: Callable[[DynamicEmbeddingBags, int], T]
-    ) -> list[T]:
-        return self._by_number(method, lambda module, index, number: function(module, index))
+    def _everywhere(self, method: str, function: Callable[[DynamicState, int], T]) -> list[T]:
+        return self._by_number(method, lambda state, index, number: function(state, index))
 
     def _owns(self, keys: Tensor, number: int) -> Tensor:
         return routing.owner(keys, len(self.owners)) == number
@@ -460,41 +432,35 @@ class DynamicTable:
     ) -> Tensor:
         """Let the owner of each key answer; keys that no shard here owns are `missing`.
 
-        `answer` is called with module, number in it, keys, and their `values` if there are any.
+        `answer` is called with the state, the number of the table in it, keys, and their `values`
+        if there are any.
         """
-        own = routing.as_keys(keys).detach().cpu().view(-1)
-        asked, given = zip(*self._gather(method, (own, values)), strict=True)
-        every_value = None if values is None else torch.cat(given)
+        own_keys = routing.as_keys(keys).detach().cpu().view(-1)
+        asked, all_values = zip(*self._gather(method, (own_keys, values)), strict=True)
+        every_value = None if values is None else torch.cat(all_values)
         every = torch.cat(asked)
         owner = routing.owner(every, len(self.owners))
 
         def answers() -> Tensor:
             dtype = torch.bool if isinstance(missing, bool) else torch.uint8
             result = torch.full(every.shape, missing, dtype=dtype)
-            for number, module, index in self._numbered():
+            for number, state, index in self._numbered():
                 at = (owner == number).nonzero().view(-1)
                 more = [] if every_value is None else [every_value[at]]
-                result[at] = answer(module, index, every[at], *more).cpu()
+                result[at] = answer(state, index, every[at], *more).cpu()
             return result
 
-        found = self._together(method, answers)
+        by_rank = self._together(method, answers)
         if self.ranks is None:
-            return found[0]
+            return by_rank[0]
         first = sum(part.numel() for part in asked[: self.ranks.rank])
-        at = slice(first, first + own.numel())
+        at = slice(first, first + own_keys.numel())
         of_rank = torch.tensor(self.owners)[owner[at]]
-        return torch.stack([part[at] for part in found])[of_rank, torch.arange(own.numel())]
+        return torch.stack([part[at] for part in by_rank])[of_rank, torch.arange(own_keys.numel())]
 
 
-def _contains(module: DynamicEmbeddingBags, index: int, keys: Tensor) -> Tensor:
-    found = module.find(index, keys).cpu() >= 0
-    if module.backing is not None:
-        found |= ~torch.isin(keys, module.backing.absent(index, keys))
-    return found
-
-
-def _copied(module: DynamicEmbeddingBags, index: int, since: int | None) -> Entries:
-    return _on_cpu(checkpoint.table_entries(module, index, since))
+def _copied(state: DynamicState, index: int, since: int | None) -> Entries:
+    return _on_cpu(checkpoint.table_entries(state, index, since))
 
 
 def _on_cpu(entries: Entries) -> Entries:
@@ -554,7 +520,7 @@ class DynamicTables(Mapping[str, DynamicTable]):
     table is found under its path in any case.
 
     Args:
-        tables: by name.
+        tables: tables by name.
         others: the kind of storage of tables that are not dynamic, by name, for errors.
     """
 
@@ -585,10 +551,10 @@ class DynamicTables(Mapping[str, DynamicTable]):
         Raises:
             KeyError: there is no such dynamic table; the message says which there are.
         """
-        found = self._tables.get(name) or self._by_path.get(name)
-        if found is None:
+        table = self._tables.get(name) or self._by_path.get(name)
+        if table is None:
             raise KeyError(self._problem(name))
-        return found
+        return table
 
     def _problem(self, name: str) -> str:
         paths = [path for path in self._by_path if path.endswith(f".{name}")]
@@ -600,8 +566,8 @@ class DynamicTables(Mapping[str, DynamicTable]):
                 f"tables (storage=Hash()), here {sorted(self._tables)}; other tables have "
                 "parameters and optimizer states only"
             )
-        known = [*self._tables, *self._by_path, *self._others]
-        near = difflib.get_close_matches(str(name), known, 3, 0.6)
+        names = [*self._tables, *self._by_path, *self._others]
+        near = difflib.get_close_matches(str(name), names, 3, 0.6)
         hint = f"; did you mean {', '.join(map(repr, dict.fromkeys(near)))}?" if near else ""
         return f"there is no table {name!r}, the dynamic tables are {sorted(self._tables)}{hint}"
 
@@ -618,43 +584,28 @@ class DynamicTables(Mapping[str, DynamicTable]):
 class _ShardOfModule:
     """The location of a table of a `DynamicEmbeddingBags`."""
 
-    def __init__(self, module: DynamicEmbeddingBags, index: int) -> None:
+    def __init__(self, module: Any, index: int) -> None:
         self.module, self.index = module, index
 
 
-class ModuleTables(tuple[DynamicSpec, ...]):
-    """The tables of a `DynamicEmbeddingBags`: specs by number, handles by name."""
+def handles_of(module: Any) -> DynamicTables:
+    """Return the handle of each table of a `DynamicEmbeddingBags`, by name."""
+    names = enumerate(module.table_names)
+    return DynamicTables(
+        {name: DynamicTable(name, {0: _ShardOfModule(module, t)}) for t, name in names}
+    )
 
-    _module: weakref.ref[DynamicEmbeddingBags]
 
-    def __new__(cls, specs: Iterable[DynamicSpec], module: DynamicEmbeddingBags) -> ModuleTables:
-        """Return the specs of a module's tables."""
-        made = super().__new__(cls, specs)
-        made._module = weakref.ref(module)
-        return made
+class TableSpecs(tuple[DynamicSpec, ...]):
+    """The specs of the tables of a module, by number."""
 
-    def handles(self) -> DynamicTables:
-        """Return the handle of each table, by name."""
-        module = self._module()
-        if module is None:
-            raise RuntimeError("the module of these tables is gone; keep it while they are used")
-        names = enumerate(module.table_names)
-        return DynamicTables(
-            {name: DynamicTable(name, {0: _ShardOfModule(module, t)}) for t, name in names}
-        )
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> DynamicSpec: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[DynamicSpec, ...]: ...
-    @overload
-    def __getitem__(self, index: str) -> DynamicTable: ...
     def __getitem__(self, index: Any) -> Any:
-        """Return a spec by number, or a handle by name."""
-        return self.handles()[index] if isinstance(index, str) else super().__getitem__(index)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (tuple(self),)  # a copy of the module makes its own
+        """Return a spec by its number; raise TypeError for a name, for which there are handles."""
+        if isinstance(index, str):
+            raise TypeError(
+                f"tables are specs by number: the handle of a table is table_handles()[{index!r}]"
+            )
+        return super().__getitem__(index)
 
 
 def tables_of(model: nn.Module) -> DynamicTables:
@@ -662,9 +613,9 @@ def tables_of(model: nn.Module) -> DynamicTables:
 
     In a model over ranks, handles are collectives, and names are the same on all ranks.
     """
-    found: dict[str, DynamicTables] = {}
+    by_path: dict[str, DynamicTables] = {}
     for path, part in model.named_modules():
-        is_inside = any(not known or path.startswith(f"{known}.") for known in found)
+        is_inside = any(not outer or path.startswith(f"{outer}.") for outer in by_path)
         if not is_inside and hasattr(part, "table_handles"):
-            found[path] = part.table_handles()
-    return DynamicTables.joined(found)
+            by_path[path] = part.table_handles()
+    return DynamicTables.joined(by_path)

@@ -40,8 +40,8 @@ class RowBuffers(NamedTuple):
         buffers: tensors of any dtype.
         layout: int64 `[T, P, 2]` on the device: for each table and buffer the byte at which row 0
             begins, and the bytes per row.
-        on_grow: called as `on_grow(table, rows_before, rows_after)` before a table takes more rows
-            into use; on the CPU only.
+        on_grow: function that is called as `on_grow(table, rows_before, rows_after)` before a table
+            takes more rows into use; on the CPU only.
     """
 
     buffers: list[Tensor]
@@ -55,7 +55,7 @@ class InsertedBatch(NamedTuple):
     Attributes:
         slots: int64 `[L]`, -1 for keys that were not inserted.
         misses: the keys that were not in their table before; None if there are known to be none.
-        result: what became of the misses; None as `misses`.
+        result: slots and status of the misses; None if `misses` is.
         status: uint8 `[L]`, what became of the key of every position; None as `misses`, for `HIT`.
             A backing store, which may change the result afterwards, does not change it.
     """
@@ -100,8 +100,8 @@ class HashIndex(nn.Module):
     Args:
         specs: capacity, growth and eviction of each table; dims and other fields of values are
             not used. All must agree in eviction and insert_policy.
-        device: where the index is stored.
-        hash_keys: by table, the 64-bit number (signed) on which its hash depends; see
+        device: device of the index; None is torch's default device.
+        hash_keys: signed 64-bit number per table, on which its hash depends; see
             `emblib.dynamic.keys.hash_key_of`. None is 0 for all: then anyone can construct keys
             that all share one bucket.
     """
@@ -165,7 +165,7 @@ class HashIndex(nn.Module):
 
     def tensors(self) -> list[Tensor]:
         """Return the index as the ops take it."""
-        return [self.tags, self.entries, self.tables, self.clock, self.counters]
+        return list(self._buffers.values())  # type: ignore[arg-type]  # all are there
 
     def clear(self) -> None:
         """Remove all keys, counters and ticks; tables have their initial capacity again."""
@@ -189,7 +189,7 @@ class HashIndex(nn.Module):
 
     @property
     def hash_keys(self) -> Tensor:
-        """By table, the number on which its hash depends, int64 `[T]`, on the CPU."""
+        """Return the hash key of each table, int64 `[T]`, on the CPU."""
         return torch.tensor(self._hash_keys, dtype=torch.int64)
 
     def hash_key(self, table: int) -> int:
@@ -200,7 +200,7 @@ class HashIndex(nn.Module):
         """Remove all keys of a table, which keeps its size.
 
         Args:
-            table: its number.
+            table: number of the table.
             hash_key: the number on which its hash depends from now on; None keeps the present one.
         """
         self.version += 1
@@ -253,19 +253,22 @@ class HashIndex(nn.Module):
             counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
             batch_scores: int64 `[T]`, the scores of this batch, where eviction is by assigned
                 scores.
-            admit: called with the batch and its misses, returns which of these to admit: bool `[L]`
-                by miss, or None for all.
+            admit: function of the batch and its misses that returns which of these to admit: bool
+                `[L]` by miss, or None for all.
             rows: values that move with their entries when a table grows.
             effects: native calls that were made before an interruption; None for a first call.
         """
         effects = Effects() if effects is None else effects
         if not effects.is_next_made:
-            self._settle_last()
+            if self._last is not None:
+                self._settle_last()
             self.version += 1
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
-        slots, *found = effects.once(hash.hash_touch_, index, *keys, counts, batch_scores, order)
-        misses = Misses(*found)
-        if not slots.is_cuda and int(misses.offsets[-1]) == 0:
+        slots, *of_misses = effects.once(
+            hash.hash_touch_, index, *keys, counts, batch_scores, order
+        )
+        misses = Misses(*of_misses)
+        if not slots.is_cuda and misses.offsets.tolist()[-1] == 0:
             return InsertedBatch(slots)
         admitted = None
         if admit is not None:  # it may change the counts, also where it runs again
@@ -303,7 +306,7 @@ class HashIndex(nn.Module):
             keys: a batch.
             slots: the present slots of its keys. For -1, and for overflow rows, the answer is
                 whether the table was emptied.
-            version: that at which a living watcher was registered.
+            version: version of the index at which a living watcher was registered.
         """
         self._settle_last()
         emptied = [at > version for at in self._emptied]
@@ -336,8 +339,8 @@ class HashIndex(nn.Module):
         status = last.result.status[groups.clamp(min=0).long()]
         new = (status == NEW) | (status == EVICTING)
         # Rows promoted from a backing store have status HIT: their keys never left.
-        known = (groups >= 0) & (new | (status == HIT))
-        at = self._positions(keys, torch.where(known, self.find(keys), -1))
+        has_slot = (groups >= 0) & (new | (status == HIT))
+        at = self._positions(keys, torch.where(has_slot, self.find(keys), -1))
         versions = self._versions_by_slot()
         versions.scatter_(0, at, torch.where(new, last.version, 0))
         versions[-1:].zero_()
@@ -455,10 +458,10 @@ class HashIndex(nn.Module):
     def export(self, table: int, since: int | None = None) -> ExportedEntries:
         """Return the entries of a table, all or those used at tick `since` or later (waits)."""
         entries = self.table_entries(table)
-        there = self.table_tags(table) != 0
+        is_used = self.table_tags(table) != 0
         if since is not None:
-            there &= entries[:, HashEntryColumn.STAMP] >= since
-        slots = there.nonzero().view(-1)
+            is_used &= entries[:, HashEntryColumn.STAMP] >= since
+        slots = is_used.nonzero().view(-1)
         chosen = entries[slots]
         scores = (
             chosen[:, HashEntryColumn.SCORE].clone()
@@ -573,14 +576,14 @@ class HashIndex(nn.Module):
                     f"{spec.max_buckets}"
                 )
         for name in ("clock", "counters"):
-            own: Tensor = getattr(self, name)
-            dumps.check_tensor(f"index.{name}", parts[name], own.dtype, own.shape)
+            buffer: Tensor = getattr(self, name)
+            dumps.check_tensor(f"index.{name}", parts[name], buffer.dtype, buffer.shape)
         for name, shape in (("tags", ()), ("entries", self.entries.shape[1:])):
-            own = getattr(self, name)
-            found = dumps.check_list(f"index.{name}", parts[name], len(buckets), "table")
-            for tensor, count in zip(found, buckets, strict=True):
+            buffer = getattr(self, name)
+            tensors = dumps.check_list(f"index.{name}", parts[name], len(buckets), "table")
+            for tensor, count in zip(tensors, buckets, strict=True):
                 wanted = (count * SLOTS, *shape)
-                dumps.check_tensor(f"index.{name}", tensor, own.dtype, wanted)
+                dumps.check_tensor(f"index.{name}", tensor, buffer.dtype, wanted)
         return [count * SLOTS for count in buckets]
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:

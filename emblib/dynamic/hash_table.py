@@ -73,12 +73,20 @@ class HashTable(nn.Module):
     Args:
         spec: capacity, dim, growth, eviction, insert_policy, and the initializer of rows for which
             no values are given. `admission` and `ttl` are not used.
-        dtype: of the values.
-        seed: of new rows and of the hash of keys, see `DynamicEmbeddingBags`.
-        device: where it lives.
+        dtype: dtype of the values.
+        seed: seed of new rows and of the hash of keys, see `DynamicEmbeddingBags`.
+        device: device of the table; None is torch's default device.
 
     Attributes:
         values: `[capacity, dim]`, rows by slot; those of empty slots are unspecified.
+
+    Example:
+        >>> table = emblib.HashTable(emblib.DynamicSpec(capacity=1_000, dim=2))
+        >>> keys = torch.tensor([2**62, -7])
+        >>> inserted = table.insert_or_assign(keys, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> values, is_present = table.find(torch.tensor([-7, 5]))
+        >>> values[0], is_present
+        (tensor([3., 4.]), tensor([ True, False]))
     """
 
     values: Tensor
@@ -222,7 +230,7 @@ class HashTable(nn.Module):
         Args:
             keys: int64 `[n]`.
             values: `[n, dim]`.
-            scores: see the class.
+            scores: scores of the keys, as the class describes.
             padded: whether `evicted` has n rows, of which the first `num_evicted` mean something,
                 so that the host does not wait for their number; `Insertion.trimmed` drops the rest.
         """

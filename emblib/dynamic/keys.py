@@ -39,9 +39,9 @@ def hash_keys_of(
     """Return the hash key of each table.
 
     Args:
-        seed: of all tables; None draws one from torch's generator.
-        names: of the tables.
-        hash_seeds: one per table, instead of `seed`.
+        seed: seed of all tables; None draws one from torch's generator.
+        names: names of the tables.
+        hash_seeds: seeds, one per table, instead of `seed`.
 
     Raises:
         ValueError: another number of seeds than of tables, or one below 0.
@@ -82,7 +82,7 @@ def as_keys(keys: Tensor) -> Tensor:
 
 
 class KeyStatus(IntEnum):
-    """What became of a key.
+    """Status of a key after a training forward.
 
     ============  =================================================================
     HIT           in the table before the batch
@@ -95,6 +95,14 @@ class KeyStatus(IntEnum):
     ============  =================================================================
 
     All positions of a batch that hold one key have the same status.
+
+    Example:
+        >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(100, 4)])
+        >>> for ids in ([3, 1], [3, 4]):
+        ...     pooled = bags(torch.tensor(ids), torch.tensor([0, 2]))
+        ...     print([emblib.KeyStatus(int(status)).name for status in bags.key_status()])
+        ['NEW', 'NEW']
+        ['HIT', 'NEW']
     """
 
     HIT = hash.HIT
@@ -106,7 +114,7 @@ class KeyStatus(IntEnum):
 
 
 def of_insertion(inserted: InsertedBatch) -> Tensor:
-    """Of a batch that was inserted, uint8 `[L]` of `KeyStatus`."""
+    """Return the status of the keys of an inserted batch, uint8 `[L]` of `KeyStatus`."""
     hits = torch.full_like(inserted.slots, KeyStatus.HIT, dtype=torch.uint8)
     if inserted.misses is None or inserted.result is None or not inserted.slots.numel():
         return hits
@@ -120,11 +128,6 @@ class LastBatch(NamedTuple):
     inserted: InsertedBatch
     keys: Keys
     version: int
-
-    @classmethod
-    def of(cls, inserted: InsertedBatch, keys: Keys) -> "LastBatch":
-        """Return the batch as it is now."""
-        return cls(inserted, keys, keys.ids._version)
 
     def status_of(self, table: int, wanted: Tensor) -> Tensor:
         """Return the status of keys of one table in the batch, uint8 `[n]` on the CPU.
@@ -145,8 +148,8 @@ class LastBatch(NamedTuple):
             return result
         ordered, order = ids.sort()
         at = torch.searchsorted(ordered, wanted).clamp_(max=ordered.numel() - 1)
-        known = ordered[at] == wanted
-        result[known] = status[order[at[known]]]
+        is_match = ordered[at] == wanted
+        result[is_match] = status[order[at[is_match]]]
         return result
 
 

@@ -33,8 +33,8 @@ class RowLayout:
     It has numbers only, no tensors; the module has the buffers.
 
     Args:
-        specs: the tables.
-        names: their names, on which first values of rows depend.
+        specs: specs of the tables.
+        names: names of the tables, on which the initial values of rows depend.
         states: the states of the optimizer.
         precision: dtypes of weights and states.
         overflow_rows: rows behind those of each table, which no slot of the index refers to.
@@ -270,9 +270,9 @@ class RowInitializer(nn.Module):
     """Write the first values of new rows, and choose what keys without a row read.
 
     Args:
-        layout: of the rows.
-        seed: of their first values.
-        device: where the rows are stored.
+        layout: layout of the rows.
+        seed: seed of their initial values.
+        device: device of the rows.
     """
 
     row_layout: Tensor
@@ -367,7 +367,7 @@ class RowInitializer(nn.Module):
 
 
 class BackingSearch(Protocol):
-    """What a training update needs of the tier behind the tables."""
+    """Interface of the tier behind the tables for training updates."""
 
     generation: int
 
@@ -413,8 +413,8 @@ class TrainingUpdate:
         """Return the update of a forward that backward repeats, which reads the same rows.
 
         Args:
-            first: that of the first forward; None if it is not known.
-            keys: of the repetition.
+            first: update of the first forward; None if it is not known.
+            keys: keys of the repetition.
 
         Raises:
             RuntimeError: the first forward is not known or had other keys; a row that it read was
@@ -467,9 +467,18 @@ class TrainingUpdate:
         assert batch is not None
         slots, indices = self.locate()
         groups = autograd.groups_of(batch._replace(indices=slots))
+        self._note_update()
+        return autograd.RowLocations(groups, None, self.reads.slots, indices)
+
+    def slots_to_update(self) -> Tensor:
+        """Return the present slots of the batch, -1 for none, which backward is about to update."""
+        slots, _ = self.locate()
+        self._note_update()
+        return slots
+
+    def _note_update(self) -> None:
         if self._backing is not None:
             self._backing_tier().will_update()
-        return autograd.RowLocations(groups, None, self.reads.slots, indices)
 
     def locate(self) -> tuple[Tensor, Tensor]:
         """Return the present slots of the batch, -1 for none, and the rows its lookups read.
@@ -493,11 +502,11 @@ class TrainingUpdate:
         if not self.is_stale():
             return self._slots, None
         if self._backing is None:
-            found = self._index.find(self._keys)
+            present = self._index.find(self._keys)
         else:
-            found = self._backing_tier().search(self._keys)
-        left = self._index.has_left(self._keys, found, self._version)
-        slots = torch.where((self._slots < 0) | left, -1, found)
+            present = self._backing_tier().search(self._keys)
+        left = self._index.has_left(self._keys, present, self._version)
+        slots = torch.where((self._slots < 0) | left, -1, present)
         lost = (self._slots >= 0) & (slots < 0)
         if self.reads.slots is not None:
             lost &= self.reads.slots < 0  # the others read default rows

@@ -1,4 +1,4 @@
-"""Insertion of the keys of training batches into the tables of a module, with hooks and checks.
+"""Insertion of the keys of training batches into dynamic tables, with hooks and checks.
 
 An insertion is made completely or not at all, wherever an exception interrupts it: `BatchInsertion`
 states in which order the index, the rows and the backing store change.
@@ -7,81 +7,65 @@ states in which order the index, the rows and the backing store change.
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from emblib.dynamic.eviction import Expiry
 from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.keys import LastBatch
-from emblib.dynamic.rows import BatchReads, RowLayout, TrainingUpdate
+from emblib.dynamic.rows import RowLayout, TrainingUpdate
+from emblib.dynamic.saving.checkpoint import table_entries
+from emblib.dynamic.state import DynamicState, of_state
+from emblib.dynamic.tiers.backing_tier import BatchPlacement
 from emblib.dynamic.tiers.store import FoundRows
 from emblib.ops import hash
-from emblib.ops.autograd import updates_in_backward
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import External, Optimizer, description
-from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
+from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
-from emblib.tables.base import check_bounds
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.parameters import caller_level, is_updated_in_backward, loses_values
 from emblib.tables.recomputation import RunningForward
 
-if TYPE_CHECKING:
-    from emblib.dynamic.module import DynamicEmbeddingBags
-    from emblib.dynamic.tiers.backing_tier import BatchPlacement
 
-
-def trains(module: "DynamicEmbeddingBags", running: RunningForward | None) -> bool:
-    """Return whether a lookup inserts keys: in training mode, unless the gradient is not wanted."""
-    has_gradient = not updates_in_backward(module.optimizer)
-    is_wanted = not has_gradient or module.weights.requires_grad
-    with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
-    return module.training and with_grad and is_wanted
-
-
+@torch.no_grad()  # a `with` would leave gradients disabled if its end is interrupted
 def insert_or_repeat(
-    module: "DynamicEmbeddingBags",
-    keys: Keys,
-    counts: Tensor | None,
-    running: RunningForward | None,
-    make_update: Callable[[Keys, Tensor, BatchReads], TrainingUpdate],
+    state: DynamicState, keys: Keys, counts: Tensor | None, running: RunningForward | None
 ) -> TrainingUpdate:
     """Insert the keys of a training batch, or find those of a forward that backward repeats.
 
     Args:
-        module: whose tables they are inserted into.
+        state: the tables.
         keys: the batch.
-        counts: see `insert_batch`.
+        counts: uses per position, see `insert_batch`.
         running: the checkpointed regions around the lookup.
-        make_update: returns the update of keys in these slots, which reads these rows.
     """
     if running is not None and running.is_repeated:
-        return TrainingUpdate.of_repetition(running.noted(module), keys)
-    inserted = insert_batch(module, keys, counts)
-    reads = module.row_initializer.reads_of_inserted(keys, inserted)
-    update = make_update(keys, inserted.slots, reads)
+        return TrainingUpdate.of_repetition(running.noted(state), keys)
+    inserted = insert_batch(state, keys, counts)
+    reads = state.row_initializer.reads_of_inserted(keys, inserted)
+    update = state.update_of(keys, inserted.slots, reads)
     if running is not None:
-        running.note(module, update)
+        running.note(state, update)
     return update
 
 
-def insert_batch(
-    module: "DynamicEmbeddingBags", keys: Keys, counts: Tensor | None
-) -> InsertedBatch:
+def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) -> InsertedBatch:
     """Insert the keys of a training batch: hits are touched, misses are inserted or refused.
 
     Args:
-        module: whose tables they are inserted into.
+        state: the tables, whose lock this thread holds.
         keys: the batch.
         counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
     """
-    insertion = BatchInsertion(module, keys, counts)
-    inserted = module.complete(insertion.run, insertion.is_optional)
-    _report_failures(module, inserted)
+    insertion = BatchInsertion(state, keys, counts)
+    inserted = state.lock.complete(insertion.run, insertion.is_optional)
+    if inserted.result is not None:
+        _report_failures(state, inserted)
     return inserted
 
 
@@ -101,17 +85,18 @@ class BatchInsertion:
     4. The store is called, and old keys expire.
 
     Args:
-        module: whose tables they are inserted into.
+        state: the tables.
         keys: the batch.
-        counts: as in `insert_batch`.
+        counts: uses per position, as in `insert_batch`.
     """
 
-    def __init__(self, module: "DynamicEmbeddingBags", keys: Keys, counts: Tensor | None) -> None:
-        self._module, self._keys, self._counts = module, keys, counts
+    def __init__(self, state: DynamicState, keys: Keys, counts: Tensor | None) -> None:
+        self._state, self._keys, self._counts = state, keys, counts
         # Raises before anything is changed.
-        self._scores = None if module.scores is None else module.scores.of_next_batch()
-        self._effects, self._admission_effects = Effects(), Effects()
-        self._expiry_effects = Effects()
+        self._scores = None if state.scores is None else state.scores.of_next_batch()
+        self._effects = Effects()
+        self._admission_effects: Effects | None = None
+        self._expiry_effects: Effects | None = None
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
         self._found: list[FoundRows] = []
@@ -126,131 +111,137 @@ class BatchInsertion:
         if self._has_begun:  # from now on the caller may write to its tensor
             self._keys = self._keys._replace(ids=self._keys.ids.clone())
         self._has_begun = True
-        module, keys = self._module, self._keys
+        state, keys = self._state, self._keys
         if self._inserted is None:
             self._inserted = self._insert()
         inserted = self._inserted
         if not self._is_written:
             if inserted.misses is not None:
                 self._write_rows(inserted)
-            module.last_batch = LastBatch.of(inserted, keys)
+            state.last_batch = LastBatch(inserted, keys, keys.ids._version)
             self._is_written = True
-        if module.backing is not None and inserted.misses is not None:
-            module.backing.move_rows()
-        if module.expiry:
-            self._expire()
+        if state.backing is not None and inserted.misses is not None:
+            state.backing.move_rows()
+        if state.expiry is not None:
+            self._expire(state.expiry)
         return inserted
 
     def _insert(self) -> InsertedBatch:
-        module = self._module
+        state = self._state
+        chooses = state.admission is not None or state.backing is not None
         self._effects.restart()
-        inserted = module.index.insert(
+        inserted = state.index.insert(
             self._keys,
             self._counts,
             batch_scores=self._scores,
-            admit=self._admit if self._takes_part() else None,
-            rows=module.slot_rows() if module.index.grows else None,
+            admit=self._admit if chooses else None,
+            rows=state.slot_rows() if state.index.grows else None,
             effects=self._effects,
         )
-        if module.scores is not None:
-            module.scores.advance(self._effects)
+        if state.scores is not None:
+            state.scores.advance(self._effects)
         return inserted
-
-    def _takes_part(self) -> bool:
-        module = self._module
-        return module.admission is not None or module.backing is not None or bool(module.hooks)
 
     def _admit(self, keys: Keys, misses: Misses) -> Tensor | None:
         """Return which of the missing keys to admit, bool `[L]` by miss; None for all."""
-        module = self._module
+        state = self._state
         in_store = admitted = None
-        if module.backing is not None:
-            self._found, in_store = module.backing.find_in_store(keys, misses)
-        if module.admission is not None:
+        if state.backing is not None:
+            self._found, in_store = state.backing.find_in_store(keys, misses)
+        if state.admission is not None:
+            if self._admission_effects is None:
+                self._admission_effects = Effects()
             self._admission_effects.restart()
-            admitted = module.admission.admit(keys, misses, in_store, self._admission_effects)
-        if module.backing is not None:
-            module.backing.add_stored_uses(misses, self._found)
-        for hook in module.hooks:
-            also = hook.admit(keys, misses)
-            if also is not None:
-                admitted = also if admitted is None else admitted & also
+            admitted = state.admission.admit(keys, misses, in_store, self._admission_effects)
+        if state.backing is not None:
+            state.backing.add_stored_uses(misses, self._found)
         return admitted
 
     def _write_rows(self, inserted: InsertedBatch) -> None:
-        module, keys = self._module, self._keys
+        state, keys = self._state, self._keys
         # With a backing store evicted rows are demoted, and the tier records what leaves the store.
-        if module.backing is not None:
+        if state.backing is not None:
             if self._placement is None:
-                self._placement = module.backing.place(keys, inserted, self._found, self._scores)
-            module.backing.take(inserted, self._placement)
-        elif module.eviction_log is not None:
-            module.eviction_log.record_batch(inserted, module.index.tick)
-        for hook in module.hooks:
-            hook.on_evict(keys, inserted)
-        module.row_initializer.write_(module.row_buffers(), keys, inserted)
-        for hook in module.hooks:
-            hook.on_insert(keys, inserted)
-        if module.backing is not None and self._placement is not None:
-            module.backing.write_found(self._placement)
+                self._placement = state.backing.place(keys, inserted, self._found, self._scores)
+            state.backing.take(inserted, self._placement)
+        elif state.eviction_log is not None:
+            state.eviction_log.record_batch(inserted, state.index.tick)
+        state.row_initializer.write_(state.row_buffers, keys, inserted)
+        if state.is_deferred or state.on_new_rows:
+            rows = _rows_of_new_keys(state.layout, keys, inserted)
+            if state.is_deferred:
+                _drop_gradients(state, rows)
+            for function in state.on_new_rows:
+                function(rows)
+        if state.backing is not None and self._placement is not None:
+            state.backing.write_found(self._placement)
 
-    def _expire(self) -> None:
-        module = self._module
-        self._expiry_effects.restart()
-        for sweep in module.expiry.sweeps(module.index.tick):
-            keys = module.index.expire(
-                sweep.table,
-                sweep.before,
-                sweep.first_bucket,
-                sweep.num_buckets,
-                self._expiry_effects,
-            )
-            module.record_evictions(sweep.table, keys)
-        if module.backing is None:
+    def _expire(self, expiry: Expiry) -> None:
+        state = self._state
+        if self._expiry_effects is None:
+            self._expiry_effects = Effects()
+        effects = self._expiry_effects
+        effects.restart()
+        for table, first_bucket, num_buckets, before in expiry.sweeps(state.index.tick):
+            keys = state.index.expire(table, before, first_bucket, num_buckets, effects)
+            state.record_evictions(table, keys)
+        if state.backing is None:
             return
-        for sweep in module.expiry.sweeps(module.index.tick):
+        for sweep in expiry.sweeps(state.index.tick):
             if sweep.first_bucket == 0:
-                module.backing.expire(sweep.table, sweep.before)
+                state.backing.expire(sweep.table, sweep.before)
 
 
-def erase_keys(module: "DynamicEmbeddingBags", table: int, keys: Keys) -> Tensor:
-    """Remove keys from both tiers; return by position whether one was there (once per key)."""
-    effects = Effects()
+@of_state
+def erase(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
+    """Remove keys with their rows; return by position whether one was there (once per key)."""
+    table, effects = state.table_number(table), Effects()
+    keys = state.keys_of(table, ids)
 
     def make() -> Tensor:
         effects.restart()
-        erased: Tensor = module.index.erase(keys, effects) >= 0
-        module.record_evictions(table, keys.ids[erased])
-        if module.backing is not None:
-            erased |= module.backing.erase(table, keys.ids).to(erased.device)
+        erased: Tensor = state.index.erase(keys, effects) >= 0
+        state.record_evictions(table, keys.ids[erased])
+        if state.backing is not None:
+            erased |= state.backing.erase(table, keys.ids).to(erased.device)
         return erased
 
-    return module.complete(make)
+    return state.complete(make)
 
 
-def clear_tables(module: "DynamicEmbeddingBags", tick: int) -> None:
-    """Remove all keys from both tiers; the count of training steps goes on from `tick`."""
-    module.index.clear()
-    module.index.set_tick(tick)
-    if module.admission is not None:
-        module.admission.clear()
-    if module.scores is not None:
-        module.scores.clear()
-    rows = module.slot_rows()
-    assert rows.on_grow is not None
-    for t, spec in enumerate(module.tables):
-        rows.on_grow(t, 0, spec.buckets * SLOTS)
-    if module.backing is not None:
-        module.backing.clear()
+@of_state
+def clear(state: DynamicState) -> None:
+    """Remove all keys, in both tiers; tables have their initial capacity again.
+
+    The count of training steps restarts, unless evictions are tracked.
+    """
+    tick = 0
+    if state.eviction_log is not None:
+        tick = state.index.tick
+        for t in range(len(state.specs)):
+            state.record_evictions(t, table_entries(state, t).keys)
+    state.complete(lambda: _clear(state, tick))
 
 
-def _report_failures(module: "DynamicEmbeddingBags", inserted: InsertedBatch) -> None:
+def _clear(state: DynamicState, tick: int) -> None:
+    """Remove all keys; the count of training steps goes on from `tick`."""
+    state.index.clear()
+    state.index.set_tick(tick)
+    if state.admission is not None:
+        state.admission.clear()
+    if state.scores is not None:
+        state.scores.clear()
+    state.use_initial_rows()
+    if state.backing is not None:
+        state.backing.clear()
+
+
+def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
     """Warn or raise for keys that found no slot, as their tables ask (waits for CUDA)."""
-    specs = module.tables
-    if inserted.misses is None or all(
-        spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs
-    ):
+    specs = state.specs
+    if all(spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs):
         return
+    assert inserted.misses is not None
     assert inserted.result is not None
     refused = inserted.result.status == hash.REFUSED
     if not bool(refused.any()):
@@ -261,7 +252,7 @@ def _report_failures(module: "DynamicEmbeddingBags", inserted: InsertedBatch) ->
         if not count or spec.on_insert_failure is OnInsertFailure.IGNORE:
             continue
         message = (
-            f"emblib: {count} keys found no slot in table {module.table_names[t]!r} of capacity "
+            f"emblib: {count} keys found no slot in table {state.table_names[t]!r} of capacity "
             f"{spec.rows} (eviction {spec.eviction.value}): they read {spec.default_value} and are "
             "not trained; choose a larger capacity, or smaller batches"
         )
@@ -270,124 +261,30 @@ def _report_failures(module: "DynamicEmbeddingBags", inserted: InsertedBatch) ->
         warnings.warn(message, stacklevel=caller_level())
 
 
-class TrainingHook(Protocol):
-    """Take part in the training steps of a module, in addition to its index and its rows.
-
-    A step calls `admit` before keys are inserted, `on_evict` once they are, with the rows of
-    evicted keys unchanged, and `on_insert` once all new rows have their first values. A step that
-    is completed after an interruption may call a method again.
-    """
-
-    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """Return which of the missing keys to admit, bool `[L]` by miss, or None for all."""
-
-    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Handle evicted keys (`inserted.result.evicted`), whose rows are still in their slots."""
-
-    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Handle new keys, whose rows have first values that may be overwritten."""
+def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
+    """Drop the gradients that a later step would apply to rows, which have new keys now (waits)."""
+    weights, grad = state.weights, state.weights.grad
+    if grad is None:
+        return
+    if not grad.is_sparse:
+        grad[rows] = 0
+        return
+    stale = torch.isin(grad._indices()[0], rows)
+    weights.grad = torch.sparse_coo_tensor(
+        grad._indices()[:, ~stale], grad._values()[~stale], grad.shape, check_invariants=False
+    )
+    state.dropped_updates += stale.sum()
 
 
-class ExternalStates:
-    """A training hook that resets the states of a torch.optim optimizer in rows of new keys.
-
-    Copies and pickles of it do nothing: the copied module has other weights, and its own optimizer
-    must be registered with it.
-
-    Args:
-        optimizer: of the weights; None does nothing.
-        weights: `[rows, dim]`, of all tables.
-        layout: where the rows of each table are.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        weights: nn.Parameter | None,
-        layout: RowLayout | None = None,
-    ) -> None:
-        self._optimizer, self._weights, self._layout = optimizer, weights, layout
-
-    @classmethod
-    def of_module(
-        cls, module: "DynamicEmbeddingBags", optimizer: torch.optim.Optimizer
-    ) -> "ExternalStates":
-        """Make the hook of a module for the optimizer of its weights.
-
-        Raises:
-            ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
-        """
-        if module.weights.dim() != 2:
-            raise ValueError(
-                "track_optimizer_state needs tables with optim.External and one dim, got "
-                f"{brief(module.optimizer)} and dims {sorted({s.dim for s in module.tables})}"
-            )
-        groups = optimizer.param_groups
-        if not any(p is module.weights for group in groups for p in group["params"]):
-            raise ValueError("the optimizer must have the weights of this module among its own")
-        return cls(optimizer, module.weights, module.rows)
-
-    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """Admit all keys."""
-        return None
-
-    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Do nothing: states of evicted keys are dropped."""
-
-    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Set the states of new keys to zero (waits for the device)."""
-        if self._optimizer is None or self._weights is None or self._layout is None:
-            return
-        rows = _rows_of_new_keys(self._layout, keys, inserted)
-        for state in self._optimizer.state.get(self._weights, {}).values():
-            if isinstance(state, Tensor) and state.shape[:1] == self._weights.shape[:1]:
-                state[rows] = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ExternalStates, (None, None)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "ExternalStates":
-        return ExternalStates(None, None)
-
-
-class PendingGradients:
-    """A training hook that drops the gradients of evicted keys, which a later step would apply.
-
-    For deferred optimizers: gradients are by row, and a new key takes the row of an evicted one.
-
-    Args:
-        module: the tables; dropped gradients are counted in its `dropped_updates`.
-    """
-
-    def __init__(self, module: "DynamicEmbeddingBags") -> None:
-        self._module = module
-
-    def admit(self, keys: Keys, misses: Misses) -> Tensor | None:
-        """Admit all keys."""
-        return None
-
-    def on_evict(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Do nothing: rows of evicted keys that get no new key are never read."""
-
-    def on_insert(self, keys: Keys, inserted: InsertedBatch) -> None:
-        """Drop the gradients of rows that have a new key (waits for the device)."""
-        module = self._module
-        grad = module.weights.grad
-        if grad is None:
-            return
-        rows = _rows_of_new_keys(module.rows, keys, inserted)
-        if not grad.is_sparse:
-            grad[rows] = 0
-            return
-        stale = torch.isin(grad._indices()[0], rows)
-        module.weights.grad = torch.sparse_coo_tensor(
-            grad._indices()[:, ~stale], grad._values()[~stale], grad.shape, check_invariants=False
-        )
-        module.dropped_updates += stale.sum()
+def reset_states(optimizer: torch.optim.Optimizer, weights: Tensor, rows: Tensor) -> None:
+    """Set the states that an optimizer of torch.optim has for rows of its weights to zero."""
+    for state in optimizer.state.get(weights, {}).values():
+        if isinstance(state, Tensor) and state.shape[:1] == weights.shape[:1]:
+            state[rows] = 0
 
 
 def _rows_of_new_keys(rows: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:
-    """Return the numbers, among the rows of all tables, of the rows that have a new key."""
+    """Return the numbers, among the rows of all tables, of the rows that have a new key (waits)."""
     assert inserted.misses is not None
     assert inserted.result is not None
     new = inserted.result.slots >= 0
@@ -458,8 +355,8 @@ def check_batch(
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise RuntimeError(f"{name} must be a tensor of {dtype}, got {found}")
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RuntimeError(f"{name} must be a tensor of {dtype}, got {got}")
         if tensor.shape != ids.shape or tensor.device != ids.device:
             raise RuntimeError(
                 f"{name} must have one entry per lookup = {ids.numel()} on {ids.device}, got "
@@ -471,30 +368,6 @@ def check_batch(
         )
     if counts is not None and not counts.is_cuda and counts.numel() and int(counts.min()) < 0:
         raise ValueError(f"counts must be >= 0, got {int(counts.min())}")
-
-
-def check_offsets(
-    module: "DynamicEmbeddingBags",
-    zeros: Tensor,
-    offsets: Tensor,
-    bag_layout: Tensor | None,
-    *,
-    is_prefetch: bool,
-) -> Tensor:
-    """Return the offsets of a batch repaired, see `check_bounds`.
-
-    Every id is valid: `zeros`, as many as there are ids, pass the check in their place. Padding
-    has ids of -1, which pass it before the first bag too.
-    """
-    if is_padded():
-        zeros = torch.full_like(zeros, -1)
-    message = (
-        "emblib: {offsets} offsets out of bounds, which are clamped: they must begin with "
-        "0, not decrease and end with the number of indices (are they offsets, not lengths?)"
-    )
-    return check_bounds(
-        module, zeros, offsets, module.features, bag_layout, message, is_prefetch=is_prefetch
-    )
 
 
 def num_padding_ids(ids: Tensor, offsets: Tensor) -> int:

@@ -44,7 +44,7 @@ class Effects:
         handled between the two would lose it. So the overload's native function is called, not its
         `__call__`, which is Python.
         """
-        if not self.is_next_made:
+        if self._next == len(self._made):
             self._made.extend(zip((op,), itertools.starmap(op._op, (arguments,)), strict=False))
         self._next += 1
         return self._made[self._next - 1][1]

@@ -67,11 +67,20 @@ class Hash(Storage):
             larger than the device; `num_embeddings` is then the capacity of the fast tier over all
             ranks. Every shard makes a store of its own like this one, which itself stays unused:
             host memory with its part of the capacity, files named by table and shard.
-        seed: of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where untrusted
-            users choose the keys, set one that they do not know. Tables with different seeds do
-            not share a module. None: initial values are those of seed 0, and keys are hashed by a
-            seed that the collection draws from torch's generator, the same on all ranks that have
-            shards of the table.
+        seed: seed of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where
+            untrusted users choose the keys, set one that they do not know. Tables with different
+            seeds do not share a module. None: initial values are those of seed 0, and keys are
+            hashed by a seed that the collection draws from torch's generator, the same on all ranks
+            that have shards of the table.
+
+    Example:
+        >>> storage = emblib.storage.Hash(eviction=emblib.Eviction.LFU)
+        >>> table = emblib.EmbeddingBagConfig(1_000, 16, "user", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table], optimizer=emblib.optim.SGD(0.1))
+        >>> ids = torch.tensor([2**62, -7])
+        >>> batch = emblib.KeyedJaggedTensor(["user"], ids, lengths=torch.tensor([1, 1]))
+        >>> bags(batch).values().shape, bags.tables["user"].size()
+        (torch.Size([2, 16]), 2)
     """
 
     initial_capacity: int | None = None
@@ -366,7 +375,7 @@ class HashHandle(TableHandle):
             self._parameters["weight"] = module.weights
             mark(module.weights, self, module.optimizer)
             return
-        view = module.rows.views(module.row_buffers(), self.index)["weight"]
+        view = module.table_rows(self.index)["weight"]
         bind_view(self, "weight", view, module.optimizer)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
@@ -470,5 +479,5 @@ class HashHandle(TableHandle):
     def _names(self) -> set[str]:
         module: DynamicEmbeddingBags = self.module
         table = f"{module.table_names[self.index]}."
-        names = {key for key in state_names(module) if key.startswith(table)}
+        names = {key for key in state_names(module.state) if key.startswith(table)}
         return {"clock", *(key.removeprefix(table) for key in names)}

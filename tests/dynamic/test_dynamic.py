@@ -101,7 +101,7 @@ def test_a_key_without_a_row_never_meets_garbage(device: torch.device, missing: 
         DynamicSpec(32, 3, default_value=missing, admission=admission),
     ]
     table = DynamicEmbeddingBags(specs, optim.Adam(lr=0.01), feature_tables=[0, 1], device=device)
-    for plane in table.row_buffers():
+    for plane in table.state.row_buffers:
         plane.fill_(float("nan"))
     for _ in range(30):
         ids = torch.randint(-200, 200, (120,), generator=generator).to(device)

@@ -50,7 +50,7 @@ def rows_by_key(table: DynamicTable) -> dict[int, list[float]]:
 def test_counts_and_keys(device: torch.device) -> None:
     bags = module(device)
     train(bags)
-    item, user = bags.tables["item"], bags.tables["user"]
+    item, user = bags.table_handles()["item"], bags.table_handles()["user"]
     assert (item.size(), user.size(), user.capacity(), user.step()) == (3, 3, 64, 1)
     assert item.stats() == bags.stats()["item"]
     assert item.tier_stats() is None
@@ -67,18 +67,18 @@ def test_status_of_keys(device: torch.device) -> None:
     bags = module(device)
     asked = torch.tensor([9, 5, 77])
     with pytest.raises(RuntimeError, match="there was none"):
-        bags.tables["user"].key_status(asked)
+        bags.table_handles()["user"].key_status(asked)
     train(bags)
     new, hit, absent = KeyStatus.NEW, KeyStatus.HIT, KeyStatus.ABSENT
-    assert bags.tables["user"].key_status(asked).tolist() == [new, absent, absent]
-    assert bags.tables["item"].key_status(asked).tolist() == [absent, new, absent]
+    assert bags.table_handles()["user"].key_status(asked).tolist() == [new, absent, absent]
+    assert bags.table_handles()["item"].key_status(asked).tolist() == [absent, new, absent]
     ids = torch.tensor([5, 6, 7, 8, 77, 78, 79, 9])
     train(bags, ids)
-    assert bags.tables["user"].key_status(asked).tolist() == [hit, absent, new]
+    assert bags.table_handles()["user"].key_status(asked).tolist() == [hit, absent, new]
     by_position = bags.key_status().cpu()
     for name, half in (("item", ids[:4]), ("user", ids[4:])):
         own = by_position[:4] if name == "item" else by_position[4:]
-        assert bags.tables[name].key_status(half).tolist() == own.tolist()
+        assert bags.table_handles()[name].key_status(half).tolist() == own.tolist()
 
 
 def test_ids_that_were_overwritten_are_not_answered(device: torch.device) -> None:
@@ -86,23 +86,26 @@ def test_ids_that_were_overwritten_are_not_answered(device: torch.device) -> Non
     train(bags, ids)
     ids[0] = 1
     with pytest.raises(RuntimeError, match="changed in place"):
-        bags.tables["item"].key_status(torch.tensor([5]))
+        bags.table_handles()["item"].key_status(torch.tensor([5]))
 
 
 def test_scores(device: torch.device) -> None:
     bags = module(device, eviction=Eviction.CUSTOM)
-    item, user = bags.tables["item"], bags.tables["user"]
+    item, user = bags.table_handles()["item"], bags.table_handles()["user"]
     item.set_score(7)
     user.set_score(-3)
     assert (item.score(), user.score()) == (7, -3)
     train(bags)
     assert set(user.entries().scores.tolist()) == {-3}
     stepped = module(device, eviction=Eviction.STEP)
-    stepped.tables["user"].set_step(40)
-    assert (stepped.tables["item"].score(), stepped.tables["user"].score()) == (1, 40)
+    stepped.table_handles()["user"].set_step(40)
+    assert (stepped.table_handles()["item"].score(), stepped.table_handles()["user"].score()) == (
+        1,
+        40,
+    )
     plain = module(device)
     with pytest.raises(ValueError, match=r"none has it"):
-        plain.tables["user"].set_score(1)
+        plain.table_handles()["user"].set_score(1)
 
 
 @pytest.mark.parametrize("tiered", [False, True])
@@ -111,7 +114,7 @@ def test_scores_of_keys(device: torch.device, tiered: bool) -> None:
     backing = BackingStore(HostRows(32, Eviction.CUSTOM, seed=0)) if tiered else None
     spec = DynamicSpec(32, 4, name="item", eviction=Eviction.CUSTOM)
     bags = DynamicEmbeddingBags([spec], optim.SGD(0.1), seed=3, device=device, backing=backing)
-    item, offsets = bags.tables["item"], torch.tensor([0, 16], device=device)
+    item, offsets = bags.table_handles()["item"], torch.tensor([0, 16], device=device)
     item.set_score(100)
     first = torch.arange(64 if tiered else 32)
     for part in first.split(16):
@@ -131,7 +134,7 @@ def test_scores_of_keys(device: torch.device, tiered: bool) -> None:
         item.set_key_scores(some, torch.tensor([1, 2, 3]))
     plain = module(device)
     with pytest.raises(ValueError, match="'item' evicts by lru"):
-        plain.tables["item"].set_key_scores(some, 1)
+        plain.table_handles()["item"].set_key_scores(some, 1)
 
 
 @pytest.mark.parametrize("tiered", [False, True])
@@ -139,12 +142,12 @@ def test_changes_reach_a_copy(device: torch.device, tiered: bool) -> None:
     """Of each table alone, whatever the other one does; the copy may have a store or not."""
     bags = module(device)
     with pytest.raises(RuntimeError, match="call track_evictions"):
-        bags.tables["user"].changes_since(0)
-    user = bags.tables["user"]
+        bags.table_handles()["user"].changes_since(0)
+    user = bags.table_handles()["user"]
     user.track_evictions()
     train(bags)
     other = module(device, backing=BackingStore(HostRows(64)) if tiered else None)
-    other.tables["user"].set_entries(user.entries())
+    other.table_handles()["user"].set_entries(user.entries())
     step = user.step()
     other.index.set_tick(step)
     train(bags, IDS + 1)
@@ -153,36 +156,38 @@ def test_changes_reach_a_copy(device: torch.device, tiered: bool) -> None:
     assert (changes.until, changes.removed.tolist()) == (2, [11])
     assert user.evicted(step).tolist() == [11]
     assert sorted(changes.entries.keys.tolist()) == [9, 10, 12]  # of step 1 again, and step 2
-    applied = other.tables["user"].apply_changes(changes)
+    applied = other.table_handles()["user"].apply_changes(changes)
     assert applied.left_out == 0
-    assert rows_by_key(other.tables["user"]) == rows_by_key(user)
-    assert other.tables["item"].size() == 0
+    assert rows_by_key(other.table_handles()["user"]) == rows_by_key(user)
+    assert other.table_handles()["item"].size() == 0
     other.index.set_tick(9)
     with pytest.raises(ValueError, match="already"):
-        other.tables["user"].apply_changes(changes)
+        other.table_handles()["user"].apply_changes(changes)
 
 
 def test_one_table_of_several_in_a_dump(device: torch.device, tmp_path: Path) -> None:
     bags = module(device)
     bags.track_evictions()
     train(bags)
-    step = bags.tables["user"].save(tmp_path / "user")
+    step = bags.table_handles()["user"].save(tmp_path / "user")
     train(bags, IDS + 1)
-    bags.tables["user"].save(tmp_path / "more", since=step)
+    bags.table_handles()["user"].save(tmp_path / "more", since=step)
     bags.save(tmp_path / "all")
     for directory in ("user", "all"):
         other = module(device)
-        loaded = other.tables["user"].load(tmp_path / directory)
+        loaded = other.table_handles()["user"].load(tmp_path / directory)
         assert loaded.left_out == 0
-        assert other.tables["item"].size() == 0
+        assert other.table_handles()["item"].size() == 0
         if directory == "user":
             assert other.step == 1  # the optimizer continues with the steps of the dump
-            other.tables["user"].load(tmp_path / "more")
+            other.table_handles()["user"].load(tmp_path / "more")
         assert other.step == 2
-        assert rows_by_key(other.tables["user"]) == rows_by_key(bags.tables["user"])
+        assert rows_by_key(other.table_handles()["user"]) == rows_by_key(
+            bags.table_handles()["user"]
+        )
         assert other.index.hash_key(1) == bags.index.hash_key(1)
     with pytest.raises(ValueError, match="has no table 'item'"):
-        other.tables["item"].load(tmp_path / "user")
+        other.table_handles()["item"].load(tmp_path / "user")
 
 
 def test_counters_shared_by_tables_are_not_lost_silently(tmp_path: Path) -> None:
@@ -190,14 +195,16 @@ def test_counters_shared_by_tables_are_not_lost_silently(tmp_path: Path) -> None
     specs = [DynamicSpec(64, 4, name=name, admission=admission) for name in ("item", "user")]
     both = DynamicEmbeddingBags(specs, optim.SGD(0.1))
     with pytest.raises(ValueError, match="save the module instead"):
-        both.tables["user"].save(tmp_path / "dump")
+        both.table_handles()["user"].save(tmp_path / "dump")
     alone, other = (DynamicEmbeddingBags(specs[1:], optim.SGD(0.1)) for _ in range(2))
     offsets, ids = torch.tensor([0, 1]), torch.tensor([3])
     alone(ids, offsets)
-    alone.tables["user"].save(tmp_path / "dump")
-    other.tables["user"].load(tmp_path / "dump")
+    alone.table_handles()["user"].save(tmp_path / "dump")
+    other.table_handles()["user"].load(tmp_path / "dump")
     other(ids, offsets)
-    assert other.tables["user"].size() == 1  # the second use, counting the one before the dump
+    assert (
+        other.table_handles()["user"].size() == 1
+    )  # the second use, counting the one before the dump
 
 
 def collection(device: torch.device) -> EmbeddingBagCollection:
@@ -241,7 +248,7 @@ def test_names_that_are_no_dynamic_table(device: torch.device) -> None:
     assert tables.get("nothing") is None
     bags = module(device)
     with pytest.raises(KeyError, match="did you mean 'item'"):
-        bags.tables["items"]
+        bags.table_handles()["items"]
 
 
 def test_on_meta() -> None:

@@ -280,7 +280,7 @@ def bag(*ids: int) -> tuple[Tensor, Tensor]:
 
 def uses(module: DynamicEmbeddingBags) -> dict[int, int]:
     """Return the score of every key."""
-    entries = module.tables["t"].entries()
+    entries = module.table_handles()["t"].entries()
     assert entries.scores is not None
     return dict(sorted(zip(entries.keys.tolist(), entries.scores.tolist(), strict=True)))
 

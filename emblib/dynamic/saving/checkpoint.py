@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,9 @@ from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpMismatchError, Report
 from emblib.dynamic.saving.entries import Entries, Rows
 from emblib.dynamic.saving.loading import Loaded, TableTarget
+from emblib.dynamic.state import DynamicState, of_state
 from emblib.tables import state_dicts
-from emblib.tables.locks import atomic
 from emblib.tables.parameters import caller_level
-
-if TYPE_CHECKING:
-    from emblib.dynamic.module import DynamicEmbeddingBags
 
 CLOCK = "clock"
 HYPER = "hyper"
@@ -43,41 +40,38 @@ _SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
 # Entries of a table
 
 
-def target_of(
-    module: "DynamicEmbeddingBags", table: int, hash_key: int | None = None
-) -> TableTarget:
+@of_state
+def target_of(state: DynamicState, table: int, hash_key: int | None = None) -> TableTarget:
     """Return a table of a module as a target of `emblib.dynamic.saving.loading`."""
     return TableTarget(
-        index=module.index,
+        index=state.index,
         table=table,
-        name=module.table_names[table],
-        views=module.table_rows(table),
-        rows=module.slot_rows(),
-        initial_state=module.tables[table].initial_state,
+        name=state.table_names[table],
+        views=state.table_rows(table),
+        rows=state.slot_rows(),
+        initial_state=state.specs[table].initial_state,
         hash_key=hash_key,
-        complete=module.complete,
+        complete=state.complete,
     )
 
 
-@atomic
-def table_entries(
-    module: "DynamicEmbeddingBags", table: int | str, since: int | None = None
-) -> Entries:
+@of_state
+def table_entries(state: DynamicState, table: int | str, since: int | None = None) -> Entries:
     """Return the entries of a table, of both tiers: all, or those used at tick `since` or later.
 
     Rows are copied when they are indexed, so read them before training continues.
     """
-    table = module.table_number(table)
-    if module.backing is None:
-        return loading.export(target_of(module, table), since)
-    module.backing.write_back()
-    fast = loading.export(target_of(module, table), since)
-    return module.backing.join_entries(table, fast, since)
+    table = state.table_number(table)
+    if state.backing is None:
+        return loading.export(target_of(state, table), since)
+    state.backing.write_back()
+    fast = loading.export(target_of(state, table), since)
+    return state.backing.join_entries(table, fast, since)
 
 
-@atomic
+@of_state
 def set_table_entries(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     table: int | str,
     entries: Entries,
     report: Report | None = None,
@@ -91,49 +85,49 @@ def set_table_entries(
     there, and the fast tier is empty.
 
     Args:
-        module: which has the table.
-        table: its number or name.
+        state: the tables.
+        table: number or name of the table.
         entries: the new entries.
-        report: called as rows are written.
+        report: function that is called as rows are written.
         hash_key: `index.hash_key` of the table that the entries are from, so that keys share
             buckets as they do there; None keeps that of this table.
 
     Raises:
         ValueError: entries that do not fit, before anything is changed.
     """
-    table = module.table_number(table)
-    target = target_of(module, table, hash_key)
-    if module.backing is not None:
+    table = state.table_number(table)
+    target = target_of(state, table, hash_key)
+    if state.backing is not None:
         loading.check(target, entries)
 
     def write() -> Loaded:
         nonlocal report
         now, report = report, None  # if it raises, the rest is loaded without it
-        if module.backing is None:
+        if state.backing is None:
             return loading.replace(target, entries, now)
-        module.backing.drop_overflow_rows()
-        module.backing.store.clear(table)
-        module.index.empty(table, hash_key)
-        return module.backing.load_entries(table, entries, now)
+        state.backing.drop_overflow_rows()
+        state.backing.store.clear(table)
+        state.index.empty(table, hash_key)
+        return state.backing.load_entries(table, entries, now)
 
-    return module.complete(write)
+    return state.complete(write)
 
 
-@atomic
-def check_entries(module: "DynamicEmbeddingBags", table: int, entries: Entries) -> None:
+@of_state
+def check_entries(state: DynamicState, table: int, entries: Entries) -> None:
     """Raise ValueError if entries do not fit a table; see `set_table_entries`."""
-    loading.check(target_of(module, table), entries)
+    loading.check(target_of(state, table), entries)
 
 
 # State dicts
 
 
-def write_state(module: "DynamicEmbeddingBags", destination: dict[str, Any], prefix: str) -> None:
+def write_state(state: DynamicState, destination: dict[str, Any], prefix: str) -> None:
     """Write the state of a module without that of its children (`_save_to_state_dict`)."""
-    destination[prefix + HYPER] = module.hyperparams
-    destination[prefix + CLOCK] = module.index.clock.cpu().clone()
-    for t, name in enumerate(module.table_names):
-        entries = table_entries(module, t)
+    destination[prefix + HYPER] = state.hyperparams
+    destination[prefix + CLOCK] = state.index.clock.cpu().clone()
+    for t, name in enumerate(state.table_names):
+        entries = table_entries(state, t)
         order = routing.canonical_order(entries.keys)
         columns: dict[str, Rows] = {"keys": entries.keys, "stamps": entries.stamps}
         if entries.scores is not None:
@@ -152,153 +146,148 @@ def _gather(rows: Rows, order: Tensor) -> Tensor:
     return out
 
 
-def state_names(module: "DynamicEmbeddingBags") -> list[str]:
+def state_names(state: DynamicState) -> list[str]:
     """Return the names that `write_state` writes."""
-    kinds = ["keys", "stamps", *module.table_rows(0)] if module.tables else []
-    if module.index.entries.shape[1] > 2:
+    kinds = ["keys", "stamps", *state.table_rows(0)] if state.specs else []
+    if state.index.entries.shape[1] > 2:
         kinds.append("scores")
-    return [HYPER, CLOCK, *(f"{name}.{kind}" for name in module.table_names for kind in kinds)]
+    return [HYPER, CLOCK, *(f"{name}.{kind}" for name in state.table_names for kind in kinds)]
 
 
-@atomic
-def child_state(module: "DynamicEmbeddingBags") -> dict[str, Tensor]:
+@of_state
+def child_state(state: DynamicState) -> dict[str, Tensor]:
     """Return the state of the children of a module: counters of admission, scores, hash keys."""
-    names = state_names(module)
+    names = state_names(state)
     return {
         f"{child}.{key}": value
-        for child, part in module.named_children()
+        for child, part in state.parts().items()
         for key, value in part.state_dict().items()
         if f"{child}.{key}" not in names
     }
 
 
-def expected_names(
-    module: "DynamicEmbeddingBags", state_dict: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def expected_names(state: DynamicState, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the names that a strict load of a state dict requires, as keys of a dict."""
-    names = dict.fromkeys([*state_names(module), *child_state(module)], module.hyperparams)
+    names = dict.fromkeys([*state_names(state), *child_state(state)], state.hyperparams)
     for name in (INDEX_HASH_KEYS, _SKETCH_HASH_KEYS):
         if name not in state_dict:  # as in those of earlier versions
             names.pop(name, None)
     return names
 
 
-def names_as_attributes(module: "DynamicEmbeddingBags") -> SimpleNamespace:
+def names_as_attributes(state: DynamicState) -> SimpleNamespace:
     """Return the names in a state dict that are no parameter or buffer, as attributes."""
     kinds = SimpleNamespace(stamps=0, keys=0, scores=0)
-    for t in range(min(len(module.tables), 1)):
-        kinds = SimpleNamespace(**vars(kinds), **module.table_rows(t))
-    return SimpleNamespace(**{CLOCK: 0, **dict.fromkeys(module.table_names, kinds)})
+    for t in range(min(len(state.specs), 1)):
+        kinds = SimpleNamespace(**vars(kinds), **state.table_rows(t))
+    return SimpleNamespace(**{CLOCK: 0, **dict.fromkeys(state.table_names, kinds)})
 
 
 def read_state(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     state_dict: dict[str, Any],
     prefix: str,
     missing_keys: list[str],
     unexpected_keys: list[str],
-    error_messages: list[str],
 ) -> None:
     """Read what `write_state` wrote (`_load_from_state_dict`); an error changes nothing."""
-    if state_dicts.refuses(module, state_dict, prefix, error_messages):
-        return
-    state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-    names, children = state_names(module), [name for name, _ in module.named_children()]
-    missing_keys.extend(prefix + key for key in names if key not in state)
+    saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+    names, children = state_names(state), state.parts()
+    missing_keys.extend(prefix + key for key in names if key not in saved)
     unexpected_keys.extend(
-        prefix + key for key in state if key not in names and key.split(".")[0] not in children
+        prefix + key for key in saved if key not in names and key.split(".")[0] not in children
     )
-    found = _entries_in(module, state)
+    entries = _entries_in(state, saved)
     replace_tables(
-        module,
-        found,
-        clock=int(state.get(CLOCK, 0)),
-        hyperparameters=state.get(HYPER),
-        hash_keys=hash_keys_in(module, found, state.get(INDEX_HASH_KEYS)),
+        state,
+        entries,
+        clock=int(saved.get(CLOCK, 0)),
+        hyperparameters=saved.get(HYPER),
+        hash_keys=hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS)),
     )
 
 
 def state_problems(
-    module: "DynamicEmbeddingBags", state_dict: Mapping[str, Any], prefix: str
+    state: DynamicState, state_dict: Mapping[str, Any], prefix: str
 ) -> Iterator[str]:
     """Yield what is wrong with the entries of a module in a state dict, without its children."""
-    state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-    found = [
-        *_tensor_problems(module, state),
-        *state_dicts.number_problems(state, CLOCK, below=MAX_TICK),
-        *state_dicts.entry_problems(state, {HYPER: module.hyperparams}),
+    saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+    problems = [
+        *_tensor_problems(state, saved),
+        *state_dicts.number_problems(saved, CLOCK, below=MAX_TICK),
+        *state_dicts.entry_problems(saved, {HYPER: state.hyperparams}),
     ]
-    if not found:
+    if not problems:
         try:
-            entries = _entries_in(module, state)
+            entries = _entries_in(state, saved)
             for t, those in entries.items():
-                loading.check(target_of(module, t), those)
-            hash_keys_in(module, entries, state.get(INDEX_HASH_KEYS))
+                loading.check(target_of(state, t), those)
+            hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS))
         except (ValueError, TypeError) as error:
-            found.append(str(error))
-    yield from (f"{prefix}{problem}" for problem in found)
+            problems.append(str(error))
+    yield from (f"{prefix}{problem}" for problem in problems)
 
 
-def _tensor_problems(module: "DynamicEmbeddingBags", state: Mapping[str, Any]) -> Iterator[str]:
+def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield the entries by key that are no tensors of the dtype and shape of the tables'."""
     word = torch.empty(0, dtype=torch.int64)
-    for t, name in enumerate(module.table_names):
-        keys = state.get(f"{name}.keys")
+    for t, name in enumerate(state.table_names):
+        keys = saved.get(f"{name}.keys")
         size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
-        for kind, own in {**dict.fromkeys(_COLUMNS, word), **module.table_rows(t)}.items():
+        for kind, view in {**dict.fromkeys(_COLUMNS, word), **state.table_rows(t)}.items():
             key = f"{name}.{kind}"
-            if key in state:
-                problem = state_dicts.tensor_problem(state[key], own, (size, *own.shape[1:]))
+            if key in saved:
+                problem = state_dicts.tensor_problem(saved[key], view, (size, *view.shape[1:]))
                 if problem:
                     yield f"{key}: {problem}"
-    if INDEX_HASH_KEYS in state:
-        problem = state_dicts.tensor_problem(state[INDEX_HASH_KEYS], word)
+    if INDEX_HASH_KEYS in saved:
+        problem = state_dicts.tensor_problem(saved[INDEX_HASH_KEYS], word)
         if problem:
             yield f"{INDEX_HASH_KEYS}: {problem}"
 
 
-def _entries_in(module: "DynamicEmbeddingBags", state: Mapping[str, Tensor]) -> dict[int, Entries]:
+def _entries_in(state: DynamicState, saved: Mapping[str, Tensor]) -> dict[int, Entries]:
     """Return the entries of the tables whose keys a state dict has."""
-    found = {}
-    for t, name in enumerate(module.table_names):
+    by_table = {}
+    for t, name in enumerate(state.table_names):
         columns = {
-            kind: state[f"{name}.{kind}"].detach().cpu()
+            kind: saved[f"{name}.{kind}"].detach().cpu()
             for kind in _COLUMNS
-            if f"{name}.{kind}" in state
+            if f"{name}.{kind}" in saved
         }
         if "keys" not in columns:
             continue
         stamps = columns.get("stamps", torch.ones_like(columns["keys"]))
         rows: dict[str, Rows] = {
-            kind: state[f"{name}.{kind}"]
-            for kind in module.table_rows(t)
-            if f"{name}.{kind}" in state
+            kind: saved[f"{name}.{kind}"]
+            for kind in state.table_rows(t)
+            if f"{name}.{kind}" in saved
         }
-        found[t] = Entries(columns["keys"], stamps, columns.get("scores"), rows)
-    return found
+        by_table[t] = Entries(columns["keys"], stamps, columns.get("scores"), rows)
+    return by_table
 
 
-def check_hyperparameters(module: "DynamicEmbeddingBags", hyperparameters: Tensor | None) -> None:
+def check_hyperparameters(state: DynamicState, hyperparameters: Tensor | None) -> None:
     """Raise ValueError if hyperparameters are of another optimizer than that of a module."""
-    if hyperparameters is not None and hyperparameters.shape != module.hyperparams.shape:
+    if hyperparameters is not None and hyperparameters.shape != state.hyperparams.shape:
         raise ValueError(
             f"hyper has {hyperparameters.numel()} numbers, this optimizer has "
-            f"{module.hyperparams.numel()}: the checkpoint is of another one; without this key and "
+            f"{state.hyperparams.numel()}: the checkpoint is of another one; without this key and "
             "with strict=False the rest can be loaded"
         )
 
 
 def hash_keys_in(
-    module: "DynamicEmbeddingBags", found: Mapping[int, Entries], saved: Tensor | None
+    state: DynamicState, entries: Mapping[int, Entries], saved: Tensor | None
 ) -> dict[int, int]:
     """Return the saved hash keys by table; an empty dict if none were saved.
 
     Saved are those of all tables of a module, or of the tables that were found.
     """
-    if saved is None or not found:
+    if saved is None or not entries:
         return {}
-    num_tables = len(module.tables)
-    tables = range(num_tables) if saved.numel() == num_tables else list(found)
+    num_tables = len(state.specs)
+    tables = range(num_tables) if saved.numel() == num_tables else list(entries)
     if saved.dtype != torch.int64 or saved.dim() != 1 or saved.numel() != len(tables):
         raise ValueError(
             f"{INDEX_HASH_KEYS} must be int64, one per table = [{len(tables)}], got {saved.dtype} "
@@ -307,10 +296,10 @@ def hash_keys_in(
     return dict(zip(tables, saved.tolist(), strict=True))
 
 
-@atomic
+@of_state
 def replace_tables(
-    module: "DynamicEmbeddingBags",
-    found: Mapping[int, Entries],
+    state: DynamicState,
+    entries: Mapping[int, Entries],
     *,
     clock: int,
     hyperparameters: Tensor | None,
@@ -323,23 +312,23 @@ def replace_tables(
         nonlocal report
         now, report = report, None  # if it raises, the rest is loaded without it
         loaded = {
-            module.table_names[t]: set_table_entries(
-                module, t, entries, now, hash_key=hash_keys.get(t)
+            state.table_names[t]: set_table_entries(
+                state, t, of_table, now, hash_key=hash_keys.get(t)
             )
-            for t, entries in found.items()
+            for t, of_table in entries.items()
         }
-        newest = [entries.newest_stamp() for entries in found.values()]
-        if len(found) == len(module.tables):
-            module.index.set_tick(max([clock, *newest]))
-            module.index.reset_stats()
+        newest = [of_table.newest_stamp() for of_table in entries.values()]
+        if len(entries) == len(state.specs):
+            state.index.set_tick(max([clock, *newest]))
+            state.index.reset_stats()
         else:
-            module.index.set_tick(max([clock, module.index.tick, *newest]))
+            state.index.set_tick(max([clock, state.index.tick, *newest]))
         if hyperparameters is not None:
-            module.load_hyperparams(hyperparameters)
-        restart_eviction_log(module)
+            state.load_hyperparams(hyperparameters)
+        state.restart_eviction_log()
         return loaded
 
-    loaded = module.complete(write)
+    loaded = state.complete(write)
     left_out = {name: done.left_out for name, done in loaded.items() if done.left_out}
     if left_out:
         warnings.warn(
@@ -350,49 +339,43 @@ def replace_tables(
     return loaded
 
 
-@atomic
+@of_state
 def set_child_state(
-    module: "DynamicEmbeddingBags", state: Mapping[str, Tensor], directory: str | Path
+    state: DynamicState, saved: Mapping[str, Tensor], directory: str | Path
 ) -> None:
     """Load the children of a module; those without a saved state stay as they are.
 
     Raises:
         DumpError: the state in `directory` does not fit, before anything is changed.
     """
-    given = check_child_state(module, state, directory)
-    for child, part in module.named_children():
-        if given[child]:
-            part.load_state_dict(given[child])
+    by_child = check_child_state(state, saved, directory)
+    for child, part in state.parts().items():
+        if by_child[child]:
+            part.load_state_dict(by_child[child])
 
 
 def check_child_state(
-    module: "DynamicEmbeddingBags", state: Mapping[str, Tensor], directory: str | Path
+    state: DynamicState, saved: Mapping[str, Tensor], directory: str | Path
 ) -> dict[str, dict[str, Tensor]]:
     """Return the state of each child of a module, after checking it.
 
     Raises:
         DumpError: the state in `directory` does not fit.
     """
-    given = {
+    by_child = {
         child: {
             key.removeprefix(f"{child}."): value
-            for key, value in state.items()
+            for key, value in saved.items()
             if key.startswith(f"{child}.")
         }
-        for child, _ in module.named_children()
+        for child in state.parts()
     }
     with naming(directory):
-        if module.admission is not None and given["admission"]:
-            module.admission.check_state_dict(given["admission"])
-        if module.scores is not None and given["scores"]:
-            dumps.check_state("scores", given["scores"], module.scores.state_dict())
-    return given
-
-
-def restart_eviction_log(module: "DynamicEmbeddingBags") -> None:
-    """Clear the eviction log of a module whose tables were replaced."""
-    if module.eviction_log is not None:
-        module.eviction_log.restart(module.index.tick)
+        if state.admission is not None and by_child["admission"]:
+            state.admission.check_state_dict(by_child["admission"])
+        if state.scores is not None and by_child["scores"]:
+            dumps.check_state("scores", by_child["scores"], state.scores.state_dict())
+    return by_child
 
 
 @contextlib.contextmanager

@@ -205,7 +205,7 @@ def _check(part: PartReader) -> None:
 
 
 def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: int) -> DumpedTable:
-    found, removed, order = [], [], "none"
+    owned, removed, order = [], [], "none"
     for part in parts:
         for table in part.content["tables"]:
             if table["name"] != name:
@@ -217,12 +217,12 @@ def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: i
                 entries = Entries(*columns, rows)
             except (ValueError, TypeError) as error:
                 raise DumpError(f"{part.path} is malformed: table {name!r}: {error}") from error
-            found.append(entries.owned(rank, world_size))
+            owned.append(entries.owned(rank, world_size))
             gone = part.array(table["removed"])
             removed.append(gone[keys.owner(gone, world_size) == rank])
             order = table["order"]
     try:
-        whole = of_entries.concatenate(found)
+        joined = of_entries.concatenate(owned)
     except ValueError as error:
         raise DumpError(f"{parts[0].path.parent} is malformed: table {name!r}: {error}") from error
-    return DumpedTable(name, order, whole, torch.cat(removed))
+    return DumpedTable(name, order, joined, torch.cat(removed))

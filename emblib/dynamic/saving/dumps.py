@@ -104,8 +104,8 @@ class Writer:
     """A writer of one part of a dump; readers see the part after `commit`.
 
     Args:
-        directory: created if it does not exist (its parents too); may hold an older dump of the
-            same number of parts, which stays valid until this one is complete.
+        directory: directory of the dump, created with its parents if it does not exist. It may hold
+            an older dump of the same number of parts, which stays valid until this one is complete.
         part: the rank and the number of parts.
 
     Raises:
@@ -167,10 +167,10 @@ class Writer:
 
     def commit(self, content: dict[str, Any]) -> None:
         """Make the part valid, replacing an older one atomically."""
-        whole = {**content, "part": list(self.part), "format": _FORMAT, "byteorder": sys.byteorder}
+        body = {**content, "part": list(self.part), "format": _FORMAT, "byteorder": sys.byteorder}
         flush_directory(self.directory)
         path = self.directory / f"{self.part.name}.json"
-        replace_json(path, {"content": whole, "checksum": _checksum(whole)})
+        replace_json(path, {"content": body, "checksum": _checksum(body)})
         flush_directory(self.directory)
         self._delete(keep={path.name, *self._names})
 
@@ -296,8 +296,8 @@ class PartReader:
         path = self.path.parent / name
         size = path.stat().st_size if path.exists() else None
         if size != nbytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise DumpError(f"{path} {found}, its array has {nbytes}; the dump is damaged")
+            state = "is missing" if size is None else f"has {size} bytes"
+            raise DumpError(f"{path} {state}, its array has {nbytes}; the dump is damaged")
         if not nbytes:
             return torch.empty(shape, dtype=dtype)
         with open(path, "rb") as file:
@@ -335,9 +335,9 @@ def read_parts(directory: str | Path) -> list[PartReader]:
         raise DumpError(f"{directory} holds no whole dump; name the directory of one")
     parts = [PartReader(path) for path in paths]
     world_size = parts[0].part.world_size
-    there = {part.part.rank for part in parts}
+    ranks = {part.part.rank for part in parts}
     # No more than a few are counted: a damaged manifest may claim any number of them.
-    missing = list(itertools.islice((r for r in range(world_size) if r not in there), 8))
+    missing = list(itertools.islice((r for r in range(world_size) if r not in ranks), 8))
     if missing:
         raise DumpError(
             f"{directory} holds part of a dump: of {world_size} parts those of ranks "
@@ -469,15 +469,15 @@ def check_entries(name: str, tree: Any, wanted: Collection[str]) -> Mapping[str,
 def check_list(name: str, tree: Any, length: int, of: str) -> Sequence[Any]:
     """Return `tree`; raise ValueError unless it is a list of one entry for each of something."""
     if not isinstance(tree, list | tuple) or len(tree) != length:
-        found = len(tree) if isinstance(tree, list | tuple) else type(tree).__name__
-        raise ValueError(f"{name} must be a list of {length}, one per {of}, got {found}")
+        got = len(tree) if isinstance(tree, list | tuple) else type(tree).__name__
+        raise ValueError(f"{name} must be a list of {length}, one per {of}, got {got}")
     return tree
 
 
-def check_presence(name: str, tree: Any, own: Any) -> None:
+def check_presence(name: str, tree: Any, part: Any) -> None:
     """Raise ValueError unless a snapshot and a module both have something, or neither has it."""
-    if (tree is None) != (own is None):
-        saved, current = ("none" if each is None else "some" for each in (tree, own))
+    if (tree is None) != (part is None):
+        saved, current = ("none" if each is None else "some" for each in (tree, part))
         raise ValueError(f"{name}: there is {saved} in the snapshot, {current} in this module")
 
 
@@ -486,15 +486,15 @@ def check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Sequence[int 
 
     None is any size. What restores a snapshot writes the tensor to one of equal dtype and shape.
     """
-    found = type(value).__name__
+    got = type(value).__name__
     if isinstance(value, Tensor):
         fits = value.dtype == dtype and value.dim() == len(shape)
         sizes = zip(shape, value.shape, strict=False)
         if fits and all(want in (size, None) for want, size in sizes):
             return value
-        found = f"{value.dtype} {list(value.shape)}"
+        got = f"{value.dtype} {list(value.shape)}"
     raise ValueError(
-        f"{name} must be {dtype} {list(shape)}, got {found}; it is of other tables, of another "
+        f"{name} must be {dtype} {list(shape)}, got {got}; it is of other tables, of another "
         "optimizer or precision, or damaged"
     )
 

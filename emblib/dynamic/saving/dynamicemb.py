@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from emblib.columns import Hyper
 from emblib.dynamic import keys as routing
 from emblib.dynamic.saving import dynamicemb_files, loading
 from emblib.dynamic.saving.checkpoint import set_table_entries, table_entries, target_of
@@ -12,15 +13,12 @@ from emblib.dynamic.saving.dumps import Part
 from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable, Layout
 from emblib.dynamic.saving.entries import WEIGHT
 from emblib.dynamic.saving.loading import Loaded
-from emblib.tables.locks import atomic
-
-if TYPE_CHECKING:
-    from emblib.dynamic.module import DynamicEmbeddingBags
+from emblib.dynamic.state import DynamicState, of_state
 
 
-@atomic
+@of_state
 def save_dynamicemb(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     directory: str | Path,
     table: int | str,
     arguments: Mapping[str, Any] | None = None,
@@ -30,25 +28,25 @@ def save_dynamicemb(
     """Save a table in the files of NVIDIA's DynamicEmb.
 
     Args:
-        module: which has the table.
-        directory: of the collection. Files of the table that are there stay until the new ones are
-            written, so there must be space for both.
-        table: its number or name.
-        arguments: for `<table>_opt_args.json`; by default the learning rate.
+        state: the tables.
+        directory: directory of the collection. Existing files of the table stay until the new ones
+            are written, so there must be space for both.
+        table: number or name of the table.
+        arguments: content of `<table>_opt_args.json`; None writes the learning rate.
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
     """
-    t = module.table_number(table)
-    saved = export_dynamicemb(module, t, arguments, leave_out=leave_out)
-    layout = Layout(module.index.order)
-    dynamicemb_files.write(directory, module.table_names[t], layout, saved, module.index.tick)
+    t = state.table_number(table)
+    saved = export_dynamicemb(state, t, arguments, leave_out=leave_out)
+    layout = Layout(state.index.order)
+    dynamicemb_files.write(directory, state.table_names[t], layout, saved, state.index.tick)
 
 
-@atomic
+@of_state
 def stage_dynamicemb(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     directory: str | Path,
     table: int | str,
-    found: DynamicEmbTable,
+    content: DynamicEmbTable,
     *,
     part: Part,
     uses_first: bool = False,
@@ -58,27 +56,27 @@ def stage_dynamicemb(
     `dynamicemb_files.commit` replaces them, once the files of all ranks are staged.
 
     Args:
-        module: which has the table, for its name and order of eviction.
-        directory: of the collection.
-        table: its number or name.
-        found: what is written, see `export_dynamicemb`.
+        state: the tables.
+        directory: directory of the collection.
+        table: number or name of the table.
+        content: the table to write, see `export_dynamicemb`.
         part: rank and number of ranks.
-        uses_first: see `dynamicemb_files.Layout`.
+        uses_first: order of two score columns, see `dynamicemb_files.Layout`.
     """
-    t = module.table_number(table)
+    t = state.table_number(table)
     dynamicemb_files.stage(
         directory,
-        module.table_names[t],
-        Layout(module.index.order, uses_first),
-        found,
-        module.index.tick,
+        state.table_names[t],
+        Layout(state.index.order, uses_first),
+        content,
+        state.index.tick,
         part=part,
     )
 
 
-@atomic
+@of_state
 def load_dynamicemb(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     directory: str | Path,
     table: int | str,
     *,
@@ -91,23 +89,23 @@ def load_dynamicemb(
     their first value.
 
     Args:
-        module: which has the table.
-        directory: of the collection.
-        table: its number or name, which is that of the files.
+        state: the tables.
+        directory: directory of the collection.
+        table: number or name of the table, which is also the name of the files.
         part: rank and number of ranks that load.
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
 
     Raises:
         DumpError: files are missing or truncated, or are of another dim or optimizer.
     """
-    found = read_dynamicemb(module, directory, table, leave_out=leave_out)
-    owned = found.owned(lambda keys: routing.owner(keys, part.world_size) == part.rank)
-    return set_dynamicemb(module, table, owned)
+    content = read_dynamicemb(state, directory, table, leave_out=leave_out)
+    owned = content.owned(lambda keys: routing.owner(keys, part.world_size) == part.rank)
+    return set_dynamicemb(state, table, owned)
 
 
-@atomic
+@of_state
 def read_dynamicemb(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     directory: str | Path,
     table: int | str,
     *,
@@ -122,36 +120,34 @@ def read_dynamicemb(
         ValueError: the entries do not fit the table.
     """
     _check_left_out(leave_out)
-    t = module.table_number(table)
-    views = [] if "states" in leave_out else list(module.table_rows(t).items())[1:]
-    found = dynamicemb_files.read(
+    t = state.table_number(table)
+    views = [] if "states" in leave_out else list(state.table_rows(t).items())[1:]
+    content = dynamicemb_files.read(
         directory,
-        module.table_names[t],
-        module.tables[t].dim,
+        state.table_names[t],
+        state.specs[t].dim,
         {name: view.shape[1] if view.dim() > 1 else 1 for name, view in views},
-        Layout(module.index.order, uses_first),
+        Layout(state.index.order, uses_first),
         rank=rank,
     )
-    loading.check(target_of(module, t), found.entries)
-    return replace(found, counts=None) if "counts" in leave_out else found
+    loading.check(target_of(state, t), content.entries)
+    return replace(content, counts=None) if "counts" in leave_out else content
 
 
-@atomic
-def set_dynamicemb(
-    module: "DynamicEmbeddingBags", table: int | str, found: DynamicEmbTable
-) -> Loaded:
+@of_state
+def set_dynamicemb(state: DynamicState, table: int | str, content: DynamicEmbTable) -> Loaded:
     """Replace a table by one that `read_dynamicemb` returned."""
-    t = module.table_number(table)
-    loaded = set_table_entries(module, t, found.entries)
-    admission = module.admission
-    if found.counts is not None and admission is not None and admission.counts_exactly(t):
-        admission.set_counts(t, found.counts[0], found.counts[1])
+    t = state.table_number(table)
+    loaded = set_table_entries(state, t, content.entries)
+    admission = state.admission
+    if content.counts is not None and admission is not None and admission.counts_exactly(t):
+        admission.set_counts(t, content.counts[0], content.counts[1])
     return loaded
 
 
-@atomic
+@of_state
 def export_dynamicemb(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     table: int,
     arguments: Mapping[str, Any] | None = None,
     *,
@@ -159,13 +155,15 @@ def export_dynamicemb(
 ) -> DynamicEmbTable:
     """Return what is saved of a table; rows are copied when they are indexed."""
     _check_left_out(leave_out)
-    entries = table_entries(module, table).sorted()
+    entries = table_entries(state, table).sorted()
     if "states" in leave_out:
         entries = replace(entries, rows={WEIGHT: entries.rows[WEIGHT]})
-    counts, admission = None, module.admission
+    counts, admission = None, state.admission
     if "counts" not in leave_out and admission is not None and admission.counts_exactly(table):
         counts = admission.counts(table)
-    saved = {"lr": module.learning_rate} if arguments is None else arguments
+    saved = (
+        {"lr": float(state.hyperparams[Hyper.LEARNING_RATE])} if arguments is None else arguments
+    )
     return DynamicEmbTable(entries, saved, counts)
 
 

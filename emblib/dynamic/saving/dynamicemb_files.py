@@ -58,8 +58,8 @@ class DynamicEmbTable:
     """A table of DynamicEmb's.
 
     Args:
-        entries: as they are here.
-        arguments: of `t_opt_args.json`.
+        entries: entries in emblib's form.
+        arguments: content of `t_opt_args.json`.
         counts: keys and counts of an admission counter, if there is one.
     """
 
@@ -72,17 +72,17 @@ class DynamicEmbTable:
         chosen = is_owned(self.entries.keys).nonzero().view(-1)
         counts = self.counts
         if counts is not None:
-            kept = is_owned(counts[0])
-            counts = (counts[0][kept], counts[1][kept])
+            mask = is_owned(counts[0])
+            counts = (counts[0][mask], counts[1][mask])
         return DynamicEmbTable(self.entries.view(chosen), self.arguments, counts)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a table of DynamicEmb's is laid out beyond its dims.
+    """Layout of the files of a table of DynamicEmb, besides its dims.
 
     Args:
-        order: of eviction: none, lru, lfu, lru_lfu or assigned.
+        order: order of eviction: none, lru, lfu, lru_lfu or assigned.
         uses_first: whether the first of two columns of scores are the uses, as with the strategy
             (LFU, TIMESTAMP); else it is the time.
     """
@@ -100,9 +100,9 @@ def write(
     "roundrobin" router does for keys that are not negative.
 
     Args:
-        directory: created with its parents if missing.
-        name: of the table; existing files are replaced once all new ones are written.
-        layout: of the table.
+        directory: directory of the collection, created with its parents if missing.
+        name: name of the table; existing files are replaced once all new ones are written.
+        layout: layout of the table.
         table: `arguments` are written in addition to those that follow from the order. DynamicEmb
             loads optimizer states only if `lr` and the other arguments of the optimizer are there.
         clock: the tick from which ages count.
@@ -264,12 +264,12 @@ def read(
     """Return the entries of a table; rows are mapped, not read.
 
     Args:
-        directory: of the collection, not of the whole dump.
-        name: of the table.
-        dim: of the table, which no file contains.
+        directory: directory of the collection, not of the whole dump.
+        name: name of the table.
+        dim: dim of the table, which no file contains.
         states: width of each optimizer state, in order; empty to skip them.
-        layout: of the table that takes the entries. Ages become stamps 1, 2, ... from the oldest to
-            the newest, and the newest have the largest.
+        layout: layout of the table that takes the entries. Ages become stamps 1, 2, ... from the
+            oldest to the newest, and the newest have the largest.
         rank: the rank whose files are read; None: those of all ranks, concatenated.
 
     Raises:
@@ -280,19 +280,19 @@ def read(
     of = _Files(directory, name, world_size(directory, name), rank)
     keys, values = of.read("emb_keys", torch.int64), of.read("emb_values", torch.float32)
     scores = of.read("emb_scores", torch.int64)
-    kept = of.read("emb_opt_values", torch.float32) if states else None
-    if kept is None and states:
-        kept = of.read("opt_values", torch.float32)
+    state_values = of.read("emb_opt_values", torch.float32) if states else None
+    if state_values is None and states:
+        state_values = of.read("opt_values", torch.float32)
     assert keys is not None
     if values is None or values.numel() != keys.numel() * dim:
-        found = 0 if values is None else values.numel()
+        num_values = 0 if values is None else values.numel()
         raise DumpError(
-            f"{directory} has {found} values for {keys.numel()} keys of {name!r} of dim {dim}; the "
-            "dump is cut short, or the table has another dim"
+            f"{directory} has {num_values} values for {keys.numel()} keys of {name!r} of dim "
+            f"{dim}; the dump is cut short, or the table has another dim"
         )
     rows: dict[str, Rows] = {WEIGHT: values.view(-1, dim)}
-    if states and kept is not None:
-        rows.update(_split_states(kept, keys.numel(), states, name))
+    if states and state_values is not None:
+        rows.update(_split_states(state_values, keys.numel(), states, name))
     arguments = arguments_of(directory, name)
     strategy = arguments.get("evict_strategy", _STRATEGIES.get(layout.order))
     ages = str(strategy).endswith("KLru")
@@ -322,8 +322,8 @@ def _files_of(directory: Path, table: str) -> list[str]:
     items = "emb_keys|emb_values|emb_scores|(emb_)?opt_values|counter_(keys|frequencies)"
     ends = rf"({items})\.rank_\d+\.world_size_\d+|opt_args\.json"
     pattern = re.compile(rf"{re.escape(table)}_({ends})")
-    found = [name for name in os.listdir(directory) if pattern.fullmatch(name)]
-    return sorted(found, key=lambda name: not _is_keys(name))
+    names = [name for name in os.listdir(directory) if pattern.fullmatch(name)]
+    return sorted(names, key=lambda name: not _is_keys(name))
 
 
 def _is_keys(file: str) -> bool:
@@ -460,13 +460,13 @@ def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> N
             written[table] = (entry_of(path, entry, "id", str), together)
     for table, (identity, together) in written.items():
         for other in together:
-            found, others = written.get(other, (identity, []))
-            if found != identity and (found is None or table in others):
+            other_identity, others = written.get(other, (identity, []))
+            if other_identity != identity and (other_identity is None or table in others):
                 raise DumpError(
                     f"{arguments[table][0]} and {arguments[other][0]} are of different dumps, "
-                    f"{identity} and {found}, but one call wrote both tables: a copy of the dump "
-                    "was cut short, or files of two dumps were mixed; take another dump, or load "
-                    "one table at a time with table_names"
+                    f"{identity} and {other_identity}, but one call wrote both tables: a copy of "
+                    "the dump was cut short, or files of two dumps were mixed; take another dump, "
+                    "or load one table at a time with table_names"
                 )
 
 

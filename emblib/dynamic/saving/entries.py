@@ -225,7 +225,7 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
     """Allocate the parts in which a rank may have keys, for the checkpoint reader to fill.
 
     Args:
-        metadata: by name, objects with `size` and `properties.dtype`, as `state_dict_metadata` of
+        metadata: objects with `size` and `properties.dtype` by name, as `state_dict_metadata` of
             torch.distributed.checkpoint has them.
         rank: the rank that is loading.
         world_size: the number of ranks that are loading; it may differ from the saved one.
@@ -277,26 +277,26 @@ def combine(parts: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -
     unlike = _stems_of_unlike_hashes(parts)
     for key in dict.fromkeys(key for part in parts for key in part):
         stem = f"{key.rpartition('.')[0]}."
-        found = [part for part in parts if key in part]
-        if stem in by_key and all(_is_by_key(part, stem, key) for part in found):
-            joined[key] = torch.cat([_owned(part, stem, key, rank, world_size) for part in found])
-        elif found[0][key].dtype.is_floating_point or stem in unlike:
-            joined[key] = found[0][key]
+        holders = [part for part in parts if key in part]
+        if stem in by_key and all(_is_by_key(part, stem, key) for part in holders):
+            joined[key] = torch.cat([_owned(part, stem, key, rank, world_size) for part in holders])
+        elif holders[0][key].dtype.is_floating_point or stem in unlike:
+            joined[key] = holders[0][key]
         else:
-            joined[key] = _largest(part[key] for part in found)
+            joined[key] = _largest(part[key] for part in holders)
     return joined
 
 
 def _stems_of_unlike_hashes(parts: Sequence[Mapping[str, Tensor]]) -> set[str]:
     """Return the prefixes of names for which the parts have different hash keys."""
-    found: dict[str, list[Tensor]] = {}
+    by_stem: dict[str, list[Tensor]] = {}
     for part in parts:
         for key, value in part.items():
             if key.endswith(f".{_HASH_KEYS}"):
-                found.setdefault(key, []).append(value)
+                by_stem.setdefault(key, []).append(value)
     return {
         key.removesuffix(_HASH_KEYS)
-        for key, values in found.items()
+        for key, values in by_stem.items()
         if any(value.tolist() != values[0].tolist() for value in values)
     }
 
@@ -313,8 +313,8 @@ def resized(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, 
     for key, saved in metadata.items():
         if not hasattr(saved, "properties"):
             continue
-        known = key in result or f"{key.rpartition('.')[0]}." in stems
-        if known and (key not in result or tuple(result[key].shape) != tuple(saved.size)):
+        is_expected = key in result or f"{key.rpartition('.')[0]}." in stems
+        if is_expected and (key not in result or tuple(result[key].shape) != tuple(saved.size)):
             result[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
     return result
 

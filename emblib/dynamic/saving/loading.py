@@ -40,8 +40,8 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tenso
     Args:
         keys: int64 `[N]`, distinct, the ones that matter most first.
         slots: int64 `[N]`, of each in one of its buckets, or -1.
-        buckets: of the table.
-        hash_key: of the table.
+        buckets: number of buckets of the table.
+        hash_key: hash key of the table.
 
     Which entries stay out, if any, and where the others are follows from the input alone.
     """
@@ -72,8 +72,8 @@ class _Assignment:
     def __init__(self, of: Tensor, slots: Tensor, buckets: int) -> None:
         self._of, self.slots = of, slots
         self._holder = torch.full((buckets, SLOTS), -1)
-        there = (slots >= 0).nonzero().view(-1)
-        self._holder.view(-1)[slots[there]] = there
+        placed = (slots >= 0).nonzero().view(-1)
+        self._holder.view(-1)[slots[placed]] = placed
         self.free = (self._holder < 0).sum(1)
         # Buckets from which no chain of moves leads to an empty slot; none ever will, since no
         # entry from outside moves in.
@@ -187,13 +187,13 @@ class TableTarget(NamedTuple):
     """One table of an index, with its row buffers.
 
     Attributes:
-        index: which has its keys.
-        table: its number there.
-        name: what it is called in progress and errors.
+        index: index with the keys of the table.
+        table: number of the table in `index`.
+        name: name of the table in progress and error messages.
         views: rows by slot, `weight` first, then states; as many as the table may have.
         rows: the same as the index moves them when the table grows; None where it does not.
-        initial_state: what states are where entries come without them.
-        hash_key: what the hash of a table that is replaced depends on then; None: what it does now.
+        initial_state: value of optimizer states of entries that come without them.
+        hash_key: hash key of a table that is replaced; None keeps the present one.
         complete: runs a function, and once more if it is interrupted.
     """
 
@@ -211,8 +211,8 @@ class Loaded(NamedTuple):
     """The result of loading entries.
 
     Attributes:
-        loaded: those that are in the table now.
-        left_out: those that found no place, the least of them by the order of eviction.
+        loaded: number of entries that are in the table now.
+        left_out: number of entries that found no slot: the first ones in the order of eviction.
         displaced: entries of the table that were evicted for them.
     """
 
@@ -226,10 +226,10 @@ def export(target: TableTarget, since: int | None = None) -> Entries:
 
     Keys, stamps and scores are copies on the CPU; rows are copied when they are asked for.
     """
-    found = target.index.export(target.table, since)
-    rows = {name: Chosen(view, found.slots) for name, view in target.views.items()}
-    scores = None if found.scores is None else found.scores.cpu()
-    return Entries(found.keys.cpu(), found.stamps.cpu(), scores, rows)
+    entries = target.index.export(target.table, since)
+    rows = {name: Chosen(view, entries.slots) for name, view in target.views.items()}
+    scores = None if entries.scores is None else entries.scores.cpu()
+    return Entries(entries.keys.cpu(), entries.stamps.cpu(), scores, rows)
 
 
 def check(target: TableTarget, entries: Entries) -> None:
@@ -329,13 +329,13 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     if bool((slots < 0).any()):
         hash_key = index.hash_key(table)
         slots = make_room(keys, slots, index.buckets(table), hash_key)
-        there = slots >= 0
-        at = slots[there].to(device)
+        has_slot = slots >= 0
+        at = slots[has_slot].to(device)
         tags = index.table_tags(table)
         tags.zero_()
-        tags[at] = tags_of(keys[there], hash_key).to(device)
-        index.table_entries(table)[at, 0] = keys[there].to(device)
-        index.tables[table, HashTableColumn.SIZE] = int(there.sum())
+        tags[at] = tags_of(keys[has_slot], hash_key).to(device)
+        index.table_entries(table)[at, 0] = keys[has_slot].to(device)
+        index.tables[table, HashTableColumn.SIZE] = int(has_slot.sum())
     placed = torch.full_like(order, -1)
     placed[best] = slots
     return placed, 0
@@ -372,10 +372,10 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     Returns how many entries of the table have none any more, because not all could be placed.
     """
     index, table = target.index, target.table
-    there = index.export(table)
-    device, num_slots = there.keys.device, there.slots.numel()
-    keys = torch.cat([there.keys.cpu(), refused])
-    before = torch.cat([there.slots.cpu(), torch.full_like(refused, -1)])
+    present = index.export(table)
+    device, num_slots = present.keys.device, present.slots.numel()
+    keys = torch.cat([present.keys.cpu(), refused])
+    before = torch.cat([present.slots.cpu(), torch.full_like(refused, -1)])
     hash_key = index.hash_key(table)
     after = make_room(keys, before, index.buckets(table), hash_key)
     moved = ((before >= 0) & (after >= 0) & (after != before)).nonzero().view(-1)
@@ -432,18 +432,18 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
 def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report | None) -> None:
     """Write stamps, scores and rows of the entries that have a slot."""
     index, device = target.index, target.index.tags.device
-    there = (slots >= 0).nonzero().view(-1)
+    placed = (slots >= 0).nonzero().view(-1)
     scores = entries.scores if index.order in SCORED else None
     index.set_entries(
         target.table,
-        slots[there].to(device),
-        entries.stamps[there].to(device),
-        None if scores is None else scores[there].to(device),
+        slots[placed].to(device),
+        entries.stamps[placed].to(device),
+        None if scores is None else scores[placed].to(device),
     )
     with torch.no_grad():
         for name, view in target.views.items():
             rows, done = entries.rows.get(name), 0
-            for part in there.split(rows_at_a_time(view)):
+            for part in placed.split(rows_at_a_time(view)):
                 at = slots[part].to(view.device)
                 if rows is None:
                     view[at] = target.initial_state
@@ -451,7 +451,7 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
                     view[at] = rows[part].to(view)
                 done += part.numel()
                 if report is not None:
-                    report(DumpProgress(target.name, done, there.numel()))
+                    report(DumpProgress(target.name, done, placed.numel()))
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:
@@ -463,5 +463,5 @@ def erase(target: TableTarget, keys: Tensor) -> int:
 
 def absent(target: TableTarget, keys: Tensor) -> Tensor:
     """Return the keys that are not in the table, on the CPU."""
-    found = target.index.find(Keys.of(keys.to(target.index.tags.device), target.table))
-    return keys.cpu()[found.cpu() < 0]
+    slots = target.index.find(Keys.of(keys.to(target.index.tags.device), target.table))
+    return keys.cpu()[slots.cpu() < 0]

@@ -6,41 +6,38 @@ writes entries instead, which fit any capacity; `load` of a module reads both.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from emblib.dynamic.saving import dumps
-from emblib.dynamic.saving.checkpoint import naming, restart_eviction_log
-from emblib.tables.locks import atomic
-
-if TYPE_CHECKING:
-    from emblib.dynamic.module import DynamicEmbeddingBags
+from emblib.dynamic.saving.checkpoint import naming
+from emblib.dynamic.state import DynamicState, StateOwner, of_state
 
 _ENTRIES = ("index", "rows", "hyper", "admission", "scores")
 
 
-@atomic
-def take(module: "DynamicEmbeddingBags") -> dict[str, Any]:
+@of_state
+def take(state: DynamicState) -> dict[str, Any]:
     """Copy the state of a module, slot by slot, without rows that are not in use.
 
     Raises:
         RuntimeError: the module has a backing store.
     """
-    _refuse_backing(module)
-    admission, scores = module.admission, module.scores
-    state = None if scores is None else scores.state_dict()
+    _refuse_backing(state)
+    admission, scores = state.admission, state.scores
+    of_scores = None if scores is None else scores.state_dict()
     return {
-        "index": module.index.snapshot(),
-        "rows": module.rows.snapshot(module.row_buffers(), _capacities(module)),
-        "hyper": module.hyperparams.clone(),
+        "index": state.index.snapshot(),
+        "rows": state.layout.snapshot(state.row_buffers, state.capacities()),
+        "hyper": state.hyperparams.clone(),
         "admission": None if admission is None else admission.snapshot(),
-        "scores": None if state is None else {name: part.clone() for name, part in state.items()},
+        "scores": of_scores and {name: part.clone() for name, part in of_scores.items()},
     }
 
 
-@atomic
-def restore(module: "DynamicEmbeddingBags", snapshot: Mapping[str, Any]) -> None:
+@of_state
+def restore(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
     """Restore the state of which a snapshot was taken, byte for byte.
 
     Raises:
@@ -48,29 +45,29 @@ def restore(module: "DynamicEmbeddingBags", snapshot: Mapping[str, Any]) -> None
             optimizer, precision or admission, or is malformed; nothing is changed.
         RuntimeError: the module has a backing store.
     """
-    _refuse_backing(module)
-    _check(module, snapshot)
-    module.complete(lambda: _write(module, snapshot))
+    _refuse_backing(state)
+    _check(state, snapshot)
+    state.complete(lambda: _write(state, snapshot))
 
 
 @torch.no_grad()
-def _write(module: "DynamicEmbeddingBags", snapshot: Mapping[str, Any]) -> None:
-    module.index.restore(snapshot["index"])
-    module.rows.restore(module.row_buffers(), snapshot["rows"])
-    module.load_hyperparams(snapshot["hyper"])
-    if module.admission is not None:
-        module.admission.restore(snapshot["admission"])
-    if module.scores is not None:
-        module.scores.load_state_dict(snapshot["scores"])
-    restart_eviction_log(module)
+def _write(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
+    state.index.restore(snapshot["index"])
+    state.layout.restore(state.row_buffers, snapshot["rows"])
+    state.load_hyperparams(snapshot["hyper"])
+    if state.admission is not None:
+        state.admission.restore(snapshot["admission"])
+    if state.scores is not None:
+        state.scores.load_state_dict(snapshot["scores"])
+    state.restart_eviction_log()
 
 
-def save(module: "DynamicEmbeddingBags", directory: str | Path) -> None:
+def save(state: DynamicState | StateOwner, directory: str | Path) -> None:
     """Write a snapshot to a directory, which then holds all of it or its old content."""
-    dumps.write(directory, take(module))
+    dumps.write(directory, take(state))
 
 
-def load(module: "DynamicEmbeddingBags", directory: str | Path) -> None:
+def load(state: DynamicState | StateOwner, directory: str | Path) -> None:
     """Restore the snapshot in a directory.
 
     Raises:
@@ -79,29 +76,25 @@ def load(module: "DynamicEmbeddingBags", directory: str | Path) -> None:
     """
     snapshot = dumps.read(directory)
     with naming(directory):
-        restore(module, snapshot)
+        restore(state, snapshot)
 
 
-def _check(module: "DynamicEmbeddingBags", snapshot: Any) -> None:
+def _check(state: DynamicState, snapshot: Any) -> None:
     """Raise ValueError unless all entries of a snapshot fit a module."""
     parts = dumps.check_entries("the snapshot", snapshot, _ENTRIES)
-    capacities = module.index.check_snapshot(parts["index"])
-    module.rows.check_snapshot(parts["rows"], capacities)
-    dumps.check_tensor("hyper", parts["hyper"], module.hyperparams.dtype, module.hyperparams.shape)
-    for name, present in (("admission", module.admission), ("scores", module.scores)):
+    capacities = state.index.check_snapshot(parts["index"])
+    state.layout.check_snapshot(parts["rows"], capacities)
+    dumps.check_tensor("hyper", parts["hyper"], state.hyperparams.dtype, state.hyperparams.shape)
+    for name, present in (("admission", state.admission), ("scores", state.scores)):
         dumps.check_presence(name, parts[name], present)
-    if module.admission is not None:
-        module.admission.check_snapshot(parts["admission"])
-    if module.scores is not None:
-        dumps.check_state("scores", parts["scores"], module.scores.state_dict())
+    if state.admission is not None:
+        state.admission.check_snapshot(parts["admission"])
+    if state.scores is not None:
+        dumps.check_state("scores", parts["scores"], state.scores.state_dict())
 
 
-def _capacities(module: "DynamicEmbeddingBags") -> list[int]:
-    return [module.index.capacity(t) for t in range(len(module.tables))]
-
-
-def _refuse_backing(module: "DynamicEmbeddingBags") -> None:
-    if module.backing is not None:
+def _refuse_backing(state: DynamicState) -> None:
+    if state.backing is not None:
         raise RuntimeError(
             "a snapshot is slot by slot, and rows in a backing store have no slots; use state_dict "
             "or save instead, which have the rows of both tiers"

@@ -1,9 +1,9 @@
 """Save and load the tables of a module, whole or as changes since a tick."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from emblib.dynamic.saving.checkpoint import (
     child_state,
     hash_keys_in,
     replace_tables,
-    restart_eviction_log,
     set_child_state,
     set_table_entries,
     table_entries,
@@ -27,52 +26,96 @@ from emblib.dynamic.saving.dump_tables import Dump, DumpedTable, Header
 from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.entries import Changes, Entries
 from emblib.dynamic.saving.loading import Loaded
-from emblib.tables.locks import atomic
+from emblib.dynamic.state import DynamicState, of_state, size
 from emblib.tables.parameters import caller_level
 
-if TYPE_CHECKING:
-    from emblib.dynamic.module import DynamicEmbeddingBags
 
-
-@atomic
+@of_state
 def save(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     directory: str | Path,
+    *,
     since: int | None = None,
     part: Part = Part(),  # noqa: B008
     identity: str | None = None,
     report: Report | None = None,
 ) -> int:
-    """Save tables to a directory; see `DynamicEmbeddingBags.save`."""
-    tick = module.index.tick
-    if since is None:
-        nothing = torch.empty(0, dtype=torch.int64)
-        tables = {
-            name: Changes(table_entries(module, t), nothing)
-            for t, name in enumerate(module.table_names)
-        }
-    else:
-        tables = changes_since(module, since).tables
-    saved = [DumpedTable(name, module.index.order, *found) for name, found in tables.items()]
-    identity = str(tick) if identity is None else identity
-    header = Header(identity, tick, since, module.hyperparams.tolist())
-    others = child_state(module)
-    if since is not None:
+    """Save the tables to a directory, which then holds all of this dump or its old content.
+
+    Call it between steps, not between a forward and its backward.
+
+    Args:
+        state: the tables.
+        directory: directory of the dump, created if it does not exist; an older dump in it is
+            replaced.
+        since: save only what changed at this tick or later: the return value of an earlier call.
+            Removed keys are saved too, so call `track_evictions` before that call.
+        part: rank and number of ranks; each writes its part, into one directory.
+        identity: text that all parts of one dump share; None is the tick.
+        report: function that is called as rows are written.
+
+    Returns:
+        The tick to pass as `since` the next time.
+    """
+    identity = str(state.index.tick) if identity is None else identity
+    tables = {name: _changes_of(state, t, since) for t, name in enumerate(state.table_names)}
+    header = Header(identity, state.index.tick, since, state.hyperparams.tolist())
+    return _write(state, directory, tables, header, part, report, child_state(state))
+
+
+def _write(
+    state: DynamicState,
+    directory: str | Path,
+    tables: Mapping[str, Changes],
+    header: Header,
+    part: Part,
+    report: Report | None,
+    others: dict[str, Tensor],
+) -> int:
+    """Write tables by name; return the tick of the dump."""
+    saved = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
+    if header.since is not None:
         others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
     dump_tables.write(directory, saved, header, part, report, others)
-    return tick
+    return header.clock
 
 
-@atomic
+def _changes_of(state: DynamicState, table: int, since: int | None) -> Changes:
+    """Return what changed in a table at tick `since` or later; None is all of it."""
+    entries = table_entries(state, table, since)
+    if since is None:
+        return Changes(entries, torch.empty(0, dtype=torch.int64))
+    return Changes(entries, removed_since(state, table, since))
+
+
+@of_state
 def load(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     directory: str | Path,
+    *,
     part: Part = Part(),  # noqa: B008
     report: Report | None = None,
 ) -> dict[str, Loaded]:
-    """Load what `save` wrote, or a snapshot; see `DynamicEmbeddingBags.load`."""
+    """Load what `save` wrote, or a snapshot; changes are applied to the content of the tables.
+
+    All checksums and all tables are checked before the first table is changed.
+
+    Args:
+        state: the tables.
+        directory: directory of the dump.
+        part: rank and number of ranks; the dump may be of another number of ranks.
+        report: function that is called as rows are loaded.
+
+    Returns:
+        Per table, the numbers of entries that were loaded and that found no slot.
+
+    Raises:
+        DumpError: there is no whole dump, or it is damaged.
+        ValueError: it is of other tables or another optimizer, or of changes since a tick that
+            these tables have not reached.
+    """
     if dumps.holds_snapshot(directory):
-        snapshots.load(module, directory)
+        snapshots.load(state, directory)
         return {}
     dump = dump_tables.read(directory, *part)
     hyperparameters = torch.tensor(dump.numbers, dtype=torch.float64)
@@ -80,31 +123,31 @@ def load(
         changed = {n: Changes(t.entries, t.removed) for n, t in dump.tables.items()}
         hash_keys = dump.others.get(INDEX_HASH_KEYS)
         changes = ChangeSet(dump.since, dump.clock, changed, hyperparameters, hash_keys)
-        return apply_changes(module, changes, report)
-    return _load_whole(module, directory, dump, hyperparameters, report)
+        return apply_changes(state, changes, report)
+    return _load_whole(state, directory, dump, hyperparameters, report)
 
 
 def _load_whole(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     directory: str | Path,
     dump: Dump,
     hyperparameters: Tensor,
     report: Report | None,
 ) -> dict[str, Loaded]:
-    if sorted(dump.tables) != sorted(module.table_names):
+    if sorted(dump.tables) != sorted(state.table_names):
         raise ValueError(
-            f"the dump has the tables {sorted(dump.tables)}, this module {module.table_names}; "
+            f"the dump has the tables {sorted(dump.tables)}, this module {state.table_names}; "
             "load single ones with set_table_entries"
         )
-    check_hyperparameters(module, hyperparameters)
-    found = {module.table_number(n): table.entries for n, table in dump.tables.items()}
-    for t, entries in found.items():
-        loading.check(target_of(module, t), entries)
-    hash_keys = hash_keys_in(module, found, dump.others.get(INDEX_HASH_KEYS))
-    set_child_state(module, dump.others, directory)
+    check_hyperparameters(state, hyperparameters)
+    entries = {state.table_number(n): table.entries for n, table in dump.tables.items()}
+    for t, of_table in entries.items():
+        loading.check(target_of(state, t), of_table)
+    hash_keys = hash_keys_in(state, entries, dump.others.get(INDEX_HASH_KEYS))
+    set_child_state(state, dump.others, directory)
     return replace_tables(
-        module,
-        found,
+        state,
+        entries,
         clock=dump.clock,
         hyperparameters=hyperparameters,
         hash_keys=hash_keys,
@@ -118,10 +161,10 @@ class ChangeSet(NamedTuple):
     Attributes:
         since: the tick from which on entries that were used or written, and removed keys, are here.
         until: the tick to pass as `since` the next time.
-        tables: by name.
-        hyperparameters: of the optimizer.
-        hash_keys: of the tables, int64 `[T]`, which a copy without keys takes over; None leaves its
-            own.
+        tables: changes by table name.
+        hyperparameters: hyperparameters of the optimizer.
+        hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys takes over; None
+            leaves its own.
     """
 
     since: int
@@ -131,34 +174,34 @@ class ChangeSet(NamedTuple):
     hash_keys: Tensor | None = None
 
 
-@atomic
-def removed_since(module: "DynamicEmbeddingBags", table: int, since: int) -> Tensor:
+@of_state
+def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
     """Return the keys that left a table at tick `since` or later and are not in it again.
 
     Raises:
         RuntimeError: `track_evictions` was not called.
         ValueError: the eviction log does not reach back to the tick.
     """
-    if module.eviction_log is None:
+    if state.eviction_log is None:
         raise RuntimeError(
             "changes need to know which keys left; call track_evictions() before the dump that "
             "they are changes of"
         )
-    log = module.eviction_log.since(table, since)
-    removed = loading.absent(target_of(module, table), log)
-    return removed if module.backing is None else module.backing.absent(table, removed)
+    log = state.eviction_log.since(table, since)
+    removed = loading.absent(target_of(state, table), log)
+    return removed if state.backing is None else state.backing.absent(table, removed)
 
 
-@atomic
+@of_state
 def changes_since(
-    module: "DynamicEmbeddingBags", since: int, chosen: Sequence[int] | None = None
+    state: DynamicState, since: int, chosen: Sequence[int] | None = None
 ) -> ChangeSet:
     """Return what changed at tick `since` or later, for `apply_changes` to a copy of the tables.
 
     The batch of that tick is included again: it may have been saved before it was trained.
 
     Args:
-        module: which has the tables.
+        state: the tables.
         since: the tick.
         chosen: the numbers of the tables; None is all.
 
@@ -166,24 +209,21 @@ def changes_since(
         RuntimeError: `track_evictions` was not called.
         ValueError: the eviction log does not reach back to the tick.
     """
-    numbers = list(range(len(module.tables)) if chosen is None else chosen)
-    tables = {}
-    for t in numbers:
-        removed = removed_since(module, t, since)
-        tables[module.table_names[t]] = Changes(table_entries(module, t, since), removed)
-    hyperparameters = module.hyperparams.cpu().clone()
-    hash_keys = module.index.hash_keys.cpu()[numbers]
-    return ChangeSet(since, module.index.tick, tables, hyperparameters, hash_keys)
+    numbers = list(range(len(state.specs)) if chosen is None else chosen)
+    tables = {state.table_names[t]: _changes_of(state, t, since) for t in numbers}
+    hyperparameters = state.hyperparams.cpu().clone()
+    hash_keys = state.index.hash_keys.cpu()[numbers]
+    return ChangeSet(since, state.index.tick, tables, hyperparameters, hash_keys)
 
 
-@atomic
-def check_changes(module: "DynamicEmbeddingBags", changes: ChangeSet) -> dict[int, int]:
+@of_state
+def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
     """Return the hash keys in changes by table.
 
     Raises:
         ValueError: see `apply_changes`.
     """
-    tick = module.index.tick
+    tick = state.index.tick
     if changes.since > tick:
         raise ValueError(
             f"changes begin at tick {changes.since}, these tables are at {tick}; apply those in "
@@ -194,16 +234,16 @@ def check_changes(module: "DynamicEmbeddingBags", changes: ChangeSet) -> dict[in
             f"changes lead to tick {changes.until}, these tables are at {tick} already: rows "
             "would be older than others; leave these changes out"
         )
-    check_hyperparameters(module, changes.hyperparameters)
-    upserts = {module.table_number(n): found.upserts for n, found in changes.tables.items()}
+    check_hyperparameters(state, changes.hyperparameters)
+    upserts = {state.table_number(n): of_table.upserts for n, of_table in changes.tables.items()}
     for t, entries in upserts.items():
-        loading.check(target_of(module, t), entries)
-    return hash_keys_in(module, upserts, changes.hash_keys)
+        loading.check(target_of(state, t), entries)
+    return hash_keys_in(state, upserts, changes.hash_keys)
 
 
-@atomic
+@of_state
 def apply_changes(
-    module: "DynamicEmbeddingBags", changes: ChangeSet, report: Report | None = None
+    state: DynamicState, changes: ChangeSet, report: Report | None = None
 ) -> dict[str, Loaded]:
     """Apply the changes of other tables to a copy of them; the last ones may be applied again.
 
@@ -215,25 +255,25 @@ def apply_changes(
         ValueError: these tables have not reached the first tick of the changes, or are past the
             last, or the changes do not fit them.
     """
-    hash_keys = check_changes(module, changes)
-    counters = module.index.counters.clone()
+    hash_keys = check_changes(state, changes)
+    counters = state.index.counters.clone()
 
     def apply() -> dict[str, Loaded]:
         nonlocal report
         now, report = report, None  # if it raises, the rest is applied without it
         loaded = {}
-        for name, found in changes.tables.items():
-            t = module.table_number(name)
-            if not module.size(t):
-                module.index.empty(t, hash_keys.get(t))
-            loaded[module.table_names[t]] = _apply_to_table(module, t, found, now)
-        module.index.counters.copy_(counters)
-        module.index.set_tick(max(module.index.tick, changes.until))
-        module.load_hyperparams(changes.hyperparameters)
-        restart_eviction_log(module)
+        for name, of_table in changes.tables.items():
+            t = state.table_number(name)
+            if not size(state, t):
+                state.index.empty(t, hash_keys.get(t))
+            loaded[state.table_names[t]] = _apply_to_table(state, t, of_table, now)
+        state.index.counters.copy_(counters)
+        state.index.set_tick(max(state.index.tick, changes.until))
+        state.load_hyperparams(changes.hyperparameters)
+        state.restart_eviction_log()
         return loaded
 
-    loaded = module.complete(apply)
+    loaded = state.complete(apply)
     lost = {n: done.left_out + done.displaced for n, done in loaded.items()}
     if any(lost.values()):
         warnings.warn(
@@ -246,16 +286,16 @@ def apply_changes(
 
 
 def _apply_to_table(
-    module: "DynamicEmbeddingBags", table: int, changes: Changes, report: Report | None
+    state: DynamicState, table: int, changes: Changes, report: Report | None
 ) -> Loaded:
-    target, (upserts, removed) = target_of(module, table), changes
-    if module.backing is None:
+    target, (upserts, removed) = target_of(state, table), changes
+    if state.backing is None:
         loading.erase(target, removed)
         return loading.put(target, upserts, report)
     # Changed entries go to the backing store, whichever tier they were in.
-    module.backing.erase(table, removed)
+    state.backing.erase(table, removed)
     loading.erase(target, torch.cat([removed, upserts.keys]))
-    return module.backing.load_entries(table, upserts, report)
+    return state.backing.load_entries(table, upserts, report)
 
 
 # One table of a module
@@ -265,12 +305,12 @@ class TableDump(NamedTuple):
     """The part of a dump that one table loads, checked.
 
     Attributes:
-        directory: of the dump, for errors.
-        entries: of the table.
-        changes: what to apply to the present entries; None for a dump of whole tables.
+        directory: directory of the dump, for error messages.
+        entries: entries of the table.
+        changes: changes to apply to the present entries; None for a dump of whole tables.
         clock: the tick of the dump.
-        hyperparameters: of the optimizer.
-        hash_key: on which the hash of the table depended; None if unknown.
+        hyperparameters: hyperparameters of the optimizer.
+        hash_key: hash key of the table at the time of the dump; None if unknown.
         others: the state of admission counters and scores.
     """
 
@@ -283,9 +323,9 @@ class TableDump(NamedTuple):
     others: dict[str, Tensor]
 
 
-@atomic
+@of_state
 def save_table(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     table: int,
     directory: str | Path,
     *,
@@ -300,36 +340,27 @@ def save_table(
     Raises:
         ValueError: the module has other tables with which this one shares counters or scores.
     """
-    tick, order = module.index.tick, module.index.order
-    others = _state_of_table(module, table)
-    if since is None:
-        nothing = torch.empty(0, dtype=torch.int64)
-        changes = Changes(table_entries(module, table), nothing)
-    else:
-        (changes,) = changes_since(module, since, [table]).tables.values()
-        others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
-    header = Header(identity, tick, since, module.hyperparams.tolist())
-    saved = [DumpedTable(name, order, *changes)]
-    dump_tables.write(directory, saved, header, part, report, others)
-    return tick
+    others, changes = _state_of_table(state, table), _changes_of(state, table, since)
+    header = Header(identity, state.index.tick, since, state.hyperparams.tolist())
+    return _write(state, directory, {name: changes}, header, part, report, others)
 
 
-def _state_of_table(module: "DynamicEmbeddingBags", table: int) -> dict[str, Tensor]:
+def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
     """Return the state of a table besides its entries: hash key, counters and scores."""
-    state = child_state(module)
-    if len(module.tables) == 1:
-        return state
-    if module.admission is not None or module.scores is not None:
+    of_parts = child_state(state)
+    if len(state.specs) == 1:
+        return of_parts
+    if state.admission is not None or state.scores is not None:
         raise ValueError(
-            f"tables {module.table_names} of one module share admission counters or scores, which "
+            f"tables {state.table_names} of one module share admission counters or scores, which "
             "are not divided: save the module instead, or give this table a module of its own"
         )
-    return {INDEX_HASH_KEYS: state[INDEX_HASH_KEYS][table : table + 1]}
+    return {INDEX_HASH_KEYS: of_parts[INDEX_HASH_KEYS][table : table + 1]}
 
 
-@atomic
+@of_state
 def read_table(
-    module: "DynamicEmbeddingBags",
+    state: DynamicState,
     table: int,
     directory: str | Path,
     *,
@@ -349,47 +380,47 @@ def read_table(
     dump = dump_tables.read(directory, *part)
     if name not in dump.tables:
         raise ValueError(f"{directory} has no table {name!r}, it has {sorted(dump.tables)}")
-    found, numbers = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
-    check_hyperparameters(module, numbers)
+    content, numbers = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
+    check_hyperparameters(state, numbers)
     saved = dump.others.get(INDEX_HASH_KEYS)
     if saved is not None and len(dump.tables) > 1:
         at = list(dump.tables).index(name)
         saved = saved[at : at + 1]
     hash_key = None if saved is None else int(saved[0])
-    others = dump.others if len(dump.tables) == len(module.tables) == 1 else {}
+    others = dump.others if len(dump.tables) == len(state.specs) == 1 else {}
     changes = None
     if dump.since is None:
-        loading.check(target_of(module, table), found.entries)
-        check_child_state(module, others, directory)
+        loading.check(target_of(state, table), content.entries)
+        check_child_state(state, others, directory)
     else:
-        tables = {module.table_names[table]: Changes(found.entries, found.removed)}
+        tables = {state.table_names[table]: Changes(content.entries, content.removed)}
         changes = ChangeSet(dump.since, dump.clock, tables, numbers, saved)
-        check_changes(module, changes)
-    return TableDump(Path(directory), found.entries, changes, dump.clock, numbers, hash_key, others)
+        check_changes(state, changes)
+    return TableDump(
+        Path(directory), content.entries, changes, dump.clock, numbers, hash_key, others
+    )
 
 
-@atomic
-def set_table(
-    module: "DynamicEmbeddingBags", table: int, dump: TableDump, report: Report | None
-) -> Loaded:
+@of_state
+def set_table(state: DynamicState, table: int, dump: TableDump, report: Report | None) -> Loaded:
     """Load what `read_table` returned.
 
     Hyperparameters belong to all tables of the module: those of the dump are taken if it has made
     more steps.
     """
     if dump.changes is not None:
-        (loaded,) = apply_changes(module, dump.changes, report).values()
+        (loaded,) = apply_changes(state, dump.changes, report).values()
         return loaded
 
     def write() -> Loaded:
         nonlocal report
         now, report = report, None  # if it raises, the rest is loaded without it
-        loaded = set_table_entries(module, table, dump.entries, now, hash_key=dump.hash_key)
-        set_child_state(module, dump.others, dump.directory)
-        module.index.set_tick(max(dump.clock, module.index.tick))
-        if float(dump.hyperparameters[Hyper.STEP]) > float(module.hyperparams[Hyper.STEP]):
-            module.load_hyperparams(dump.hyperparameters)
-        restart_eviction_log(module)
+        loaded = set_table_entries(state, table, dump.entries, now, hash_key=dump.hash_key)
+        set_child_state(state, dump.others, dump.directory)
+        state.index.set_tick(max(dump.clock, state.index.tick))
+        if float(dump.hyperparameters[Hyper.STEP]) > float(state.hyperparams[Hyper.STEP]):
+            state.load_hyperparams(dump.hyperparameters)
+        state.restart_eviction_log()
         return loaded
 
-    return module.complete(write)
+    return state.complete(write)

@@ -16,12 +16,14 @@ import json
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import InsertedBatch
+from emblib.dynamic.eviction import EvictionLog
+from emblib.dynamic.hash_index import HashIndex, InsertedBatch
+from emblib.dynamic.rows import RowLayout
 from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import Chosen, Entries, Joined, best_first
 from emblib.dynamic.saving.loading import Loaded
@@ -36,9 +38,7 @@ from emblib.dynamic.tiers.store import (
 )
 from emblib.ops import hash
 from emblib.ops.hash import Keys, Misses, tables_of
-
-if TYPE_CHECKING:
-    from emblib.dynamic.module import DynamicEmbeddingBags
+from emblib.specs import DynamicSpec
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]
@@ -57,17 +57,17 @@ class Moves(NamedTuple):
 
 
 class BatchPlacement(NamedTuple):
-    """Where the rows of a batch are to be; slots from `DynamicSpec.rows` on are overflow rows.
+    """Target slots of the rows of a batch; slots from `DynamicSpec.rows` on are overflow rows.
 
     Attributes:
         slots: int64 `[L]` by miss, as `InsertResult.slots`.
         status: uint8 `[L]` by miss, as `InsertResult.status`; `HIT` for rows from the store.
         positions: int64 `[L]`, the slot of each position of the batch.
-        rows: by table, the rows that are in the store.
-        slots_of_found: by table, the slots of these rows; -1 where the key has none.
-        overflow: by table, the keys that are served in overflow rows, without values.
+        rows: rows that are in the store, per table.
+        slots_of_found: slots of these rows, per table; -1 where the key has none.
+        overflow: keys that are served in overflow rows, per table, without values.
         moves: rows that move between the tiers.
-        counts: by table, the counters of `TierStats` after the batch.
+        counts: counters of `TierStats` after the batch, per table.
     """
 
     slots: Tensor
@@ -85,21 +85,42 @@ def _as_bytes(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.view(torch.uint8) for part in rows], dim=1).cpu()
 
 
+class FastTier(Protocol):
+    """The tables in front of a store, see `emblib.dynamic.state.DynamicState`."""
+
+    specs: tuple[DynamicSpec, ...]
+    table_names: list[str]
+    optimizer_name: str
+    index: HashIndex
+    layout: RowLayout
+    hyperparams: Tensor
+    eviction_log: EvictionLog | None
+
+    @property
+    def row_buffers(self) -> list[Tensor]:
+        """Return weights and optimizer states as flat tensors, by slot."""
+
+    def load_hyperparams(self, values: Tensor) -> None:
+        """Take over saved `hyperparams`."""
+
+    def record_evictions(self, table: int, keys: Tensor) -> None:
+        """Record keys that left a table, if evictions are tracked."""
+
+
 class BackingTier:
-    """Move rows between the tables of a module and a store, as a hook of its training steps.
+    """Move rows between the fast tier and a store, as a hook of training steps.
 
     Args:
-        module: whose tables the store is behind; it is referenced weakly, so that the store is
-            closed as soon as the module is deleted.
+        fast: the tables that the store is behind; they are referenced weakly, so that the store is
+            closed as soon as they are deleted.
         backing: the store and its mode.
     """
 
-    def __init__(self, module: "DynamicEmbeddingBags", backing: BackingStore) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, fast: FastTier, backing: BackingStore) -> None:
+        self._fast = weakref.ref(fast)
         self.mode = backing.mode
-        layout = module.rows
         tables = [
-            StoredTable(name, layout.row_bytes(t)) for t, name in enumerate(module.table_names)
+            StoredTable(name, fast.layout.row_bytes(t)) for t, name in enumerate(fast.table_names)
         ]
         self.store = PrefetchedRows(backing.store, tables)
         self.generation = 0  # counts the assignments of overflow rows
@@ -112,21 +133,21 @@ class BackingTier:
             self._resume(json.loads(self.store.note))
 
     @property
-    def module(self) -> "DynamicEmbeddingBags":
-        """The module that has this tier."""
-        module = self._module()
-        assert module is not None
-        return module
+    def fast(self) -> FastTier:
+        """The tables in front of the store."""
+        fast = self._fast()
+        assert fast is not None
+        return fast
 
     def _describe_rows(self) -> list[list[str]]:
         """Return the optimizer, and name and dtype of each value in the bytes of a row."""
-        layout = self.module.rows
+        layout = self.fast.layout
         values = zip(layout.names, layout.dtypes, strict=True)
         named = [[name, str(dtype).removeprefix("torch.")] for name, dtype in values]
-        return [[self.module.optimizer.name], *named]
+        return [[self.fast.optimizer_name], *named]
 
     def _resume(self, note: dict[str, Any]) -> None:
-        module = self.module
+        fast = self.fast
         if note["planes"] != self._describe_rows():
             self.store.close()
             raise ValueError(
@@ -134,8 +155,8 @@ class BackingTier:
                 f"this module has {self._describe_rows()}; name another store, and move the rows "
                 "with state_dict from a module that fits"
             )
-        module.index.set_tick(int(note["tick"]))
-        module.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64))
+        fast.index.set_tick(int(note["tick"]))
+        fast.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64))
 
     def reset_stats(self) -> None:
         """Set the counts of `stats` to zero."""
@@ -143,8 +164,8 @@ class BackingTier:
 
     def stats(self) -> dict[str, TierStats]:
         """Return the counts by table (reads the device)."""
-        lines = self.module.index.stats()
-        named = zip(self.module.table_names, lines, self._counts, strict=True)
+        lines = self.fast.index.stats()
+        named = zip(self.fast.table_names, lines, self._counts, strict=True)
         return {
             name: TierStats(lookups=line["lookups"], hits=line["hits"], **counts)
             for name, line, counts in named
@@ -163,39 +184,39 @@ class BackingTier:
             self._check_overflow(t, offsets[t + 1] - offsets[t])
         rows = []
         for t in range(len(self._widths)):
-            found = self._read(t, missing[offsets[t] : offsets[t + 1]], erase_expired=True)
-            rows.append(found)
-            in_store[offsets[t] + found.positions] = True
+            records = self._read(t, missing[offsets[t] : offsets[t + 1]], erase_expired=True)
+            rows.append(records)
+            in_store[offsets[t] + records.positions] = True
         return rows, in_store.to(keys.ids.device)
 
     def _check_overflow(self, table: int, count: int) -> None:
-        limit = self.module.rows.overflow_rows
+        limit = self.fast.layout.overflow_rows
         if count > limit:
             raise RuntimeError(
                 f"a batch may have {limit} ids of a table that are not in the fast tier, got "
-                f"{count} of {self.module.table_names[table]!r}; choose smaller batches, or a "
+                f"{count} of {self.fast.table_names[table]!r}; choose smaller batches, or a "
                 "larger BackingStore(max_misses=...)"
             )
 
     def _read(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
         """Return the rows of keys in the store that have not expired."""
-        found = self.store.read(table, keys)
-        ttl = self.module.tables[table].ttl
+        records = self.store.read(table, keys)
+        ttl = self.fast.specs[table].ttl
         if ttl is None:
-            return found
-        alive = found.rows.stamps >= self.module.index.tick - ttl
+            return records
+        alive = records.rows.stamps >= self.fast.index.tick - ttl
         if erase_expired:
-            self.store.erase(table, found.rows.keys[~alive])
-        return FoundRows(found.positions[alive], found.rows.at(alive))
+            self.store.erase(table, records.rows.keys[~alive])
+        return FoundRows(records.positions[alive], records.rows.at(alive))
 
     def add_stored_uses(self, misses: Misses, rows: Sequence[FoundRows]) -> None:
         """Add the use counts of rows in the store to those of their misses."""
-        if self.module.index.order not in _COUNTING_ORDERS:
+        if self.fast.index.order not in _COUNTING_ORDERS:
             return
         offsets, counts = misses.offsets.tolist(), misses.counts
-        for t, found in enumerate(rows):
-            at = (offsets[t] + found.positions).to(counts.device)
-            stored = found.rows.scores.to(counts.device)
+        for t, records in enumerate(rows):
+            at = (offsets[t] + records.positions).to(counts.device)
+            stored = records.rows.scores.to(counts.device)
             counts[at] = stored + torch.minimum(counts[at], hash.MAX_USES - stored)
 
     # Once they are inserted
@@ -212,13 +233,13 @@ class BackingTier:
         Args:
             keys: the batch.
             inserted: the result of its insertion.
-            rows: what `find_in_store` returned.
+            rows: result of `find_in_store`.
             batch_scores: int64 `[T]`, of this batch, where scores are assigned.
         """
         misses, result = inserted.misses, inserted.result
         assert misses is not None
         assert result is not None
-        offsets, tick = misses.offsets.tolist(), self.module.index.tick
+        offsets, tick = misses.offsets.tolist(), self.fast.index.tick
         slots, status = result.slots.clone(), result.status.clone()
         moves, overflow, all_counts, slots_of_found = Moves({}, {}), [], [], []
         for t, found in enumerate(rows):
@@ -233,7 +254,7 @@ class BackingTier:
             stamps = torch.full_like(refused_keys, tick)
             overflow.append(StoredRows(refused_keys, stamps, scores, no_values))
             slots_of_found.append(slots[of_table].cpu()[found.positions])
-            promoted = (slots_of_found[t] >= 0) & (slots_of_found[t] < self.module.tables[t].rows)
+            promoted = (slots_of_found[t] >= 0) & (slots_of_found[t] < self.fast.specs[t].rows)
             moves.promoted[t] = found.rows.keys[promoted]
             counts = dict(self._counts[t])
             counts["backing_hits"] += found.positions.numel()
@@ -262,16 +283,16 @@ class BackingTier:
 
     def write_found(self, placement: "BatchPlacement") -> None:
         """Write rows from the store over first values, and note which rows move."""
-        for t, found in enumerate(placement.rows):
+        for t, records in enumerate(placement.rows):
             slots = placement.slots_of_found[t]
             has_row = slots >= 0
-            self._scatter(t, slots[has_row], found.rows.values[has_row])
+            self._scatter(t, slots[has_row], records.rows.values[has_row])
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
         self._moves = placement.moves
 
     def _scores(self, table: int, counts: Tensor, batch_scores: Tensor | None) -> Tensor:
         """Return the scores that keys with these use counts would have in slots."""
-        order = self.module.index.order
+        order = self.fast.index.order
         if order == "assigned":
             assert batch_scores is not None
             return batch_scores[table].cpu().expand_as(counts).clone()
@@ -319,14 +340,14 @@ class BackingTier:
         dropped = self.store.put(table, rows).keys
         if not from_overflow:  # a row that is served in place is written back later
             dropped = dropped[~torch.isin(dropped, self._overflow[table].keys)]
-        self.module.record_evictions(table, dropped)
+        self.fast.record_evictions(table, dropped)
         self._counts[table]["dropped"] += dropped.numel()
 
     # Overflow rows
 
     def search(self, keys: Keys) -> Tensor:
         """Return the slots of keys; keys in the store get copies in overflow rows."""
-        slots = self.module.index.find(keys)
+        slots = self.fast.index.find(keys)
         missing = slots < 0
         if not bool(missing.any()):
             return slots
@@ -336,13 +357,13 @@ class BackingTier:
         for t in range(len(self._widths)):
             at = (missing & (tables == t)).nonzero().view(-1)
             distinct, groups = keys.ids[at].cpu().unique(return_inverse=True)
-            found = self._read(t, distinct)
-            self._check_overflow(t, found.positions.numel())
+            records = self._read(t, distinct)
+            self._check_overflow(t, records.positions.numel())
             overflow = torch.full_like(distinct, -1)
-            overflow[found.positions] = self._overflow_slots(t, found.positions.numel())
-            self._scatter(t, overflow[found.positions], found.rows.values)
+            overflow[records.positions] = self._overflow_slots(t, records.positions.numel())
+            self._scatter(t, overflow[records.positions], records.rows.values)
             slots[at] = overflow[groups].to(slots.device)
-            self._overflow[t] = found.rows
+            self._overflow[t] = records.rows
         return slots
 
     @torch.no_grad()
@@ -369,16 +390,16 @@ class BackingTier:
         self._overflow = [StoredRows.none(width) for width in self._widths]
 
     def _overflow_slots(self, table: int, count: int) -> Tensor:
-        first = self.module.tables[table].rows
+        first = self.fast.specs[table].rows
         return torch.arange(first, first + count)
 
     # Rows as bytes
 
     def _buffers_of(self, table: int) -> Iterator[Tensor]:
         """Yield each row buffer of a table, overflow rows included, as `[rows, width]`."""
-        layout = self.module.rows
-        rows = self.module.tables[table].rows + layout.overflow_rows
-        for number, buffer in enumerate(self.module.row_buffers()):
+        layout = self.fast.layout
+        rows = self.fast.specs[table].rows + layout.overflow_rows
+        for number, buffer in enumerate(self.fast.row_buffers):
             first, width = layout.first(table, number), layout.width(table, number)
             yield buffer[first : first + rows * width].view(rows, width)
 
@@ -393,11 +414,11 @@ class BackingTier:
         return StoredRows(keys, stamps, scores, _as_bytes([part[first] for part in rows]))
 
     def _gather(self, table: int, slots: Tensor) -> Tensor:
-        slots = slots.to(self.module.hyperparams.device)
+        slots = slots.to(self.fast.index.tags.device)
         return _as_bytes([hash.hash_read_rows(b, slots, 0.0) for b in self._buffers_of(table)])
 
     def _scatter(self, table: int, slots: Tensor, values: Tensor) -> None:
-        at, slots = 0, slots.to(self.module.hyperparams.device)
+        at, slots = 0, slots.to(self.fast.index.tags.device)
         for buffer in self._buffers_of(table):
             width = buffer.shape[1] * buffer.itemsize
             rows = values[:, at : at + width].contiguous().view(buffer.dtype)
@@ -410,15 +431,15 @@ class BackingTier:
         Raises:
             RuntimeError: a key has left the store since its entry was asked for.
         """
-        layout = self.module.rows
-        found = self.store.read(table, keys)
-        if found.positions.numel() < keys.numel():
+        layout = self.fast.layout
+        records = self.store.read(table, keys)
+        if records.positions.numel() < keys.numel():
             raise RuntimeError(
                 "entries are read before training goes on, and rows of "
-                f"{self.module.table_names[table]!r} have moved since; ask for the entries again"
+                f"{self.fast.table_names[table]!r} have moved since; ask for the entries again"
             )
         values = torch.empty(keys.numel(), self._widths[table], dtype=torch.uint8)
-        values[found.positions] = found.rows.values
+        values[records.positions] = records.rows.values
         widths = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
         first = sum(widths[:buffer])
         chosen = values[:, first : first + widths[buffer]].contiguous().view(layout.dtypes[buffer])
@@ -436,7 +457,7 @@ class BackingTier:
         keys, stamps, scores = (torch.cat(column) for column in columns)
         joined = {
             name: Joined([fast.rows[name], _RowsInStore(self, table, buffer, keys)])
-            for buffer, name in enumerate(self.module.rows.names)
+            for buffer, name in enumerate(self.fast.layout.names)
         }
         return Entries(
             torch.cat([fast.keys, keys]),
@@ -451,7 +472,7 @@ class BackingTier:
 
         The order matters because later rows displace earlier ones in a full store.
         """
-        index = self.module.index
+        index = self.fast.index
         index.set_tick(max(index.tick, entries.newest_stamp()))
         dropped = done = 0
         order = best_first(entries, index.order).cpu()
@@ -459,17 +480,17 @@ class BackingTier:
             dropped += self._load(table, entries.take(part))
             done += part.numel()
             if report is not None:
-                report(DumpProgress(self.module.table_names[table], done, len(entries)))
+                report(DumpProgress(self.fast.table_names[table], done, len(entries)))
         return Loaded(len(entries) - dropped, dropped, 0)
 
     def _load(self, table: int, entries: Entries) -> int:
         """Put entries into the store; return how many rows were dropped."""
-        layout, values = self.module.rows, []
+        layout, values = self.fast.layout, []
         for number, (name, dtype) in enumerate(zip(layout.names, layout.dtypes, strict=True)):
             shape = (len(entries), layout.width(table, number))
             rows = entries.rows.get(name)
             if rows is None:
-                value = torch.full(shape, self.module.tables[table].initial_state, dtype=dtype)
+                value = torch.full(shape, self.fast.specs[table].initial_state, dtype=dtype)
             else:
                 value = rows[torch.arange(len(entries))].to("cpu", dtype).view(shape)
             values.append(value.contiguous().view(torch.uint8))
@@ -489,9 +510,9 @@ class BackingTier:
 
     def iter_fast_rows(self, table: int) -> Iterator[StoredRows]:
         """Yield the rows of the fast tier, in batches."""
-        found = self.module.index.export(table)
-        scores = torch.zeros_like(found.keys) if found.scores is None else found.scores
-        columns = (found.keys, found.stamps, scores, found.slots)
+        entries = self.fast.index.export(table)
+        scores = torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
+        columns = (entries.keys, entries.stamps, scores, entries.slots)
         for keys, stamps, some, slots in zip(*(c.split(BATCH) for c in columns), strict=True):
             if keys.numel():
                 yield StoredRows(keys.cpu(), stamps.cpu(), some.cpu(), self._gather(table, slots))
@@ -500,14 +521,14 @@ class BackingTier:
     def flush(self) -> None:
         """Commit both tiers."""
         self.write_back()
-        module = self.module
-        numbers = {"tick": module.index.tick, "hyper": module.hyperparams.tolist()}
+        fast = self.fast
+        numbers = {"tick": fast.index.tick, "hyper": fast.hyperparams.tolist()}
         note = json.dumps({"planes": self._describe_rows(), **numbers})
         self.store.flush([self.iter_fast_rows(t) for t in range(len(self._widths))], note)
 
     def prefetch(self, keys: Keys) -> None:
         """Start reading the rows of a coming batch that are in the store."""
-        missing = self.module.index.find(keys) < 0
+        missing = self.fast.index.find(keys) < 0
         tables = tables_of(keys)
         for t in range(len(self._widths)):
             self.store.prefetch(t, keys.ids[missing & (tables == t)].cpu().unique())
@@ -523,30 +544,30 @@ class BackingTier:
         erased = torch.zeros(keys.numel(), dtype=torch.bool)
         self._expect_evictions(table)
         erased[firsts] = self.store.erase(table, distinct)
-        self.module.record_evictions(table, keys[erased])
+        self.fast.record_evictions(table, keys[erased])
         return erased
 
     def _expect_evictions(self, table: int) -> None:
-        log = self.module.eviction_log
+        log = self.fast.eviction_log
         if log is not None:
-            log.expect(table, self.module.index.tick)
+            log.expect(table, self.fast.index.tick)
 
     @torch.no_grad()
     def assign_scores(self, table: int, keys: Tensor, scores: Tensor) -> Tensor:
         """Set the scores of distinct keys in the store; return which are there, bool `[n]`."""
         self.drop_overflow_rows()
-        found = self.store.read(table, keys)
-        self._put(table, found.rows._replace(scores=scores[found.positions]))
-        there = torch.zeros(keys.numel(), dtype=torch.bool)
-        there[found.positions] = True
-        return there
+        records = self.store.read(table, keys)
+        self._put(table, records.rows._replace(scores=scores[records.positions]))
+        is_present = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_present[records.positions] = True
+        return is_present
 
     def expire(self, table: int, before: int) -> None:
         """Remove rows in the store that were last used before a tick."""
         self.write_back()
         self._expect_evictions(table)
         expired = self.store.expire(table, before)
-        self.module.record_evictions(table, expired)
+        self.fast.record_evictions(table, expired)
         if torch.isin(self._overflow[table].keys, expired).any():
             self.drop_overflow_rows()
 
@@ -564,7 +585,7 @@ class _RowsInStore(Chosen):
     """One kind of value of keys in the store, read when it is indexed."""
 
     def __init__(self, tier: BackingTier, table: int, buffer: int, keys: Tensor) -> None:
-        layout = tier.module.rows
+        layout = tier.fast.layout
         self._tier, self._table, self._buffer, self._keys = tier, table, buffer, keys
         self.dtype = layout.dtypes[buffer]
         shape = () if layout.per_row(buffer) else (layout.width(table, buffer),)

@@ -28,6 +28,14 @@ class HostRows:
     A row put into a full table evicts the lowest row by `eviction` (see `Eviction`; STEP and CUSTOM
     rank by score), which is dropped. The rows do not outlive the process. `seed` is the seed of the
     hash of keys, see `DynamicEmbeddingBags`; None draws one from torch's generator.
+
+    Example:
+        >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.SGD(0.1), backing=backing)
+        >>> pooled = bags(torch.arange(100), torch.tensor([0, 100]))
+        >>> bags.size(0)
+        100
     """
 
     def __init__(
@@ -140,8 +148,8 @@ class HostRows:
             evicted = StoredRows.from_words(result.evicted[evicting].T, values[evicted_slots])
             evicted = evicted._replace(scores=self._scores[table][evicted_slots])
             dropped = StoredRows.concatenate([evicted, rows.at(slots < 0)], values.shape[1])
-        there = slots >= 0
-        slots, rows = slots[there], rows.at(there)
+        has_slot = slots >= 0
+        slots, rows = slots[has_slot], rows.at(has_slot)
         values[slots], self._scores[table][slots] = rows.values, rows.scores
         scores = rows.scores if index.order in hash.SCORED else None
         index.set_entries(0, slots, rows.stamps, scores)

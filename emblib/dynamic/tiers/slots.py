@@ -46,10 +46,10 @@ class SlotAllocator:
             return
         while capacity < wanted:
             capacity *= _GROWTH
-        there = self._index.export(0)
+        entries = self._index.export(0)
         overflow = torch.tensor([*self._overflow_keys.items()], dtype=torch.int64).view(-1, 2)
-        all_keys = torch.cat([there.keys, overflow[:, 0]])
-        places = torch.cat([self._by_slot[there.slots], overflow[:, 1]])
+        all_keys = torch.cat([entries.keys, overflow[:, 0]])
+        places = torch.cat([self._by_slot[entries.slots], overflow[:, 1]])
         self._make(capacity)
         self._set(all_keys, places)
 
@@ -84,9 +84,9 @@ class SlotAllocator:
     def _set(self, keys: Tensor, places: Tensor) -> None:
         rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._use)
         slots = self._index.insert(Keys.of(keys), rows=rows).slots
-        there = slots >= 0
-        self._by_slot[slots[there]] = places[there]
-        overflow = zip(keys[~there].tolist(), places[~there].tolist(), strict=True)
+        has_slot = slots >= 0
+        self._by_slot[slots[has_slot]] = places[has_slot]
+        overflow = zip(keys[~has_slot].tolist(), places[~has_slot].tolist(), strict=True)
         self._overflow_keys.update(overflow)
 
     def remove(self, keys: Tensor) -> None:

@@ -54,6 +54,15 @@ class SqliteRows:
     Moving a row between the tiers costs tens of microseconds, so this store suits tables whose
     fast tier serves most lookups. By default, reading a row verifies its checksum; `verify="open"`
     verifies all rows when the database is opened, "off" none.
+
+    Example:
+        >>> backing = emblib.BackingStore(emblib.SqliteRows("rows.db"))
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.SGD(0.1), backing=backing)
+        >>> pooled = bags(torch.arange(100), torch.tensor([0, 100]))
+        >>> bags.size(0)
+        100
+        >>> bags.close()
     """
 
     def __init__(self, path: str | Path, verify: Verify | str = Verify.TOUCH) -> None:
@@ -129,13 +138,13 @@ class SqliteRows:
         has_log = os.path.exists(f"{self.path}-wal") and os.path.getsize(f"{self.path}-wal") > 0
         size = self.path.stat().st_size if self.path.is_file() else None
         if size is not None and size < _LEAST_BYTES:
-            found = f"has {size} bytes, too few for a database: it was cut off, or never was one"
+            defect = f"has {size} bytes, too few for a database: it was cut off, or never was one"
         elif not self.path.exists() and has_log:
-            found = f"is missing, and the log of its changes, {self.path.name}-wal, is still there"
+            defect = f"is missing, and the log of its changes, {self.path.name}-wal, is still there"
         else:
             return
         raise RuntimeError(
-            f"{self.path} {found}; restore it, or delete what is left of it and load a checkpoint"
+            f"{self.path} {defect}; restore it, or delete what is left of it and load a checkpoint"
         )
 
     def _connect(self, path: Path) -> sqlite3.Connection:
@@ -159,17 +168,17 @@ class SqliteRows:
 
     def _refuse_others(self, connection: sqlite3.Connection) -> None:
         """Raise unless the database is new, or has all tables that a store has."""
-        found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
         kinds = ("rows", "above")
         wanted = {f"{kind}_{t}" for kind in kinds for t in range(len(self._tables))}
-        if found and "emblib" not in found:
+        if names and "emblib" not in names:
             raise ValueError(
                 f"{self.path} is a database of another program, with "
-                f"{', '.join(sorted(found)[:4])}; name another file"
+                f"{', '.join(sorted(names)[:4])}; name another file"
             )
-        has_layout = found and connection.execute("SELECT 1 FROM emblib").fetchone()
-        missing = sorted(wanted - found)
-        if found and (missing or not has_layout) and not self._has_other_layout(connection):
+        has_layout = names and connection.execute("SELECT 1 FROM emblib").fetchone()
+        missing = sorted(wanted - names)
+        if names and (missing or not has_layout) and not self._has_other_layout(connection):
             lost = missing or ["the entries of emblib"]
             raise RuntimeError(
                 f"{self.path} is damaged: it has lost {', '.join(lost)}; restore it, or delete it "
@@ -197,13 +206,13 @@ class SqliteRows:
             )
         folder = self.path.parent
         if self.path.is_dir():
-            number, found = errno.EISDIR, "it is a directory; name a file, e.g. one in it"
+            number, reason = errno.EISDIR, "it is a directory; name a file, e.g. one in it"
         elif not folder.is_dir():
-            number, found = errno.ENOENT, f"there is no directory {folder}; make it"
+            number, reason = errno.ENOENT, f"there is no directory {folder}; make it"
         else:
             number = errno.EACCES
-            found = "the file and its directory must be writable; name another file"
-        return OSError(number, f"the database cannot be opened ({error}): {found}", str(self.path))
+            reason = "the file and its directory must be writable; name another file"
+        return OSError(number, f"the database cannot be opened ({error}): {reason}", str(self.path))
 
     def _create_tables(self) -> None:
         run = self._run
@@ -316,14 +325,14 @@ class SqliteRows:
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
         keys = keys.detach().to("cpu", torch.int64)
-        found: list[_Record] = []
+        records: list[_Record] = []
         for part in keys.unique().split(_AT_ONCE):
             values = part.tolist()
             values += values[-1:] * (_AT_ONCE - len(values))  # the same statement every time
             marks = ",".join("?" * len(values))
             query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
-            found += self._run(query, values) if part.numel() else ()
-        return matched(keys, self._rows(table, found))
+            records += self._run(query, values) if part.numel() else ()
+        return matched(keys, self._rows(table, records))
 
     def _rows(self, table: int, records: Sequence[_Record]) -> StoredRows:
         """Verify records and return them as rows."""

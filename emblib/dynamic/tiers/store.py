@@ -98,6 +98,10 @@ class RowStore(Protocol):
 
     Attributes:
         note: the text passed to the last `flush`; empty in a new store.
+
+    Example:
+        >>> isinstance(emblib.HostRows(capacity=1_000), emblib.RowStore)
+        True
     """
 
     note: str
@@ -165,9 +169,9 @@ class StoreShard(NamedTuple):
     """One shard of a table of a collection, which gets a store of its own.
 
     Attributes:
-        name: of the table.
+        name: name of the table.
         shard: number of the shard and number of shards; None for a table that is not sharded.
-        seed: of hashes that the store needs, the same for all shards.
+        seed: seed of hashes that the store needs, the same for all shards.
     """
 
     name: str
@@ -213,11 +217,15 @@ class ShardableStore(Protocol):
 
 
 class TierMode(Choice):
-    """Which rows of the store are promoted when a batch uses them.
+    """Rule that selects which rows of the store are promoted when a batch uses them.
 
     CACHING: all. HYBRID: rows that rank above the row that they would replace; new keys that rank
     lower start in the store. With LRU both modes are the same, since the last used row ranks
     highest.
+
+    Example:
+        >>> emblib.BackingStore(emblib.HostRows(1_000), mode=emblib.TierMode.HYBRID).mode
+        <TierMode.HYBRID: 'hybrid'>
     """
 
     CACHING = "caching"
@@ -229,12 +237,21 @@ class BackingStore:
     """A store behind all tables of a module, whose `capacity` is then that of the fast tier.
 
     Args:
-        store: of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`, `SqliteRows`,
-            or any `RowStore`. It belongs to one module.
-        mode: which rows are promoted.
+        store: store of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`,
+            `SqliteRows`, or any `RowStore`. It belongs to one module.
+        mode: mode that decides which rows are promoted.
         max_misses: the maximum number of ids of a table per batch that are not in the fast tier;
             None is 2^20 on the CPU, where they take only address space, and 2^16 on CUDA, where
             they take memory.
+
+    Example:
+        >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.SGD(0.1), backing=backing)
+        >>> for first in (0, 32, 64):  # 96 keys, of which 32 fit in the fast tier
+        ...     pooled = bags(torch.arange(first, first + 32), torch.tensor([0, 32]))
+        >>> bags.size(0), bags.capacity(0)
+        (96, 32)
     """
 
     store: RowStore
@@ -293,7 +310,7 @@ def check_backing(backing: object) -> None:
 
 @dataclass(frozen=True)
 class TierStats:
-    """What the tiers of a table did in training, since construction or the last reset.
+    """Counts of the tiers of a table in training, since construction or the last reset.
 
     Attributes:
         lookups: positions of batches.
@@ -412,9 +429,9 @@ class PrefetchedRows:
     def read_ahead(self, table: int, keys: Tensor) -> None:
         """Read rows that are not in memory yet from the store."""
         prefetched = self._prefetched[table]
-        known = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
-        rows = self.behind.read(table, keys[~torch.isin(keys, known)]).rows
-        count = known.numel() + rows.keys.numel()
+        present = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
+        rows = self.behind.read(table, keys[~torch.isin(keys, present)]).rows
+        count = present.numel() + rows.keys.numel()
         if rows.keys.numel():
             prefetched.append(rows)
         while count > MAX_PREFETCHED and len(prefetched) > 1:
@@ -438,15 +455,15 @@ class PrefetchedRows:
         asked = torch.arange(keys.numel())
         founds = []
         for rows in (*self._kept_rows[table], *self._prefetched[table]):
-            found = matched(keys[asked], rows)
-            founds.append(FoundRows(asked[found.positions], found.rows))
+            records = matched(keys[asked], rows)
+            founds.append(FoundRows(asked[records.positions], records.rows))
             left = torch.ones_like(asked, dtype=torch.bool)
-            left[found.positions] = False
+            left[records.positions] = False
             asked = asked[left]
-        found = self.behind.read(table, keys[asked])
-        founds.append(FoundRows(asked[found.positions], found.rows))
-        rows = StoredRows.concatenate((found.rows for found in founds), self._widths[table])
-        return FoundRows(torch.cat([found.positions for found in founds]), rows)
+        records = self.behind.read(table, keys[asked])
+        founds.append(FoundRows(asked[records.positions], records.rows))
+        rows = StoredRows.concatenate((records.rows for records in founds), self._widths[table])
+        return FoundRows(torch.cat([records.positions for records in founds]), rows)
 
     @_alone
     def lift(self, table: int, keys: Tensor) -> None:
@@ -485,10 +502,10 @@ class PrefetchedRows:
         self.wait()
         for rows in self._kept_rows[table]:
             yield from rows.split(batch)
-        kept = self._kept_keys(table)
+        pending = self._kept_keys(table)
         for rows in self.behind.iterate(table, batch):
             # A put that raised may have put some of the rows that were kept then.
-            yield rows.at(~torch.isin(rows.keys, kept)) if kept.numel() else rows
+            yield rows.at(~torch.isin(rows.keys, pending)) if pending.numel() else rows
 
     def _kept_keys(self, table: int) -> Tensor:
         none = torch.empty(0, dtype=torch.int64)
@@ -497,10 +514,10 @@ class PrefetchedRows:
     @_alone
     def size(self, table: int) -> int:
         """See `RowStore`."""
-        size, kept = self.behind.size(table), self._kept_keys(table)
-        if not kept.numel():
+        size, pending = self.behind.size(table), self._kept_keys(table)
+        if not pending.numel():
             return size
-        return size + kept.numel() - self.behind.read(table, kept).positions.numel()
+        return size + pending.numel() - self.behind.read(table, pending).positions.numel()
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""

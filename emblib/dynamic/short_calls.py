@@ -1,0 +1,155 @@
+"""Training lookups of dynamic tables whose backward is one op, with arguments prepared once.
+
+The time of a small batch is that of the Python between ops. `KeyedCalls` holds all that the calls
+of a module have in common; `KeyedLookup` looks up, and its backward groups the slots of the batch,
+counts the step and updates the rows in one op. Lookups that need more, such as a gradient of the
+sample weights, go through `emblib.ops.autograd`: the bits are the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.columns import Hyper
+from emblib.dynamic.rows import TrainingUpdate
+from emblib.ops import autograd, codes, tbe
+from emblib.ops.derivatives import once_differentiable
+from emblib.ops.one_call import native
+from emblib.ops.scaled_gradients import scale_of_backward, unscaled
+from emblib.tables.base import FusedTables
+
+_backward_ = native(tbe.tbe_backward_)
+
+
+class KeyedCalls:
+    """The arguments that the calls of a module share, as long as its tensors and optimizer stay.
+
+    A copy or pickle of this object is None: the copy of a module makes its own.
+
+    Args:
+        module: the tables, all in the memory of their device.
+        tiers: their weights, optimizer states and hyperparameters.
+    """
+
+    def __init__(self, module: FusedTables, tiers: autograd.Tiers) -> None:
+        self._optimizer, self._buffers = module.optimizer, tuple(module._buffers.values())
+        self._weights = module.weights
+        self._address = module.weights.data_ptr()
+        self.tiers, self.rule = tiers, autograd.UpdateRule.of(module.optimizer)
+        self._code = codes.OPTIMIZER.get(self.rule.name)
+        self._updates = self.rule.gradient is None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def are_of(self, module: FusedTables) -> bool:
+        """Return whether the tensors and the optimizer of a module are those of its last call."""
+        return (
+            self._optimizer is module.optimizer
+            and module._parameters.get("weights") is self._weights
+            and self._weights.data_ptr() == self._address
+            and len(module._buffers) == len(self._buffers)
+            and all(map(operator.is_, module._buffers.values(), self._buffers))
+        )
+
+    def take(self, batch: autograd.Lookup, sample_weights: Tensor | None) -> bool:
+        """Return whether one op can be the backward of a lookup.
+
+        It cannot where gradients stay on the weights, where the sample weights need one, where
+        batch sizes differ, and for lookups that are made for their backward alone.
+        """
+        return (
+            self._updates
+            and batch.bag_layout is None
+            and (sample_weights is None or not sample_weights.requires_grad)
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and not autograd.is_for_update()
+        )
+
+    def update(
+        self,
+        grad: Tensor,
+        batch: autograd.Lookup,
+        slots: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        is_finite: Tensor | None,
+    ) -> None:
+        """Make one step of the rows in `slots`; none if `is_finite` is false.
+
+        Args:
+            grad: the gradient of the output.
+            batch: what was looked up, with placeholders for its tensors.
+            slots: int64 `[L]`, where the rows are now; -1 for none.
+            offsets: the offsets of the bags.
+            sample_weights: float32 `[L]`, the factor of the gradient of each row.
+            is_finite: bool, whether a scaled gradient is finite; None for others.
+        """
+        tiers = self.tiers
+        if grad.is_cuda:  # first, lest an interrupt omit it
+            torch.autograd.graph.increment_version(tiers.weights)
+        _backward_(
+            tiers.weights,
+            tiers.states,
+            tiers.hyperparams,
+            self._code,
+            self.rule.descent(autograd.clip_gradient(grad, self.rule)),
+            batch.features,
+            slots,
+            offsets,
+            sample_weights,
+            codes.POOLING[batch.pooling.value],
+            batch.total_rows,
+            batch.repaired,
+            is_finite,
+        )
+        if not grad.is_cuda and tiers.hyperparams.tolist()[Hyper.LEARNING_RATE] != 0:
+            torch.autograd.graph.increment_version(tiers.weights)  # otherwise nothing moved
+
+
+class KeyedLookup(torch.autograd.Function):
+    """Look up and update as `autograd.FusedLookup` does, with one op in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad_anchor: Tensor,
+        calls: KeyedCalls,
+        batch: autograd.Lookup,
+        update: TrainingUpdate,
+        sample_weights: Tensor | None,
+        output_dtype: torch.dtype,
+    ) -> Tensor:
+        """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
+        ctx.calls, ctx.update = calls, update
+        ctx.batch = batch._replace(
+            indices=batch.features, offsets=batch.features, slots=None, default_rows=None
+        )
+        ctx.save_for_backward(batch.offsets, sample_weights)
+        return autograd.lookup_no_grad(calls.tiers.weights, batch, sample_weights, output_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Apply the optimizer to every row of the batch that is still in its table."""
+        with ctx.update.lock: return KeyedLookup._update(ctx, grad)  # fmt: skip  # noqa: E701
+
+    @staticmethod
+    def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, sample_weights = ctx.saved_tensors
+        scale, is_finite, anchor_grad = scale_of_backward(), None, None
+        if scale is not None:
+            grad, is_finite = divided = unscaled(grad, scale)
+            anchor_grad = divided.overflow()
+        slots = ctx.update.slots_to_update()
+        ctx.calls.update(grad, ctx.batch, slots, offsets, sample_weights, is_finite)
+        return anchor_grad, None, None, None, None, None
+
+
+# Without the unwrapping that `Function.apply` does for functorch, whose transforms never come here.
+look_up: Callable[..., Tensor] = super(torch.autograd.Function, KeyedLookup).apply

@@ -1,0 +1,413 @@
+"""DynamicState: the keys, the rows and all else that dynamic tables consist of, without lookups.
+
+A `DynamicEmbeddingBags` owns one and looks rows up in it. Everything else is a function of the
+state: questions and settings are here, `training` inserts the keys of batches, and `saving` has
+checkpoints. `of_state` functions take the module as well, so that they are methods of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib.columns import HashEntryColumn
+from emblib.dynamic.admission import Admission
+from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
+from emblib.dynamic.hash_index import HashIndex, RowBuffers
+from emblib.dynamic.keys import LastBatch, as_keys, of_insertion
+from emblib.dynamic.rows import BatchReads, RowInitializer, RowLayout, TrainingUpdate
+from emblib.dynamic.tiers.backing_tier import BackingTier
+from emblib.dynamic.tiers.store import TierStats
+from emblib.ops.hash import Keys
+from emblib.optim import Optimizer
+from emblib.specs import SLOTS, DynamicSpec, Precision
+from emblib.tables.changes import CompletingLock
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_INT64_MIN = -(2**63)
+
+
+class DynamicState:
+    """T tables of rows by key: index, rows, admission, eviction and the tier behind them.
+
+    A new state has no keys, and every table has the rows of its initial capacity in use.
+
+    Args:
+        specs: capacity, dim and rules of each table.
+        names: the name of each table.
+        optimizer: the optimizer, whose states each row has.
+        precision: dtypes of weights and states.
+        seed: the seed of the first values of rows.
+        hash_keys: the number on which the hash of each table depends; None is 0 for all.
+        device: the device of the tables.
+        overflow_rows: rows behind those of each table, for a backing store.
+
+    Attributes:
+        index: the keys and their slots.
+        layout: the location of the rows of each table in the row buffers.
+        weights: the first row buffer, flat or `[rows, dim]`; a parameter where a module owns it.
+        optimizer_states: the other row buffers, flat.
+        hyperparams: the numbers of the optimizer, float64.
+        row_initializer: writes the first values of new rows.
+        admission: counts keys before they are inserted; None admits all.
+        scores: the eviction scores of the next batch; None if eviction assigns none.
+        expiry: chooses the buckets in which each step looks for expired keys; None if none do.
+        eviction_log: the keys that left; None until `track_evictions`.
+        is_deferred: whether gradients wait for a later step, which evicted keys have no part in.
+        on_new_rows: functions of the rows that got new keys, numbered over all tables, which are
+            called once these have first values; a copy has none.
+        backing: the tier behind the tables; None for none.
+        last_batch: what became of the keys of the last training batch.
+        dropped_updates: int64 `[1]`, updates of keys that were evicted before their backward.
+        adopt_hyperparams: a function that sees saved numbers before they replace `hyperparams`, and
+            may refuse them.
+        lock: the lock of all this.
+    """
+
+    weights: Tensor
+    optimizer_states: list[Tensor]
+    hyperparams: Tensor
+    moves: Tensor
+    dropped_updates: Tensor
+
+    def __init__(
+        self,
+        specs: Sequence[DynamicSpec],
+        names: Sequence[str],
+        optimizer: Optimizer,
+        precision: Precision | None = None,
+        *,
+        seed: int = 0,
+        hash_keys: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        overflow_rows: int = 0,
+    ) -> None:
+        device = torch.empty(0, device=device).device
+        precision = Precision() if precision is None else precision
+        self.specs, self.optimizer_name = tuple(specs), optimizer.name
+        self.layout = RowLayout(self.specs, names, optimizer.states, precision, overflow_rows)
+        self.table_names = self.layout.table_names
+        self.index = HashIndex(self.specs, device, hash_keys)
+        self.weights, *self.optimizer_states = self.layout.allocate(device)
+        self.moves = self.layout.moves(device)
+        self.hyperparams = optimizer.hyperparams().to(device)
+        self.dropped_updates = torch.zeros(1, dtype=torch.int64, device=device)
+        self.row_initializer = RowInitializer(self.layout, seed, device)
+        admits = any(spec.admission is not None for spec in self.specs)
+        self.admission = Admission(self.specs, device, hash_keys) if admits else None
+        has_scores = self.index.order == "assigned"
+        self.scores = EvictionScores(self.specs, device) if has_scores else None
+        expires = any(spec.ttl is not None for spec in self.specs)
+        self.expiry = Expiry(self.specs) if expires else None
+        self.eviction_log: EvictionLog | None = None
+        self.is_deferred = optimizer.deferred
+        self.on_new_rows: list[Callable[[Tensor], None]] = []
+        self.backing: BackingTier | None = None
+        self.last_batch: LastBatch | None = None
+        self.adopt_hyperparams: Callable[[Tensor], None] | None = None
+        self.lock = CompletingLock()
+        self.use_initial_rows()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, whose owner brings the memory."""
+        memory = ("weights", "optimizer_states", "moves", "hyperparams", "dropped_updates")
+        state = {name: value for name, value in self.__dict__.items() if name not in memory}
+        return {**state, "last_batch": None, "adopt_hyperparams": None, "on_new_rows": []}
+
+    @property
+    def row_buffers(self) -> list[Tensor]:
+        """Return weights and optimizer states as flat tensors, by slot; see `RowLayout`."""
+        return [self.weights.detach().view(-1), *self.optimizer_states]
+
+    def slot_rows(self) -> RowBuffers:
+        """Return the rows that the index moves when a table grows."""
+        return RowBuffers(self.row_buffers, self.moves, self._use_rows)
+
+    def _use_rows(self, table: int, before: int, now: int) -> None:
+        self.layout.use(self.row_buffers, table, before, now)
+
+    def use_initial_rows(self) -> None:
+        """Take the rows of the initial capacities into use."""
+        for t, spec in enumerate(self.specs):
+            self._use_rows(t, 0, spec.buckets * SLOTS)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the modules of the state by their names in state dicts."""
+        parts = {
+            "index": self.index,
+            "row_initializer": self.row_initializer,
+            "admission": self.admission,
+            "scores": self.scores,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def table_number(self, table: int | str) -> int:
+        """Return the number of a table given by number or name, see `RowLayout.table_number`."""
+        return self.layout.table_number(table)
+
+    def table_rows(self, table: int | str) -> dict[str, Tensor]:
+        """Return views of a table's rows by slot: `weight` `[rows, dim]` and optimizer states.
+
+        Rows of empty slots are unspecified; views are invalid once the module moves.
+        """
+        return self.layout.views(self.row_buffers, self.table_number(table))
+
+    def capacities(self) -> list[int]:
+        """Return the number of rows in use of each table (reads the device)."""
+        return [self.index.capacity(t) for t in range(len(self.specs))]
+
+    def keys_of(self, table: int | str, ids: Tensor) -> Keys:
+        """Return ids of one table as a batch on the device."""
+        return Keys.of(as_keys(ids).to(self.index.tags.device), self.table_number(table))
+
+    def update_of(self, keys: Keys, slots: Tensor, reads: BatchReads) -> TrainingUpdate:
+        """Return the update of keys in these slots, which reads these rows."""
+        lock, dropped, backing = self.lock, self.dropped_updates, self.backing
+        return TrainingUpdate(lock, self.index, keys, slots, reads, dropped, backing)
+
+    def load_hyperparams(self, values: Tensor) -> None:
+        """Take over saved `hyperparams`.
+
+        Raises:
+            ValueError: numbers that the optimizer cannot have; nothing is changed.
+        """
+        if self.adopt_hyperparams is not None:
+            self.adopt_hyperparams(values)
+        with torch.no_grad():
+            self.hyperparams.copy_(values)
+
+    def record_evictions(self, table: int, keys: Tensor) -> None:
+        """Record keys that left a table in this step, if evictions are tracked."""
+        if self.eviction_log is not None:
+            self.eviction_log.record(table, keys, self.index.tick)
+
+    def restart_eviction_log(self) -> None:
+        """Clear the eviction log, if there is one, once the tables were replaced."""
+        if self.eviction_log is not None:
+            self.eviction_log.restart(self.index.tick)
+
+    def complete(
+        self, make: Callable[[], _R], is_optional: Callable[[], bool] = lambda: True
+    ) -> _R:
+        """Make a change of the tables, see `CompletingLock.complete`."""
+        return self.lock.complete(make, is_optional)
+
+
+class StateOwner(Protocol):
+    """A module that owns the state of its tables."""
+
+    state: DynamicState
+
+
+def of_state(
+    function: Callable[Concatenate[DynamicState, _P], _R],
+) -> Callable[Concatenate[DynamicState | StateOwner, _P], _R]:
+    """Run a function of a state under its lock; the function takes the owner of a state as well."""
+
+    @functools.wraps(function)
+    def call(owner: DynamicState | StateOwner, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        state = owner if isinstance(owner, DynamicState) else owner.state
+        # On one line, as in `emblib.tables.locks.atomic`.
+        with state.lock: return function(state, *args, **kwargs)  # fmt: skip  # noqa: E701
+
+    return call
+
+
+# Tables and keys
+
+
+@of_state
+def size(state: DynamicState, table: int | str) -> int:
+    """Return the number of keys of a table, in both tiers (reads the device)."""
+    table = state.table_number(table)
+    if state.backing is None:
+        return state.index.size(table)
+    state.backing.write_back()
+    return state.index.size(table) + state.backing.store.size(table)
+
+
+@of_state
+def capacity(state: DynamicState, table: int | str) -> int:
+    """Return the number of rows in use of a table, as it has grown (reads the device)."""
+    return state.index.capacity(state.table_number(table))
+
+
+@of_state
+def find(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
+    """Return the rows of ids in `table_rows(table)`, int64, -1 for ids that are not there.
+
+    They are valid until the next training forward.
+    """
+    return state.index.find(state.keys_of(table, ids))
+
+
+@of_state
+def contains(state: DynamicState, table: int, ids: Tensor) -> Tensor:
+    """Return which ids are in a table, in any tier, bool `[n]` on the CPU."""
+    is_present = state.index.find(state.keys_of(table, ids)).cpu() >= 0
+    if state.backing is not None:
+        is_present |= ~torch.isin(ids, state.backing.absent(table, ids))
+    return is_present
+
+
+@of_state
+def reserve(state: DynamicState, table: int | str, rows: int) -> None:
+    """Grow a table to the size that a number of keys needs, at most to its capacity."""
+    state.index.reserve(state.table_number(table), rows, state.slot_rows())
+
+
+@of_state
+def key_status(state: DynamicState) -> Tensor:
+    """Return the status of each id of the last training forward: uint8 `[L]` of `KeyStatus`."""
+    return of_insertion(_last_batch(state).inserted)
+
+
+@of_state
+def status_of(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
+    """Return the status of ids of a table in the last training forward: uint8 `[n]`, on CPU.
+
+    Ids that were not in it are `KeyStatus.ABSENT`.
+    """
+    return _last_batch(state).status_of(state.table_number(table), as_keys(ids).cpu())
+
+
+def _last_batch(state: DynamicState) -> LastBatch:
+    if state.last_batch is None:
+        raise RuntimeError(
+            "key_status is that of the last training forward, and there was none; call the "
+            "module in training mode, with gradients enabled, first"
+        )
+    return state.last_batch
+
+
+# Counts
+
+
+@of_state
+def stats(state: DynamicState) -> dict[str, dict[str, int]]:
+    """Return counts by table since `reset_stats`, see `emblib.ops.hash.COUNTERS` (waits)."""
+    return dict(zip(state.table_names, state.index.stats(), strict=True))
+
+
+@of_state
+def tier_stats(state: DynamicState) -> dict[str, TierStats]:
+    """Return counts of both tiers by table since `reset_stats`; {} without a backing store."""
+    if state.backing is None:
+        return {}
+    state.backing.write_back()
+    return state.backing.stats()
+
+
+@of_state
+def reset_stats(state: DynamicState) -> None:
+    """Set the counts of `stats` and `tier_stats` to zero."""
+    state.index.reset_stats()
+    if state.backing is not None:
+        state.backing.reset_stats()
+
+
+@of_state
+def nbytes(state: DynamicState) -> dict[str, int]:
+    """Return the bytes in use of `weights`, `optimizer_state` and `index`."""
+    weights, *states = state.layout.nbytes(state.capacities())
+    return {"weights": weights, "optimizer_state": sum(states), "index": state.index.nbytes()}
+
+
+# Eviction
+
+
+@of_state
+def track_evictions(state: DynamicState, max_keys: int = 1 << 24) -> EvictionLog:
+    """Record from now on which keys leave and when, at most `max_keys` per table."""
+    if state.eviction_log is None:
+        state.eviction_log = EvictionLog(len(state.specs), state.index.tick, max_keys)
+    return state.eviction_log
+
+
+@of_state
+def set_eviction_score(
+    state: DynamicState, score: int | Mapping[int, int] | Mapping[str, int]
+) -> None:
+    """Set the score that `Eviction.CUSTOM` tables assign from the next training forward on.
+
+    Keys used by a batch get its score; keys with the lowest scores are evicted first.
+
+    Args:
+        state: the tables.
+        score: an int64 for all those tables, or by number or name of the table.
+
+    Raises:
+        KeyError, IndexError, ValueError: there is no such table, or its eviction is another.
+        TypeError: not an int.
+    """
+    if state.scores is None:
+        raise ValueError("scores are set for tables with Eviction.CUSTOM, and none has it")
+    if isinstance(score, Mapping):
+        score = {state.table_number(table): value for table, value in score.items()}
+    state.scores.set(score)
+
+
+@of_state
+def set_eviction_step(state: DynamicState, table: int | str, step: int) -> None:
+    """Set the step that a table with `Eviction.STEP` assigns to its next batch."""
+    if state.scores is None:
+        raise ValueError("steps are counted by tables with Eviction.STEP, and none has it")
+    state.scores.set_steps({state.table_number(table): step})
+
+
+@of_state
+def eviction_score(state: DynamicState, table: int | str) -> int | None:
+    """Return the score that a table assigns to its next batch, None for none (waits)."""
+    number = state.table_number(table)
+    return None if state.scores is None else state.scores.get()[number]
+
+
+@of_state
+def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Tensor) -> Tensor:
+    """Set the scores of keys of a table, in either tier; return which are there, bool on the CPU.
+
+    A key that occurs more than once gets the largest of its scores.
+
+    Raises:
+        ValueError: eviction from the table is not by assigned scores.
+    """
+    eviction = state.specs[table].eviction
+    if eviction.order != "assigned":
+        raise ValueError(
+            f"table {state.table_names[table]!r} evicts by {eviction.value}, and keys are given "
+            "scores where eviction is CUSTOM or STEP"
+        )
+    distinct, groups = keys.cpu().unique(return_inverse=True)
+    largest = torch.full_like(distinct, _INT64_MIN)
+    largest.scatter_reduce_(0, groups, scores.cpu(), "amax")
+    slots = state.index.find(state.keys_of(table, distinct))
+    is_fast = slots >= 0
+    entries = state.index.table_entries(table)
+    entries[slots[is_fast], HashEntryColumn.SCORE] = largest.to(slots.device)[is_fast]
+    is_present = is_fast.cpu()
+    if state.backing is not None:
+        absent = ~is_present
+        is_present[absent] = state.backing.assign_scores(table, distinct[absent], largest[absent])
+    return is_present[groups]
+
+
+# The backing store
+
+
+@of_state
+def flush(state: DynamicState) -> None:
+    """Commit both tiers to the backing store, if there is one, and wait until that is done."""
+    if state.backing is not None:
+        state.backing.flush()
+
+
+@of_state
+def close(state: DynamicState) -> None:
+    """Close the backing store, undoing what was not flushed; the module is unusable then."""
+    if state.backing is not None:
+        state.backing.store.close()
