@@ -11,7 +11,7 @@
 #include "core/output_memory.h"
 #include "core/parallel.h"
 #include "tbe/check.h"
-#include "tbe/pass_check.h"
+#include "tbe/entries.h"
 
 namespace emb {
 namespace {

@@ -13,6 +13,7 @@
 #include "core/launch.h"
 #include "tbe/bounds.cuh"
 #include "tbe/check_batch.cuh"
+#include "tbe/entries.h"
 #include "tbe/lookup.cuh"
 #include "tbe/pass_check.h"
 #include "tbe/sample_weights.cuh"
@@ -130,6 +131,8 @@ Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, Bounds
   return repaired;
 }
 
+}  // namespace
+
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations) {
   const char* op = "bounds_check_";
@@ -146,18 +149,20 @@ Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor&
   return repaired_offsets(CudaLauncher(indices), offsets, args, mode, &violations);
 }
 
+namespace {
+
 // A GPU repairs what is invalid, so that every batch is valid: nothing waits for it.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,
                                         int64_t columns, ScalarType output_dtype,
-                                        std::optional<int64_t> mode_code, Tensor violations) {
+                                        std::optional<int64_t> mode_code, Tensor violations,
+                                        std::optional<Tensor> slots) {
   const char* op = "tbe_lookup_checked_";
   const std::optional<BoundsMode> mode = check_bounds_arguments(op, mode_code, violations);
   float_dtype(op, "output_dtype", output_dtype);
   check_same_device(op, "violations", violations, indices);
-  Lookup lookup(op, weights, features, indices, offsets, std::nullopt, std::nullopt, pooling,
-                columns);
+  Lookup lookup(op, weights, features, indices, offsets, slots, std::nullopt, pooling, columns);
   set_sample_weights(op, sample_weights, &lookup);
   Tensor out = new_output(op, output_dtype, false, &lookup);
   const CudaLauncher launcher(indices);
