@@ -205,9 +205,7 @@ def test_opcheck(device: torch.device) -> None:
     checked = (*arguments[:4], *arguments[5:], BOUNDS_CHECK["warning"], violations)
     # It returns a list and mutates: compiled code calls its parts.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.emblib.quant_lookup_checked_.default, checked, test_utils=checks
-    )
+    torch.library.opcheck(quant_lookup_checked_, checked, test_utils=checks)
     weights = torch.randn(4, 3, device=device)
     target = torch.zeros(4, 8, dtype=torch.uint8, device=device)
     torch.library.opcheck(quantize_rows_, (target, weights, 4))
