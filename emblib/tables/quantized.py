@@ -90,6 +90,7 @@ class QuantizedEmbeddingBags(nn.Module):
         self.feature_tables = tuple(
             range(len(self.tables)) if feature_tables is None else feature_tables
         )
+        self._pooling_code = codes.POOLING[self.pooling.value]
         self.output_dtype = output_dtype
         self.bounds_check = BoundsCheck(bounds_check)
         check_float_dtype("output_dtype", output_dtype)
@@ -311,7 +312,7 @@ class QuantizedEmbeddingBags(nn.Module):
             offsets,
             bag_layout,
             per_sample_weights,
-            codes.POOLING[self.pooling.value],
+            self._pooling_code,
             self.bits,
             output_dim,
             self.output_dtype,
@@ -324,21 +325,22 @@ class QuantizedEmbeddingBags(nn.Module):
         on_the_way = self._check
         if on_the_way is None or not on_the_way.is_of(self):
             self._check = on_the_way = CheckOnTheWay(self)
-        check = on_the_way.begin()
+        check = on_the_way.begin() if on_the_way.counts else on_the_way.check
         outputs = _lookup_checked(
             self.packed,
             self.features,
             indices,
             offsets,
             sample_weights,
-            codes.POOLING[self.pooling.value],
+            self._pooling_code,
             self.bits,
             self.output_dim,
             self.output_dtype,
             check.mode,
             check.violations,
         )
-        on_the_way.end(self, check)
+        if on_the_way.counts:
+            on_the_way.end(self, check)
         return outputs[0] if outputs else None
 
     def nbytes(self) -> dict[str, int]:

@@ -29,6 +29,8 @@ from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.memory import TableLayout
 from emblib.tables.parameters import loses_values
 
+_prefetch_ = native(cache_ops.prefetch_)
+_PREFETCH_TENSORS = ("tags", "stamps", "counts", "counters", "clock", "conflicts")
 _MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
 
 
@@ -299,13 +301,14 @@ class RowCache(nn.Module):
                 write to in their tables are left for `fetch_later`.
         """
         self._in_flight.add(ticket)
+        buffers = self._buffers  # each attribute of a module would cost a call of Python
         return partial(
-            native(cache_ops.prefetch_),
+            _prefetch_,
             tiers.weights,
             tiers.states,
             tiers.hyperparams,
-            [self.tags, self.stamps, self.counts, self.counters, self.clock, self.conflicts],
-            self.table_features,
+            [buffers[name] for name in _PREFETCH_TENSORS],
+            buffers["table_features"],
             self._policy,
             self._now - min(self._in_flight),
             postpones,

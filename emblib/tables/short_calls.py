@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -95,52 +95,44 @@ def is_plain_call(
 
 
 class CheckOnTheWay:
-    """The bounds check that an op makes for a module, and the report of what it counts."""
+    """The bounds check that an op makes for a module, and the report of what it counts.
+
+    Where `counts`, on a GPU that warns, `begin` and `end` belong before and after the op; `check`
+    is the check anywhere else.
+    """
 
     def __init__(self, module: base.ChecksBounds) -> None:
-        self._mode = module.bounds_check
-        self.is_cuda = module.features.is_cuda
+        self._mode, is_cuda = module.bounds_check, module.features.is_cuda
         mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
-        self._check = BatchCheck(mode, module.bounds_violations)
+        self.check = BatchCheck(mode, module.bounds_violations)
+        self.counts = is_cuda and module.bounds_check is BoundsCheck.WARNING
+        self.repairs = is_cuda and mode is not None
         self._report = report_of(module)
-        self._counts = self.is_cuda and module.bounds_check is BoundsCheck.WARNING
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # the copy of a module makes its own
 
     def is_of(self, module: base.ChecksBounds) -> bool:
         """Return whether this is the check that a module asks for now."""
-        is_same = self._check.violations is module.bounds_violations
+        is_same = self.check.violations is module.bounds_violations
         return is_same and self._mode is module.bounds_check
 
-    def begin(self, *, counts: bool = True) -> BatchCheck:
-        """Return the check of a batch; a GPU counts what is invalid once per batch."""
-        if self._counts and (not counts or is_repeated()):
-            return self._check._replace(mode=_IGNORE)
-        return self._check
+    def begin(self) -> BatchCheck:
+        """Return the check of a batch: a forward that backward repeats counts nothing again."""
+        return self.uncounted() if is_repeated() else self.check
+
+    def uncounted(self) -> BatchCheck:
+        """Return the check that counts nothing."""
+        return self.check._replace(mode=_IGNORE) if self.counts else self.check
 
     def end(self, module: base.ChecksBounds, check: BatchCheck) -> None:
         """Have what a check counted reported."""
-        if self._counts and check.mode != _IGNORE:
+        if check.mode != _IGNORE:
             self._report.add_check(module, BOUNDS_MESSAGE)
 
-    @property
-    def without(self) -> BatchCheck:
-        """Return no check."""
-        return self._check._replace(mode=None)
 
-    @property
-    def repairs(self) -> bool:
-        """Return whether ops repair offsets."""
-        return self.is_cuda and self._check.mode is not None
-
-
-class LookedUp(NamedTuple):
-    """An output, the valid offsets of its batch, and the batch in flight of cached tables."""
-
-    output: Tensor
-    offsets: Tensor
-    flight: InFlight | None = None
+# An output, the valid offsets of its batch, and the batch in flight of cached tables.
+LookedUp = tuple[Tensor, Tensor, InFlight | None]
 
 
 class ShortCalls:
@@ -155,10 +147,11 @@ class ShortCalls:
         self._has_all_offsets = module.include_last_offset
         self._bounds_check = module.bounds_check
         self._tensors = module.call_tensors()
-        self.suit = self._tensors[0] is not None and _is_plain(module)
-        if not self.suit:
+        weights = self._tensors[0]
+        self.suit = weights is not None and _is_plain(module)
+        if weights is None or not self.suit:
             return
-        self._address = self._weights.data_ptr()
+        self._weights, self._address = weights, weights.data_ptr()
         self._anchor = module.grad_anchor
         self._device = module.features.device
         self._is_cuda = self._device.type == "cuda"
@@ -174,12 +167,6 @@ class ShortCalls:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-    @property
-    def _weights(self) -> Tensor:
-        weights = self._tensors[0]
-        assert weights is not None
-        return weights
 
     def are_of(self, module: ShortCallTables) -> bool:
         """Return whether the tensors and options of a module are those of its last call."""
@@ -223,10 +210,10 @@ class ShortCalls:
         """Pool each bag; if the module trains, backward applies the optimizer."""
         if torch.is_grad_enabled() and not module.is_frozen:
             return _apply(self._anchor, self, module, indices, offsets, sample_weights)
-        looked_up = self.look_up(module, indices, offsets, sample_weights)
-        if looked_up.flight is not None:
-            looked_up.flight.after_update()
-        return looked_up.output
+        output, _, flight = self.look_up(module, indices, offsets, sample_weights)
+        if flight is not None:
+            flight.after_update()
+        return output
 
     def look_up(
         self,
@@ -236,15 +223,14 @@ class ShortCalls:
         sample_weights: Tensor | None,
     ) -> LookedUp:
         """Look up a batch; what is invalid is reported."""
-        check = self._check.begin()
-        results = self._read(module, indices, offsets, sample_weights, check, None)
-        self._check.end(module, check)
+        check = self._check.begin() if self._check.counts else self._check.check
+        results = self._read(module, indices, offsets, sample_weights, check)
+        if self._check.counts:
+            self._check.end(module, check)
         if results:
-            return LookedUp(results[0], results[1] if len(results) == 2 else offsets)
+            return results[0], results[1] if len(results) == 2 else offsets, None
         offsets = base.check_bounds(module, indices, offsets, self.batch.features)
-        return LookedUp(
-            self._read_repaired(module, indices, offsets, sample_weights, None), offsets
-        )
+        return self._read_repaired(module, indices, offsets, sample_weights), offsets, None
 
     def _read(
         self,
@@ -253,7 +239,7 @@ class ShortCalls:
         offsets: Tensor,
         sample_weights: Tensor | None,
         check: BatchCheck,
-        slots: Tensor | None,
+        slots: Tensor | None = None,
     ) -> list[Tensor]:
         """Return output and repaired offsets, if offsets are repaired; nothing if invalid."""
         results: list[Tensor] = _lookup_checked(
@@ -277,7 +263,7 @@ class ShortCalls:
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
-        slots: Tensor | None,
+        slots: Tensor | None = None,
     ) -> Tensor:
         batch = self.batch._replace(indices=indices, offsets=offsets, slots=slots)
         weights = self.tiers.weights
@@ -341,6 +327,7 @@ class CachedCalls(ShortCalls):
         self.suit = self.suit and prefetcher.fetches_at_once
         if self.suit:
             self._moved_tiers = prefetcher.moved_tiers(self.tiers)
+            self._no_check = self._check.check._replace(mode=None)
 
     def take(
         self,
@@ -357,14 +344,13 @@ class CachedCalls(ShortCalls):
 
     def prefetch(self, module: ShortCallTables, batch_id: BatchId) -> None:
         """Fetch the rows of a batch before its forward, which reports what is invalid."""
-        check = self._check.begin(counts=False)
+        check = self._check.uncounted()
         batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)
         if self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, check):
             return
-        features = batch.features
-        offsets = base.check_bounds(module, *batch_id, features, is_prefetch=True)
+        offsets = base.check_bounds(module, *batch_id, batch.features, is_prefetch=True)
         batch = batch._replace(offsets=offsets)
-        self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, self._check.without)
+        self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, self._no_check)
 
     def look_up(
         self,
@@ -381,27 +367,27 @@ class CachedCalls(ShortCalls):
         self, module: ShortCallTables, batch_id: BatchId, sample_weights: Tensor | None
     ) -> LookedUp:
         indices, offsets = batch_id
-        prefetcher, check = self._prefetcher, self._check.begin()
+        prefetcher = self._prefetcher
+        check = counted = self._check.begin() if self._check.counts else self._check.check
         batch = self.batch._replace(indices=indices, offsets=offsets)
         is_prefetched = prefetcher.is_next(batch_id)
         flight = prefetcher.start(batch, self._moved_tiers, batch_id, check)
         if flight is None:  # an invalid batch on the CPU
             offsets = base.check_bounds(module, indices, offsets, batch.features)
             batch = batch._replace(offsets=offsets)
-            check = self._check.without
-            flight = prefetcher.start(batch, self._moved_tiers, batch_id, check)
+            flight = prefetcher.start(batch, self._moved_tiers, batch_id, self._no_check)
             assert flight is not None
-        elif not is_prefetched:  # it was checked when it was fetched
-            self._check.end(module, check)
+        if not is_prefetched:  # it was checked when it was fetched
             offsets = offsets if flight.offsets is None else flight.offsets
-            check = self._check.without
+            check = self._no_check
         try:
             slots = flight.locate().slots
             results = self._read(module, indices, offsets, sample_weights, check, slots)
-            if is_prefetched and results:
-                self._check.end(module, check)
-                offsets = results[1] if len(results) == 2 else offsets
-            if not results:
+            if self._check.counts:
+                self._check.end(module, counted)
+            if len(results) == 2:
+                offsets = results[1]
+            elif not results:
                 if is_prefetched:
                     offsets = base.check_bounds(module, indices, offsets, batch.features)
                 results = [self._read_repaired(module, indices, offsets, sample_weights, slots)]
@@ -409,7 +395,7 @@ class CachedCalls(ShortCalls):
             prefetcher.drop(flight)
             raise
         prefetcher.take(flight)
-        return LookedUp(results[0], offsets, flight)
+        return results[0], offsets, flight
 
     def update(
         self,
