@@ -290,7 +290,7 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& of, unsigned block, unsign
 
 // The last kernel of a plan: its first blocks count the rows, the others write the slots of the
 // lookups, if they are wanted.
-[[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
+[[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, 6)
     finish_plan_kernel(CachePlan plan, unsigned counting_blocks, LookupSlots of) {
   __shared__ int range[2];
   if (simt::global_thread() == 0) {

@@ -312,6 +312,28 @@ def test_a_prefetch_of_an_invalid_batch(device: torch.device) -> None:
         assert violations.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        (3, [], "cache must be .*, got 0 tensors"),
+        (5, 7, "policy must be one of .*, got 7"),
+        (6, -1, "lag must be >= 0, got -1"),
+        (7, True, "on the CPU all rows move at once"),
+        (0, [torch.zeros(1)] * 3, "a list of 4 tensors"),
+        (9, torch.zeros(6), "indices must be int32 or int64"),
+    ],
+)
+def test_wrong_input_of_a_prefetch(argument: int, value: object, message: str) -> None:
+    """Nothing has changed then."""
+    arguments = list(_prefetch_arguments("lfu", torch.device("cpu"), [1, 2, 3, 50, 7, 30]))
+    state, violations = arguments[3], torch.zeros(2, dtype=torch.int64)
+    before = [tensor.clone() for tensor in state]
+    arguments[argument] = value
+    with pytest.raises(RuntimeError, match=message):
+        cache.prefetch_(*arguments, BOUNDS_CHECK["warning"], violations)
+    assert all(torch.equal(a, b) for a, b in zip(before, state, strict=True))
+
+
 def test_opcheck_of_a_prefetch() -> None:
     arguments = _prefetch_arguments("lfu", torch.device("cpu"), [1, 2, 3, 50, 7, 30])
     violations = torch.zeros(2, dtype=torch.int64)
