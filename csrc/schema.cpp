@@ -29,15 +29,17 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // for an invalid batch; a GPU repairs the offsets unless `check` is None, adds to `violations` in
   // the mode "warning" (the numbers of invalid indices and offsets), and returns [output,
   // repaired]. Grouping, counting the step and updating; none of it if `is_finite`, a scalar, is
-  // false.
+  // false. With `located`, [rows, segments, lookups, bags, count, row_slots] of `cache_prefetch_`,
+  // nothing is grouped.
   m.def(
       "tbe_lookup_checked_(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? sample_weights, int pooling, SymInt output_dim, ScalarType output_dtype,"
-      " int? check, Tensor(a!) violations) -> Tensor[]");
+      " int? check, Tensor(a!) violations, Tensor? slots=None) -> Tensor[]");
   m.def(
       "tbe_backward_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!) hyper, int optimizer,"
       " Tensor grad, Tensor features, Tensor indices, Tensor offsets, Tensor? sample_weights,"
-      " int pooling, SymInt total_rows, bool repaired=False, Tensor? is_finite=None) -> ()");
+      " int pooling, SymInt total_rows, bool repaired=False, Tensor? is_finite=None,"
+      " Tensor[]? located=None) -> ()");
   m.def(
       "tbe_group(Tensor features, Tensor indices, Tensor offsets, Tensor? bag_layout,"
       " SymInt total_rows, bool repaired=False)"
@@ -72,6 +74,17 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "cache_move_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor rows, Tensor count, Tensor row_slots, Tensor evicted, Tensor(c!)[] later) -> ()");
+  // A whole prefetch in one call: check the batch as `tbe_lookup_checked_` does, group it, start
+  // the next batch of the clock, whose oldest one in flight is `lag` batches before it, plan and
+  // move. `cache` is [tags, stamps, counts, counters, clock, conflicts]. Returns nothing for an
+  // invalid batch (on the CPU), else [rows, segments, lookups, bags, count, row_slots, slots], then
+  // what `cache_move_` left for `later` if `postpones`, [rows, slots, count], then the repaired
+  // offsets (on a GPU, with `check`).
+  m.def(
+      "cache_prefetch_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper,"
+      " Tensor(c!)[] cache, Tensor tables, int policy, int lag, bool postpones, Tensor features,"
+      " Tensor indices, Tensor offsets, Tensor? bag_layout, SymInt total_rows, bool repaired,"
+      " int? check, Tensor(d!) violations) -> Tensor[]");
   m.def(
       "cache_flush_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor tags) -> ()");
@@ -192,6 +205,12 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "quant_lookup(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, int bits, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
+  // The same for a batch that is checked on the way, as `tbe_lookup_checked_` does: the CPU returns
+  // [output], or nothing for an invalid batch; a GPU repairs its offsets.
+  m.def(
+      "quant_lookup_checked_(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
+      " Tensor? sample_weights, int pooling, int bits, SymInt output_dim, ScalarType output_dtype,"
+      " int? check, Tensor(a!) violations) -> Tensor[]");
 
   // Optimizers on whole matrices, and memory advice.
   m.def(

@@ -52,6 +52,8 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "cache_lookup_slots": "the slot of the row of each lookup, which the tests state in one line",
     "cache_move_": row_cache.move,
     "cache_flush_": row_cache.flush,
+    "cache_prefetch_": "calls bounds_check_, tbe_group, cache_plan_, cache_move_ and "
+    "cache_lookup_slots, whose references it has",
     "gather_segments": route.gather_segments,
     "route_lengths": route.route_lengths,
     "route_ids": route.route_ids,
@@ -60,6 +62,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "combine_backward_": route.combine_backward,
     "quantize_rows_": quant.quantize_rows,
     "quant_lookup": quant.lookup,
+    "quant_lookup_checked_": "calls bounds_check_ and quant_lookup, whose references it has",
     "update_rows_": tt.update_rows_,
     "advise_huge_pages_": "changes no value",
     "bounds_check_": "calls bounds_check, whose reference it has",

@@ -8,29 +8,56 @@
 #include "cache/check.h"
 #include "cache/move.cuh"
 #include "cache/plan.cuh"
+#include "core/device_arrays.h"
 #include "core/launch.h"
 #include "group/device_sort.h"
+#include "tbe/entries.h"
 
 namespace emb::cuda {
 namespace {
 
-// The output of the grouping of the misses.
-struct GroupScratch {
-  Tensor sets, segments, permutation, count;
+// A plan on the device and its output.
+struct DevicePlan {
+  Tensor row_slots, evicted;
+  CachePlan args;
 
-  GroupScratch(const Tensor& like, int64_t n)
-      : sets(allocate(like, {n}, ScalarType::Int)),
-        segments(allocate(like, {n + 1}, ScalarType::Int)),
-        permutation(allocate(like, {n}, ScalarType::Int)),
-        count(allocate(like, {1}, ScalarType::Int)) {}
-
-  GroupOutput output() const {
-    return {sets.mutable_data_ptr(),           false,   segments.mutable_data_ptr<int32_t>(),
-            count.mutable_data_ptr<int32_t>(), nullptr, nullptr};
+  explicit DevicePlan(const PlanCall& call)
+      : row_slots(allocate(call.tags, {call.n}, ScalarType::Int)),
+        evicted(allocate(call.tags, {call.n}, ScalarType::Long)),
+        args{call.cache,
+             call.clock,
+             call.counters,
+             feature_array(call.tables),
+             call.num_tables(),
+             call.rows,
+             call.segments,
+             call.count,
+             call.n,
+             row_slots.mutable_data_ptr<int32_t>(),
+             evicted.mutable_data_ptr<int64_t>()} {
+    STD_TORCH_CHECK(call.cache.sets > 0, call.op, ": a cache needs at least one set");
   }
-  MissGroups groups() const {
-    return {sets.const_data_ptr<int32_t>(), segments.const_data_ptr<int32_t>(),
-            permutation.const_data_ptr<int32_t>(), count.const_data_ptr<int32_t>()};
+
+  // Probe, group the misses by set, admit and count them; write the slots of the lookups `of`.
+  void run(const CudaLauncher& launcher, const LookupSlots& of = {}) const {
+    const int64_t n = args.n;
+    int32_t *sets, *segments, *count;
+    SortBuffers<uint32_t> sort{};
+    sort.n = n;
+    sort.limit = static_cast<uint32_t>(args.cache.sets);
+    DeviceArrays scratch;
+    scratch.add(&sets, n);
+    scratch.add(&segments, n + 1);
+    scratch.add(&count, 1);
+    scratch.add(&sort.keys, n);
+    scratch.add(&sort.sorted_keys, n);
+    scratch.add(&sort.positions, n);
+    scratch.add(&sort.sorted_positions, n);
+    scratch.add(&sort.range_counts, 2 * kMaxRanges);
+    scratch.allocate(row_slots);
+    launch_probe(launcher, args, sort);
+    sort_and_group(launcher, row_slots, sort, {sets, false, segments, count, nullptr, nullptr});
+    launch_admit(launcher, args, {sets, segments, sort.sorted_positions, count}, of);
   }
 };
 
@@ -38,33 +65,11 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
                                        const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,
                                        const Tensor& count, int64_t policy) {
-  const char* op = "cache_plan_";
-  const PlanState state = check_plan(op, tags, stamps, counts, counters, clock, tables, policy);
-  check_rows(op, rows, count, tags);
-  check_segments(op, segments, rows);
-  STD_TORCH_CHECK(state.cache.sets > 0, op, ": a cache needs at least one set");
-  const int64_t n = rows.numel();
-  const CudaLauncher launcher(tags);
-  Tensor row_slots = allocate(rows, {n}, ScalarType::Int);
-  Tensor evicted = allocate(rows, {n}, ScalarType::Long);
-  const CachePlan plan{state.cache,
-                       clock.const_data_ptr<int64_t>(),
-                       state.counters,
-                       feature_array(tables),
-                       static_cast<int>(tables.size(0)),
-                       rows.const_data_ptr<int64_t>(),
-                       segments.const_data_ptr<int32_t>(),
-                       count.const_data_ptr<int32_t>(),
-                       n,
-                       row_slots.mutable_data_ptr<int32_t>(),
-                       evicted.mutable_data_ptr<int64_t>()};
-  const GroupScratch scratch(tags, n);
-  const DeviceSort<uint32_t> sort(tags, n, state.cache.sets,
-                                  scratch.permutation.mutable_data_ptr<int32_t>());
-  launch_probe(launcher, plan, sort.buffers());
-  sort_and_group(launcher, tags, sort.buffers(), scratch.output());
-  launch_admit(launcher, plan, scratch.groups());
-  return {row_slots, evicted};
+  PlanCall call("cache_plan_", tags, stamps, counts, counters, clock, tables, policy);
+  call.set_rows(rows, segments, count);
+  const DevicePlan plan(call);
+  plan.run(CudaLauncher(tags));
+  return {plan.row_slots, plan.evicted};
 }
 
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
@@ -97,9 +102,11 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   check_cache_vector(op, "lookups", lookups, ScalarType::Int, n, row_slots);
   check_cache_vector(op, "count", count, ScalarType::Int, 1, row_slots);
   Tensor slots = allocate(row_slots, {n}, ScalarType::Int);
-  launch_lookup_slots(CudaLauncher(row_slots), row_slots.const_data_ptr<int32_t>(),
-                      segments.const_data_ptr<int32_t>(), lookups.const_data_ptr<int32_t>(),
-                      count.const_data_ptr<int32_t>(), n, slots.mutable_data_ptr<int32_t>());
+  launch_lookup_slots(
+      CudaLauncher(row_slots),
+      LookupSlots{row_slots.const_data_ptr<int32_t>(), segments.const_data_ptr<int32_t>(),
+                  lookups.const_data_ptr<int32_t>(), count.const_data_ptr<int32_t>(), n,
+                  slots.mutable_data_ptr<int32_t>()});
   return slots;
 }
 
@@ -159,6 +166,47 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
               count.const_data_ptr<int32_t>(), rows.numel());
 }
 
+// Everything that may raise comes before the kernels that change the cache.
+std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
+                                    const Tensor& hyper, std::vector<Tensor> cache,
+                                    const Tensor& tables, int64_t policy, int64_t lag,
+                                    bool postpones, const Tensor& features, const Tensor& indices,
+                                    const Tensor& offsets_in, std::optional<Tensor> bag_layout,
+                                    int64_t total_rows, bool repaired, std::optional<int64_t> check,
+                                    Tensor violations) {
+  const char* op = "cache_prefetch_";
+  check_prefetch(op, cache, lag, check, violations);
+  PlanCall call(op, cache[0], cache[1], cache[2], cache[3], cache[4], tables, policy);
+  const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
+  check_same_device(op, "indices", indices, tables);
+  const int64_t n = indices.numel();
+  Tensor slots = allocate(tables, {n}, ScalarType::Int);
+  std::vector<Tensor> later{cache[4], cache[5]};
+  if (postpones) {
+    later.push_back(allocate(tables, {n}, ScalarType::Long));
+    later.push_back(allocate(tables, {n}, ScalarType::Int));
+    later.push_back(allocate(tables, {1}, ScalarType::Int));
+  }
+  Tensor offsets = offsets_in;
+  if (check) offsets = bounds_check_(indices, offsets, features, bag_layout, *check, violations);
+  const auto [rows, segments, lookups, bags, count] =
+      tbe_group(features, indices, offsets, bag_layout, total_rows, repaired || check);
+  call.set_rows(rows, segments, count);
+  const PostponedFetches postponed = postponed_fetches(op, later, rows);
+  DevicePlan plan(call);
+  plan.args.lag = lag;
+  plan.args.num_postponed = postponed.count;
+  const CudaLauncher launcher(tables);
+  plan.run(launcher, {plan.args.row_slots, call.segments, lookups.const_data_ptr<int32_t>(),
+                      call.count, n, slots.mutable_data_ptr<int32_t>()});
+  launch_move(launcher, memory, {call.rows, plan.args.row_slots, plan.args.evicted}, postponed,
+              call.count, n);
+  std::vector<Tensor> results{rows, segments, lookups, bags, count, plan.row_slots, slots};
+  if (postpones) results.insert(results.end(), later.begin() + 2, later.end());
+  if (check) results.push_back(offsets);
+  return results;
+}
+
 void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                   const Tensor& tables, const Tensor& tags) {
   const char* op = "cache_flush_";
@@ -176,5 +224,6 @@ STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, cache_locate);
   EMB_IMPL(m, emb::cuda, cache_lookup_slots);
   EMB_IMPL(m, emb::cuda, cache_move_);
+  EMB_IMPL(m, emb::cuda, cache_prefetch_);
   EMB_IMPL(m, emb::cuda, cache_flush_);
 }

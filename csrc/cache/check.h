@@ -5,6 +5,7 @@
 
 #include "cache/args.h"
 #include "core/check.h"
+#include "tbe/entries.h"
 
 namespace emb {
 
@@ -46,27 +47,61 @@ inline void check_segments(const char* op, const Tensor& segments, const Tensor&
   check_cache_vector(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
 }
 
-struct PlanState {
-  CacheState cache;
+// The arguments of a plan on any device, checked, in the form that the kernels take. Contents are
+// not checked: they may be on a device.
+struct PlanCall {
+  const char* op;
+  Tensor tags, tables;
+  CacheState cache;  // the CPU sets first_row
+  int64_t num_counts;
   int64_t* counters;
+  int64_t* clock;
+  const int64_t* rows = nullptr;
+  const int32_t *segments = nullptr, *count = nullptr;
+  int64_t n = 0;  // entries of `rows`, of which the first `count` are in use
+
+  PlanCall(const char* op, const Tensor& tags, const Tensor& words, const Tensor& counts,
+           const Tensor& counters_in, const Tensor& clock_in, const Tensor& tables, int64_t policy)
+      : op(op), tags(tags), tables(tables) {
+    cache.policy = parse_choice<Policy>(op, "policy", policy, kPolicies);
+    cache.sets = check_tags(op, tags);
+    check_cache_vector(op, "stamps", words, ScalarType::Long, tags.numel(), tags);
+    check_features(op, tables);
+    check_same_device(op, "tables", tables, tags);
+    check_cache_vector(op, "counters", counters_in, ScalarType::Long,
+                       (tables.size(0) + 1) * kCounters, tags);
+    check_cache_vector(op, "clock", clock_in, ScalarType::Long, 2, tags);
+    check_cache_tensor(op, "counts", counts, ScalarType::Int, tags);
+    cache.tags = tags.mutable_data_ptr<int64_t>();
+    cache.words = words.mutable_data_ptr<int64_t>();
+    cache.counts = counts.mutable_data_ptr<int32_t>();
+    cache.first_row = 0;
+    num_counts = counts.numel();
+    counters = counters_in.mutable_data_ptr<int64_t>();
+    clock = clock_in.mutable_data_ptr<int64_t>();
+  }
+
+  // Set the distinct rows of the batch, as tbe_group returns them.
+  void set_rows(const Tensor& rows_in, const Tensor& segments_in, const Tensor& count_in) {
+    check_rows(op, rows_in, count_in, tags);
+    check_segments(op, segments_in, rows_in);
+    rows = rows_in.const_data_ptr<int64_t>();
+    segments = segments_in.const_data_ptr<int32_t>();
+    count = count_in.const_data_ptr<int32_t>();
+    n = rows_in.numel();
+  }
+
+  int num_tables() const { return static_cast<int>(tables.size(0)); }
 };
 
-// Check what `cache_plan_` changes, on any device; the caller sets cache.first_row.
-inline PlanState check_plan(const char* op, Tensor& tags, Tensor& words, Tensor& counts,
-                            Tensor& counters, const Tensor& clock, const Tensor& tables,
-                            int64_t policy) {
-  const Policy parsed = parse_choice<Policy>(op, "policy", policy, kPolicies);
-  const int64_t sets = check_tags(op, tags);
-  check_cache_vector(op, "stamps", words, ScalarType::Long, tags.numel(), tags);
-  check_features(op, tables);
-  check_same_device(op, "tables", tables, tags);
-  check_cache_vector(op, "counters", counters, ScalarType::Long, (tables.size(0) + 1) * kCounters,
-                     tags);
-  check_cache_vector(op, "clock", clock, ScalarType::Long, 2, tags);
-  check_cache_tensor(op, "counts", counts, ScalarType::Int, tags);
-  return {{tags.mutable_data_ptr<int64_t>(), words.mutable_data_ptr<int64_t>(),
-           counts.mutable_data_ptr<int32_t>(), sets, 0, parsed},
-          counters.mutable_data_ptr<int64_t>()};
+// Check what `cache_prefetch_` alone takes.
+inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int64_t lag,
+                           const std::optional<int64_t>& check, const Tensor& violations) {
+  STD_TORCH_CHECK(cache.size() == 6, op,
+                  ": cache must be [tags, stamps, counts, counters, clock, conflicts], got ",
+                  cache.size(), " tensors");
+  STD_TORCH_CHECK(lag >= 0, op, ": lag must be >= 0, got ", lag);
+  check_bounds_arguments(op, check, violations);
 }
 
 // Check `tables` where they can be read: ascending by row; the cached ones last, contiguous, and

@@ -6,6 +6,7 @@
 
 #include "cache/args.h"
 #include "cache/check.h"
+#include "cache/entries.h"
 #include "core/isa.h"
 #include "core/parallel.h"
 
@@ -38,6 +39,8 @@ void check_tier_rows(const char* op, const CacheMemory& memory, const std::vecto
   }
 }
 
+}  // namespace
+
 CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
                          const Tensor& hyper, const Tensor& tables) {
   check_tables(op, tables);
@@ -45,6 +48,14 @@ CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vect
   check_tier_rows(op, memory, weights, states);
   return memory;
 }
+
+void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t count) {
+  parallel_balanced(
+      count, kGrain, [](int64_t u) { return u; },
+      [&](int64_t begin, int64_t end) { move_table().move(memory, moves, begin, end); });
+}
+
+namespace {
 
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
@@ -60,11 +71,10 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   const int64_t n = *count.const_data_ptr<int32_t>();
   STD_TORCH_CHECK(n >= 0 && n <= rows.numel(), op,
                   ": count must be in [0, entries of rows = ", rows.numel(), "], got ", n);
-  const CacheMoves moves{rows.const_data_ptr<int64_t>(), row_slots.const_data_ptr<int32_t>(),
-                         evicted.const_data_ptr<int64_t>()};
-  parallel_balanced(
-      n, kGrain, [](int64_t u) { return u; },
-      [&](int64_t begin, int64_t end) { move_table().move(memory, moves, begin, end); });
+  move_batch(memory,
+             {rows.const_data_ptr<int64_t>(), row_slots.const_data_ptr<int32_t>(),
+              evicted.const_data_ptr<int64_t>()},
+             n);
 }
 
 void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,

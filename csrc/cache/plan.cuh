@@ -16,7 +16,7 @@ static_assert(kWays == static_cast<int>(simt::kWarp));
 
 struct CachePlan {
   CacheState cache;  // first_row is computed on the device, where the tables are
-  const int64_t* clock;
+  int64_t* clock;
   int64_t* counters;
   const Feature* tables;
   int num_tables;
@@ -25,6 +25,16 @@ struct CachePlan {
   int64_t n;  // entries of `rows`, of which the first `count` are in use
   int32_t* row_slots;
   int64_t* evicted;
+  // Negative: the clock is that of the batch. Else the plan starts the next batch, whose oldest one
+  // in flight is `lag` before it: the last kernel of the plan sets the clock.
+  int64_t lag = -1;
+  int32_t* num_postponed = nullptr;  // set to 0 by the last kernel, unless null
+
+  EMB_HD int64_t now() const { return clock[0] + (lag < 0 ? 0 : 1); }
+  EMB_HD int64_t oldest() const {
+    const int64_t oldest = lag < 0 ? clock[1] : now() - lag;
+    return oldest < now() ? oldest : now();
+  }
 };
 
 // The misses by set, as `group` returns them.
@@ -49,7 +59,7 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
     probe_kernel(CachePlan plan, SortBuffers<uint32_t> sort) {
   const CacheState& cache = plan.cache;
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables);
-  const int64_t count = *plan.count, now = plan.clock[0];
+  const int64_t count = *plan.count, now = plan.now();
   for (int64_t u = simt::global_warp(); u < plan.n; u += simt::warps_in_grid()) {
     const int64_t row = u < count ? plan.rows[u] : -1;
     const bool cached = u < count && row >= first_row;
@@ -86,40 +96,61 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   }
 }
 
-// Write the rows of misses [begin, end) to `best` by descending lookups; ties are in the order of
-// the misses. One round per row: a set rarely misses more than a few. Called by the whole warp.
+// A missing row of a set, as LFU compares them: its lookups above how early it comes among the
+// misses. kNoMiss comes after all.
+inline constexpr int64_t kNoMiss = -1;
+
+EMB_DEVICE int64_t miss_key(int64_t lookups, int32_t number) {
+  return lookups << 32 | (0x7fffffff - number);
+}
+EMB_DEVICE int64_t lookups_of_miss(int64_t key) { return key >> 32; }
+EMB_DEVICE int32_t number_of_miss(int64_t key) {
+  return 0x7fffffff - static_cast<int32_t>(key & 0xffffffff);
+}
+
+// Return how many of the first `num` lanes hold a key that comes before `key`.
+EMB_DEVICE int count_before(int64_t key, int64_t keys, int num) {
+  int before = 0;
+  for (int k = 0; k < num; ++k) before += __shfl_sync(simt::kFullMask, keys, k) > key;
+  return before;
+}
+
+// Write the keys of the up to kWays misses with most lookups of [begin, end) to `best`, most first,
+// then kNoMiss. Each count is read once; 32 misses at a time are ranked against the best so far.
+// Called by the whole warp.
 EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups, int64_t first_row,
-                                int32_t begin, int32_t end, int32_t* best) {
-  int64_t before = INT64_MAX;  // the key of the row chosen last; keys decrease
-  const int wanted = end - begin < kWays ? end - begin : kWays;
-  for (int k = 0; k < wanted; ++k) {
-    int64_t key = -1;
-    for (int32_t j = begin + lane_id(); j < end; j += kWays) {
+                                int32_t begin, int32_t end, int64_t* best) {
+  int64_t leader = kNoMiss;  // of this lane's rank, so far
+  int num_leaders = 0;
+  for (int32_t tile = begin; tile < end; tile += kWays) {
+    const int32_t j = tile + lane_id();
+    const int in_tile = end - tile < kWays ? end - tile : kWays;
+    int64_t key = kNoMiss;
+    if (j < end) {
       const int64_t row = plan.rows[groups.permutation[j]];
-      const int64_t lookups = plan.cache.counts[row - first_row];
-      const int64_t other = lookups << 32 | (0x7fffffff - (j - begin));
-      if (other < before && other > key) key = other;
+      key = miss_key(plan.cache.counts[row - first_row], j - begin);
     }
-    for (int offset = kWays / 2; offset > 0; offset /= 2) {
-      const int64_t other = __shfl_xor_sync(simt::kFullMask, key, offset);
-      key = other > key ? other : key;
-    }
-    if (lane_id() == 0) {
-      best[k] = groups.permutation[begin + (0x7fffffff - static_cast<int32_t>(key & 0xffffffff))];
-    }
-    before = key;
+    const int rank = count_before(key, key, in_tile) + count_before(key, leader, num_leaders);
+    const int rank_of_leader = lane_id() + count_before(leader, key, in_tile);
+    __syncwarp();  // all lanes have read the best so far
+    best[lane_id()] = kNoMiss;
+    __syncwarp();
+    if (lane_id() < num_leaders && rank_of_leader < kWays) best[rank_of_leader] = leader;
+    if (j < end && rank < kWays) best[rank] = key;
+    __syncwarp();
+    leader = best[lane_id()];
+    num_leaders = num_leaders + in_tile < kWays ? num_leaders + in_tile : kWays;
   }
-  __syncwarp();
 }
 
 // One warp per set: lane w decides whether way w is replaced, and by which row.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     admit_kernel(CachePlan plan, MissGroups groups) {
-  __shared__ int32_t best[kCacheWarps][kWays];
-  int32_t* chosen = best[threadIdx.x / simt::kWarp];
+  __shared__ int64_t best[kCacheWarps][kWays];
+  int64_t* chosen = best[threadIdx.x / simt::kWarp];
   const CacheState& cache = plan.cache;
-  const int64_t first_row = first_cached_row(plan.tables, plan.num_tables), now = plan.clock[0];
-  const int64_t oldest = plan.clock[1] < now ? plan.clock[1] : now;
+  const int64_t first_row = first_cached_row(plan.tables, plan.num_tables);
+  const int64_t now = plan.now(), oldest = plan.oldest();
   const bool lfu = cache.policy == Policy::kLfu;
   const int num_groups = *groups.count;
   for (int64_t g = simt::global_warp(); g < num_groups; g += simt::warps_in_grid()) {
@@ -133,8 +164,8 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups,
     }
     if (lfu) rank_by_lookups(plan, groups, first_row, begin, end, chosen);
     if (rank < end - begin) {
-      const int32_t u = lfu ? chosen[rank] : groups.permutation[begin + rank];
-      const int64_t row = plan.rows[u], lookups = lfu ? cache.counts[row - first_row] : 0;
+      const int32_t u = groups.permutation[begin + (lfu ? number_of_miss(chosen[rank]) : rank)];
+      const int64_t row = plan.rows[u], lookups = lfu ? lookups_of_miss(chosen[rank]) : 0;
       if (may_replace(cache.policy, lookups, order)) {
         const int64_t old = cache.tags[slot];
         // Higher tags belong to no table. The bound is computed here: to keep it would take one
@@ -189,13 +220,13 @@ EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, in
   sums[kConflictMisses] += conflict ? lookups : 0;
 }
 
-// Each warp counts 32 rows at a time of a contiguous range of rows.
-[[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
-    count_kernel(CachePlan plan) {
-  if (simt::global_thread() == 0) add_counter(plan, plan.num_tables, kCalls, 1);
+// Count the rows of a plan in `blocks` blocks. Each warp counts 32 rows at a time of a contiguous
+// range of rows.
+EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned blocks) {
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables), count = *plan.count;
-  const int64_t tiles = (count + kWays - 1) / kWays, warps = simt::warps_in_grid();
-  const int64_t share = (tiles + warps - 1) / warps, first = simt::global_warp() * share;
+  const int64_t tiles = (count + kWays - 1) / kWays, warps = int64_t{blocks} * kCacheWarps;
+  const int64_t warp = int64_t{block} * kCacheWarps + threadIdx.x / simt::kWarp;
+  const int64_t share = (tiles + warps - 1) / warps, first = warp * share;
   Tally tally;
   for (int64_t tile = first; tile < first + share && tile < tiles; ++tile) {
     const int64_t u = tile * kWays + lane_id();
@@ -227,25 +258,56 @@ EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, in
   if (tally.table >= 0) flush_tally(plan, &tally);
 }
 
-// Write the slot of every lookup, -1 for none.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    lookup_slots_kernel(const int32_t* row_slots, const int32_t* segments,
-                        const int32_t* permutation, const int32_t* count, int64_t n,
-                        int32_t* slots) {
-  __shared__ int range[2];
-  const int groups = *count;
-  const int32_t grouped = segments[groups];
-  const auto start = [&](int group) { return static_cast<int64_t>(segments[group]); };
-  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < n;
-       tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
-    const int64_t end = tile + kTileSize < n ? tile + kTileSize : n;
+// The slot of every lookup, from those of the rows.
+struct LookupSlots {
+  const int32_t *row_slots, *segments, *lookups, *count;
+  int64_t n;
+  int32_t* slots;  // [n]
+};
+
+// Write the slot of every lookup, -1 for none, in `blocks` blocks.
+EMB_DEVICE void write_lookup_slots(const LookupSlots& of, unsigned block, unsigned blocks,
+                                   int* range) {
+  const int groups = *of.count;
+  const int32_t grouped = of.segments[groups];
+  const auto start = [&](int group) { return static_cast<int64_t>(of.segments[group]); };
+  for (int64_t tile = int64_t{block} * kTileSize; tile < of.n;
+       tile += int64_t{blocks} * kTileSize) {
+    const int64_t end = tile + kTileSize < of.n ? tile + kTileSize : of.n;
     const TileSearch search(start, groups, tile, end, range);
     for (int64_t j = tile + threadIdx.x; j < end; j += kTileThreads) {
       const int group = j < grouped ? search.find(start, j) : -1;
-      slots[permutation[j]] = group < 0 ? -1 : row_slots[group];
+      of.slots[of.lookups[j]] = group < 0 ? -1 : of.row_slots[group];
     }
   }
 }
+
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
+    lookup_slots_kernel(LookupSlots of) {
+  __shared__ int range[2];
+  write_lookup_slots(of, blockIdx.x, gridDim.x, range);
+}
+
+// The last kernel of a plan: its first blocks count the rows, the others write the slots of the
+// lookups, if they are wanted.
+[[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, 6)
+    finish_plan_kernel(CachePlan plan, unsigned counting_blocks, LookupSlots of) {
+  __shared__ int range[2];
+  if (simt::global_thread() == 0) {
+    add_counter(plan, plan.num_tables, kCalls, 1);
+    if (plan.num_postponed != nullptr) *plan.num_postponed = 0;
+    if (plan.lag >= 0) {
+      plan.clock[1] = plan.clock[0] + 1 - plan.lag;
+      plan.clock[0] += 1;
+    }
+  }
+  if (blockIdx.x < counting_blocks) {
+    count_rows(plan, blockIdx.x, counting_blocks);
+  } else {
+    write_lookup_slots(of, blockIdx.x - counting_blocks, gridDim.x - counting_blocks, range);
+  }
+}
+static_assert(kCacheThreads == kTileThreads);
 
 template <class Launcher>
 void launch_probe(const Launcher& launcher, const CachePlan& plan,
@@ -262,25 +324,24 @@ void launch_locate(const Launcher& launcher, const CachePlan& plan) {
            plan);
 }
 
-// Called after the misses were grouped.
+// Called after the misses were grouped. `of` are the lookups whose slots are written, if any.
 template <class Launcher>
-void launch_admit(const Launcher& launcher, const CachePlan& plan, const MissGroups& groups) {
+void launch_admit(const Launcher& launcher, const CachePlan& plan, const MissGroups& groups,
+                  const LookupSlots& of = {}) {
   if (plan.n > 0) {
     const int64_t max_sets = plan.n < plan.cache.sets ? plan.n : plan.cache.sets;
     launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(32)), kCacheThreads,
              plan, groups);
   }
-  launcher(count_kernel, blocks_for(plan.n, 8 * kCacheThreads, launcher.blocks(8)), kCacheThreads,
-           plan);
+  const unsigned counting = blocks_for(plan.n, 8 * kCacheThreads, launcher.blocks(8));
+  const unsigned writing = of.n == 0 ? 0 : blocks_for(of.n, kTileSize, launcher.blocks(32));
+  launcher(finish_plan_kernel, counting + writing, kCacheThreads, plan, counting, of);
 }
 
 template <class Launcher>
-void launch_lookup_slots(const Launcher& launcher, const int32_t* row_slots,
-                         const int32_t* segments, const int32_t* permutation, const int32_t* count,
-                         int64_t n, int32_t* slots) {
-  if (n == 0) return;
-  launcher(lookup_slots_kernel, blocks_for(n, kTileSize, launcher.blocks(32)), kTileThreads,
-           row_slots, segments, permutation, count, n, slots);
+void launch_lookup_slots(const Launcher& launcher, const LookupSlots& of) {
+  if (of.n == 0) return;
+  launcher(lookup_slots_kernel, blocks_for(of.n, kTileSize, launcher.blocks(32)), kTileThreads, of);
 }
 
 }  // namespace emb::cuda

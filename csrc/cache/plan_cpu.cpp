@@ -9,6 +9,7 @@
 
 #include "cache/args.h"
 #include "cache/check.h"
+#include "cache/entries.h"
 #include "core/isa.h"
 #include "core/parallel.h"
 #include "group/group_items.h"
@@ -37,16 +38,13 @@ struct CachedRows {
   }
 };
 
-CachedRows check_batch(const char* op, const Tensor& tables, const Tensor& rows,
-                       const Tensor* segments, const Tensor& count) {
+CachedRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
+                       const int32_t* segments, int64_t n, int64_t count) {
   const Feature* table = feature_array(tables);
   const int num_tables = static_cast<int>(tables.size(0));
-  CachedRows batch{rows.const_data_ptr<int64_t>(),
-                   segments == nullptr ? nullptr : segments->const_data_ptr<int32_t>(), 0,
-                   *count.const_data_ptr<int32_t>()};
-  STD_TORCH_CHECK(batch.count >= 0 && batch.count <= rows.numel(), op,
-                  ": count must be in [0, entries of rows = ", rows.numel(), "], got ",
-                  batch.count);
+  CachedRows batch{rows, segments, 0, count};
+  STD_TORCH_CHECK(count >= 0 && count <= n, op, ": count must be in [0, entries of rows = ", n,
+                  "], got ", count);
   // The signs of all differences at once: a loop without branches.
   int64_t signs = 0;
   int32_t segment_signs = 0;
@@ -194,15 +192,15 @@ class SavedSets {
 std::vector<int64_t> probe_all(const CachePlanArgs& args, const CachedRows& batch, Miss* misses) {
   const std::vector<int64_t> cuts = batch.cut();
   const int64_t parts = static_cast<int64_t>(cuts.size()) - 1;
-  std::vector<int64_t> found(parts + 1, 0);
+  std::vector<int64_t> ends(parts + 1, 0);  // of the misses of each part
   parallel_tasks(parts, [&](int64_t p) {
-    found[p + 1] = plan_table().probe(args, cuts[p], cuts[p + 1], misses + cuts[p] - batch.first);
+    ends[p + 1] = plan_table().probe(args, cuts[p], cuts[p + 1], misses + cuts[p] - batch.first);
   });
   for (int64_t p = 0; p < parts; ++p) {
-    std::copy_n(misses + cuts[p] - batch.first, found[p + 1], misses + found[p]);
-    found[p + 1] += found[p];
+    std::copy_n(misses + cuts[p] - batch.first, ends[p + 1], misses + ends[p]);
+    ends[p + 1] += ends[p];
   }
-  return found;
+  return ends;
 }
 
 // Group the misses by set and let every set assign its ways; `firsts` divides them into chunks.
@@ -222,50 +220,43 @@ void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<
       [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
 }
 
-// A checked call of `cache_plan_` or `cache_evictions`, and its output.
-struct PlanCall {
+// A call of `cache_plan_` or `cache_evictions` whose contents are checked too, and its output.
+struct HostPlan {
   CachedRows batch;
   Tensor row_slots, evicted;
   CachePlanArgs args;
   const Feature* tables;
   int num_tables;
 
-  PlanCall(const char* op, const CacheState& cache, const Tensor& counts, const Tensor& tags,
-           const Tensor& clock, const Tensor& tables_tensor, const Tensor& rows,
-           const Tensor& segments, const Tensor& count)
-      : batch(check_plan_batch(op, tags, tables_tensor, rows, segments, count)),
-        row_slots(allocate(rows, {rows.numel()}, ScalarType::Int)),
-        evicted(allocate(rows, {rows.numel()}, ScalarType::Long)),
-        tables(feature_array(tables_tensor)),
-        num_tables(static_cast<int>(tables_tensor.size(0))) {
+  explicit HostPlan(const PlanCall& call)
+      : batch(check_contents(call)),
+        row_slots(allocate(call.tags, {call.n}, ScalarType::Int)),
+        evicted(allocate(call.tags, {call.n}, ScalarType::Long)),
+        tables(feature_array(call.tables)),
+        num_tables(call.num_tables()) {
     const int64_t first_row = first_cached_row(tables, num_tables);
-    STD_TORCH_CHECK(cache.policy == Policy::kLru || first_row == INT64_MAX ||
-                        counts.numel() >= end_of_rows(tables, num_tables) - first_row,
-                    op, ": counts must have one entry a cached row = ",
-                    end_of_rows(tables, num_tables) - first_row, ", got ", counts.numel());
-    STD_TORCH_CHECK(cache.sets > 0 || batch.first == batch.count, op,
+    STD_TORCH_CHECK(call.cache.policy == Policy::kLru || first_row == INT64_MAX ||
+                        call.num_counts >= end_of_rows(tables, num_tables) - first_row,
+                    call.op, ": counts must have one entry a cached row = ",
+                    end_of_rows(tables, num_tables) - first_row, ", got ", call.num_counts);
+    STD_TORCH_CHECK(call.cache.sets > 0 || batch.first == batch.count, call.op,
                     ": a cache needs at least one set");
-    const auto* now = clock.const_data_ptr<int64_t>();
-    args = {cache,
-            now[0],
-            std::min(now[1], now[0]),
+    args = {call.cache,
+            call.clock[0],
+            std::min(call.clock[1], call.clock[0]),
             batch.rows,
             batch.segments,
             row_slots.mutable_data_ptr<int32_t>(),
-            evicted.mutable_data_ptr<int64_t>()};
+            evicted.mutable_data_ptr<int64_t>(),
+            end_of_rows(tables, num_tables)};
     args.cache.first_row = first_row;
-    args.end_row = end_of_rows(tables, num_tables);
-    fill_outside(args.row_slots, batch, rows.numel(), -1);
-    fill_outside(args.evicted, batch, rows.numel(), kNoMove);
+    fill_outside(args.row_slots, batch, call.n, -1);
+    fill_outside(args.evicted, batch, call.n, kNoMove);
   }
 
-  static CachedRows check_plan_batch(const char* op, const Tensor& tags, const Tensor& tables,
-                                     const Tensor& rows, const Tensor& segments,
-                                     const Tensor& count) {
-    check_rows(op, rows, count, tags);
-    check_segments(op, segments, rows);
-    check_tables(op, tables);
-    return check_batch(op, tables, rows, &segments, count);
+  static CachedRows check_contents(const PlanCall& call) {
+    check_tables(call.op, call.tables);
+    return check_batch(call.op, call.tables, call.rows, call.segments, call.n, *call.count);
   }
 
   // Plan; return the number of misses, which are listed in `misses`.
@@ -276,15 +267,12 @@ struct PlanCall {
   }
 };
 
-std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
-                                       const Tensor& clock, const Tensor& tables,
-                                       const Tensor& rows, const Tensor& segments,
-                                       const Tensor& count, int64_t policy) {
-  const char* op = "cache_plan_";
-  const PlanState state = check_plan(op, tags, stamps, counts, counters, clock, tables, policy);
-  const PlanCall plan(op, state.cache, counts, tags, clock, tables, rows, segments, count);
+}  // namespace
+
+std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call) {
+  const HostPlan plan(call);
   const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.count - plan.batch.first]);
-  BatchCounters counted(state.counters, plan.tables, plan.num_tables);
+  BatchCounters counted(call.counters, plan.tables, plan.num_tables);
   counted.reserve(plan.batch);
   const int64_t num_misses = plan.run(misses.get());
   counted.add_lookups(plan.batch);
@@ -292,13 +280,24 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
   return {plan.row_slots, plan.evicted};
 }
 
+namespace {
+
+std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
+                                       const Tensor& clock, const Tensor& tables,
+                                       const Tensor& rows, const Tensor& segments,
+                                       const Tensor& count, int64_t policy) {
+  PlanCall call("cache_plan_", tags, stamps, counts, counters, clock, tables, policy);
+  call.set_rows(rows, segments, count);
+  return plan_batch(call);
+}
+
 // The plan is made in place and undone before the op ends.
 Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
                        const Tensor& clock, const Tensor& tables, const Tensor& rows,
                        const Tensor& segments, const Tensor& count, int64_t policy) {
-  const char* op = "cache_evictions";
-  const PlanState state = check_plan(op, tags, stamps, counts, counters, clock, tables, policy);
-  const PlanCall plan(op, state.cache, counts, tags, clock, tables, rows, segments, count);
+  PlanCall call("cache_evictions", tags, stamps, counts, counters, clock, tables, policy);
+  call.set_rows(rows, segments, count);
+  const HostPlan plan(call);
   const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.count - plan.batch.first]);
   const SavedSets before(plan.args, plan.batch);
   try {
@@ -318,7 +317,8 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   args.cache.sets = check_tags(op, tags);
   check_rows(op, rows, count, tags);
   check_tables(op, tables);
-  const CachedRows batch = check_batch(op, tables, rows, nullptr, count);
+  const CachedRows batch = check_batch(op, tables, rows.const_data_ptr<int64_t>(), nullptr,
+                                       rows.numel(), *count.const_data_ptr<int32_t>());
   STD_TORCH_CHECK(args.cache.sets > 0 || batch.first == batch.count, op,
                   ": a cache needs at least one set");
   Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
@@ -332,6 +332,8 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   });
   return row_slots;
 }
+
+}  // namespace
 
 Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
                           const Tensor& count) {
@@ -370,7 +372,6 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   return slots;
 }
 
-}  // namespace
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {

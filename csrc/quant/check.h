@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "core/check.h"
 #include "quant/args.h"
@@ -32,31 +33,57 @@ inline Dtype check_quantize(const char* op, const Tensor& packed, const Tensor& 
   return type;
 }
 
-// Check a batch of lookups. The contents of `features` are on the device and are not checked.
-inline Pooling check_quant_lookup(const char* op, const Tensor& packed, const Tensor& features,
-                                  const Tensor& indices, const Tensor& offsets,
-                                  const std::optional<Tensor>& sample_weights,
-                                  int64_t pooling_code) {
-  const Pooling pooling = parse_pooling(op, pooling_code);
-  check_features(op, features);
-  check_lookups(op, indices, offsets);
-  check_same_device(op, "features", features, indices);
-  check_same_device(op, "packed", packed, indices);
-  check_sample_weights(op, sample_weights, indices);
-  STD_TORCH_CHECK(pooling != Pooling::kNone || !sample_weights, op,
-                  ": sample_weights need sum or mean pooling; with none, scale the output");
-  return pooling;
-}
+// The arguments of a lookup on any device, checked, with the contiguous copies that they point
+// into. The contents of `features` are not checked: they may be on a device.
+struct QuantCall {
+  Tensor packed, features, indices, offsets;
+  std::optional<Tensor> bag_layout, sample_weights;
+  Pooling pooling;
+  int bits;
+  int64_t columns;
+  ScalarType output_dtype;
+  Dtype output_type;
+  BagMap map;
+  Bags bags;
 
-// Return [L, columns] without pooling, [columns] in a variable batch, otherwise [B, columns].
-inline std::vector<int64_t> quant_output_sizes(const Tensor& features, const Tensor& indices,
-                                               const Tensor& offsets, bool variable,
-                                               Pooling pooling, int64_t columns) {
-  if (pooling == Pooling::kNone) return {indices.numel(), columns};
-  if (variable) return {columns};
-  const int64_t num_features = features.size(0);
-  const int64_t batch = num_features > 0 ? (offsets.numel() - 1) / num_features : 0;
-  return {batch, columns};
-}
+  QuantCall(const char* op, const Tensor& packed, const Tensor& features, const Tensor& indices_in,
+            const Tensor& offsets_in, const std::optional<Tensor>& bag_layout,
+            const std::optional<Tensor>& weights, int64_t pooling_code, int64_t num_bits,
+            int64_t columns, ScalarType output_dtype)
+      : packed(packed),
+        features(features),
+        indices(as_contiguous(indices_in)),
+        offsets(as_contiguous(offsets_in)),
+        bag_layout(bag_layout),
+        pooling(parse_pooling(op, pooling_code)),
+        bits(static_cast<int>(num_bits)),
+        columns(columns),
+        output_dtype(output_dtype),
+        output_type(float_dtype(op, "output_dtype", output_dtype)) {
+    check_packed(op, packed, num_bits);
+    check_features(op, features);
+    check_lookups(op, indices, offsets);
+    check_same_device(op, "features", features, indices);
+    check_same_device(op, "packed", packed, indices);
+    check_sample_weights(op, weights, indices);
+    STD_TORCH_CHECK(pooling != Pooling::kNone || !weights, op,
+                    ": sample_weights need sum or mean pooling; with none, scale the output");
+    if (weights) sample_weights = as_contiguous(*weights);
+    map = bag_map(op, features.size(0), offsets, bag_layout, columns);
+    bags = Bags{index_array(offsets), offsets.numel() - 1, indices.numel()};
+  }
+
+  bool is_variable() const { return bag_layout.has_value() && pooling != Pooling::kNone; }
+  const float* weights() const {
+    return sample_weights ? sample_weights->const_data_ptr<float>() : nullptr;
+  }
+  // Return [L, columns] without pooling, [columns] in a variable batch, otherwise [B, columns].
+  std::vector<int64_t> output_sizes() const {
+    if (pooling == Pooling::kNone) return {indices.numel(), columns};
+    if (is_variable()) return {columns};
+    const int64_t num_features = features.size(0);
+    return {num_features > 0 ? bags.count / num_features : 0, columns};
+  }
+};
 
 }  // namespace emb

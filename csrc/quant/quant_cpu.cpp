@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
+#include <vector>
 
 #include "core/feature_bags.h"
 #include "core/isa.h"
@@ -10,6 +11,7 @@
 #include "core/parallel.h"
 #include "quant/args.h"
 #include "quant/check.h"
+#include "tbe/entries.h"
 
 namespace emb {
 
@@ -62,57 +64,71 @@ int64_t check_tables(const Tensor& features, const Tensor& packed, int bits, Poo
   return covered;
 }
 
-Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices_in,
-                    const Tensor& offsets_in, std::optional<Tensor> bag_layout,
-                    std::optional<Tensor> sample_weights, int64_t pooling_code, int64_t bits,
-                    int64_t columns, ScalarType output_dtype) {
-  const char* op = "quant_lookup";
-  const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
-  check_packed(op, packed, bits);
-  const Pooling pooling = check_quant_lookup(op, packed, features, indices_in, offsets_in,
-                                             sample_weights, pooling_code);
-  const Tensor indices = as_contiguous(indices_in);
-  const Tensor offsets = as_contiguous(offsets_in);
-  if (sample_weights) sample_weights = as_contiguous(*sample_weights);
-  const FeatureBags feature_bags(op, features, offsets, bag_layout, pooling, columns);
-  const BagMap& map = feature_bags.map;
-  const bool none = pooling == Pooling::kNone, variable = map.layout != nullptr && !none;
+Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
+  const Bags& bags = call.bags;
+  const bool none = call.pooling == Pooling::kNone, variable = call.is_variable();
   // In a variable batch every bag is checked against the elements of the output separately.
   const int64_t covered =
-      check_tables(features, packed, static_cast<int>(bits), variable ? Pooling::kSum : pooling,
-                   variable ? kUnlimited : columns);
-  const Bags bags{index_array(offsets), feature_bags.num_bags(), indices.numel()};
-  Tensor out = allocate_output(
-      indices, quant_output_sizes(features, indices, offsets, variable, pooling, columns),
-      output_dtype);
+      check_tables(call.features, call.packed, call.bits, variable ? Pooling::kSum : call.pooling,
+                   variable ? kUnlimited : call.columns);
+  Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
   const bool complete =
-      bags.count > 0 && (none ? bags.begin(0) == 0 : !variable && covered == columns);
+      bags.count > 0 && (none ? bags.begin(0) == 0 : !variable && covered == call.columns);
   if (!complete) torch::stable::zero_(out);
   if (bags.count == 0) return out;
-  const Feature* feature = feature_array(features);
-  const auto* rows = static_cast<const uint8_t*>(packed.const_data_ptr());
+  const Feature* feature = feature_array(call.features);
+  const auto* rows = static_cast<const uint8_t*>(call.packed.const_data_ptr());
   char* output = static_cast<char*>(out.mutable_data_ptr());
-  const bool wide = indices.scalar_type() == ScalarType::Long;
-  const QuantLookupFn look_up =
-      lookup_table().at[bits == 8 ? 0 : 1][static_cast<int>(output_type)][wide];
+  const IndexArray indices = index_array(call.indices);
+  const QuantLookupFn pool =
+      lookup_table()
+          .at[call.bits == 8 ? 0 : 1][static_cast<int>(call.output_type)][indices.is_int64];
   for_feature_bags(bags, feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const Feature& x = feature[f];
     const bool fixed = !none && !variable;
-    const int64_t first = fixed ? map.element(static_cast<uint32_t>(begin), x.column) : 0;
+    const int64_t first = fixed ? call.map.element(static_cast<uint32_t>(begin), x.column) : 0;
     const QuantLookupArgs args{rows + x.weight_offset,
                                x.rows,
                                x.dim,
-                               indices.const_data_ptr(),
+                               indices.data,
                                bags,
-                               pooling,
-                               sample_weights ? sample_weights->const_data_ptr<float>() : nullptr,
-                               map.layout,
+                               call.pooling,
+                               call.weights(),
+                               call.map.layout,
                                output + first * out.element_size(),
-                               columns,
+                               call.columns,
                                begin};
-    look_up(args, begin, end);
+    pool(args, begin, end);
   });
   return out;
+}
+
+FeatureBags feature_bags_of(const char* op, const QuantCall& call) {
+  return {op, call.features, call.offsets, call.bag_layout, call.pooling, call.columns};
+}
+
+Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
+                    const Tensor& offsets, std::optional<Tensor> bag_layout,
+                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t bits,
+                    int64_t columns, ScalarType output_dtype) {
+  const char* op = "quant_lookup";
+  const QuantCall call(op, packed, features, indices, offsets, bag_layout, sample_weights, pooling,
+                       bits, columns, output_dtype);
+  return look_up(call, feature_bags_of(op, call));
+}
+
+std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
+                                          const Tensor& indices, const Tensor& offsets,
+                                          std::optional<Tensor> sample_weights, int64_t pooling,
+                                          int64_t bits, int64_t columns, ScalarType output_dtype,
+                                          std::optional<int64_t> check, Tensor violations) {
+  const char* op = "quant_lookup_checked_";
+  const QuantCall call(op, packed, features, indices, offsets, std::nullopt, sample_weights,
+                       pooling, bits, columns, output_dtype);
+  check_bounds_arguments(op, check, violations);
+  const FeatureBags bags = feature_bags_of(op, call);
+  if (check && !is_valid_batch(features, index_array(call.indices), call.bags, bags)) return {};
+  return {look_up(call, bags)};
 }
 
 }  // namespace
@@ -121,4 +137,5 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, quantize_rows_);
   EMB_IMPL(m, emb, quant_lookup);
+  EMB_IMPL(m, emb, quant_lookup_checked_);
 }

@@ -3,10 +3,12 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
+#include <vector>
 
 #include "core/launch.h"
 #include "quant/check.h"
 #include "quant/quant.cuh"
+#include "tbe/entries.h"
 
 namespace emb::cuda {
 namespace {
@@ -19,43 +21,65 @@ void quantize_rows_(Tensor packed, const Tensor& weights, int64_t bits) {
   launch_quantize(CudaLauncher(packed), args, type);
 }
 
-Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices_in,
-                    const Tensor& offsets_in, std::optional<Tensor> bag_layout,
-                    std::optional<Tensor> sample_weights, int64_t pooling_code, int64_t bits,
-                    int64_t columns, ScalarType output_dtype) {
-  const char* op = "quant_lookup";
-  const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
-  check_packed(op, packed, bits);
-  const Pooling pooling = check_quant_lookup(op, packed, features, indices_in, offsets_in,
-                                             sample_weights, pooling_code);
-  const Tensor indices = as_contiguous(indices_in);
-  const Tensor offsets = as_contiguous(offsets_in);
-  if (sample_weights) sample_weights = as_contiguous(*sample_weights);
-  const int64_t num_features = features.size(0);
-  const bool variable = bag_layout.has_value() && pooling != Pooling::kNone;
-  const BagMap map = bag_map(op, num_features, offsets, bag_layout, columns);
-  STD_TORCH_CHECK(bag_layout || pooling == Pooling::kNone || columns >= num_features, op, ": ",
-                  num_features, " features need as many columns at least, got ", columns);
-  Tensor out =
-      allocate(indices, quant_output_sizes(features, indices, offsets, variable, pooling, columns),
-               output_dtype);
-  const QuantArgs args{static_cast<const uint8_t*>(packed.const_data_ptr()),
-                       out.mutable_data_ptr(),
-                       output_type,
-                       feature_array(features),
-                       static_cast<int>(num_features),
-                       index_array(indices),
-                       Bags{index_array(offsets), offsets.numel() - 1, indices.numel()},
-                       map,
-                       columns,
-                       pooling,
-                       sample_weights ? sample_weights->const_data_ptr<float>() : nullptr};
-  if (args.bags.count == 0) {
-    torch::stable::zero_(out);
-  } else if (out.numel() > 0) {
-    launch_quant_lookup(CudaLauncher(indices), args, static_cast<int>(bits));
+// Look up the bags of a checked call, whose output is `out`.
+void look_up(const QuantCall& call, const Bags& bags, Tensor* out) {
+  const QuantArgs args{static_cast<const uint8_t*>(call.packed.const_data_ptr()),
+                       out->mutable_data_ptr(),
+                       call.output_type,
+                       feature_array(call.features),
+                       static_cast<int>(call.features.size(0)),
+                       index_array(call.indices),
+                       bags,
+                       call.map,
+                       call.columns,
+                       call.pooling,
+                       call.weights()};
+  if (bags.count == 0) {
+    torch::stable::zero_(*out);
+  } else if (out->numel() > 0) {
+    launch_quant_lookup(CudaLauncher(call.indices), args, call.bits);
   }
+}
+
+Tensor new_output(const char* op, const QuantCall& call) {
+  const int64_t num_features = call.features.size(0);
+  STD_TORCH_CHECK(call.bag_layout || call.pooling == Pooling::kNone || call.columns >= num_features,
+                  op, ": ", num_features, " features need as many columns at least, got ",
+                  call.columns);
+  return allocate(call.indices, call.output_sizes(), call.output_dtype);
+}
+
+Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
+                    const Tensor& offsets, std::optional<Tensor> bag_layout,
+                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t bits,
+                    int64_t columns, ScalarType output_dtype) {
+  const QuantCall call("quant_lookup", packed, features, indices, offsets, bag_layout,
+                       sample_weights, pooling, bits, columns, output_dtype);
+  Tensor out = new_output("quant_lookup", call);
+  look_up(call, call.bags, &out);
   return out;
+}
+
+// A GPU repairs what is invalid, so that every batch is valid: nothing waits for it.
+std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
+                                          const Tensor& indices, const Tensor& offsets,
+                                          std::optional<Tensor> sample_weights, int64_t pooling,
+                                          int64_t bits, int64_t columns, ScalarType output_dtype,
+                                          std::optional<int64_t> check, Tensor violations) {
+  const char* op = "quant_lookup_checked_";
+  const QuantCall call(op, packed, features, indices, offsets, std::nullopt, sample_weights,
+                       pooling, bits, columns, output_dtype);
+  check_bounds_arguments(op, check, violations);
+  Tensor out = new_output(op, call);
+  Bags bags = call.bags;
+  std::optional<Tensor> repaired;
+  if (check) {
+    repaired =
+        bounds_check_(call.indices, call.offsets, features, std::nullopt, *check, violations);
+    bags.offsets = index_array(*repaired);
+  }
+  look_up(call, bags, &out);
+  return {out};
 }
 
 }  // namespace
@@ -64,4 +88,5 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) {
   EMB_IMPL(m, emb::cuda, quantize_rows_);
   EMB_IMPL(m, emb::cuda, quant_lookup);
+  EMB_IMPL(m, emb::cuda, quant_lookup_checked_);
 }

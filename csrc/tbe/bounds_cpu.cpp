@@ -12,7 +12,6 @@
 #include "core/parallel.h"
 #include "tbe/check.h"
 #include "tbe/entries.h"
-#include "tbe/pass_check.h"
 
 namespace emb {
 namespace {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/feature_bags.h"
 
 namespace emb {
 
@@ -31,6 +32,21 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
                   int64_t pooling, int64_t columns, ScalarType output_dtype);
 
+// Check the mode of a bounds check, if there is one, and the counters that it adds to.
+inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
+                                                        const std::optional<int64_t>& mode,
+                                                        const Tensor& violations) {
+  check_dtype(op, "violations", violations, ScalarType::Long, "int64");
+  STD_TORCH_CHECK(violations.numel() == 2 && violations.is_contiguous(), op,
+                  ": violations must be 2 contiguous numbers, got ", violations.numel());
+  if (!mode) return std::nullopt;
+  return parse_choice<BoundsMode>(op, "mode", *mode, kBoundsModes);
+}
+
+// Return whether neither indices nor offsets of a batch need a repair or a report.
+bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
+                    const FeatureBags& feature_bags);
+
 // Sum the gradients of the lookups of each group into row `group` of `out`, [L, dim].
 void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const Grouping& groups, const Tensor& offsets,
@@ -49,7 +65,7 @@ struct GroupArrays {
 };
 
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
-                     std::optional<Tensor> bag_layout, int64_t mode, Tensor violations);
+                     std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations);
 
 // `tbe_group` into memory of the caller.
 void group_lookups(const char* op, const Tensor& features, const Tensor& indices,
@@ -67,6 +83,12 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const std::optional<Tensor>& bag_layout,
                    const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
                    float* out);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
+                                                             const Tensor& indices,
+                                                             const Tensor& offsets,
+                                                             std::optional<Tensor> bag_layout,
+                                                             int64_t total_rows, bool repaired);
 
 }  // namespace cuda
 }  // namespace emb

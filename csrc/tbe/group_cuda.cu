@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "group/device_sort.h"
+#include "tbe/entries.h"
 #include "tbe/grouping.h"
 #include "tbe/keys.cuh"
 
@@ -107,8 +108,6 @@ void group_lookups(const char* op, const Tensor& features, const Tensor& indices
   group_lookups(CudaLauncher(indices), indices, batch, out, {});
 }
 
-namespace {
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,
@@ -127,7 +126,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
   return {rows, segments, lookups, bags, count};
 }
 
-}  // namespace
 }  // namespace emb::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) { EMB_IMPL(m, emb::cuda, tbe_group); }

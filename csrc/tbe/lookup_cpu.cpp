@@ -145,41 +145,41 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
   return look_up(in, scales, columns, output_dtype);
 }
 
-namespace {
-
-// Return whether neither indices nor offsets of a fixed batch need a repair or a report.
-bool is_valid(const LookupInputs& in) {
-  if (!offsets_are_valid(in.bags.offsets, in.bags.count, in.bags.num_lookups)) return false;
-  const Feature* feature = feature_array(in.features);
-  const IndexArray ids = index_array(in.indices);
-  const int64_t features = in.feature_bags.num_features();
-  const int64_t parts = std::clamp<int64_t>(in.bags.num_lookups / 65536, 1, num_threads());
+bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
+                    const FeatureBags& feature_bags) {
+  if (!offsets_are_valid(bags.offsets, bags.count, bags.num_lookups)) return false;
+  const Feature* feature = feature_array(features);
+  const int64_t num_features = feature_bags.num_features();
+  const int64_t parts = std::clamp<int64_t>(bags.num_lookups / 65536, 1, num_threads());
   std::vector<char> valid(parts, 1);
   parallel_tasks(parts, [&](int64_t part) {
-    for (int64_t f = 0; f < features; ++f) {
-      const int64_t first = in.bags.offsets[in.feature_bags.first[f]];
-      const int64_t length = in.bags.offsets[in.feature_bags.first[f + 1]] - first;
-      valid[part] &= indices_are_valid(ids, first + length * part / parts,
+    for (int64_t f = 0; f < num_features; ++f) {
+      const int64_t first = bags.offsets[feature_bags.first[f]];
+      const int64_t length = bags.offsets[feature_bags.first[f + 1]] - first;
+      valid[part] &= indices_are_valid(indices, first + length * part / parts,
                                        first + length * (part + 1) / parts, feature[f].rows);
     }
   });
   return std::find(valid.begin(), valid.end(), 0) == valid.end();
 }
 
+namespace {
+
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,
                                         int64_t columns, ScalarType output_dtype,
-                                        std::optional<int64_t> mode, Tensor violations) {
+                                        std::optional<int64_t> mode, Tensor violations,
+                                        std::optional<Tensor> slots) {
   const char* op = "tbe_lookup_checked_";
   float_dtype(op, "output_dtype", output_dtype);
   check_bounds_arguments(op, mode, violations);
-  const LookupInputs in(op, weights, features, indices, offsets, std::nullopt, std::nullopt,
-                        pooling, columns);
+  const LookupInputs in(op, weights, features, indices, offsets, slots, std::nullopt, pooling,
+                        columns);
   check_sample_weights(op, sample_weights, indices);
   STD_TORCH_CHECK(in.pooling != Pooling::kNone || !sample_weights, op,
                   ": sample_weights need sum or mean pooling; with none, scale the output");
-  if (!is_valid(in)) return {};
+  if (!is_valid_batch(features, index_array(in.indices), in.bags, in.feature_bags)) return {};
   std::optional<Tensor> scales = sample_weights;
   if (scales) scales = as_contiguous(*scales);
   return {look_up(in, scales, columns, output_dtype)};

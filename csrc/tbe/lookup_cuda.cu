@@ -160,13 +160,13 @@ std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tenso
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,
                                         int64_t columns, ScalarType output_dtype,
-                                        std::optional<int64_t> mode_code, Tensor violations) {
+                                        std::optional<int64_t> mode_code, Tensor violations,
+                                        std::optional<Tensor> slots) {
   const char* op = "tbe_lookup_checked_";
   const std::optional<BoundsMode> mode = check_bounds_arguments(op, mode_code, violations);
   float_dtype(op, "output_dtype", output_dtype);
   check_same_device(op, "violations", violations, indices);
-  Lookup lookup(op, weights, features, indices, offsets, std::nullopt, std::nullopt, pooling,
-                columns);
+  Lookup lookup(op, weights, features, indices, offsets, slots, std::nullopt, pooling, columns);
   set_sample_weights(op, sample_weights, &lookup);
   Tensor out = new_output(op, output_dtype, false, &lookup);
   const CudaLauncher launcher(indices);

@@ -15,6 +15,7 @@
 #include "core/layout.h"
 #include "core/row_slice.cuh"
 #include "core/simt.cuh"
+#include "group/segments.cuh"
 #include "optim/optimizer_step.cuh"
 
 namespace emb::cuda {
@@ -135,10 +136,13 @@ EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin
   }
 }
 
-// Set the tasks of the slots of all segments.
+// Set the tasks of the slots of all segments, if any can be long. For groups that nothing has
+// counted the step of, count it and write how many of them are updated.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
-    plan_chunks_kernel(GradArgs args) {
+    plan_chunks_kernel(GradArgs args, StepCount step, int32_t* num_updated) {
   const int count = *args.count;
+  if (num_updated != nullptr && simt::global_thread() == 0) *num_updated = count_step(step, count);
+  if (args.tasks == nullptr) return;
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
   for (int64_t base = simt::global_warp() * simt::kWarp; base < count;
        base += simt::threads_in_grid()) {

@@ -573,19 +573,23 @@ template <class G, class Launcher>
 void launch_chunks(const Launcher& launcher, const GradArgs& args, int64_t mean_dim) {
   const int64_t slots = max_chunks(args.num_lookups);
   if (slots == 0) return;
-  launcher(plan_chunks_kernel, blocks_for(args.num_lookups, kChunkThreads, launcher.blocks(8)),
-           kChunkThreads, args);
   const int lanes = lanes_for(mean_dim, kColumns);
   const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, 64);
   launcher(chunk_kernel<G>, simt::Dim3(blocks_for(slots, 1, launcher.blocks(8)), stripes),
            kChunkThreads, args, lanes);
 }
 
-// `mean_dim`, the mean width of the features, determines the lanes per row.
+// `mean_dim`, the mean width of the features, determines the lanes per row. The number of groups
+// that are updated is written to `num_updated`, if the grouping has not counted the step.
 template <class Launcher>
-void launch_update(const Launcher& launcher, const GradArgs& args,
-                   const OptimizerStepArgs& optimizer, int64_t mean_dim) {
+void launch_update(const Launcher& launcher, GradArgs args, const OptimizerStepArgs& optimizer,
+                   int64_t mean_dim, const StepCount& step = {}, int32_t* num_updated = nullptr) {
+  if (num_updated != nullptr || max_chunks(args.num_lookups) > 0) {
+    launcher(plan_chunks_kernel, blocks_for(args.num_lookups, kChunkThreads, launcher.blocks(8)),
+             kChunkThreads, args, step, num_updated);
+  }
   if (args.num_lookups == 0 || args.bags_in.count == 0) return;
+  if (num_updated != nullptr) args.count = num_updated;
   if (args.grad_type == Dtype::kFloat) {
     launch_chunks<float>(launcher, args, mean_dim);
   } else if (args.grad_type == Dtype::kHalf) {

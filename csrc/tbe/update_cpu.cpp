@@ -387,15 +387,24 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows,
-                   bool repaired, std::optional<Tensor> is_finite) {
+                   bool repaired, std::optional<Tensor> is_finite,
+                   std::optional<std::vector<Tensor>> located) {
   check_has_step("tbe_backward_", hyper);
   check_is_finite("tbe_backward_", is_finite);
+  if (located) check_located("tbe_backward_", *located);
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
-  const auto groups = tbe_group(features, indices, offsets, std::nullopt, total_rows, repaired);
+  std::optional<Tensor> row_slots;
+  if (located) {
+    row_slots = (*located)[5];
+  } else {
+    const auto [rows, segments, lookups, bags, count] =
+        tbe_group(features, indices, offsets, std::nullopt, total_rows, repaired);
+    located = {rows, segments, lookups, bags, count};
+  }
   count_step(hyper, [&] {
-    const auto& [rows, segments, lookups, bags, count] = groups;
-    tbe_update_(weights, states, hyper, optimizer, grad, features, rows, segments, lookups, bags,
-                count, offsets, std::nullopt, std::nullopt, sample_weights, pooling);
+    const std::vector<Tensor>& groups = *located;
+    tbe_update_(weights, states, hyper, optimizer, grad, features, groups[0], groups[1], groups[2],
+                groups[3], groups[4], offsets, row_slots, std::nullopt, sample_weights, pooling);
   });
 }
 

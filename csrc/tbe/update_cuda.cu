@@ -103,6 +103,17 @@ class Backward {
     run(launcher, step);
   }
 
+  // The same and count the step, which the grouping has not.
+  void run_and_count(const CudaLauncher& launcher, const OptimizerStepArgs& step,
+                     const StepCount& count) {
+    int32_t* num_updated = nullptr;
+    DeviceArrays scratch;
+    scratch.add(&num_updated, 1);
+    add_scratch(&scratch);
+    scratch.allocate(grad_);
+    launch_update(launcher, args_, step, mean_dim_, count, num_updated);
+  }
+
  private:
   // Return the columns of the gradient: of one row, or in a variable batch of all rows together.
   int64_t check_grad(const char* op, const Tensor& grad, int64_t num_lookups, bool variable) const {
@@ -165,7 +176,8 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t total_rows,
-                   bool repaired, std::optional<Tensor> is_finite) {
+                   bool repaired, std::optional<Tensor> is_finite,
+                   std::optional<std::vector<Tensor>> located) {
   const char* op = "tbe_backward_";
   check_lookups(op, indices, offsets);
   check_same_device(op, "hyper", hyper, grad);
@@ -173,10 +185,19 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   check_has_step(op, hyper);
   check_is_finite(op, is_finite);
   if (is_finite) check_same_device(op, "is_finite", *is_finite, grad);
+  const StepCount step_count{static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
+                             is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
   Backward backward(op, grad, features, indices, offsets, std::nullopt, sample_weights, pooling);
   const OptimizerStepArgs step = optimizer_step_args(op, weights, optimizer, states, hyper, 0);
-  const Tensor index_tensor = as_contiguous(indices), offset_tensor = as_contiguous(offsets);
   const CudaLauncher launcher(grad);
+  if (located) {
+    check_located(op, *located);
+    const std::vector<Tensor>& rows = *located;
+    backward.set_groups(op, {rows[0], rows[1], rows[2], rows[3], rows[4]});
+    backward.set_slots(op, rows[5]);
+    return backward.run_and_count(launcher, step, step_count);
+  }
+  const Tensor index_tensor = as_contiguous(indices), offset_tensor = as_contiguous(offsets);
   const int64_t n = indices.numel();
   GroupArrays groups{};
   DeviceArrays scratch;
@@ -195,9 +216,7 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
       bag_map(op, features.size(0), offset_tensor, std::nullopt, 0),
       total_rows,
       repaired};
-  group_lookups(launcher, grad, batch, groups,
-                StepCount{static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
-                          is_finite ? is_finite->const_data_ptr<bool>() : nullptr});
+  group_lookups(launcher, grad, batch, groups, step_count);
   backward.run(launcher, step);
 }
 

@@ -47,6 +47,10 @@ with conflicts of a batch in flight are not fetched but listed: int64 and int32 
 number int32 `[1]`, which is 0 before. Another `cache_move_` fetches them after the updates, with
 these tensors as rows, row_slots and count, and an empty `evicted`: no row is evicted.
 
+`cache_prefetch_` is a whole prefetch in one call, so that no interrupt comes between its parts: it
+checks the batch, groups it, starts it (the clock advances, and its oldest batch in flight is `lag`
+before it), plans and moves. See csrc/schema.cpp for what it returns.
+
 `cache_locate` probes without changing anything: between the plan of a batch and its use another
 plan may have fetched its rows or, if the cache does not know which batches are in flight, evicted
 them. `cache_lookup_slots` int32 `[L]` returns the slot of the row of every lookup, -1 for none.
@@ -72,6 +76,7 @@ locate = torch.ops.emblib.cache_locate.default
 lookup_slots = torch.ops.emblib.cache_lookup_slots.default
 move_ = torch.ops.emblib.cache_move_.default
 flush_ = torch.ops.emblib.cache_flush_.default
+prefetch_ = torch.ops.emblib.cache_prefetch_.default
 
 
 @torch.library.register_fake("emblib::cache_plan_")
@@ -136,3 +141,34 @@ def _(
     weights: list[Tensor], states: list[Tensor], hyper: Tensor, tables: Tensor, tags: Tensor
 ) -> None:
     return None
+
+
+@torch.library.register_fake("emblib::cache_prefetch_")
+def _(
+    weights: list[Tensor],
+    states: list[Tensor],
+    hyper: Tensor,
+    cache: list[Tensor],
+    tables: Tensor,
+    policy: int,
+    lag: int,
+    postpones: bool,
+    features: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bag_layout: Tensor | None,
+    total_rows: int,
+    repaired: bool,
+    check: int | None,
+    violations: Tensor,
+) -> list[Tensor]:
+    lookups = indices.numel()
+    rows = indices.new_empty(lookups, dtype=torch.int64)
+    entries = (lookups + 1, lookups, lookups, 1, lookups, lookups)
+    results = [rows, *(rows.new_empty(n, dtype=torch.int32) for n in entries)]
+    if postpones:
+        slots, count = (rows.new_empty(n, dtype=torch.int32) for n in (lookups, 1))
+        results.extend([torch.empty_like(rows), slots, count])
+    if indices.is_cuda and check is not None:
+        results.append(offsets.new_empty(offsets.numel(), dtype=torch.int32))
+    return results

@@ -22,7 +22,8 @@ and the scale is at most
 Rows must be finite; values beyond `LARGEST` count as `LARGEST`.
 
 `quant_lookup` adds up `weight * scale * q + weight * offset` in float32 and in the order of the
-lookups. It has no gradient. The definition is `emblib.reference.quant`.
+lookups. It has no gradient. The definition is `emblib.reference.quant`. `quant_lookup_checked_`
+checks the batch on the way, as `emblib.ops.tbe.tbe_lookup_checked_` does.
 """
 
 import torch
@@ -41,6 +42,7 @@ _TABLE_ALIGNMENT = 64  # a cache line
 
 quantize_rows_ = torch.ops.emblib.quantize_rows_.default
 quant_lookup = torch.ops.emblib.quant_lookup.default
+quant_lookup_checked_ = torch.ops.emblib.quant_lookup_checked_.default
 
 
 def row_bytes(dim: int, bits: int) -> int:
@@ -75,3 +77,21 @@ def _(
     variable = bag_layout is not None
     shape = output_shape(features, indices, offsets, pooling, output_dim, variable=variable)
     return indices.new_empty(shape, dtype=output_dtype)
+
+
+@torch.library.register_fake("emblib::quant_lookup_checked_")
+def _(
+    packed: Tensor,
+    features: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    pooling: int,
+    bits: int,
+    output_dim: int,
+    output_dtype: torch.dtype,
+    check: int | None,
+    violations: Tensor,
+) -> list[Tensor]:
+    shape = output_shape(features, indices, offsets, pooling, output_dim, variable=False)
+    return [indices.new_empty(shape, dtype=output_dtype)]

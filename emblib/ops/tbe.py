@@ -176,6 +176,7 @@ def _(
     output_dtype: torch.dtype,
     check: int | None,
     violations: Tensor,
+    slots: Tensor | None = None,
 ) -> list[Tensor]:
     shape = output_shape(features, indices, offsets, pooling, output_dim, variable=False)
     results = [indices.new_empty(shape, dtype=output_dtype)]

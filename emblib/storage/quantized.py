@@ -229,8 +229,8 @@ class QuantizedHandle(TableHandle):
             except (ValueError, AttributeError) as error:
                 yield f"{prefix.removesuffix('.')}: {error}"
         else:
-            own = {prefix + name: view for name, view in self.views().items()}
-            yield from state_dicts.entry_problems(state_dict, own)
+            entries = {prefix + name: view for name, view in self.views().items()}
+            yield from state_dicts.entry_problems(state_dict, entries)
 
     def _pack_former(self, entries: Mapping[str, Any]) -> Tensor:
         """Return packed rows of entries from before 0.1.0."""

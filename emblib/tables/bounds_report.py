@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,18 @@ BOUNDS_MESSAGE = (
     "such indices read row 0, such offsets are clamped (are they offsets, not lengths, "
     "and in this order? bounds_check=BoundsCheck.FATAL raises instead)"
 )
+
+
+class BatchCheck(NamedTuple):
+    """The check of a batch that an op makes on the way.
+
+    Attributes:
+        mode: a code of `codes.BOUNDS_CHECK`, None for no check.
+        violations: int64 `[2]`, the counts that a GPU adds to in mode WARNING.
+    """
+
+    mode: int | None
+    violations: Tensor
 
 
 @contextmanager

@@ -19,14 +19,19 @@ their tables if they got no way. A row of the latter kind that gets a way for th
 is fetched when that batch is looked up (`LaterFetches`), after the updates of earlier batches. Only
 then slots are looked up again.
 
+As long as all work is on one stream, which orders it, there are no events and no waits.
+
 An interrupt may come between any two lines. So tags change and rows move in one native call
-(`RowCache.fetch`). What later calls rely on is noted before it: versions, tickets, streams.
+(`RowCache.prefetch`, `RowCache.fetch`). What later calls rely on is noted before it: arrivals,
+tickets, streams.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
+from operator import call
 from typing import NamedTuple
 
 import torch
@@ -35,6 +40,7 @@ from torch import Tensor
 from emblib.ops import autograd, tbe
 from emblib.ops.one_call import in_one_call
 from emblib.specs import CacheConfig
+from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory
 from emblib.tables.recomputation import RunningForward, running_forward
@@ -92,14 +98,15 @@ class InFlight:
         self.lock = owner.lock
         self.ticket: _Ticket | None = None
         self.filled: torch.cuda.Event | None = None  # after its prefetch
-        self.version = -1
+        self.offsets: Tensor | None = None  # those that its prefetch repaired
+        self._last_arrival = -1  # the `last_arrival` of its owner for which its slots are current
         self._will_be_repeated = False  # after a lookup without gradients
         self._locations: autograd.RowLocations | None = None
 
-    def fill(self, groups: tbe.Groups, row_slots: Tensor) -> None:
+    def fill(self, locations: autograd.RowLocations) -> None:
         """Store the current slots of the rows of the batch."""
-        self._locations = autograd.RowLocations(groups, row_slots)
-        self.version = self.owner.version
+        assert self.ticket is not None
+        self._locations, self._last_arrival = locations, self.ticket.number
 
     def set_repetition(self, owner: "Prefetcher", running: RunningForward | None) -> None:
         """Note the batch for the forward that backward repeats, if it is in such a region."""
@@ -107,37 +114,38 @@ class InFlight:
         if running is not None:
             running.note(owner, self)
 
-    def locate(self) -> autograd.RowLocations:
-        """Locate the rows of the batch in the cache as it is now, and the slots of all lookups."""
+    def locate(self, *, lookups: bool = True) -> autograd.RowLocations:
+        """Locate the rows of the batch in the cache as it is now, and the slots of its lookups."""
         owner, locations = self.owner, self._locations
         assert locations is not None
         if self.filled is not None:
             _wait_for(self.filled)
         else:
             owner.wait_for_prefetch()
-        is_current = self.ticket is not None and self.version == owner.version
-        if self.ticket is not None:  # its plan knew where these rows come
+        if self.ticket is not None:
             owner.fetch_later(self.ticket.number)
-        if not is_current:  # the rows of a batch that was released may have been evicted
+        if self.ticket is None or self._last_arrival < owner.last_arrival:
+            # The rows of a batch that was released may have been evicted.
             locations = autograd.RowLocations(locations.groups, owner.find(locations.groups))
-        self.version = owner.version
-        if locations.slots is None:
+            self._last_arrival = owner.last_arrival
+        if lookups and locations.slots is None:
             assert locations.row_slots is not None
             slots = owner.cache.slots_of_lookups(locations.groups, locations.row_slots)
             locations = locations._replace(slots=slots)
         self._locations = locations
-        stream = _keep_on_this_stream(locations)
-        if self.ticket is not None:
-            self.ticket.stream = stream
+        if not owner.is_on_one_stream():
+            stream = _keep_on_this_stream(locations)
+            if self.ticket is not None:
+                self.ticket.stream = stream
         return locations
 
-    def before_update(self) -> autograd.RowLocations:
+    def before_update(self, *, lookups: bool = True) -> autograd.RowLocations:
         """Return the rows; journal those that the update writes to the disk tier itself.
 
         The batch is released here: the lock is held until the update is made, and an update that is
         interrupted leaves nothing to release.
         """
-        locations = self.locate()
+        locations = self.locate(lookups=lookups)
         self.owner.protect_conflicts(locations)
         self.owner.begin_use()
         self.leave()
@@ -158,12 +166,25 @@ class InFlight:
             self.ticket = None
 
 
+_NUM_LOCATIONS = 7  # the first results of the op that prefetches
+
+
 class _Later(NamedTuple):
-    """Rows that are fetched before batch `number` is looked up."""
+    """Rows that are fetched before batch `number` is looked up: three of `tensors` from `first` on.
+
+    There are none before the op that lists them.
+    """
 
     number: int
     tiers: autograd.Tiers
-    fetches: LaterFetches
+    tensors: list[Tensor]
+    first: int
+
+    @property
+    def fetches(self) -> LaterFetches | None:
+        """Return the rows to fetch, if they are listed."""
+        tensors = self.tensors[self.first : self.first + len(LaterFetches._fields)]
+        return LaterFetches(*tensors) if tensors else None
 
 
 class _LastWork:
@@ -182,6 +203,10 @@ class _LastWork:
         if self._stream is not None:
             self.wait()
         self._stream = torch.cuda.current_stream(device)
+
+    def end_on(self, stream: torch.cuda.Stream) -> None:
+        """Note that all work so far was on a stream."""
+        self._event, self._stream = stream.record_event(), None
 
     def end(self, device: torch.device) -> None:
         """Note that the work is enqueued, after all earlier work of this kind."""
@@ -219,36 +244,100 @@ class Prefetcher:
         # Whether rows are rounded when they are written back: a prefetch then reads the step that
         # updates count, and they wait for each other.
         self.rounds = cache.layout.weights is not memory.precision.weights
-        self.version = 0  # rises before rows of batches in flight may get other locations
+        # The last batch whose rows came to the cache. Batches before it that are in flight may have
+        # rows that got a way for it; those after it were planned with its rows in the cache.
+        self.last_arrival = -1
         self._queue: deque[tuple[BatchId, tuple[int, int], InFlight]] = deque()
         self._tickets: dict[int, _Ticket] = {}  # of batches in flight
         self._dropped: deque[_Ticket] = deque()  # those that the next batch releases
         self._later: deque[_Later] = deque()  # in the order of the tickets
         self._filled, self._used = _LastWork(), _LastWork()  # prefetches; finds and updates
         self._fetched = _LastWork()  # what was left for later
+        self._streams: list[torch.cuda.Stream] = []  # of all work, up to two of them
 
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
         work = {name: _LastWork() for name in ("_filled", "_used", "_fetched")}
         empty = {name: deque[object]() for name in ("_queue", "_dropped", "_later")}
-        return {**self.__dict__, **work, **empty, "_tickets": {}}
+        return {**self.__dict__, **work, **empty, "_tickets": {}, "_streams": []}
 
-    def prefetch(self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId) -> None:
-        """Fetch the rows of a batch; `batch_id` has the tensors that forward will get."""
+    @property
+    def fetches_at_once(self) -> bool:
+        """Return whether one op fetches the rows of any batch."""
+        return self.options.passes is None and self.memory.disk is None
+
+    def is_on_one_stream(self) -> bool:
+        """Return whether all work of the cache so far is on the current stream."""
+        if not self.cache.weights.is_cuda:
+            return True
+        if len(self._streams) > 1:
+            return False
+        stream = torch.cuda.current_stream(self.cache.weights.device)
+        if stream in self._streams:
+            return True
+        if torch.cuda.is_current_stream_capturing():  # its stream ends with the capture
+            return False
+        for only in self._streams:
+            for work in (self._filled, self._used, self._fetched):
+                work.end_on(only)
+            for ticket in (*self._tickets.values(), *self._dropped):
+                ticket.stream = only
+        self._streams.append(stream)
+        return len(self._streams) == 1
+
+    def prefetch(
+        self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId, check: BatchCheck
+    ) -> bool:
+        """Fetch the rows of a batch; `batch_id` has the tensors that forward will get.
+
+        Returns:
+            Whether the batch is valid; an invalid one, on the CPU, is not fetched.
+        """
         with self.lock:
             flight = InFlight(self)
             try:
-                self._fill(flight, batch, tiers)
+                if not self._fill(flight, batch, tiers, check):
+                    return False
                 self._queue.append((batch_id, batch_id.versions(), flight))
             except BaseException:
-                self._drop(flight)
+                self.drop(flight)
                 raise
+            return True
+
+    def start(
+        self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId, check: BatchCheck
+    ) -> InFlight | None:
+        """Return the batch that forward looks up, prefetched or fetched now; None if it is invalid.
+
+        A prefetched one stays the next of the queue until `take`. The caller holds the lock.
+        """
+        flight = self._prefetched(batch_id)
+        if flight is not None:
+            return flight
+        flight = InFlight(self)
+        try:
+            return flight if self._fill(flight, batch, tiers, check) else None
+        except BaseException:
+            self.drop(flight)
+            raise
+
+    def is_next(self, batch_id: BatchId) -> bool:
+        """Return whether forward of a batch takes the next prefetched one."""
+        if not self._queue:
+            return False
+        return torch.is_grad_enabled() or batch_id.is_(self._queue[0][0])
+
+    def take(self, flight: InFlight) -> None:
+        """Remove a batch that was looked up from the prefetched ones, if it is one of them."""
+        if self._queue and self._queue[0][2] is flight:
+            self._queue.popleft()
 
     def look_up(
         self,
         batch: autograd.Lookup,
         tiers: autograd.Tiers,
         batch_id: BatchId,
+        check: BatchCheck,
         read: Callable[[autograd.Lookup], Tensor],
         *,
         training: bool,
@@ -263,29 +352,27 @@ class Prefetcher:
         with self.lock:
             running = running_forward(training=training)
             if running is not None and running.is_repeated:
-                known: InFlight | None = running.noted(self)
-                if known is not None:
-                    return read(batch._replace(slots=known.locate().slots, hooks=known))
-            is_extra = (
-                not torch.is_grad_enabled() and self._queue and not batch_id.is_(self._queue[0][0])
-            )
-            if self._queue and not is_extra:
-                flight = self._next_prefetched(batch_id)
+                noted: InFlight | None = running.noted(self)
+                if noted is not None:
+                    return read(batch._replace(slots=noted.locate().slots, hooks=noted))
+            flight = self.start(batch, tiers, batch_id, check)
+            assert flight is not None
+            try:
                 flight.set_repetition(self, running)
                 out = read(batch._replace(slots=flight.locate().slots, hooks=flight))
-                self._queue.popleft()
-                return out
-            flight = InFlight(self)
-            try:
-                self._fill(flight, batch, tiers)
-                flight.set_repetition(self, running)
-                return read(batch._replace(slots=flight.locate().slots, hooks=flight))
             except BaseException:
-                self._drop(flight)
+                self.drop(flight)
                 raise
+            self.take(flight)
+            return out
 
-    def _next_prefetched(self, batch_id: BatchId) -> InFlight:
-        """Return the next of the prefetched batches, which `batch_id` must be."""
+    def _prefetched(self, batch_id: BatchId) -> InFlight | None:
+        """Return the next of the prefetched batches, if there are any; `batch_id` must be it.
+
+        Without gradients another batch is looked up out of order.
+        """
+        if not self.is_next(batch_id):
+            return None
         expected, versions, flight = self._queue[0]
         if expected.versions() != versions:
             raise RuntimeError(
@@ -300,33 +387,88 @@ class Prefetcher:
             )
         return flight
 
-    def _fill(self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers) -> None:
+    def _fill(
+        self,
+        flight: InFlight,
+        batch: autograd.Lookup,
+        tiers: autograd.Tiers,
+        check: BatchCheck,
+    ) -> bool:
+        """Fetch the rows of a batch; return whether it is valid."""
         if self.memory.disk is not None:
             self.memory.disk.protect(_NO_ROWS)  # raises in a forked process, before rows move
         # Fetches run one after the other, also those of batches on different streams.
-        self.wait_for_prefetch()
+        has_order = self.is_on_one_stream()
+        if not has_order:
+            self._filled.wait()
         self._release_dropped()
-        self._used.wait()
-        self._fetched.wait()
-        passes = self._passes(batch)
-        groups = passes[0] if len(passes) == 1 else autograd.groups_of(batch)
-        self._enter(flight)
-        if batch.indices.is_cuda:
+        if not has_order:
+            self._used.wait()
+            self._fetched.wait()
             self._filled.begin(batch.indices.device)
-        row_slots = self._fetch(passes, tiers)
-        if len(passes) > 1:
-            row_slots = self.cache.find(groups)
-        flight.fill(groups, row_slots)
-        if batch.indices.is_cuda:
+        size = self._size_of_pass(batch)
+        if size < batch.indices.numel() or self.memory.disk is not None:
+            self._fill_in_passes(flight, batch, tiers, size)
+        elif not self._fill_at_once(flight, batch, tiers, check):
+            return False
+        if not has_order:
             self._filled.end(batch.indices.device)
             flight.filled = None if self.rounds else self._filled.event
+        return True
 
-    def _passes(self, batch: autograd.Lookup) -> list[tbe.Groups]:
-        """Return the groups of each pass in which the rows of a batch are fetched."""
+    def _fill_at_once(
+        self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers, check: BatchCheck
+    ) -> bool:
+        """Check the batch, group it and fetch its rows in one op; return whether it is valid."""
+        ticket, tiers = self._new_ticket(flight), self.moved_tiers(tiers)
+        postpones = self.cache.weights.is_cuda and not self.rounds and len(self._tickets) > 1
+        results: list[Tensor] = []
+        if postpones:
+            self._later.append(_Later(ticket.number, tiers, results, _NUM_LOCATIONS))
+        else:
+            self.last_arrival = ticket.number
+        prefetch = self.cache.prefetch(ticket.number, tiers, batch, check, postpones=postpones)
+        # In one call of C: what is left for later is listed as soon as it is.
+        results.extend(chain.from_iterable(map(call, (prefetch,))))
+        if not results:
+            self.leave(ticket)
+            flight.ticket = None
+            self.cache.return_ticket()
+            return False
+        *groups, row_slots, slots = results[:_NUM_LOCATIONS]
+        flight.fill(autograd.RowLocations(tbe.Groups(*groups), row_slots, slots))
+        if batch.indices.is_cuda and check.mode is not None:
+            flight.offsets = results[-1]
+        return True
+
+    def moved_tiers(self, tiers: autograd.Tiers) -> autograd.Tiers:
+        """Return the memory that rows move in; without numbers if a GPU rounds nothing."""
+        if not self.cache.weights.is_cuda or self.rounds or tiers.hyperparams.numel() == 0:
+            return tiers
+        return tiers._replace(hyperparams=tiers.hyperparams[:0])
+
+    def _fill_in_passes(
+        self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers, size: int
+    ) -> None:
+        passes = self._passes(batch, size)
+        groups = passes[0] if len(passes) == 1 else autograd.groups_of(batch)
+        ticket = self._new_ticket(flight)
+        self.cache.enter(ticket.number)
+        row_slots = self._fetch(passes, tiers, ticket.number)
+        if len(passes) > 1:
+            row_slots = self.cache.find(groups)
+        flight.fill(autograd.RowLocations(groups, row_slots))
+
+    def _size_of_pass(self, batch: autograd.Lookup) -> int:
+        """Return the number of lookups whose rows are fetched at a time."""
         length, passes = batch.indices.numel(), self.options.passes
-        size = length
         if passes is not None and length >= passes.min_lookups:
-            size = -(-length // passes.passes)
+            return -(-length // passes.passes)
+        return length
+
+    def _passes(self, batch: autograd.Lookup, size: int) -> list[tbe.Groups]:
+        """Return the groups of each pass of `size` lookups."""
+        length = batch.indices.numel()
         if size >= length:
             return [autograd.groups_of(batch)]
         parts = (_part(batch, start, start + size) for start in range(0, length, size))
@@ -334,25 +476,22 @@ class Prefetcher:
         nothing = batch.indices.new_empty(0, dtype=torch.int32)
         return [autograd.groups_of(part)._replace(lookups=nothing, bags=nothing) for part in parts]
 
-    def _fetch(self, passes: list[tbe.Groups], tiers: autograd.Tiers) -> Tensor:
+    def _fetch(self, passes: list[tbe.Groups], tiers: autograd.Tiers, number: int) -> Tensor:
         """Fetch the rows of a batch; return the slots of those of the last pass."""
         disk, first = self.memory.disk, self.memory.layout.first_disk_row
         later: list[LaterFetches] = []
-        if self.cache.weights.is_cuda and not self.rounds:
-            tiers = tiers._replace(hyperparams=tiers.hyperparams[:0])
+        tiers = self.moved_tiers(tiers)
         if self.cache.weights.is_cuda and not self.rounds and len(self._tickets) > 1:
             later = [self.cache.no_fetches(groups.rows.numel()) for groups in passes]
-            number = max(self._tickets)
-            self._later.extend(_Later(number, tiers, fetches) for fetches in later)
+            self._later.extend(_Later(number, tiers, list(fetches), 0) for fetches in later)
         else:
-            self.version += 1
+            self.last_arrival = number
         # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
         for some in [passes] if disk is None else [[groups] for groups in passes]:
             if disk is not None:
                 disk.touch(self._disk_rows(some[0]))
                 evicted = self.cache.evictions(some[0])
                 disk.protect(evicted[evicted >= first] - first)
-                self.version += 1
             row_slots = self.cache.fetch(tiers, some, later)[-1]
         return row_slots
 
@@ -361,19 +500,25 @@ class Prefetcher:
 
         All updates that were enqueued come first. The others look up their rows again.
         """
-        if self.cache.weights.is_cuda:
+        has_order, device = self.is_on_one_stream(), self.cache.weights.device
+        if not has_order:
             self._fetched.wait()
         while self._later and self._later[0].number <= number:
-            work, device = self._later[0], self.cache.weights.device
-            self._used.wait()
-            self._fetched.begin(device)
-            self.version += 1
-            for tensor in work.fetches:
-                tensor.record_stream(torch.cuda.current_stream(device))
+            work, fetches = self._later[0], self._later[0].fetches
+            if fetches is None:
+                self._later.popleft()
+                continue
+            if not has_order:
+                self._used.wait()
+                self._fetched.begin(device)
+                for tensor in fetches:
+                    tensor.record_stream(torch.cuda.current_stream(device))
+            self.last_arrival = max(self.last_arrival, work.number)
             # In one call: a row that was fetched twice would lose the updates between.
-            fetch = self.cache.fetch_later(work.tiers, work.fetches)
+            fetch = self.cache.fetch_later(work.tiers, fetches)
             in_one_call(fetch, partial(self._later.popleft))
-            self._fetched.end(device)
+            if not has_order:
+                self._fetched.end(device)
 
     def find(self, groups: tbe.Groups) -> Tensor:
         """Return the current slots of rows, after all prefetches."""
@@ -400,12 +545,12 @@ class Prefetcher:
 
     def wait_for_prefetch(self) -> None:
         """Make the current stream wait for what prefetches on other streams have written."""
-        if self.cache.weights.is_cuda:
+        if not self.is_on_one_stream():
             self._filled.wait()
 
     def begin_use(self) -> None:
         """Note that a find, an update or a flush follows on the current stream, until `used`."""
-        if self.cache.weights.is_cuda:
+        if not self.is_on_one_stream():
             self._used.begin(self.cache.weights.device)
 
     def used(self) -> None:
@@ -413,25 +558,29 @@ class Prefetcher:
 
         Earlier ones, which may be on other streams, are waited for as well.
         """
-        if self.cache.weights.is_cuda:
+        if not self.is_on_one_stream():
             self._used.end(self.cache.weights.device)
 
-    def _enter(self, flight: InFlight) -> None:
-        """Start a batch: its rows are not evicted, from its plan on."""
+    def _new_ticket(self, flight: InFlight) -> _Ticket:
+        """Return the ticket of a batch whose rows are not evicted, from its plan on."""
         number = self.cache.new_ticket()
         flight.ticket = ticket = _Ticket(flight, self._dropped.append)
         ticket.number = number
         self._tickets[number] = ticket
-        self.cache.enter(number)
+        return ticket
 
     def leave(self, ticket: _Ticket) -> None:
         """End a batch; a second time does nothing."""
         self.cache.leave(ticket.number)
         self._tickets.pop(ticket.number, None)
 
-    def _drop(self, flight: InFlight) -> None:
-        """Have the next batch release one that an exception ends: its traceback may live on."""
-        if flight.ticket is not None:
+    def drop(self, flight: InFlight) -> None:
+        """Have the next batch release one that an exception ends: its traceback may live on.
+
+        A prefetched batch stays the next one.
+        """
+        is_next = bool(self._queue) and self._queue[0][2] is flight
+        if flight.ticket is not None and not is_next:
             self._dropped.append(flight.ticket)
 
     def _release_dropped(self) -> None:
@@ -481,7 +630,7 @@ class Prefetcher:
             self._later.clear()
             self.settle()
             self.begin_use()
-            self.version += 1
+            self.last_arrival = self.cache.new_ticket()  # no batch so far has its rows there
             self.cache.reset()
             self.used()
 

@@ -245,8 +245,8 @@ class Memory:
 
     def _allocate_empty(self) -> list[Tensor]:
         weights = torch.empty(0, dtype=self.precision.weights)
-        kept = (torch.float32 if s.per_row else self.precision.states for s in self.states)
-        return [weights, *(torch.empty(0, dtype=dtype) for dtype in kept)]
+        dtypes = (torch.float32 if s.per_row else self.precision.states for s in self.states)
+        return [weights, *(torch.empty(0, dtype=dtype) for dtype in dtypes)]
 
     def views(self, weights: Tensor, states: list[Tensor]) -> list[dict[str, Tensor]]:
         """Return per table `weight` `[R, D]` and its states by name, `[R, D]` or `[R]`."""
@@ -254,16 +254,16 @@ class Memory:
 
     def view(self, table: int, weights: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
         """Return the `views` of one table."""
-        place = self.layout.offsets[table]
-        if place.tier == Tier.DISK and self._disk is not None:
+        offset = self.layout.offsets[table]
+        if offset.tier == Tier.DISK and self._disk is not None:
             tensors = self._disk.user_tensors
-        elif place.tier == Tier.DEVICE:
+        elif offset.tier == Tier.DEVICE:
             tensors = [weights.view(-1), *states]
         else:
-            tensors = self._tier(place.tier, weights.device)
-        shape = (place.rows, place.dim)
-        elements = slice(place.weight_offset, place.weight_offset + place.rows * place.dim)
-        rows = slice(place.state_base, place.state_base + place.rows)
+            tensors = self._tier(offset.tier, weights.device)
+        shape = (offset.rows, offset.dim)
+        elements = slice(offset.weight_offset, offset.weight_offset + offset.rows * offset.dim)
+        rows = slice(offset.state_base, offset.state_base + offset.rows)
         views = {"weight": tensors[0][elements].view(shape)}
         for state, tensor in zip(self.states, tensors[1:], strict=True):
             views[state.name] = tensor[rows] if state.per_row else tensor[elements].view(shape)

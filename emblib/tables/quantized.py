@@ -11,12 +11,15 @@ from emblib import ops
 from emblib.columns import FeatureColumn
 from emblib.ops import codes, quant
 from emblib.ops.derivatives import refuse_tangents
+from emblib.ops.one_call import native
 from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import base, state_dicts
 from emblib.tables.base import check_features, variable_batch, warn_of_dtype
+from emblib.tables.short_calls import CheckOnTheWay, is_plain_call
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
+_lookup_checked = native(quant.quant_lookup_checked_)
 _CHUNK = 1 << 16  # rows made floats at a time
 FORMER_ENTRIES = ("values", "scales")
 """The entries of a table in state dicts from before 0.1.0."""
@@ -66,6 +69,7 @@ class QuantizedEmbeddingBags(nn.Module):
     packed: Tensor
     features: Tensor
     bounds_violations: Tensor
+    _check: CheckOnTheWay | None = None
 
     def __init__(
         self,
@@ -86,17 +90,18 @@ class QuantizedEmbeddingBags(nn.Module):
         self.feature_tables = tuple(
             range(len(self.tables)) if feature_tables is None else feature_tables
         )
+        self._pooling_code = codes.POOLING[self.pooling.value]
         self.output_dtype = output_dtype
         self.bounds_check = BoundsCheck(bounds_check)
         check_float_dtype("output_dtype", output_dtype)
-        self._check()
+        self._check_arguments()
         self.table_names = base.table_names([spec.name for spec in self.tables])
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
         self._lay_out()
         self._allocate(device)
 
-    def _check(self) -> None:
+    def _check_arguments(self) -> None:
         if self.bits not in (4, 8):
             raise ValueError(f"bits must be 8 or 4, got {self.bits!r}")
         for t, spec in enumerate(self.tables):
@@ -179,27 +184,27 @@ class QuantizedEmbeddingBags(nn.Module):
             TypeError: another source.
             ValueError: rows that are not finite, or exceed the range of float16.
         """
-        found = _Source.of(source)
-        made = cls(
-            found.specs,
+        tables = _Source.of(source)
+        quantized = cls(
+            tables.specs,
             bits,
-            pooling=found.pooling,
-            feature_tables=found.feature_tables,
-            output_dtype=found.output_dtype if output_dtype is None else output_dtype,
+            pooling=tables.pooling,
+            feature_tables=tables.feature_tables,
+            output_dtype=tables.output_dtype if output_dtype is None else output_dtype,
             bounds_check=bounds_check,
-            device=found.device if device is None else device,
+            device=tables.device if device is None else device,
             include_last_offset=(
                 getattr(source, "include_last_offset", True)
                 if include_last_offset is None
                 else include_last_offset
             ),
         )
-        for table in range(len(found.specs)):
+        for table in range(len(tables.specs)):
             first = 0
-            for block in found.blocks(table):
-                made.write_rows(table, block, first)
+            for block in tables.blocks(table):
+                quantized.write_rows(table, block, first)
                 first += len(block)
-        return made
+        return quantized
 
     def write_rows(self, table: int, weights: Tensor, first_row: int = 0) -> None:
         """Quantise `weights` `[rows, dim]` into a table, from `first_row` on.
@@ -288,6 +293,12 @@ class QuantizedEmbeddingBags(nn.Module):
             per_sample_weights = per_sample_weights.detach()
         if not self.include_last_offset:
             offsets = base.append_last_offset(indices, offsets)
+        if batch_sizes is None and not torch.compiler.is_compiling():
+            device = self.features.device
+            if is_plain_call(device, indices, offsets, per_sample_weights):
+                out = self._look_up_at_once(indices, offsets, per_sample_weights)
+                if out is not None:
+                    return out
         bag_layout, output_dim = None, self.output_dim
         if batch_sizes is not None:
             bags = max(offsets.numel() - 1, 0)
@@ -301,11 +312,36 @@ class QuantizedEmbeddingBags(nn.Module):
             offsets,
             bag_layout,
             per_sample_weights,
-            codes.POOLING[self.pooling.value],
+            self._pooling_code,
             self.bits,
             output_dim,
             self.output_dtype,
         )
+
+    def _look_up_at_once(
+        self, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None
+    ) -> Tensor | None:
+        """Check and look up a batch in one op; return None for an invalid one on the CPU."""
+        on_the_way = self._check
+        if on_the_way is None or not on_the_way.is_of(self):
+            self._check = on_the_way = CheckOnTheWay(self)
+        check = on_the_way.begin() if on_the_way.counts else on_the_way.check
+        outputs = _lookup_checked(
+            self.packed,
+            self.features,
+            indices,
+            offsets,
+            sample_weights,
+            self._pooling_code,
+            self.bits,
+            self.output_dim,
+            self.output_dtype,
+            check.mode,
+            check.violations,
+        )
+        if on_the_way.counts:
+            on_the_way.end(self, check)
+        return outputs[0] if outputs else None
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the `weights`: numbers, scales and offsets."""
@@ -330,35 +366,35 @@ class QuantizedEmbeddingBags(nn.Module):
     ) -> None:
         _, _, missing, unexpected, errors = arguments
         targets = self._targets()
-        given = self._with_packed_rows(state_dict, prefix, errors)
-        if state_dicts.refuses(self, given, prefix, errors):
+        packed_state = self._with_packed_rows(state_dict, prefix, errors)
+        if state_dicts.refuses(self, packed_state, prefix, errors):
             return
-        found = state_dicts.sources(targets, given, prefix, missing, unexpected)
-        for key, value in state_dicts.own(found, targets).items():
+        sources = state_dicts.sources(targets, packed_state, prefix, missing, unexpected)
+        for key, value in state_dicts.own(sources, targets).items():
             targets[key].copy_(value)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the module."""
-        own = {prefix + key: view for key, view in self._targets().items()}
-        return state_dicts.entry_problems(state_dict, own)
+        targets = {prefix + key: view for key, view in self._targets().items()}
+        return state_dicts.entry_problems(state_dict, targets)
 
     def _with_packed_rows(
         self, state_dict: dict[str, Any], prefix: str, errors: list[str]
     ) -> dict[str, Any]:
         """Return the state dict, with packed rows where it has them from before 0.1.0."""
-        given = dict(state_dict)
+        entries = dict(state_dict)
         for name, location in zip(self.table_names, self._locations, strict=True):
             former = [f"{prefix}{name}.{entry}" for entry in FORMER_ENTRIES]
-            if not all(key in given for key in former):
+            if not all(key in entries for key in former):
                 continue
-            values, scales = (given.pop(key) for key in former)
+            values, scales = (entries.pop(key) for key in former)
             try:
                 packed = pack_former_rows(values, scales, location.dim, self.bits)
             except ValueError as error:
                 errors.append(f"{prefix}{name}: {error}")
                 packed = location.view(self.packed)  # so that no key is missing as well
-            given[f"{prefix}{name}.packed"] = packed
-        return given
+            entries[f"{prefix}{name}.packed"] = packed
+        return entries
 
     @property
     def _tables_by_name(self) -> SimpleNamespace:

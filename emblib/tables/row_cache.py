@@ -20,14 +20,17 @@ from emblib import ops
 from emblib.columns import FeatureColumn
 from emblib.ops import cache as cache_ops
 from emblib.ops import codes
-from emblib.ops.autograd import Tiers
+from emblib.ops.autograd import Lookup, Tiers
 from emblib.ops.one_call import in_one_call, native
 from emblib.ops.tbe import Groups
 from emblib.optim import State
 from emblib.specs import CacheConfig, CachePolicy, Precision
+from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.memory import TableLayout
 from emblib.tables.parameters import loses_values
 
+_prefetch_ = native(cache_ops.prefetch_)
+_PREFETCH_TENSORS = ("tags", "stamps", "counts", "counters", "clock", "conflicts")
 _MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
 
 
@@ -87,8 +90,8 @@ class CacheStats:
 assert tuple(f.name for f in fields(CacheStats))[:-1] == cache_ops.COUNTERS
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else math.nan
+def _share(part: int, total: int) -> float:
+    return part / total if total else math.nan
 
 
 @dataclass(frozen=True)
@@ -165,11 +168,13 @@ class RowCache(nn.Module):
     counters: Tensor
     clock: Tensor
     conflicts: Tensor
+    no_rows: Tensor
     table_features: Tensor
 
     def __init__(self, layout: CacheLayout, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.layout = layout
+        self._policy = codes.CACHE_POLICY[layout.policy.value]
         device = torch.empty(0, device=device).device
         shape = (layout.sets, cache_ops.WAYS)
         slots = layout.sets * cache_ops.WAYS
@@ -186,6 +191,7 @@ class RowCache(nn.Module):
             ),
             "clock": torch.empty(2, dtype=torch.int64, device=device),
             "conflicts": torch.empty(layout.sets, dtype=torch.int64, device=device),
+            "no_rows": torch.empty(0, dtype=torch.int64, device=device),
             "table_features": torch.empty(
                 (len(layout.tables), len(FeatureColumn)), dtype=torch.int64, device=device
             ),
@@ -249,6 +255,11 @@ class RowCache(nn.Module):
         self._now += 1
         return self._now
 
+    def return_ticket(self) -> None:
+        """Take back the newest number, of a batch that was not fetched."""
+        self.leave(self._now)
+        self._now -= 1
+
     def enter(self, ticket: int) -> None:
         """Start a batch: the next plans are for it, and its rows are not evicted."""
         self._in_flight.add(ticket)
@@ -274,6 +285,41 @@ class RowCache(nn.Module):
             rows=like.new_empty(length),
             slots=like.new_empty(length, dtype=torch.int32),
             num_rows=like.new_zeros(1, dtype=torch.int32),
+        )
+
+    def prefetch(
+        self, ticket: int, tiers: Tiers, batch: Lookup, check: BatchCheck, *, postpones: bool
+    ) -> partial[list[Tensor]]:
+        """Return the call that starts a batch and fetches its rows: `enter` and `fetch` in one op.
+
+        Args:
+            ticket: of the batch; its rows are not evicted from now on.
+            tiers: the memory of the tables.
+            batch: the lookups.
+            check: the check of the batch on the way.
+            postpones: on a GPU, whether rows that the update of an earlier batch in flight may
+                write to in their tables are left for `fetch_later`.
+        """
+        self._in_flight.add(ticket)
+        buffers = self._buffers  # each attribute of a module would cost a call of Python
+        return partial(
+            _prefetch_,
+            tiers.weights,
+            tiers.states,
+            tiers.hyperparams,
+            [buffers[name] for name in _PREFETCH_TENSORS],
+            buffers["table_features"],
+            self._policy,
+            self._now - min(self._in_flight),
+            postpones,
+            batch.features,
+            batch.indices,
+            batch.offsets,
+            batch.bag_layout,
+            batch.total_rows,
+            batch.repaired,
+            check.mode,
+            check.violations,
         )
 
     def fetch(
@@ -325,7 +371,7 @@ class RowCache(nn.Module):
             fetches.rows,
             fetches.num_rows,
             fetches.slots,
-            fetches.rows[:0],
+            self.no_rows,
             [],
         )
 
@@ -344,7 +390,7 @@ class RowCache(nn.Module):
             groups.rows,
             groups.segments,
             groups.count,
-            codes.CACHE_POLICY[self.layout.policy.value],
+            self._policy,
         )
 
     def find(self, groups: Groups) -> Tensor:
@@ -370,7 +416,7 @@ class RowCache(nn.Module):
 
     def stats(self) -> CacheStats:
         """Return the counters (reads the device)."""
-        *tables, whole = (
+        *tables, total = (
             dict(zip(cache_ops.COUNTERS, line, strict=True)) for line in self.counters.tolist()
         )
         lines = zip(self.layout.names, self.layout.tables, tables, strict=True)
@@ -379,7 +425,7 @@ class RowCache(nn.Module):
             for name, table, line in lines
             if table[FeatureColumn.CACHE_STRIDE]
         }
-        return CacheStats(**whole, tables=cached)
+        return CacheStats(**total, tables=cached)
 
     def reset_stats(self) -> None:
         """Reset all counters to zero."""

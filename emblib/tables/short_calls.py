@@ -3,15 +3,16 @@
 For small batches the time of a call is that of the Python between ops, on a GPU also that of their
 launches. `ShortCalls` holds all that the calls of a module have in common, so that forward is one
 op, which checks the batch and looks it up, and backward one, which groups the lookups, counts the
-step and updates the rows. The kernels are those of `emblib.ops.autograd`, which serves every call
-that needs more: the bits are the same.
+step and updates the rows. Tables with a row cache (`CachedCalls`) take one op more, which checks
+and groups the batch, plans and fetches its rows: backward has the groups from it. The kernels are
+those of `emblib.ops.autograd`, which serves every call that needs more: the bits are the same.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,18 +23,116 @@ from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import native
 from emblib.ops.scaled_gradients import scale_of_backward, unscaled
-from emblib.specs import BoundsCheck
+from emblib.optim import Optimizer
+from emblib.specs import BoundsCheck, Pooling
 from emblib.tables import base, optimizer_hooks
-from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
-from emblib.tables.recomputation import is_repeated
-
-if TYPE_CHECKING:
-    from emblib.tables.tbe import TableBatchedEmbeddingBags
-
+from emblib.tables.bounds_report import BOUNDS_MESSAGE, BatchCheck, report_of
+from emblib.tables.cache import BatchId, InFlight, Prefetcher
+from emblib.tables.memory import Memory
+from emblib.tables.recomputation import is_repeated, running_forward
 
 _lookup_checked = native(tbe.tbe_lookup_checked_)
 _backward_ = native(tbe.tbe_backward_)
 _IGNORE = codes.BOUNDS_CHECK["ignore"]
+
+
+class ShortCallTables(Protocol):
+    """A module of tables whose calls may be short."""
+
+    features: Tensor
+    grad_anchor: Tensor
+    bounds_violations: Tensor
+    bounds_check: BoundsCheck
+    include_last_offset: bool
+    optimizer: Optimizer
+    pooling: Pooling
+    output_dtype: torch.dtype
+    output_dim: int
+    total_rows: int
+    training: bool
+
+    @property
+    def memory(self) -> Memory:
+        """Return the memory of the tables."""
+
+    @property
+    def prefetcher(self) -> Prefetcher | None:
+        """Return the cache of the tables with its batches in flight."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Return whether no table is trained."""
+
+    @property
+    def needs_long_calls(self) -> bool:
+        """Return whether calls are reported, or tables are frozen one by one."""
+
+    def call_tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the weights, None where a parametrization computes them, then all buffers."""
+
+
+def is_plain_call(
+    device: torch.device, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None
+) -> bool:
+    """Return whether one op may serve a call: of plain tensors, with nothing that watches ops.
+
+    It may not where a mode or transform of torch is to see every op, or where a gradient of the
+    sample weights is wanted.
+    """
+    return (
+        type(indices) is Tensor
+        and type(offsets) is Tensor
+        and indices.device == device
+        and offsets.device == device
+        and (
+            sample_weights is None
+            or (type(sample_weights) is Tensor and not sample_weights.requires_grad)
+        )
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_tracing()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class CheckOnTheWay:
+    """The bounds check that an op makes for a module, and the report of what it counts.
+
+    Where `counts`, on a GPU that warns, `begin` and `end` belong before and after the op; `check`
+    is the check anywhere else.
+    """
+
+    def __init__(self, module: base.ChecksBounds) -> None:
+        self._mode, is_cuda = module.bounds_check, module.features.is_cuda
+        mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
+        self.check = BatchCheck(mode, module.bounds_violations)
+        self.counts = is_cuda and module.bounds_check is BoundsCheck.WARNING
+        self.repairs = is_cuda and mode is not None
+        self._report = report_of(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # the copy of a module makes its own
+
+    def is_of(self, module: base.ChecksBounds) -> bool:
+        """Return whether this is the check that a module asks for now."""
+        is_same = self.check.violations is module.bounds_violations
+        return is_same and self._mode is module.bounds_check
+
+    def begin(self) -> BatchCheck:
+        """Return the check of a batch: a forward that backward repeats counts nothing again."""
+        return self.uncounted() if is_repeated() else self.check
+
+    def uncounted(self) -> BatchCheck:
+        """Return the check that counts nothing."""
+        return self.check._replace(mode=_IGNORE) if self.counts else self.check
+
+    def end(self, module: base.ChecksBounds, check: BatchCheck) -> None:
+        """Have what a check counted reported."""
+        if check.mode != _IGNORE:
+            self._report.add_check(module, BOUNDS_MESSAGE)
+
+
+# An output, the valid offsets of its batch, and the batch in flight of cached tables.
+LookedUp = tuple[Tensor, Tensor, InFlight | None]
 
 
 class ShortCalls:
@@ -43,23 +142,21 @@ class ShortCalls:
     pickle of this object is None: the copy of a module makes its own.
     """
 
-    def __init__(self, module: TableBatchedEmbeddingBags) -> None:
+    def __init__(self, module: ShortCallTables, tiers: Callable[[], autograd.Tiers]) -> None:
         self._optimizer = module.optimizer
         self._has_all_offsets = module.include_last_offset
         self._bounds_check = module.bounds_check
-        self._buffers = tuple(module._buffers.values())
-        self._weights = _weights_of(module)
-        self.suit = self._weights is not None and _is_plain(module)
-        if not self.suit:
+        self._tensors = module.call_tensors()
+        weights = self._tensors[0]
+        self.suit = weights is not None and _is_plain(module)
+        if weights is None or not self.suit:
             return
-        self._address = self._weights.data_ptr()
+        self._weights, self._address = weights, weights.data_ptr()
         self._anchor = module.grad_anchor
         self._device = module.features.device
         self._is_cuda = self._device.type == "cuda"
-        self._mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
-        self._violations = module.bounds_violations
-        self._report = report_of(module)
-        self.tiers = module._tiers()
+        self._check = CheckOnTheWay(module)
+        self.tiers = tiers()
         self.rule = autograd.UpdateRule.of(module.optimizer)
         features = module.features
         self.batch = autograd.Lookup(  # with placeholders for indices and offsets
@@ -71,96 +168,106 @@ class ShortCalls:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def are_of(self, module: TableBatchedEmbeddingBags) -> bool:
+    def are_of(self, module: ShortCallTables) -> bool:
         """Return whether the tensors and options of a module are those of its last call."""
-        buffers = module._buffers
+        tensors = module.call_tensors()
         return (
             self._optimizer is module.optimizer
             and self._has_all_offsets is module.include_last_offset
             and self._bounds_check is module.bounds_check
-            and len(buffers) == len(self._buffers)
-            and all(map(operator.is_, buffers.values(), self._buffers))
-            and _weights_of(module) is self._weights
+            and len(tensors) == len(self._tensors)
+            and all(map(operator.is_, tensors, self._tensors))
             and (not self.suit or self._weights.data_ptr() == self._address)
         )
 
     def take(
         self,
-        module: TableBatchedEmbeddingBags,
+        module: ShortCallTables,
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
         """Return whether a call with these arguments alone can take this path.
 
-        It cannot where a mode or transform of torch is to see every op, where a gradient of the
-        sample weights is wanted, where tables are frozen one by one or replicated, and for lookups
-        that are made for their backward alone.
+        It cannot where `is_plain_call` says so, where tables are frozen one by one or replicated,
+        and for lookups that are made for their backward alone.
         """
         return (
             self.suit
-            and type(indices) is Tensor
-            and type(offsets) is Tensor
-            and indices.device == self._device
-            and offsets.device == self._device
-            and (
-                sample_weights is None
-                or (type(sample_weights) is Tensor and not sample_weights.requires_grad)
-            )
-            and module._reporting is None
-            and not module._untrained
+            and not module.needs_long_calls
+            and is_plain_call(self._device, indices, offsets, sample_weights)
             and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
-            and torch._C._len_torch_dispatch_stack() == 0
-            and not torch._C._is_tracing()
-            and torch._C._functorch.peek_interpreter_stack() is None
             and not autograd.is_for_update()
         )
 
     def __call__(
         self,
-        module: TableBatchedEmbeddingBags,
+        module: ShortCallTables,
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> Tensor:
         """Pool each bag; if the module trains, backward applies the optimizer."""
-        if torch.is_grad_enabled() and not module._frozen:
+        if torch.is_grad_enabled() and not module.is_frozen:
             return _apply(self._anchor, self, module, indices, offsets, sample_weights)
-        return self.look_up(module, indices, offsets, sample_weights)[0]
+        output, _, flight = self.look_up(module, indices, offsets, sample_weights)
+        if flight is not None:
+            flight.after_update()
+        return output
 
     def look_up(
         self,
-        module: TableBatchedEmbeddingBags,
+        module: ShortCallTables,
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output and the valid offsets of a batch; an invalid one is reported."""
-        batch, mode = self.batch, self._mode
-        warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
-        if warns and is_repeated():
-            warns, mode = False, _IGNORE
-        results = _lookup_checked(
+    ) -> LookedUp:
+        """Look up a batch; what is invalid is reported."""
+        check = self._check.begin() if self._check.counts else self._check.check
+        results = self._read(module, indices, offsets, sample_weights, check)
+        if self._check.counts:
+            self._check.end(module, check)
+        if results:
+            return results[0], results[1] if len(results) == 2 else offsets, None
+        offsets = base.check_bounds(module, indices, offsets, self.batch.features)
+        return self._read_repaired(module, indices, offsets, sample_weights), offsets, None
+
+    def _read(
+        self,
+        module: ShortCallTables,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        check: BatchCheck,
+        slots: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return output and repaired offsets, if offsets are repaired; nothing if invalid."""
+        results: list[Tensor] = _lookup_checked(
             self.tiers.weights,
-            batch.features,
+            self.batch.features,
             indices,
             offsets,
             sample_weights,
             self._pooling,
-            batch.output_dim,
+            self.batch.output_dim,
             module.output_dtype,
-            mode,
-            self._violations,
+            check.mode,
+            check.violations,
+            slots,
         )
-        if warns:
-            self._report.add_check(module, BOUNDS_MESSAGE)
-        if results:
-            return results[0], results[1] if len(results) == 2 else offsets
-        offsets = base.check_bounds(module, indices, offsets, batch.features)
-        batch = batch._replace(indices=indices, offsets=offsets)
+        return results
+
+    def _read_repaired(
+        self,
+        module: ShortCallTables,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        batch = self.batch._replace(indices=indices, offsets=offsets, slots=slots)
         weights = self.tiers.weights
-        out = autograd.lookup_no_grad(weights, batch, sample_weights, module.output_dtype)
-        return out, offsets
+        return autograd.lookup_no_grad(weights, batch, sample_weights, module.output_dtype)
 
     def update(
         self,
@@ -168,9 +275,21 @@ class ShortCalls:
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
+        flight: InFlight | None,
         is_finite: Tensor | None = None,
     ) -> None:
         """Make one step with the gradient of an output; none if `is_finite` is false."""
+        self._update(grad, indices, offsets, sample_weights, None, is_finite)
+
+    def _update(
+        self,
+        grad: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        located: Sequence[Tensor] | None,
+        is_finite: Tensor | None,
+    ) -> None:
         tiers, batch = self.tiers, self.batch
         if self._is_cuda:  # first, lest an interrupt omit it
             torch.autograd.graph.increment_version(tiers.weights)
@@ -186,11 +305,115 @@ class ShortCalls:
             sample_weights,
             self._pooling,
             batch.total_rows,
-            self._is_cuda and self._mode is not None,
+            self._check.repairs,
             is_finite,
+            located,
         )
         if not self._is_cuda and tiers.hyperparams.tolist()[Hyper.LEARNING_RATE] != 0:
             torch.autograd.graph.increment_version(tiers.weights)  # otherwise nothing moved
+
+
+class CachedCalls(ShortCalls):
+    """The calls of a module whose tables have a row cache, in memory: not those on disk."""
+
+    def __init__(
+        self,
+        module: ShortCallTables,
+        tiers: Callable[[], autograd.Tiers],
+        prefetcher: Prefetcher,
+    ) -> None:
+        super().__init__(module, tiers)
+        self._prefetcher = prefetcher
+        self.suit = self.suit and prefetcher.fetches_at_once
+        if self.suit:
+            self._moved_tiers = prefetcher.moved_tiers(self.tiers)
+            self._no_check = self._check.check._replace(mode=None)
+
+    def take(
+        self,
+        module: ShortCallTables,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+    ) -> bool:
+        """Return whether a call can take this path; none that backward repeats can."""
+        return (
+            super().take(module, indices, offsets, sample_weights)
+            and running_forward(training=module.training) is None
+        )
+
+    def prefetch(self, module: ShortCallTables, batch_id: BatchId) -> None:
+        """Fetch the rows of a batch before its forward, which reports what is invalid."""
+        check = self._check.uncounted()
+        batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)
+        if self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, check):
+            return
+        offsets = base.check_bounds(module, *batch_id, batch.features, is_prefetch=True)
+        batch = batch._replace(offsets=offsets)
+        self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, self._no_check)
+
+    def look_up(
+        self,
+        module: ShortCallTables,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+    ) -> LookedUp:
+        """Look up a batch, which is in flight from now on; what is invalid is reported."""
+        with self._prefetcher.lock:
+            return self._look_up(module, BatchId(indices, offsets), sample_weights)
+
+    def _look_up(
+        self, module: ShortCallTables, batch_id: BatchId, sample_weights: Tensor | None
+    ) -> LookedUp:
+        indices, offsets = batch_id
+        prefetcher = self._prefetcher
+        check = counted = self._check.begin() if self._check.counts else self._check.check
+        batch = self.batch._replace(indices=indices, offsets=offsets)
+        is_prefetched = prefetcher.is_next(batch_id)
+        flight = prefetcher.start(batch, self._moved_tiers, batch_id, check)
+        if flight is None:  # an invalid batch on the CPU
+            offsets = base.check_bounds(module, indices, offsets, batch.features)
+            batch = batch._replace(offsets=offsets)
+            flight = prefetcher.start(batch, self._moved_tiers, batch_id, self._no_check)
+            assert flight is not None
+        if not is_prefetched:  # it was checked when it was fetched
+            offsets = offsets if flight.offsets is None else flight.offsets
+            check = self._no_check
+        try:
+            slots = flight.locate().slots
+            results = self._read(module, indices, offsets, sample_weights, check, slots)
+            if self._check.counts:
+                self._check.end(module, counted)
+            if len(results) == 2:
+                offsets = results[1]
+            elif not results:
+                if is_prefetched:
+                    offsets = base.check_bounds(module, indices, offsets, batch.features)
+                results = [self._read_repaired(module, indices, offsets, sample_weights, slots)]
+        except BaseException:
+            prefetcher.drop(flight)
+            raise
+        prefetcher.take(flight)
+        return results[0], offsets, flight
+
+    def update(
+        self,
+        grad: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        flight: InFlight | None,
+        is_finite: Tensor | None = None,
+    ) -> None:
+        """Make one step with the rows where the cache has them now."""
+        assert flight is not None
+        with flight.lock:
+            locations = flight.before_update(lookups=False)
+            assert locations.row_slots is not None
+            located = [*locations.groups, locations.row_slots]
+            self._update(grad, indices, offsets, sample_weights, located, is_finite)
+            flight.after_update()
 
 
 class ShortLookup(torch.autograd.Function):
@@ -201,16 +424,16 @@ class ShortLookup(torch.autograd.Function):
         ctx: Any,
         grad_anchor: Tensor,
         calls: ShortCalls,
-        module: TableBatchedEmbeddingBags,
+        module: ShortCallTables,
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
-        out, offsets = calls.look_up(module, indices, offsets, sample_weights)
         ctx.calls = calls
+        output, offsets, ctx.flight = calls.look_up(module, indices, offsets, sample_weights)
         ctx.save_for_backward(indices, offsets, sample_weights)
-        return out
+        return output
 
     @staticmethod
     @once_differentiable
@@ -220,25 +443,21 @@ class ShortLookup(torch.autograd.Function):
         indices, offsets, sample_weights = ctx.saved_tensors
         scale = scale_of_backward()
         if scale is None:
-            calls.update(grad, indices, offsets, sample_weights)
+            calls.update(grad, indices, offsets, sample_weights, ctx.flight)
             return None, None, None, None, None, None
-        found = unscaled(grad, scale)
-        calls.update(found.gradient, indices, offsets, sample_weights, found.is_finite)
-        return found.overflow(), None, None, None, None, None
+        step = unscaled(grad, scale)
+        calls.update(step.gradient, indices, offsets, sample_weights, ctx.flight, step.is_finite)
+        return step.overflow(), None, None, None, None, None
 
 
 # Without the unwrapping that `Function.apply` does for functorch, whose transforms never come here.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, ShortLookup).apply
 
 
-def _weights_of(module: TableBatchedEmbeddingBags) -> Any:
-    """Return the weights; None where a parametrization computes them."""
-    weights = module._parameters.get("weights")
-    return module._buffers.get("weights") if weights is None else weights
-
-
-def _is_plain(module: TableBatchedEmbeddingBags) -> bool:
-    """Return whether tables are on the device and nothing happens between the ops of a step."""
+def _is_plain(module: ShortCallTables) -> bool:
+    """Return whether nothing happens between the ops of a step of tables in memory."""
+    has_cache = module.prefetcher is not None
+    tiers = (Tier.DEVICE, Tier.HOST) if has_cache else (Tier.DEVICE,)
     return (
         type(module.features) is Tensor
         and (module.features.is_cpu or module.features.is_cuda)
@@ -246,5 +465,5 @@ def _is_plain(module: TableBatchedEmbeddingBags) -> bool:
         and module.include_last_offset
         and optimizer_hooks.global_decay(module.optimizer) is None
         and not optimizer_hooks.is_periodic(module.optimizer)
-        and all(place.tier == Tier.DEVICE for place in module._memory.layout.offsets)
+        and all(offset.tier in tiers for offset in module.memory.layout.offsets)
     )

@@ -24,6 +24,7 @@ from emblib.optim import Gradient, Optimizer, description
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, hyperparameters, optimizer_hooks, parameters, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
+from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.cache import BatchId, Prefetcher
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
@@ -33,7 +34,7 @@ from emblib.tables.reading import LookupArgs, TableReading
 from emblib.tables.recomputation import trains_first
 from emblib.tables.reporting import Reporting, StatsReporter
 from emblib.tables.row_cache import CacheStats, RowCache
-from emblib.tables.short_calls import ShortCalls
+from emblib.tables.short_calls import CachedCalls, ShortCalls
 
 
 class TableBatchedEmbeddingBags(FusedTables):
@@ -219,9 +220,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         refuse_tangents("per_sample_weights", per_sample_weights)
         is_short = batch_sizes is None and feature_requires_grad is None
         if is_short and not torch.compiler.is_compiling():
-            calls = self._calls
-            if calls is None or not calls.are_of(self):
-                calls = self._prepare_calls()
+            calls = self._current_calls()
             if calls.take(self, indices, offsets, per_sample_weights):
                 return calls(self, indices, offsets, per_sample_weights)
         if autograd.updates_in_backward(self.optimizer):
@@ -240,8 +239,36 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Prepare calls of the module as it is now."""
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
-        self._calls = ShortCalls(self)
-        return self._calls
+        cache = self._prefetcher
+        calls = CachedCalls(self, self._tiers, cache) if cache else ShortCalls(self, self._tiers)
+        self._calls = calls
+        return calls
+
+    def _current_calls(self) -> ShortCalls:
+        """Return the prepared calls of the module as it is now."""
+        calls = self._calls
+        return calls if calls is not None and calls.are_of(self) else self._prepare_calls()
+
+    @property
+    def memory(self) -> Memory:
+        """Return the memory of the tables outside the module's tensors."""
+        return self._memory
+
+    @property
+    def prefetcher(self) -> Prefetcher | None:
+        """Return the row cache with its batches in flight, if any table is cached."""
+        return self._prefetcher
+
+    @property
+    def needs_long_calls(self) -> bool:
+        """Return whether calls are reported, or some tables are frozen."""
+        return self._reporting is not None or bool(self._untrained)
+
+    def call_tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the weights, None where a parametrization computes them, then all buffers."""
+        weights = self._parameters.get("weights")
+        buffers = self._buffers
+        return buffers.get("weights") if weights is None else weights, *buffers.values()
 
     def _restore(self) -> None:
         self._calls = None  # which would keep the memory of the module on another device
@@ -333,7 +360,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self._prefetcher is not None:
             read_slots = partial(read, tiers, sample_weights=sample_weights)
             return self._prefetcher.look_up(
-                batch, tiers, batch_id, read_slots, training=self.training
+                batch, tiers, batch_id, self._no_check(), read_slots, training=self.training
             )
         return read(tiers, batch, sample_weights)
 
@@ -492,12 +519,20 @@ class TableBatchedEmbeddingBags(FusedTables):
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> None:
         """Prefetch outside compiled graphs: batches in flight are tracked in Python."""
+        calls = None if batch_sizes is not None or reading is not None else self._current_calls()
+        if isinstance(calls, CachedCalls) and calls.take(self, *batch_id, None):
+            calls.prefetch(self, batch_id)
+            return
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._reporting is not None:
             timed = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
         with torch.no_grad(), timed:
             batch = self._batch(*batch_id, batch_sizes, reading, is_prefetch=True)
-            prefetcher.prefetch(batch, self._tiers(), batch_id)
+            prefetcher.prefetch(batch, self._tiers(), batch_id, self._no_check())
+
+    def _no_check(self) -> BatchCheck:
+        """Return no check, for a batch that `_batch` has checked."""
+        return BatchCheck(None, self.bounds_violations)
 
     def flush(self) -> None:
         """Write cached rows and their optimizer state back to their tables.

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib import ops
-from emblib.ops import cache
-from emblib.ops.codes import CACHE_POLICY
+from emblib.ops import cache, tbe
+from emblib.ops.codes import BOUNDS_CHECK, CACHE_POLICY
 from emblib.reference import cache as reference
 from tests.cache_cases import HYPER, UNCACHED, Groups, Store, Trace, Twin, group, on
 from tests.conftest import DEVICES
@@ -252,6 +252,95 @@ def test_opcheck(policy: str) -> None:
     torch.library.opcheck(torch.ops.emblib.cache_lookup_slots.default, slots)
     torch.library.opcheck(torch.ops.emblib.cache_move_.default, (*memory, rows, count, *moves, []))
     torch.library.opcheck(torch.ops.emblib.cache_flush_.default, (*memory, twin.tags))
+
+
+def _prefetch_arguments(policy: str, device: torch.device, ids: list[int]) -> tuple[Any, ...]:
+    """The arguments of `cache_prefetch_` up to `check`: a batch of one feature per table."""
+    twin, store, _, _ = _arguments(policy)
+    state = [twin.tags, twin.stamps, twin.counts, twin.counters, torch.tensor([3, 3])]
+    state = [t.to(device) for t in (*state, torch.full((2,), -1))]
+    pinned = [t if device.type == "cpu" else t.pin_memory() for t in store.weights[1:3]]
+    weights = [store.weights[0].to(device), *pinned, store.weights[3].to(device)]
+    tables, indices = twin.tables.to(device), torch.tensor(ids).to(device)
+    offsets = (torch.arange(4) * (len(ids) // 3)).to(device)
+    memory = (weights, [], HYPER.to(device), state, tables)
+    batch = (tables, indices, offsets, None, UNCACHED + 100, False)
+    return (*memory, CACHE_POLICY[policy], 1, False, *batch)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_prefetch_is_its_parts(policy: str, device: torch.device) -> None:
+    ids = [1, 2, 3, 50, 7, 50, 30, -1, 31]
+    arguments = _prefetch_arguments(policy, device, ids)
+    weights, _, hyper, state, tables = arguments[:5]
+    features, indices, offsets, bag_layout, total_rows, _ = arguments[8:]
+    twins = [
+        t.clone() if t.is_cuda or device.type == "cpu" else t.clone().pin_memory() for t in weights
+    ]
+    tags, stamps, counts, counters, clock, _ = twin_state = [t.clone() for t in state]
+    violations = torch.zeros(2, dtype=torch.int64, device=device)
+    results = cache.prefetch_(*arguments, BOUNDS_CHECK["warning"], violations)
+    groups = tbe.tbe_group(features, indices, offsets, bag_layout, total_rows)
+    rows, segments, lookups, _, count = groups
+    clock.copy_(torch.tensor([4, 3]))
+    plan = (tags, stamps, counts, counters, clock, tables, rows, segments, count)
+    row_slots, evicted = cache.plan_(*plan, CACHE_POLICY[policy])
+    later = [] if device.type == "cpu" else twin_state[4:]
+    cache.move_(twins, [], hyper, tables, rows, count, row_slots, evicted, later)
+    slots = cache.lookup_slots(row_slots, segments, lookups, count)
+    number = int(count)
+    parts = [rows[:number], segments[: number + 1], lookups, groups[3], count, row_slots, slots]
+    for part, result in zip(parts, results, strict=False):
+        assert torch.equal(result[: part.numel()], part)
+    for part, result in zip([*twins, *twin_state], [*weights, *state], strict=True):
+        assert torch.equal(result, part)
+    assert len(results) == (7 if device.type == "cpu" else 8)
+    assert violations.tolist() == [0, 0]
+
+
+def test_a_prefetch_of_an_invalid_batch(device: torch.device) -> None:
+    """The CPU prefetches nothing of it, a GPU repairs it."""
+    arguments = _prefetch_arguments("lfu", device, [1, 2, 3, 50, 7, 500])
+    before = [t.clone() for t in arguments[3]]
+    violations = torch.zeros(2, dtype=torch.int64, device=device)
+    results = cache.prefetch_(*arguments, BOUNDS_CHECK["warning"], violations)
+    if device.type == "cpu":
+        assert not results
+        assert all(torch.equal(a, b) for a, b in zip(before, arguments[3], strict=True))
+    else:
+        assert results[0][: int(results[4])].tolist() == [1, 2, 10, 57, 67, 74]
+        assert violations.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        (3, [], "cache must be .*, got 0 tensors"),
+        (5, 7, "policy must be one of .*, got 7"),
+        (6, -1, "lag must be >= 0, got -1"),
+        (7, True, "on the CPU all rows move at once"),
+        (0, [torch.zeros(1)] * 3, "a list of 4 tensors"),
+        (9, torch.zeros(6), "indices must be int32 or int64"),
+    ],
+)
+def test_wrong_input_of_a_prefetch(argument: int, value: object, message: str) -> None:
+    """Nothing has changed then."""
+    arguments = list(_prefetch_arguments("lfu", torch.device("cpu"), [1, 2, 3, 50, 7, 30]))
+    state, violations = arguments[3], torch.zeros(2, dtype=torch.int64)
+    before = [tensor.clone() for tensor in state]
+    arguments[argument] = value
+    with pytest.raises(RuntimeError, match=message):
+        cache.prefetch_(*arguments, BOUNDS_CHECK["warning"], violations)
+    assert all(torch.equal(a, b) for a, b in zip(before, state, strict=True))
+
+
+def test_opcheck_of_a_prefetch() -> None:
+    arguments = _prefetch_arguments("lfu", torch.device("cpu"), [1, 2, 3, 50, 7, 30])
+    violations = torch.zeros(2, dtype=torch.int64)
+    # It returns a list and mutates: compiled code does not call it.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    arguments = (*arguments, BOUNDS_CHECK["warning"], violations)
+    torch.library.opcheck(torch.ops.emblib.cache_prefetch_.default, arguments, test_utils=checks)
 
 
 def test_empty_batch_and_no_cached_table() -> None:

@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from emblib.ops.codes import POOLING
-from emblib.ops.quant import quant_lookup, quantize_rows_, row_bytes
+from emblib.ops.codes import BOUNDS_CHECK, POOLING
+from emblib.ops.quant import (
+    quant_lookup,
+    quant_lookup_checked_,
+    quantize_rows_,
+    row_bytes,
+)
 from emblib.reference import quant
 from emblib.specs import Pooling
 from tests.quant_cases import expected, pack, scale_bound, tolerance
@@ -162,6 +167,32 @@ def test_same_bits_on_any_number_of_threads(bits: int, thread_counts: list[int])
     assert all(torch.equal(rows[0], other) for other in rows[1:])
 
 
+@pytest.mark.parametrize("check", ["warning", None])
+def test_a_checked_lookup_is_its_parts(check: str | None, device: torch.device) -> None:
+    """The output for a valid batch; for an invalid one the CPU returns none."""
+    data = Data(Case("checked", dims=(5, 8, 3), weighted=True, broken=False))
+    packed, features = (tensor.to(device) for tensor in pack(data, 8))
+    assert data.sample_weights is not None
+    weights, offsets = data.sample_weights.to(device), data.repaired.to(device)
+    rest = (POOLING["sum"], 8, data.columns, torch.float32)
+    violations = torch.zeros(2, dtype=torch.int64, device=device)
+    checked = (None if check is None else BOUNDS_CHECK[check], violations)
+    for first, invalid in ((0, 0), (10**6, 1)):
+        indices = data.indices.clone()
+        if first:
+            indices[0] = first
+        indices = indices.to(device)
+        outputs = quant_lookup_checked_(
+            packed, features, indices, offsets, weights, *rest, *checked
+        )
+        if invalid and check is not None and device.type == "cpu":
+            assert outputs == []
+            continue
+        expected = quant_lookup(packed, features, indices, offsets, None, weights, *rest)
+        assert torch.equal(outputs[0], expected)
+    assert violations.tolist() == [int(device.type == "cuda" and check is not None), 0]
+
+
 def test_opcheck(device: torch.device) -> None:
     data = Data(Case("opcheck", dims=(5, 8, 3), weighted=True, output=torch.float16))
     packed, features = (tensor.to(device) for tensor in pack(data, 4))
@@ -170,6 +201,11 @@ def test_opcheck(device: torch.device) -> None:
     rest = (POOLING["sum"], 4, data.columns, torch.float16)
     arguments = (packed, features, *batch, None, data.sample_weights.to(device), *rest)
     torch.library.opcheck(quant_lookup, arguments)
+    violations = torch.zeros(2, dtype=torch.int64, device=device)
+    checked = (*arguments[:4], *arguments[5:], BOUNDS_CHECK["warning"], violations)
+    # It returns a list and mutates: compiled code calls its parts.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(quant_lookup_checked_, checked, test_utils=checks)
     weights = torch.randn(4, 3, device=device)
     target = torch.zeros(4, 8, dtype=torch.uint8, device=device)
     torch.library.opcheck(quantize_rows_, (target, weights, 4))

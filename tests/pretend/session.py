@@ -19,6 +19,7 @@ from tests.pretend.library import FOLDER, ROOT
 # Which entries these call, test_entries.py counts.
 SHORT = (
     "tests/pretend/test_training.py",
+    "tests/pretend/test_cache_launches.py",
     "tests/pretend/test_host_waits.py",
     "tests/pretend/test_kernel_times.py",
     "tests/pretend/test_torch_side.py",

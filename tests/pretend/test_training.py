@@ -183,6 +183,7 @@ def test_rows_without_a_way_that_a_prefetch_brings_in(ahead: int) -> None:
 def test_an_update_does_not_wait_for_the_next_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
     module, side = one_set_of_many_rows(Placement.MANAGED_CACHING), torch.cuda.Stream()
     batches = [overlapping(step) for step in range(4)]
+    module(*overlapping(4))  # work on another stream, without which there are no events
     side.wait_stream(torch.cuda.current_stream())
     prefetcher, waits, wait_for = module._prefetcher, [], cache._wait_for
 

@@ -50,7 +50,7 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
     plan.cache.counts = words.pointer<int32_t>();
     plan.cache.sets = words.number();
     plan.cache.policy = static_cast<emb::Policy>(words.number());
-    plan.clock = words.pointer<const int64_t>();
+    plan.clock = words.pointer<int64_t>();
     plan.counters = words.pointer<int64_t>();
     read_tables(&words, &plan.tables, &plan.num_tables);
     plan.rows = words.pointer<const int64_t>();
@@ -96,7 +96,8 @@ extern "C" const char* simt_cache_lookup_slots(const int64_t* call) {
     const auto* lookups = words.pointer<const int32_t>();
     const auto* count = words.pointer<const int32_t>();
     const int64_t n = words.number();
-    launch_lookup_slots(launcher, row_slots, segments, lookups, count, n, words.pointer<int32_t>());
+    launch_lookup_slots(launcher, emb::cuda::LookupSlots{row_slots, segments, lookups, count, n,
+                                                         words.pointer<int32_t>()});
   });
 }
 

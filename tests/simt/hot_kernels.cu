@@ -51,7 +51,7 @@ template __global__ void small_group_kernel<SmallLookups, 4>(SmallLookups, Small
 // Not templates: a reference makes the compiler emit them.
 [[maybe_unused]] void* const kCacheKernels[] = {
     reinterpret_cast<void*>(probe_kernel), reinterpret_cast<void*>(locate_kernel),
-    reinterpret_cast<void*>(admit_kernel), reinterpret_cast<void*>(count_kernel),
+    reinterpret_cast<void*>(admit_kernel), reinterpret_cast<void*>(finish_plan_kernel),
     reinterpret_cast<void*>(move_kernel),  reinterpret_cast<void*>(flush_kernel),
 };
 

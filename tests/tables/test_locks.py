@@ -61,8 +61,8 @@ def make(
 
 def widen(module: TableBatchedEmbeddingBags) -> TableBatchedEmbeddingBags:
     """Let threads meet between the decisions of a cache and what follows from them."""
-    assert module.row_cache is not None
-    Meeting().after(module.row_cache, "fetch")
+    assert module.prefetcher is not None
+    Meeting().after(module.prefetcher, "start")
     return module
 
 
@@ -263,20 +263,21 @@ def test_a_graph_dropped_within_a_call_of_the_cache_is_let_go_after_it(tmp_path:
     cache = module.row_cache
     assert cache is not None
     outs = [module(*one_each(drawn(step))) for step in range(3)]
-    fetched, flying = cache.fetch, []
+    prefetch, flying = cache.prefetch, []
 
-    def fetch(*args: Any) -> list[Tensor]:
+    def drop_graphs_and_prefetch(*args: Any, **options: Any) -> Any:
+        fetch = prefetch(*args, **options)
         outs.pop()
         elsewhere = threading.Thread(target=outs.pop)
         elsewhere.start()
         elsewhere.join()
         gc.collect()
         flying.append(len(cache._in_flight))
-        return fetched(*args)
+        return fetch
 
-    object.__setattr__(cache, "fetch", fetch)
+    object.__setattr__(cache, "prefetch", drop_graphs_and_prefetch)
     out = module(*one_each(drawn(3)))
-    object.__setattr__(cache, "fetch", fetched)
+    object.__setattr__(cache, "prefetch", prefetch)
     assert flying == [4], "nothing is let go between the plan of a batch and its lookup"
     out.sum().backward()
     with torch.no_grad():

@@ -14,14 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from emblib import (
     BoundsCheck,
+    CacheConfig,
+    CachePolicy,
+    Placement,
     Pooling,
+    QuantizedEmbeddingBags,
     TableBatchedEmbeddingBags,
     TableSpec,
     optim,
     report_bounds_violations,
 )
 from emblib.ops import autograd
-from emblib.tables import optimizer_hooks
+from emblib.tables import optimizer_hooks, quantized
 from emblib.tables.short_calls import ShortCalls
 from tests.optimizer_cases import CASES as OPTIMIZER_CASES
 from tests.tbe_cases import CASES, Case
@@ -165,6 +169,122 @@ def test_invalid_batches(
     assert said == said_long
     assert len(said) == (mode in (BoundsCheck.FATAL, BoundsCheck.WARNING))
     assert all(torch.equal(a, b) for a, b in zip(changed, changed_long, strict=True))
+
+
+def _cached(policy: CachePolicy, device: torch.device, **options: Any) -> TableBatchedEmbeddingBags:
+    """Tables of which one is in memory and two of 300 rows share a cache of 64."""
+    torch.manual_seed(0)
+    cached = Placement.MANAGED_CACHING
+    tables = [TableSpec(9, 4), TableSpec(200, 8, "", cached), TableSpec(100, 4, "", cached)]
+    cache = CacheConfig(policy, sets=2)
+    return TableBatchedEmbeddingBags(tables, optim.Adam(0.1), cache=cache, device=device, **options)
+
+
+def _batch_of_cached(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    parts = [torch.randint(rows, (50,), generator=generator) for rows in (9, 200, 100)]
+    return torch.cat(parts).to(device), torch.arange(0, 151, 5, device=device)
+
+
+def _trained_with_cache(
+    policy: CachePolicy, device: torch.device, *, ahead: int, **options: Any
+) -> list[Tensor]:
+    """Outputs of steps that prefetch `ahead`, and what they leave behind."""
+    module, outputs = _cached(policy, device, **options), []
+    batches = [_batch_of_cached(step, device) for step in range(6)]
+    batches[3][0][60] = 10**6
+    for step, batch in enumerate(batches):
+        last = step + ahead + 1
+        for later in batches[step + ahead if step else 0 : last] if ahead else []:
+            module.prefetch(*later)
+        weights = torch.linspace(0.5, 2, 150, device=device) if step % 2 else None
+        out = module(*batch, weights)
+        (out * torch.linspace(-1, 1, out.numel(), device=device).view_as(out)).sum().backward()
+        outputs.append(out.detach())
+    with torch.no_grad():
+        outputs.append(module(*batches[1]))
+    assert module.row_cache is not None
+    plan = ("tags", "stamps", "counts", "counters", "clock")
+    cache = [getattr(module.row_cache, name).clone() for name in plan]
+    return [*outputs, *cache, *(t.clone() for t in module.state_dict().values())]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("policy", list(CachePolicy))
+def test_bits_of_cached_tables(
+    policy: CachePolicy, ahead: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"ahead": ahead, "bounds_check": BoundsCheck.IGNORE}
+    short = _trained_with_cache(policy, device, **options)
+    _without_short_calls(monkeypatch)
+    long = _trained_with_cache(policy, device, **options)
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+
+
+@pytest.mark.parametrize("is_prefetched", [False, True])
+def test_invalid_batches_of_cached_tables(is_prefetched: bool, device: torch.device) -> None:
+    """An invalid id is reported once, by the lookup; it reads the first row."""
+    module = _cached(CachePolicy.LRU, device)
+    (indices, offsets), repaired = _batch_of_cached(0, device), _batch_of_cached(0, device)
+    indices[60], repaired[0][60] = 10**6, 0
+    expected = _cached(CachePolicy.LRU, device)(*repaired)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if is_prefetched:
+            module.prefetch(indices, offsets)
+        out = module(indices, offsets)
+        out.sum().backward()
+        report_bounds_violations(module)
+    assert _is_short(out)
+    assert torch.equal(out, expected)
+    assert [str(warning.message)[:40] for warning in caught] == [
+        "emblib: 1 indices and 0 offsets out of b"
+    ]
+    assert module.bounds_violations.tolist() == [1, 0]
+    assert module.step == 1
+
+
+@pytest.mark.parametrize("gradient", [1.0, float("inf")])
+def test_scaled_gradients_of_cached_tables(gradient: float, device: torch.device) -> None:
+    """A gradient that overflows is no step."""
+    module = _cached(CachePolicy.LRU, device)
+    before = [t.clone() for t in module.state_dict().values()]
+    scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+    out = module(*_batch_of_cached(0, device))
+    assert _is_short(out)
+    scaler.scale((out * gradient).sum()).backward()
+    assert module.step == int(gradient == 1.0)
+    is_same = [torch.equal(a, b) for a, b in zip(before, module.state_dict().values(), strict=True)]
+    assert all(is_same) == (gradient != 1.0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("check", list(BoundsCheck))
+def test_bits_of_quantised_tables(
+    check: BoundsCheck, bits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _module(device=device)
+    module = QuantizedEmbeddingBags.from_float(source, bits, bounds_check=check)
+    indices, offsets = (tensor.to(device) for tensor in BATCH)
+    weights = torch.linspace(0.5, 2, 4, device=device)
+    short = [module(indices, offsets), module(indices, offsets, weights)]
+    monkeypatch.setattr(quantized, "is_plain_call", lambda *_: False)
+    long = [module(indices, offsets), module(indices, offsets, weights)]
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+
+
+def test_an_invalid_batch_of_quantised_tables(device: torch.device) -> None:
+    module = QuantizedEmbeddingBags.from_float(_module(device=device))
+    indices, offsets = (tensor.clone().to(device) for tensor in BATCH)
+    indices[0] = 10**6
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = module(indices, offsets)
+        report_bounds_violations(module)
+    assert ["1 indices and 0 offsets" in str(warning.message) for warning in caught] == [True]
+    indices[0] = 0
+    assert torch.equal(out, module(indices, offsets))
+    assert module.bounds_violations.tolist() == [1, 0]
 
 
 def _weights_with_gradient(module: TableBatchedEmbeddingBags) -> Tensor:
