@@ -70,11 +70,11 @@ class CapturedStep:
     On a CPU the step runs uncaptured, with the same padding.
 
     Args:
-        step: takes a batch and returns any tree of tensors.
+        step: function of a batch that returns any tree of tensors.
         bounds: numbers of ids, one graph each. A batch uses the smallest bound that is not below
             the ids of any of its jagged tensors; one with more ids runs uncaptured and unpadded.
-        device: of the static tensors; by default that of the first batch. Batches may be on the
-            host or on the device.
+        device: device of the static tensors; None is the device of the first batch. Batches may be
+            on the host or on the device.
         warmup: uncaptured steps before the first capture, at least 1. Later classes have one each.
             `DistributedDataParallel` needs 11.
 
@@ -349,12 +349,13 @@ class _SizeClass:
 
     Attributes:
         inputs: the static tensors.
-        graph: of the step; None until it is captured.
+        graph: the CUDA graph of the step; None until it is captured.
         result: the static result of the step.
-        numbers: of optimizers, at the capture.
+        numbers: the values of the optimizers' hyperparameters at the capture.
         memory: the tensors of optimizers, at the capture.
         is_warm: whether a step of this class has run uncaptured.
-        waits: what the uncaptured steps waited for, for the message of a failed capture.
+        waits: descriptions of the device-to-host waits of the uncaptured steps, for the error
+            message of a failed capture.
     """
 
     def __init__(self, inputs: StaticBatch) -> None:

@@ -135,8 +135,8 @@ class ByRows:
     number of the block, so that values do not depend on the plan.
 
     Args:
-        function: takes a block `[n, embedding_dim]` to write to, and the rows of the table that it
-            is, a range of n; called for each block, in any order and on any rank.
+        function: function that takes a block `[n, embedding_dim]` to write to, and the rows of the
+            table that it is, a range of n; called for each block, in any order and on any rank.
 
     Example:
         >>> def pretrained(block, rows):

@@ -31,7 +31,7 @@ class NormalizedEntropy(Metric):
     NaN without examples or where all labels are equal.
 
     Args:
-        from_logits: whether predictions are logits; left out, they are probabilities.
+        from_logits: whether predictions are logits; False if they are probabilities.
 
     Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014).
 
@@ -63,7 +63,7 @@ class NormalizedEntropy(Metric):
         Args:
             predictions: float `[N]`, logits or probabilities.
             labels: `[N]`, 0 or 1, or the share of clicks.
-            weights: float `[N]`, of the examples; left out, 1.
+            weights: float `[N]`, weight of each example; None is 1.
 
         Raises:
             ValueError: shapes differ, or a probability is outside of [0, 1].

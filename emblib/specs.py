@@ -164,10 +164,10 @@ class Precision:
     """The dtypes of a table: float32, float16 or bfloat16 each. Sums are float32 in any case.
 
     Args:
-        weights: of the stored rows, or of the cores of tensor trains.
-        output: of the output of `forward`.
-        states: of optimizer states as long as a row (of a core); those of one number per row are
-            float32.
+        weights: dtype of the stored rows, or of the cores of tensor trains.
+        output: dtype of the output of `forward`.
+        states: dtype of optimizer states that are as long as a row (of a core); states of one
+            number per row are float32.
         stochastic_rounding: how updates of weights and states that are not float32 are rounded;
             None rounds to nearest, which drops updates below half a unit in the last place.
         matmul: how exact the products of the cores of tensor trains are on a GPU; other tables
@@ -234,15 +234,16 @@ class CacheConfig:
     """The cache of the MANAGED_CACHING and DISK tables of a module: 32-way set-associative.
 
     Args:
-        policy: which row is evicted.
+        policy: policy that selects the row to evict.
         load_factor: fraction of the rows of those tables that fits into the cache, in (0, 1].
         sets: number of sets of 32 rows; 0 follows from `load_factor`.
-        reserved_bytes: on a GPU, memory to leave free when the cache is allocated.
-        dtype: of the cached rows; None is that of the weights.
-        directory: of the DISK tables, one per module; created if it is missing, else opened with
-            the tables in it.
+        reserved_bytes: bytes of GPU memory to leave free when the cache is allocated.
+        dtype: dtype of the cached rows; None is the dtype of the weights.
+        directory: directory of the DISK tables, one per module. It is created if it is missing;
+            otherwise the tables in it are opened.
         passes: None, or how to prefetch very large batches.
-        verify: when the files of DISK tables are verified against their checksums, see `Verify`.
+        verify: time at which the files of DISK tables are verified against their checksums, see
+            `Verify`.
     """
 
     policy: CachePolicy = CachePolicy.LRU
@@ -528,8 +529,8 @@ class FrequencyAdmission:
     Args:
         threshold: number of uses, duplicates within a batch included.
         counter: counts the uses of keys without a row.
-        reads: what such a key reads in training: None for `DynamicSpec.default_value`, or the
-            values of this initializer. They are not trained.
+        reads: initializer of the values that such a key reads in training, which are not trained;
+            None reads `DynamicSpec.default_value`.
     """
 
     threshold: int
@@ -554,20 +555,20 @@ class DynamicSpec:
     Args:
         capacity: maximum number of rows; rounded up to a multiple of 32.
         dim: elements per row.
-        name: of the table in checkpoints; the first values of rows depend on it.
+        name: name of the table in checkpoints; the initial values of rows depend on it.
         initial_capacity: rows to start with; the table grows up to `capacity` as keys are inserted.
             None starts with `capacity`.
         max_load: fraction of the rows in use above which a table that may grow does. Up to the
             default, keys were seen to find slots at every size; above it some are evicted early.
-        eviction: which key is evicted when both buckets of a new key are full.
+        eviction: order in which keys are evicted when both buckets of a new key are full.
         insert_policy: whether a new key always evicts one, or only a key that ranks lower.
         initializer: first values of a row, a function of seed, table, key and element.
         initial_state: first value of the optimizer states of a row.
-        default_value: what keys without a row read: keys that are not in the table in lookups
-            without gradients, and keys that were not inserted in training.
+        default_value: value of all elements that a key without a row reads: a key that is not in
+            the table in lookups without gradients, and one that was not inserted in training.
         admission: None, or what a key needs before it is inserted.
         ttl: None, or the number of steps without use after which a key expires.
-        on_insert_failure: what a training forward does when a key found no slot.
+        on_insert_failure: reaction of a training forward to keys that found no slot.
     """
 
     capacity: int

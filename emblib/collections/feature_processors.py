@@ -20,7 +20,7 @@ class PositionWeightedModule(nn.Module):
 
     Args:
         max_feature_lengths: number of weights per feature, the maximum length of its bags.
-        device: of the weights.
+        device: device of the weights; None is torch's default device.
     """
 
     def __init__(

@@ -260,7 +260,7 @@ class TableCollection(nn.Module):
         parameters stay the same objects.
 
         Args:
-            optimizers: by table; None for that of the collection.
+            optimizers: optimizer per table name; None uses the optimizer of the collection.
 
         Raises:
             KeyError: there is no such table.
@@ -324,7 +324,8 @@ class TableCollection(nn.Module):
         the result and of one block of 65,536 rows is needed.
 
         Args:
-            bits: of a value, 8 or 4; or by table, and tables that are not named stay as they are.
+            bits: bits per stored value, 8 or 4, for all tables; or a mapping from table name to
+                bits, which leaves other tables as they are.
 
         Raises:
             KeyError: there is no such table.
@@ -409,12 +410,13 @@ class EmbeddingBagCollection(TableCollection):
     `FusedOptimizer`, those of hash tables and of stored rows of a cache with the keys.
 
     Args:
-        tables: their configurations; the columns of the output follow their order.
-        device: of the tables.
+        tables: configurations of the tables; the columns of the output follow their order.
+        device: device of the tables; None is torch's default device.
         is_weighted: whether batches have weights, which scale the rows.
-        optimizer: one of `emblib.optim`, of tables whose configuration has none.
+        optimizer: optimizer of `emblib.optim` for tables whose configuration has none. None leaves
+            dense gradients on the parameters, for an optimizer of `torch.optim`.
         shared: tables that other collections read too; those that `tables` names are read.
-        bounds_check: what happens to invalid ids and lengths, see `BoundsCheck`.
+        bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
     """
 
     handles_name = "embedding_bags"
@@ -583,12 +585,13 @@ class EmbeddingCollection(TableCollection):
     `embeddings.<table>.weight` and so on. Tables may differ in their dims.
 
     Args:
-        tables: their configurations.
-        device: of the tables.
+        tables: configurations of the tables.
+        device: device of the tables; None is torch's default device.
         need_indices: whether the result has the ids as its weights.
-        optimizer: one of `emblib.optim`, of tables whose configuration has none.
+        optimizer: optimizer of `emblib.optim` for tables whose configuration has none. None leaves
+            dense gradients on the parameters, for an optimizer of `torch.optim`.
         shared: tables that other collections read too; those that `tables` names are read.
-        bounds_check: what happens to invalid ids and lengths, see `BoundsCheck`.
+        bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
     """
 
     handles_name = "embeddings"

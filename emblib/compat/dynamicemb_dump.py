@@ -110,9 +110,9 @@ def DynamicEmbDump(
     there; the old files are in `.<table>.old` then.
 
     Args:
-        path: made if it is not there; all ranks must see it.
-        model: all its `BatchedDynamicEmbeddingTablesV2` are written.
-        table_names: by module (name or path) the tables to write; None is all.
+        path: directory of the dump, created if it is missing; all ranks must see the same one.
+        model: model whose `BatchedDynamicEmbeddingTablesV2` are all written.
+        table_names: tables to write, by name or path of their module; None writes all.
         optim: whether optimizer states are written.
         counter: whether what admission counted is written.
         pg: the ranks; None is all processes, or this one where none were initialised.

@@ -59,8 +59,8 @@ class Saved:
 
     Attributes:
         hyper: changes for `set_hyperparameters`.
-        step: for `set_step`; None leaves it.
-        step_score: for `set_eviction_step`; None leaves it.
+        step: value for `set_step`; None leaves the step unchanged.
+        step_score: value for `set_eviction_step`; None leaves the score unchanged.
     """
 
     hyper: Mapping[str, Any]
@@ -105,8 +105,8 @@ def checked(
     """Read the numbers of the file at `path` that a table takes.
 
     Args:
-        path: of the file, for errors.
-        content: of the file.
+        path: path of the file, for error messages.
+        content: parsed content of the file.
         rule: the optimizer of the table; None leaves out its numbers.
         counts_steps: whether the table has a score that counts steps.
 
@@ -329,9 +329,9 @@ class DynamicEmbTables:
         """Check what was saved with a table, for `take_opt_args`; change nothing.
 
         Args:
-            table: its name.
-            path: of the file, for errors.
-            content: of the file.
+            table: name of the table.
+            path: path of the file, for error messages.
+            content: parsed content of the file.
             with_optimizer: whether the numbers of the optimizer are wanted.
 
         Raises:

@@ -80,12 +80,12 @@ def hash_storage(
     """Return the rows of the fast tier over all ranks, and the storage of a table.
 
     Args:
-        options: with `dim` and `max_capacity`; memory is per rank.
-        name: of the table.
+        options: options with `dim` and `max_capacity` set; memory is per rank.
+        name: name of the table.
         rule: the optimizer, whose states take memory.
         world_size: the number of ranks.
-        initial_state: of the optimizer states of a new row.
-        device: of the tables.
+        initial_state: initial value of the optimizer states of a new row.
+        device: device of the tables.
 
     Raises:
         NotImplementedError: options that emblib does not have, see `docs/dynamicemb.md`.

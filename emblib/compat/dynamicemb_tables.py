@@ -203,9 +203,9 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             indices: ids, cast to `index_type`.
             offsets: `[F * B + 1]`, feature-major.
             per_sample_weights: how many uses each lookup stands for, where eviction is by them.
-            feature_requires_grad: must be None.
-            batch_size_per_feature_per_rank: must be None.
-            total_unique_indices: must be None.
+            feature_requires_grad: unsupported: NotImplementedError unless None.
+            batch_size_per_feature_per_rank: unsupported: NotImplementedError unless None.
+            total_unique_indices: unsupported: NotImplementedError unless None.
             pooling_weights: scale the rows, for SUM and MEAN.
         """
         _refuse(
@@ -280,9 +280,9 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
         Args:
             indices: ids, as in `forward`.
-            offsets: as in `forward`.
-            forward_stream: has no effect.
-            batch_size_per_feature_per_rank: must be None.
+            offsets: offsets of the bags, as `forward` takes them.
+            forward_stream: ignored; streams are those that torch uses.
+            batch_size_per_feature_per_rank: unsupported: NotImplementedError unless None.
             frequency_counters: how many uses each lookup stands for, instead of
                 `per_sample_weights` of `forward`.
         """

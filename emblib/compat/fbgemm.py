@@ -173,12 +173,12 @@ def keep_first_lookups(
     """Zero the gradient of `output` except for the first lookup of each row of each table.
 
     Args:
-        output: what the module returned: `[B, sum D]`, or `[L, D]` for pooling NONE.
+        output: output of the module: `[B, sum D]`, or `[L, D]` for pooling NONE.
         indices: `[L]`.
         offsets: `[F * B + 1]`.
         feature_tables: the table of each feature.
         dims: the columns of each feature; None for pooling NONE.
-        first_feature_only: only lookups of the first feature act.
+        first_feature_only: whether only lookups of the first feature are restricted.
 
     Raises:
         ValueError: pooled bags of more than one lookup, whose gradients are not one row's.

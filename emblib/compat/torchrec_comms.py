@@ -241,11 +241,11 @@ def alltoall_sequence(
     Args:
         a2a_sequence_embs_tensor: vectors `[N, D]`, feature after feature, for each rank by rank.
         forward_recat_tensor: the order that brings these segments into rank-major order.
-        backward_recat_tensor: its inverse, which is not needed.
+        backward_recat_tensor: the inverse of `forward_recat_tensor`; ignored.
         lengths_after_sparse_data_all2all: ids per bag, in the order of the vectors.
         input_splits: ids that each rank gets of those that this rank sent.
         output_splits: ids that this rank received of each rank.
-        variable_batch_size: not needed.
+        variable_batch_size: ignored: the lengths say it.
         group: the process group.
         codecs: encodings of vectors and gradients.
     """

@@ -72,12 +72,12 @@ def shard(
     """Return the sharded form of one collection.
 
     Args:
-        module: the collection.
+        module: collection to shard.
         plan: the sharding of each table, a `ParameterSharding` or the result of `row_wise()` etc.;
             or one such result for all tables.
         env: the ranks; by default all processes.
-        device: of the tables; by default that of the ranks.
-        sharder: by default that of the class.
+        device: device of the tables; None is the device of the ranks.
+        sharder: sharder of the module; None uses the default one of its class.
 
     Raises:
         TypeError: a module without a sharder.
@@ -122,9 +122,9 @@ def shard_modules(
         module: the model, which is modified; or one collection, whose sharded form is returned.
         env: the ranks, or the devices of this process for quantised collections; by default all
             processes.
-        device: of the tables; by default that of the ranks.
-        plan: by default a planner makes one.
-        sharders: by default those of all collections.
+        device: device of the tables; None is the device of the ranks.
+        plan: plan of all collections; None makes one with the default planner.
+        sharders: sharders by module class; None uses the default ones of all collections.
         init_params: whether other modules on the meta device are allocated and initialized.
     """
     env = ShardingEnv(RankGroup()) if env is None else env
@@ -231,15 +231,15 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
 
     Args:
         module: the model, or one collection.
-        env: its ranks; left out, all processes.
-        device: where it is; left out, the device of the ranks.
-        plan: what a planner made; left out, one is made here.
-        sharders: with the optimizers in backward, and the wires.
+        env: ranks over which to shard; None is all processes.
+        device: device of the model; None is the device of the ranks.
+        plan: plan of a planner; None makes one here.
+        sharders: sharders, which carry the optimizers in backward and the communication codecs.
         init_data_parallel: whether the dense part is wrapped now; else by `init_data_parallel()`.
         init_parameters: whether dense modules on `meta` are allocated and initialized; tables
             always are.
         data_parallel_wrapper: `DefaultDataParallelWrapper(...)`, or a wrapping of emblib's.
-        model_tracker_configs: None.
+        model_tracker_configs: unsupported; anything but None raises ValueError.
     """
 
     def __init__(

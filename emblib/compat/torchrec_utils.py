@@ -195,7 +195,7 @@ class FeaturePositionWeightedModule(nn.Module):
 
     Args:
         max_feature_length: number of weights, the maximum length of a bag.
-        device: of the weights.
+        device: device of the weights.
     """
 
     def __init__(self, max_feature_length: int, device: torch.device | None = None) -> None:

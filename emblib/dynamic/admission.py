@@ -317,8 +317,8 @@ class Admission(nn.Module):
 
     Args:
         specs: the tables; those without `admission` take every key.
-        device: where the counts are.
-        hash_keys: of the tables, see `HashIndex`; left out, 0 for all.
+        device: device of the counts.
+        hash_keys: hash key of each table, see `HashIndex`; None is 0 for all.
     """
 
     thresholds: Tensor
@@ -355,7 +355,7 @@ class Admission(nn.Module):
 
         Args:
             keys: the batch.
-            misses: its keys that are not in the index.
+            misses: the keys of the batch that are not in the index.
             in_store: bool `[L]` by miss, the keys with a row in a backing store: these are admitted
                 without being counted.
             effects: native calls that were made before an interruption; None for a first call.

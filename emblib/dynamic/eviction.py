@@ -32,7 +32,7 @@ class EvictionScores(nn.Module):
 
     Args:
         specs: the tables.
-        device: where the scores are stored.
+        device: device of the scores.
     """
 
     values: Tensor

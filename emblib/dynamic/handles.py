@@ -65,7 +65,7 @@ class TableChanges(NamedTuple):
         until: the step to pass as `since` the next time.
         entries: keys used at `since` or later, with their rows.
         removed: keys that left since then, evicted, expired or erased; int64.
-        changes: what `DynamicTable.apply_changes` takes.
+        changes: changes that `DynamicTable.apply_changes` takes.
     """
 
     since: int
@@ -88,7 +88,7 @@ class DynamicTable:
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 
     Attributes:
-        name: of the table.
+        name: name of the table.
         shards: the shards of this process, by number.
         owners: the rank that has each shard.
         ranks: the ranks that act together; None for this process alone.
@@ -192,7 +192,7 @@ class DynamicTable:
         next batch that uses it assigns that of `set_score` again.
 
         Args:
-            keys: of this rank.
+            keys: keys of this rank.
             scores: int64 `[n]`, or one number for all.
 
         Raises:
@@ -554,7 +554,7 @@ class DynamicTables(Mapping[str, DynamicTable]):
     table is found under its path in any case.
 
     Args:
-        tables: by name.
+        tables: tables by name.
         others: the kind of storage of tables that are not dynamic, by name, for errors.
     """
 

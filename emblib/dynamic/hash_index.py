@@ -40,8 +40,8 @@ class RowBuffers(NamedTuple):
         buffers: tensors of any dtype.
         layout: int64 `[T, P, 2]` on the device: for each table and buffer the byte at which row 0
             begins, and the bytes per row.
-        on_grow: called as `on_grow(table, rows_before, rows_after)` before a table takes more rows
-            into use; on the CPU only.
+        on_grow: function that is called as `on_grow(table, rows_before, rows_after)` before a table
+            takes more rows into use; on the CPU only.
     """
 
     buffers: list[Tensor]
@@ -55,7 +55,7 @@ class InsertedBatch(NamedTuple):
     Attributes:
         slots: int64 `[L]`, -1 for keys that were not inserted.
         misses: the keys that were not in their table before; None if there are known to be none.
-        result: what became of the misses; None as `misses`.
+        result: slots and status of the misses; None if `misses` is.
         status: uint8 `[L]`, what became of the key of every position; None as `misses`, for `HIT`.
             A backing store, which may change the result afterwards, does not change it.
     """
@@ -100,8 +100,8 @@ class HashIndex(nn.Module):
     Args:
         specs: capacity, growth and eviction of each table; dims and other fields of values are
             not used. All must agree in eviction and insert_policy.
-        device: where the index is stored.
-        hash_keys: by table, the 64-bit number (signed) on which its hash depends; see
+        device: device of the index; None is torch's default device.
+        hash_keys: signed 64-bit number per table, on which its hash depends; see
             `emblib.dynamic.keys.hash_key_of`. None is 0 for all: then anyone can construct keys
             that all share one bucket.
     """
@@ -200,7 +200,7 @@ class HashIndex(nn.Module):
         """Remove all keys of a table, which keeps its size.
 
         Args:
-            table: its number.
+            table: number of the table.
             hash_key: the number on which its hash depends from now on; None keeps the present one.
         """
         self.version += 1
@@ -253,8 +253,8 @@ class HashIndex(nn.Module):
             counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
             batch_scores: int64 `[T]`, the scores of this batch, where eviction is by assigned
                 scores.
-            admit: called with the batch and its misses, returns which of these to admit: bool `[L]`
-                by miss, or None for all.
+            admit: function of the batch and its misses that returns which of these to admit: bool
+                `[L]` by miss, or None for all.
             rows: values that move with their entries when a table grows.
             effects: native calls that were made before an interruption; None for a first call.
         """
@@ -303,7 +303,7 @@ class HashIndex(nn.Module):
             keys: a batch.
             slots: the present slots of its keys. For -1, and for overflow rows, the answer is
                 whether the table was emptied.
-            version: that at which a living watcher was registered.
+            version: version of the index at which a living watcher was registered.
         """
         self._settle_last()
         emptied = [at > version for at in self._emptied]

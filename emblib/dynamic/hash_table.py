@@ -72,9 +72,9 @@ class HashTable(nn.Module):
     Args:
         spec: capacity, dim, growth, eviction, insert_policy, and the initializer of rows for which
             no values are given. `admission` and `ttl` are not used.
-        dtype: of the values.
-        seed: of new rows and of the hash of keys, see `DynamicEmbeddingBags`.
-        device: where it lives.
+        dtype: dtype of the values.
+        seed: seed of new rows and of the hash of keys, see `DynamicEmbeddingBags`.
+        device: device of the table; None is torch's default device.
 
     Attributes:
         values: `[capacity, dim]`, rows by slot; those of empty slots are unspecified.
@@ -221,7 +221,7 @@ class HashTable(nn.Module):
         Args:
             keys: int64 `[n]`.
             values: `[n, dim]`.
-            scores: see the class.
+            scores: scores of the keys, as the class describes.
             padded: whether `evicted` has n rows, of which the first `num_evicted` mean something,
                 so that the host does not wait for their number; `Insertion.trimmed` drops the rest.
         """

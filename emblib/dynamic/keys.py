@@ -39,9 +39,9 @@ def hash_keys_of(
     """Return the hash key of each table.
 
     Args:
-        seed: of all tables; None draws one from torch's generator.
-        names: of the tables.
-        hash_seeds: one per table, instead of `seed`.
+        seed: seed of all tables; None draws one from torch's generator.
+        names: names of the tables.
+        hash_seeds: seeds, one per table, instead of `seed`.
 
     Raises:
         ValueError: another number of seeds than of tables, or one below 0.

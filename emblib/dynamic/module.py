@@ -75,19 +75,20 @@ class DynamicEmbeddingBags(FusedTables):
     Args:
         tables: capacity, dim and rules of each table; all must agree in eviction and insert_policy,
             which `backing` sets.
-        optimizer: one of `emblib.optim`. Without one, backward leaves dense gradients for an
-            optimizer of `torch.optim`.
+        optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
+            `torch.optim`.
         backing: the store behind the tables, which belongs to this module alone; None for none.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
-        seed: of the first values of rows and of the hash of keys, in [0, 2^63). Where untrusted
-            parties choose keys, a secret seed keeps them from filling a few buckets. None: first
-            values are those of seed 0, and the seed of the hash is drawn from torch's generator.
-        device: where the kernels run.
+        seed: seed of the initial values of rows and of the hash of keys, in [0, 2^63). Where
+            untrusted parties choose keys, a secret seed keeps them from filling a few buckets.
+            None: initial values are those of seed 0, and the seed of the hash is drawn from torch's
+            generator.
+        device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
-        hash_seeds: of the hash of keys alone, one per table; None is `seed`.
+        hash_seeds: seeds of the hash of keys alone, one per table; None is `seed`.
 
     Raises:
         BlockingIOError: the store is open elsewhere.
@@ -192,7 +193,8 @@ class DynamicEmbeddingBags(FusedTables):
             offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
                 `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
-            batch_sizes: as in `TableBatchedEmbeddingBags`, for features of unequal batch sizes.
+            batch_sizes: bags per feature and rank, as in `TableBatchedEmbeddingBags`, for features
+                of unequal batch sizes.
             counts: int64 `[L]`, the number of uses that each lookup stands for, where ids were
                 deduplicated before; by default 1 each. Eviction by counts and admission use it.
 
@@ -582,12 +584,13 @@ class DynamicEmbeddingBags(FusedTables):
         Call it between steps, not between a forward and its backward.
 
         Args:
-            directory: created if it does not exist; an older dump in it is replaced.
+            directory: directory of the dump, created if it does not exist; an older dump in it is
+                replaced.
             since: save only what changed at this tick or later: the return value of an earlier
                 call. Removed keys are saved too, so call `track_evictions` before that call.
             part: rank and number of ranks; each writes its part, into one directory.
-            identity: of all parts, which must agree; by default the tick.
-            report: called as rows are written.
+            identity: text that all parts of one dump share; None is the tick.
+            report: function that is called as rows are written.
 
         Returns:
             The tick to pass as `since` the next time.
@@ -606,9 +609,9 @@ class DynamicEmbeddingBags(FusedTables):
         All checksums and all tables are checked before the first table is changed.
 
         Args:
-            directory: of the dump.
+            directory: directory of the dump.
             part: rank and number of ranks; the dump may be of another number of ranks.
-            report: called as rows are loaded.
+            report: function that is called as rows are loaded.
 
         Returns:
             Per table, the numbers of entries that were loaded and that found no slot.

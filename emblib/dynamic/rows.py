@@ -33,8 +33,8 @@ class RowLayout:
     It has numbers only, no tensors; the module has the buffers.
 
     Args:
-        specs: the tables.
-        names: their names, on which first values of rows depend.
+        specs: specs of the tables.
+        names: names of the tables, on which the initial values of rows depend.
         states: the states of the optimizer.
         precision: dtypes of weights and states.
         overflow_rows: rows behind those of each table, which no slot of the index refers to.
@@ -270,9 +270,9 @@ class RowInitializer(nn.Module):
     """Write the first values of new rows, and choose what keys without a row read.
 
     Args:
-        layout: of the rows.
-        seed: of their first values.
-        device: where the rows are stored.
+        layout: layout of the rows.
+        seed: seed of their initial values.
+        device: device of the rows.
     """
 
     row_layout: Tensor
@@ -413,8 +413,8 @@ class TrainingUpdate:
         """Return the update of a forward that backward repeats, which reads the same rows.
 
         Args:
-            first: that of the first forward; None if it is not known.
-            keys: of the repetition.
+            first: update of the first forward; None if it is not known.
+            keys: keys of the repetition.
 
         Raises:
             RuntimeError: the first forward is not known or had other keys; a row that it read was

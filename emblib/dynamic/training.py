@@ -53,11 +53,12 @@ def insert_or_repeat(
     """Insert the keys of a training batch, or find those of a forward that backward repeats.
 
     Args:
-        module: whose tables they are inserted into.
+        module: module of the tables.
         keys: the batch.
-        counts: see `insert_batch`.
+        counts: uses per position, see `insert_batch`.
         running: the checkpointed regions around the lookup.
-        make_update: returns the update of keys in these slots, which reads these rows.
+        make_update: function that returns the update of keys in these slots, which reads these
+            rows.
     """
     if running is not None and running.is_repeated:
         return TrainingUpdate.of_repetition(running.noted(module), keys)
@@ -75,7 +76,7 @@ def insert_batch(
     """Insert the keys of a training batch: hits are touched, misses are inserted or refused.
 
     Args:
-        module: whose tables they are inserted into.
+        module: module of the tables.
         keys: the batch.
         counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
     """
@@ -101,9 +102,9 @@ class BatchInsertion:
     4. The store is called, and old keys expire.
 
     Args:
-        module: whose tables they are inserted into.
+        module: module of the tables.
         keys: the batch.
-        counts: as in `insert_batch`.
+        counts: uses per position, as in `insert_batch`.
     """
 
     def __init__(self, module: "DynamicEmbeddingBags", keys: Keys, counts: Tensor | None) -> None:
@@ -295,9 +296,9 @@ class ExternalStates:
     must be registered with it.
 
     Args:
-        optimizer: of the weights; None does nothing.
+        optimizer: optimizer of the weights; None does nothing.
         weights: `[rows, dim]`, of all tables.
-        layout: where the rows of each table are.
+        layout: layout of the rows of each table.
     """
 
     def __init__(

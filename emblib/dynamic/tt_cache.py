@@ -58,8 +58,8 @@ class TTCache:
     rows without a count leave first, and of equally used ones the larger id.
 
     Args:
-        rows: stored per table, one number for all or one each.
-        eviction: what becomes of rows that leave.
+        rows: number of stored rows per table, one number for all or one each.
+        eviction: treatment of rows that leave the cache.
         counted: ids of all tables whose uses are counted, the least used lose their counts to
             others; by default 4 times the rows stored.
         every: training lookups after which the rows are chosen again; None: only `populate` does.
@@ -156,8 +156,8 @@ class TTCacheStats:
 
     Attributes:
         lookups: valid ids of training lookups.
-        hits: those whose row was stored, in the cache or spilled.
-        spill_hits: those whose row was spilled, when their batch was looked up.
+        hits: lookups whose row was stored, in the cache or spilled.
+        spill_hits: lookups whose row was spilled when their batch was looked up.
         evicted: rows that left to the cores; spilled ones did not.
         changed: sum of squares of what these had learned since they came.
         lost: sum of squares of what the cores did not take on.

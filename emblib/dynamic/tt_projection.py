@@ -32,8 +32,8 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
     linear in the cores, and half that until the error falls.
 
     Args:
-        spec: of the table.
-        cores: of the table; they do not change.
+        spec: spec of the table.
+        cores: cores of the table; they do not change.
         ids: int64 `[n]`.
         values: float32 `[n, dim]`.
     """

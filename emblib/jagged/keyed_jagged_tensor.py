@@ -63,7 +63,7 @@ class KeyedJaggedTensor:
         lengths: int32 or int64 `[F * B]`. One of lengths and offsets suffices; the other is
             computed on first use.
         offsets: int32 or int64 `[F * B + 1]`, from 0 to L.
-        stride: B; left out, the number of bags per key.
+        stride: batch size B; None computes it from the number of bags per key.
         stride_per_key_per_rank: bags `[F][R]` on the host, where features differ in them.
         inverse_indices: keys and int64 `[F, B]`, the bag of each feature and example.
         length_per_key: the values per feature, if the caller knows them: they are not read from

@@ -96,9 +96,9 @@ class BackingMemory:
     """Slower memory, in which tables may be stored behind a cache in device memory.
 
     Args:
-        nbytes: of all such tables and their optimizer states: of host memory where the device is
-            "cuda", of a disk where it is "cpu".
-        directory: of the files on a disk; each table has a directory in it.
+        nbytes: bytes for all such tables and their optimizer states: of host memory where the
+            device is "cuda", of a disk where it is "cpu".
+        directory: directory for the files on a disk; each table gets a subdirectory.
         min_hit_rate: the least expected share of lookups that a cache must serve, 0 to 1.
 
     Raises:
@@ -120,9 +120,9 @@ class MemoryPlan:
     """How each of a model's tables is stored; `str()` shows it table by table.
 
     Attributes:
-        choices: one per table, in the order given.
+        choices: one choice per table, in the order given.
         budget: bytes that were allowed.
-        assumptions: what the plan takes for granted, a sentence each.
+        assumptions: assumptions of the plan, one sentence each.
         backing: memory behind caches that was allowed.
     """
 
@@ -221,11 +221,11 @@ def plan_memory(
         budget: bytes of device memory for all tables and their optimizer states.
         trace: recorded lookups; their tables are found by name, or by `path.name` as
             `TraceRecorder` calls them. Without it ids are taken to be Zipf-distributed.
-        optimizer: of the tables, if `tables` is not a model and they have none.
+        optimizer: optimizer of the tables, if `tables` is not a model and they have none.
         serving: 8 or 4: the budget is of a model that is served with rows of that many bits, where
             rows are stored; methods that compute rows keep their own. Left out: of training.
-        methods: that may be chosen, of `METHODS`, "evicting", which makes a hash table by key, and
-            "cached"; left out, `METHODS`, and "cached" if there is `backing`.
+        methods: names of the methods to choose from: those of `METHODS`, "evicting", which makes a
+            hash table by key, and "cached". None is `METHODS`, plus "cached" if there is `backing`.
         losses: measured losses of your own, by method, in place of `MEASURED`.
         importance: factors of the losses of tables, by name or `path.name`; by default 1 per table.
         device: "cpu" or "cuda", where the tables will be.

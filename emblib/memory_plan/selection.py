@@ -46,16 +46,16 @@ class MemoryChoice:
     """How one table is stored.
 
     Attributes:
-        path: of the collection that has the table, empty for a configuration given alone.
+        path: path of the collection that has the table; empty for a configuration given alone.
         before: the configuration that was given.
         config: the configuration that was chosen.
         method: "as it is", or one of the methods.
-        nbytes: of the table in device memory, optimizer states included, or as served.
-        plain_nbytes: likewise, of the table as it was given.
-        loss: of the table, 0 to 1.
-        importance: of the table, by which its loss counts.
+        nbytes: bytes of the table in device memory, with optimizer states, or as served.
+        plain_nbytes: bytes of the table as it was given, counted like `nbytes`.
+        loss: estimated loss of quality of the table, 0 to 1.
+        importance: weight of the loss of this table in the total.
         why: the choices next to this one, in a sentence.
-        backing_nbytes: of the table in host memory or on disk.
+        backing_nbytes: bytes of the table in host memory or on disk.
         hit_rate: the expected share of lookups that a cache serves; 1 for a table without one.
         lookups: the table's share of all lookups.
     """

@@ -256,12 +256,12 @@ def update_in_backward(
 
     Args:
         tiers: the memory of the module.
-        rule: of the update.
+        rule: update rule of the optimizer.
         batch: looked up in forward.
-        row_weights: by which the gradient of each lookup is scaled.
-        grad: of the output.
-        scale: of a `GradScaler`, if the gradient is scaled.
-        wanted: what to do.
+        row_weights: factors of the gradient, one per lookup; None is 1.
+        grad: gradient of the output.
+        scale: scale of a `GradScaler`; None if the gradient is not scaled.
+        wanted: gradients and updates to compute.
     """
     is_finite = overflow = None
     if scale is not None:

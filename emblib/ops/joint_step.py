@@ -155,10 +155,10 @@ def apply_contributions(
 
     Args:
         tiers: the memory of the table.
-        optimizer: of the table.
-        contributions: the lookups.
+        optimizer: optimizer of the table.
+        contributions: lookups with their gradients.
         feature: a row of `features` of the table, which is the only one of its module.
-        locate: returns where rows are now.
+        locate: function that returns the present locations of rows.
 
     Returns:
         0, or infinity for scaled gradients that are not finite; None if they are not scaled.

@@ -29,7 +29,7 @@ def count_step(step: Tensor, counted: Tensor | int, *updates: partial[Any]) -> N
 
     Args:
         step: changed in place. The updates read one more than it is, also where they change no row.
-        counted: what is added in the end: 1, or a tensor with 0 for a step that is not made.
+        counted: number that is added to the step: 1, or a tensor with 0 for a step that is skipped.
         updates: calls of `native` ops, which check their arguments before they write.
     """
     calls = [partial(step.add_, 1), *updates]

@@ -132,7 +132,7 @@ class GlobalDecay:
     """Decoupled decay of all rows at every step, applied when a row is seen again.
 
     Args:
-        rate: of the decay.
+        rate: rate of the decay.
         start: the first step with decay.
         lower_bound: the minimum of the combined factor of missed steps, at most 1.
     """
@@ -191,7 +191,7 @@ class RowwiseAdagrad(Optimizer):
     """`s += mean(g*g); w -= lr * g / (sqrt(s) + eps)`, one `s` per row (FBGEMM's default).
 
     Args:
-        eps: added to the root.
+        eps: constant that is added to the root.
         counter: None, or how steps and decay depend on the count of a row.
         max_norm: > 0: rows are scaled to at most this norm after their step.
         global_decay: None, or a decay that includes rarely seen rows; then
@@ -292,10 +292,10 @@ class EnsembleRowwiseAdagrad(Optimizer):
     """Row-wise Adagrad with a moving average of the weights that periodically replaces them.
 
     Args:
-        eps: added to the root.
+        eps: constant that is added to the root.
         average_every: steps between updates of the average.
         swap_every: steps between replacements of the weights by the average.
-        start: up to this step the average is a copy of the weights.
+        start: last step at which the average is a copy of the weights.
         keep: weight of the old average in an update.
         slow: whether the average is cleared afterwards.
     """

@@ -226,8 +226,8 @@ class FTRL(Optimizer):
     element whose gradient is 0 does not change. The weight decay is `l2`.
 
     Args:
-        beta: added to the root: the smaller, the larger the first steps. With 0, `l1` and `l2` 0,
-            the first step keeps the initial value; otherwise it shrinks it.
+        beta: constant that is added to the root: the smaller, the larger the first steps. With 0,
+            `l1` and `l2` 0, the first step keeps the initial value; otherwise it shrinks it.
         l1: the threshold (>= 0).
         l2: the ridge penalty (>= 0).
     """

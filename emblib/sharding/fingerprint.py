@@ -58,8 +58,8 @@ def agree(
     Args:
         ranks: the processes.
         prepare: the local work. It must not communicate, since it may have failed on other ranks.
-        describe: returns what must be the same on all ranks, given the result of `prepare`, or
-            None where that failed: a difference between ranks may be the reason.
+        describe: function that returns what must be the same on all ranks, given the result of
+            `prepare`, or None where that failed: a difference between ranks may be the reason.
 
     Raises:
         ValueError: the descriptions differ; the message is the same on all ranks.
@@ -210,10 +210,10 @@ def collection_description(
 
     Args:
         source: the collection.
-        configs: of its tables, with the optimizers that they will have.
+        configs: configurations of its tables, with the optimizers that they will have.
         plan: the sharding of each table, by name; None without a valid plan.
-        optimizer: of tables whose configuration has none.
-        path: of the collection in the model; without it, errors name tables only.
+        optimizer: optimizer of tables whose configuration has none.
+        path: path of the collection in the model; without it, errors name tables only.
     """
     where = f" of {path}" if path else ""
     found: dict[str, dict[str, Any]] = {
@@ -274,8 +274,8 @@ def _texts(
     """Yield the texts of a value and of its parts.
 
     Args:
-        name: of the value, with dots.
-        value: what is described.
+        name: name of the value, with dots.
+        value: value to describe.
         used: the names in the code that reads the value; None for all.
         outer: the ids of the objects that contain the value; a function may refer to itself.
     """

@@ -56,7 +56,7 @@ class DistributedModelParallel(nn.Module):
             one.
         planner: a `Planner`, which runs on rank 0; by default one of this machine for batches of
             `BATCH_SIZE` examples.
-        optimizer: for tables whose configuration has none, fused into the backward pass.
+        optimizer: optimizer of tables whose configuration has none, fused into the backward pass.
         wrap: how the dense part is parallelized: "ddp", "fully_shard", "none", or `DDP(...)` or
             `FullyShard(...)` with options.
         comm_precision: the codecs of values sent between ranks.

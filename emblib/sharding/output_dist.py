@@ -30,7 +30,7 @@ class _CopyTables(NamedTuple):
     Attributes:
         targets: `[spans, 7]`, where each span of columns goes in the output.
         sources: `[sources, 3]`, where the rows that are added up for a span begin.
-        rows: see `OutgoingBatch.rows`.
+        rows: rows, see `OutgoingBatch.rows`.
         received_sizes: elements received from each rank, then from each node that sums rows.
         num_replicated: elements of the rows of replicated tables, which follow the received ones.
         num_outputs: elements of the output.
@@ -58,9 +58,9 @@ class _Sources:
 
     Attributes:
         layouts: the layout of each.
-        all_layouts: these, then that of the replicated tables.
+        all_layouts: layouts of all ranks, then that of the replicated tables.
         spans: how they make up the columns of the output.
-        columns: where the columns of each unit begin in the rows of its source.
+        columns: first column of each unit in the rows of its source.
     """
 
     def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
@@ -137,7 +137,8 @@ class OutputDist(nn.Module):
         Args:
             local: rows of this rank's units for the bags of all ranks.
             replica_rows: rows of the replicated tables for the bags of this rank.
-            gradient_sink: gets the gradients of replicated tables' rows of all ranks in backward.
+            gradient_sink: tensor that gets the gradients of replicated tables' rows of all ranks in
+                backward.
             received: the batch.
 
         Its output is `[B, columns]`, or flat where features differ in batch size.

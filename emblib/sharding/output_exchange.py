@@ -46,8 +46,8 @@ class OutputStep(ABC):
     Attributes:
         local: the rows that this rank looked up for all ranks.
         replica_rows: the rows of replicated tables for the batch of this rank.
-        gradient_sink: gets the gradients of replicated tables' rows of all ranks in backward, see
-            `ReplicatedTables.gradient_sink`.
+        gradient_sink: tensor that gets the gradients of replicated tables' rows of all ranks in
+            backward, see `ReplicatedTables.gradient_sink`.
         replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
             a `gradient_sink`.
         is_small: whether the rows may travel with those of other lookups, see `IncomingBatch`.
@@ -254,7 +254,7 @@ class _Scaling:
     """What ranks agree about where a `GradScaler` has scaled their losses, in one backward.
 
     Args:
-        scale: of this rank.
+        scale: scale of this rank.
         ranks: the processes.
     """
 

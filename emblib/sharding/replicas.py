@@ -36,9 +36,9 @@ class ReplicatedModelParallel(DistributedModelParallel):
     Args:
         module: the model, as for `DistributedModelParallel`. All tables need a fused optimizer.
         mesh: a `DeviceMesh` of all processes, `[replicas, shards]`.
-        plan: of the ranks of one group, as for `DistributedModelParallel`.
-        planner: as there; it plans for the ranks of a group.
-        optimizer: for tables whose configuration has none.
+        plan: plan of the ranks of one group, as for `DistributedModelParallel`.
+        planner: planner, as for `DistributedModelParallel`; it plans for the ranks of a group.
+        optimizer: optimizer of tables whose configuration has none.
         wrap: how the dense part is distributed over all ranks.
         comm_precision: the codecs of values sent between the ranks of a group.
         gradients: whether table gradients are the mean over the ranks of a group, or the sum.
@@ -46,7 +46,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
     Attributes:
         ranks: the group of this rank, which shares a replica of the tables.
-        all_ranks: all processes.
+        all_ranks: group of all processes.
         replicas: the ranks with the same shards as this one, one per group.
 
     Raises:

@@ -73,7 +73,8 @@ def shard(
             itself is "". A collection with several paths is named by one of them and replaced at
             all.
         ranks: the processes; by default all.
-        optimizer: for tables whose configuration has none; by default that of their collection.
+        optimizer: optimizer of tables whose configuration has none; None is that of their
+            collection.
         comm_precision: codecs of rows and gradients in transit.
         gradients: whether gradients of tables are the mean or the sum over ranks.
 

@@ -51,7 +51,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         ranks: the processes; by default all.
         comm_precision: the codecs of rows and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: for tables whose configuration has none; by default that of `source`.
+        optimizer: optimizer of tables whose configuration has none; None is that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
     """
 

@@ -321,7 +321,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         ranks: the processes; by default all.
         comm_precision: the codecs of vectors and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: for tables whose configuration has none; by default that of `source`.
+        optimizer: optimizer of tables whose configuration has none; None is that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
         dedup: whether each id of a feature is sent once per batch, and its vector returned once.
             It saves messages where ids repeat within the batch of a rank; the gradients of equal

@@ -170,8 +170,8 @@ class TensorLayout(NamedTuple):
     """One tensor of a table in a checkpoint.
 
     Args:
-        size: of the tensor of the whole table, `[rows, width]`.
-        dtype: of its elements.
+        size: size of the tensor of the whole table, `[rows, width]`.
+        dtype: dtype of its elements.
         region: maps rows and columns of a slice of the table to rows and columns of this tensor;
             None for a tensor that every slice has in full.
     """
@@ -280,9 +280,9 @@ class Storage:
         """Return a key that is equal for slices that can share a module.
 
         Args:
-            part: a slice.
-            number: its number among the slices of a rank; in the key, it keeps the slice alone.
-            optimizer: of the slice.
+            part: slice of a table.
+            number: number of the slice among the slices of a rank; a key with it is unique.
+            optimizer: optimizer of the slice.
             pooling: SUM or MEAN; NONE for one vector per id.
         """
         return number
@@ -300,11 +300,11 @@ class Storage:
 
         Args:
             parts: the slices.
-            reads: for each feature of the module, the slice that it reads.
-            optimizer: of the slices.
+            reads: index into `slices` for each feature of the module.
+            optimizer: optimizer of the slices.
             pooling: SUM or MEAN; NONE for one vector per id.
-            seeds: of the initial values, one per slice.
-            device: of the memory; may be meta.
+            seeds: seeds of the initial values, one per slice.
+            device: device of the memory; may be meta.
         """
         raise NotImplementedError
 
@@ -345,7 +345,8 @@ class Storage:
             part: the slice that `target` has.
             source: the whole table, of the same storage.
             target: the table to write.
-            key_block: for keyed storage, (number, count) of the block of keys that `target` owns.
+            key_block: (number, count) of the block of keys that `target` owns; only for keyed
+                storage.
         """
         views, targets = source.views(), target.views()
         for name in targets.keys() & views.keys():
@@ -385,7 +386,7 @@ class Storage:
 
         Args:
             part: the slice.
-            optimizer: of the table, if there is one.
+            optimizer: optimizer of the table; None counts no states.
             device: "cpu" or "cuda".
         """
         itemsize = part.config.data_type.itemsize

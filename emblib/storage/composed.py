@@ -60,9 +60,9 @@ class Component(NamedTuple):
     """A dense table that ids share.
 
     Args:
-        name: of its parameter.
-        rows: of the table.
-        scale: its initial values are uniform within `scale` times the bounds of the table.
+        name: name of its parameter.
+        rows: number of rows.
+        scale: factor of the bounds of its uniform initial values, relative to those of the table.
     """
 
     name: str
@@ -102,7 +102,7 @@ class ComposedStorage(Storage):
         Args:
             ids: int64 `[L]`.
             numbers: int64 `[n, L]` or `[n, 1]`, `numbers()` of the table of each id.
-            count: of rows that an id reads.
+            count: number of rows that an id reads.
         """
         raise NotImplementedError
 

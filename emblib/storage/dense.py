@@ -49,7 +49,8 @@ class Dense(Storage):
 
     Args:
         placement: the memory of the rows.
-        cache: of a placement that has one; tables of one collection with equal caches share it.
+        cache: cache of a placement that has one; tables of one collection with equal caches share
+            it.
     """
 
     placement: Placement = Placement.DEVICE

@@ -66,11 +66,11 @@ class Hash(Storage):
             larger than the device; `num_embeddings` is then the capacity of the fast tier over all
             ranks. Every shard makes a store of its own like this one, which itself stays unused:
             host memory with its part of the capacity, files named by table and shard.
-        seed: of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where untrusted
-            users choose the keys, set one that they do not know. Tables with different seeds do
-            not share a module. None: initial values are those of seed 0, and keys are hashed by a
-            seed that the collection draws from torch's generator, the same on all ranks that have
-            shards of the table.
+        seed: seed of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where
+            untrusted users choose the keys, set one that they do not know. Tables with different
+            seeds do not share a module. None: initial values are those of seed 0, and keys are
+            hashed by a seed that the collection draws from torch's generator, the same on all ranks
+            that have shards of the table.
     """
 
     initial_capacity: int | None = None

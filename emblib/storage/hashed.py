@@ -36,10 +36,11 @@ class Hashed(ComposedStorage):
     """`rows` rows, which ids share; an id's row is the sum of those that its functions select.
 
     Args:
-        rows: stored.
-        functions: by which an id selects a row each; those after the first are mixed ones.
+        rows: number of stored rows.
+        functions: number of rows that an id reads and adds; `hash` selects the first one, mixed
+            hash functions the others.
         hash: the first function.
-        seed: of the mixed functions.
+        seed: seed of the mixed functions.
 
     Example:
         >>> emblib.EmbeddingBagConfig(10_000_000, 64, "user", storage=storage.Hashed(500_000))

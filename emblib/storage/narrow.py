@@ -21,7 +21,7 @@ class Narrow(ComposedStorage):
     """Rows of `columns` values, followed by zeros up to the dim of the table.
 
     Args:
-        columns: stored; fewer than the dim.
+        columns: number of stored columns; fewer than the dim.
 
     Example:
         >>> emblib.EmbeddingBagConfig(10_000_000, 64, "user", storage=storage.Narrow(16))

@@ -22,7 +22,7 @@ class QuotientRemainder(ComposedStorage):
     """`ceil(num_embeddings / divisor)` rows by the quotient of an id, `divisor` by its remainder.
 
     Args:
-        divisor: of the ids. The square root of their number needs least memory.
+        divisor: divisor of the ids; the square root of `num_embeddings` needs least memory.
         combine: "multiply", "add" or "concatenate", which makes a row of the two, see `Combine`.
 
     Example:
@@ -48,8 +48,8 @@ class QuotientRemainder(ComposedStorage):
 
         Args:
             num_embeddings: the ids of the table.
-            share: of the rows of a table with one row per id, in (0, 1].
-            combine: see `QuotientRemainder`.
+            share: fraction of the rows of a table with one row per id, in (0, 1].
+            combine: combination of the two rows, see `QuotientRemainder`.
 
         Raises:
             ValueError: `share` is not in (0, 1], or two parts need more rows, at least

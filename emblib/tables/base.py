@@ -650,7 +650,7 @@ def variable_batch(
         batch_sizes: `[F][ranks]` numbers of bags.
         dims: `[F]` elements per bag.
         num_bags: the sum of `batch_sizes`.
-        device: of the layout.
+        device: device of the layout.
 
     Raises:
         ValueError: not one list per feature, lists of different lengths, a negative size, or sizes

@@ -50,7 +50,7 @@ def first_violation(
     """Return a phrase that names the first invalid index of a batch on the CPU.
 
     Args:
-        module: whose features and tables are named.
+        module: module whose features and tables are named in the message.
         indices: `[L]`, of which at least one is invalid; else the phrase is empty.
         offsets: `[bags + 1]`, repaired.
         features: `[F, columns]`, see `FeatureColumn`.
@@ -180,7 +180,8 @@ def report_bounds_violations(model: nn.Module) -> None:
     warns. Call this where the host waits anyway, for example once per epoch.
 
     Args:
-        model: whose tables, at any depth, are reported, one warning per module with violations.
+        model: model whose tables, at any depth, are reported, with one warning per module with
+            violations.
 
     Example:
         >>> emblib.report_bounds_violations(model)

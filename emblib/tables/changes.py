@@ -22,9 +22,9 @@ class Change(Generic[_R]):
     """A change that running again completes.
 
     Args:
-        make: makes the change and returns its result.
-        is_optional: returns whether the change may stay as it is: nothing was changed yet that
-            needs the rest of it.
+        make: function that makes the change and returns its result.
+        is_optional: function that returns whether the change may stay as it is, because nothing was
+            changed yet that needs the rest of it.
     """
 
     def __init__(self, make: Callable[[], _R], is_optional: Callable[[], bool]) -> None:

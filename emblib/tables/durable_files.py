@@ -326,9 +326,9 @@ def replacing(path: Path, fresh: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` on leaving, completely synced to the disk.
 
     Args:
-        path: of the file that is replaced.
-        fresh: what it is called until then; by default a name that is the same every time, for
-            directories that have one writer.
+        path: path of the file that is replaced.
+        fresh: path of the new file until then; None is a name that is the same every time, for
+            directories with a single writer.
 
     Raises:
         OSError: it could not be written; `path` is what it was.

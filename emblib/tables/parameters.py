@@ -458,7 +458,7 @@ def check_not_replicated(buffer: Tensor) -> None:
     """Raise RuntimeError where `DistributedDataParallel` replicates tables that backward updates.
 
     Args:
-        buffer: of the module of the tables; DDP has it unless the module is ignored.
+        buffer: buffer of the module of the tables; DDP broadcasts it unless the module is ignored.
     """
     if torch.compiler.is_compiling():
         return

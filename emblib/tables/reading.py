@@ -21,7 +21,7 @@ class TableReading(NamedTuple):
     Args:
         features: `[F, columns]`, see `emblib.columns.FeatureColumn`.
         dim: columns of the table.
-        pooling: of the features.
+        pooling: pooling of the features.
         joint: adds up the gradients of the table, if backward updates it.
     """
 

@@ -287,9 +287,9 @@ class RowCache(nn.Module):
         Args:
             tiers: the memory of the tables.
             passes: the rows of each pass.
-            later: on a GPU, per pass the list that gets those rows that the update of an earlier
-                batch in flight may write to in their tables; `fetch_later` fetches them. Without
-                such lists all rows are fetched.
+            later: list per pass, on a GPU, that gets the rows that the update of an earlier batch
+                in flight may write to in their tables; `fetch_later` fetches them. Without such
+                lists all rows are fetched.
 
         Returns:
             `row_slots` of each pass.

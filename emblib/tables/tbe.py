@@ -55,14 +55,14 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     Args:
         tables: rows, dim, name and placement of each table.
-        optimizer: one of `emblib.optim`. Without one, backward leaves dense gradients for an
-            optimizer of `torch.optim`, as `optim.External(gradient=Gradient.DENSE)` does.
+        optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
+            `torch.optim`, as `optim.External(gradient=Gradient.DENSE)` does.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
-        bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
-        cache: of the MANAGED_CACHING and DISK tables; unused without such tables.
-        device: where the kernels run.
+        bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
+        cache: cache of the MANAGED_CACHING and DISK tables; unused without such tables.
+        device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 

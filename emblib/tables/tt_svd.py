@@ -34,7 +34,7 @@ class Decomposition(NamedTuple):
 
     Attributes:
         spec: the table, with the ranks that were chosen.
-        cores: its cores.
+        cores: cores of the train.
         error: the norm of the difference to the table, relative to the norm of the table.
         hot_error: the same for the 1% of rows with the most accesses, if there were counts.
     """
@@ -65,10 +65,10 @@ def decompose(
         ranks: the inner ranks; those that the cores cannot use are lowered.
         error: a relative error; the ranks are the smallest whose cuts stay below it together.
             Rounding the cores to 16 bits adds to it.
-        nbytes: of the cores in `dtype`; the ranks are the largest equal ones that fit.
+        nbytes: bytes of the cores in `dtype`; the ranks are the largest equal ones that fit.
         counts: accesses of each row `[rows]`: the first and the last core are then fitted so that
             the squared errors of rows, weighted by these, are smallest.
-        dtype: to which the values of the cores are rounded: float32, float16 or bfloat16.
+        dtype: dtype to which the values of the cores are rounded: float32, float16 or bfloat16.
 
     Raises:
         ValueError: not one of the sizes, or of a wrong shape; another dtype.

@@ -17,7 +17,7 @@ class TTWork(NamedTuple):
     """What lookups of one table cost.
 
     Attributes:
-        rows: distinct rows.
+        rows: number of distinct rows.
         lefts, rights: distinct halves of these.
         forward, backward: multiply-adds of the products; sums of bags and updates are not counted.
 

@@ -109,7 +109,7 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
     are matched by their position in their group. A state dict by name is returned as it is.
 
     Args:
-        state_dict: of a `KeyedOptimizer` or of `torch.optim`.
+        state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
         names: the names of the parameters of each group.
 
     Raises:
@@ -246,8 +246,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: the wrapped optimizer.
-        clipping: what to clip.
-        max_gradient: the bound.
+        clipping: quantity to clip: nothing, the norm of all gradients, or each value.
+        max_gradient: bound of the norm or of the absolute values.
         norm_type: exponent of the norm; `inf` for the maximum.
     """
 
@@ -647,8 +647,9 @@ class WarmupOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: the wrapped optimizer.
-        stages: in order, `max_iters` ascending.
-        lr: the rate that stages multiply, for all groups; left out, the current rate of each group.
+        stages: stages of the schedule, in order of ascending `max_iters`.
+        lr: learning rate that stages multiply, for all groups; None is the current rate of each
+            group.
         lr_param: the key of the rate in the groups.
     """
 

@@ -325,8 +325,9 @@ def jagged_unique_indices(
     getting one more.
 
     Args:
-        hash_size_cumsum: per feature, the rows of the tables before its own, and the total.
-        hash_size_offsets: per table, its first feature, and the number of features.
+        hash_size_cumsum: `[F + 1]`, for each feature the number of rows of all tables before its
+            own, and the total.
+        hash_size_offsets: `[T + 1]`, the first feature of each table, and the number of features.
         offsets: `[F * B + 1]`.
         indices: `[L]`.
 

@@ -91,10 +91,10 @@ def set_table_entries(
     there, and the fast tier is empty.
 
     Args:
-        module: which has the table.
-        table: its number or name.
+        module: module of the table.
+        table: number or name of the table.
         entries: the new entries.
-        report: called as rows are written.
+        report: function that is called as rows are written.
         hash_key: `index.hash_key` of the table that the entries are from, so that keys share
             buckets as they do there; None keeps that of this table.
 

@@ -104,8 +104,8 @@ class Writer:
     """A writer of one part of a dump; readers see the part after `commit`.
 
     Args:
-        directory: created if it does not exist (its parents too); may hold an older dump of the
-            same number of parts, which stays valid until this one is complete.
+        directory: directory of the dump, created with its parents if it does not exist. It may hold
+            an older dump of the same number of parts, which stays valid until this one is complete.
         part: the rank and the number of parts.
 
     Raises:

@@ -30,11 +30,11 @@ def save_dynamicemb(
     """Save a table in the files of NVIDIA's DynamicEmb.
 
     Args:
-        module: which has the table.
-        directory: of the collection. Files of the table that are there stay until the new ones are
-            written, so there must be space for both.
-        table: its number or name.
-        arguments: for `<table>_opt_args.json`; by default the learning rate.
+        module: module of the table.
+        directory: directory of the collection. Existing files of the table stay until the new ones
+            are written, so there must be space for both.
+        table: number or name of the table.
+        arguments: content of `<table>_opt_args.json`; None writes the learning rate.
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
     """
     t = module.table_number(table)
@@ -58,12 +58,12 @@ def stage_dynamicemb(
     `dynamicemb_files.commit` replaces them, once the files of all ranks are staged.
 
     Args:
-        module: which has the table, for its name and order of eviction.
-        directory: of the collection.
-        table: its number or name.
-        found: what is written, see `export_dynamicemb`.
+        module: module of the table, for its name and order of eviction.
+        directory: directory of the collection.
+        table: number or name of the table.
+        found: table to write, see `export_dynamicemb`.
         part: rank and number of ranks.
-        uses_first: see `dynamicemb_files.Layout`.
+        uses_first: order of two score columns, see `dynamicemb_files.Layout`.
     """
     t = module.table_number(table)
     dynamicemb_files.stage(
@@ -91,9 +91,9 @@ def load_dynamicemb(
     their first value.
 
     Args:
-        module: which has the table.
-        directory: of the collection.
-        table: its number or name, which is that of the files.
+        module: module of the table.
+        directory: directory of the collection.
+        table: number or name of the table, which is also the name of the files.
         part: rank and number of ranks that load.
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
 

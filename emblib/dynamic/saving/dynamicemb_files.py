@@ -58,8 +58,8 @@ class DynamicEmbTable:
     """A table of DynamicEmb's.
 
     Args:
-        entries: as they are here.
-        arguments: of `t_opt_args.json`.
+        entries: entries in emblib's form.
+        arguments: content of `t_opt_args.json`.
         counts: keys and counts of an admission counter, if there is one.
     """
 
@@ -82,7 +82,7 @@ class Layout:
     """How a table of DynamicEmb's is laid out beyond its dims.
 
     Args:
-        order: of eviction: none, lru, lfu, lru_lfu or assigned.
+        order: order of eviction: none, lru, lfu, lru_lfu or assigned.
         uses_first: whether the first of two columns of scores are the uses, as with the strategy
             (LFU, TIMESTAMP); else it is the time.
     """
@@ -100,9 +100,9 @@ def write(
     "roundrobin" router does for keys that are not negative.
 
     Args:
-        directory: created with its parents if missing.
-        name: of the table; existing files are replaced once all new ones are written.
-        layout: of the table.
+        directory: directory of the collection, created with its parents if missing.
+        name: name of the table; existing files are replaced once all new ones are written.
+        layout: layout of the table.
         table: `arguments` are written in addition to those that follow from the order. DynamicEmb
             loads optimizer states only if `lr` and the other arguments of the optimizer are there.
         clock: the tick from which ages count.
@@ -264,12 +264,12 @@ def read(
     """Return the entries of a table; rows are mapped, not read.
 
     Args:
-        directory: of the collection, not of the whole dump.
-        name: of the table.
-        dim: of the table, which no file contains.
+        directory: directory of the collection, not of the whole dump.
+        name: name of the table.
+        dim: dim of the table, which no file contains.
         states: width of each optimizer state, in order; empty to skip them.
-        layout: of the table that takes the entries. Ages become stamps 1, 2, ... from the oldest to
-            the newest, and the newest have the largest.
+        layout: layout of the table that takes the entries. Ages become stamps 1, 2, ... from the
+            oldest to the newest, and the newest have the largest.
         rank: the rank whose files are read; None: those of all ranks, concatenated.
 
     Raises:

@@ -225,7 +225,7 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
     """Allocate the parts in which a rank may have keys, for the checkpoint reader to fill.
 
     Args:
-        metadata: by name, objects with `size` and `properties.dtype`, as `state_dict_metadata` of
+        metadata: objects with `size` and `properties.dtype` by name, as `state_dict_metadata` of
             torch.distributed.checkpoint has them.
         rank: the rank that is loading.
         world_size: the number of ranks that are loading; it may differ from the saved one.

@@ -40,8 +40,8 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tenso
     Args:
         keys: int64 `[N]`, distinct, the ones that matter most first.
         slots: int64 `[N]`, of each in one of its buckets, or -1.
-        buckets: of the table.
-        hash_key: of the table.
+        buckets: number of buckets of the table.
+        hash_key: hash key of the table.
 
     Which entries stay out, if any, and where the others are follows from the input alone.
     """
@@ -187,13 +187,13 @@ class TableTarget(NamedTuple):
     """One table of an index, with its row buffers.
 
     Attributes:
-        index: which has its keys.
-        table: its number there.
-        name: what it is called in progress and errors.
+        index: index with the keys of the table.
+        table: number of the table in `index`.
+        name: name of the table in progress and error messages.
         views: rows by slot, `weight` first, then states; as many as the table may have.
         rows: the same as the index moves them when the table grows; None where it does not.
-        initial_state: what states are where entries come without them.
-        hash_key: what the hash of a table that is replaced depends on then; None: what it does now.
+        initial_state: value of optimizer states of entries that come without them.
+        hash_key: hash key of a table that is replaced; None keeps the present one.
         complete: runs a function, and once more if it is interrupted.
     """
 
@@ -211,8 +211,8 @@ class Loaded(NamedTuple):
     """The result of loading entries.
 
     Attributes:
-        loaded: those that are in the table now.
-        left_out: those that found no place, the least of them by the order of eviction.
+        loaded: number of entries that are in the table now.
+        left_out: number of entries that found no slot: the first ones in the order of eviction.
         displaced: entries of the table that were evicted for them.
     """
 

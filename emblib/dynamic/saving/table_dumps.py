@@ -118,10 +118,10 @@ class ChangeSet(NamedTuple):
     Attributes:
         since: the tick from which on entries that were used or written, and removed keys, are here.
         until: the tick to pass as `since` the next time.
-        tables: by name.
-        hyperparameters: of the optimizer.
-        hash_keys: of the tables, int64 `[T]`, which a copy without keys takes over; None leaves its
-            own.
+        tables: changes by table name.
+        hyperparameters: hyperparameters of the optimizer.
+        hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys takes over; None
+            leaves its own.
     """
 
     since: int
@@ -158,7 +158,7 @@ def changes_since(
     The batch of that tick is included again: it may have been saved before it was trained.
 
     Args:
-        module: which has the tables.
+        module: module of the tables.
         since: the tick.
         chosen: the numbers of the tables; None is all.
 
@@ -265,12 +265,12 @@ class TableDump(NamedTuple):
     """The part of a dump that one table loads, checked.
 
     Attributes:
-        directory: of the dump, for errors.
-        entries: of the table.
-        changes: what to apply to the present entries; None for a dump of whole tables.
+        directory: directory of the dump, for error messages.
+        entries: entries of the table.
+        changes: changes to apply to the present entries; None for a dump of whole tables.
         clock: the tick of the dump.
-        hyperparameters: of the optimizer.
-        hash_key: on which the hash of the table depended; None if unknown.
+        hyperparameters: hyperparameters of the optimizer.
+        hash_key: hash key of the table at the time of the dump; None if unknown.
         others: the state of admission counters and scores.
     """
 

@@ -63,11 +63,11 @@ class BatchPlacement(NamedTuple):
         slots: int64 `[L]` by miss, as `InsertResult.slots`.
         status: uint8 `[L]` by miss, as `InsertResult.status`; `HIT` for rows from the store.
         positions: int64 `[L]`, the slot of each position of the batch.
-        rows: by table, the rows that are in the store.
-        slots_of_found: by table, the slots of these rows; -1 where the key has none.
-        overflow: by table, the keys that are served in overflow rows, without values.
+        rows: rows that are in the store, per table.
+        slots_of_found: slots of these rows, per table; -1 where the key has none.
+        overflow: keys that are served in overflow rows, per table, without values.
         moves: rows that move between the tiers.
-        counts: by table, the counters of `TierStats` after the batch.
+        counts: counters of `TierStats` after the batch, per table.
     """
 
     slots: Tensor
@@ -84,8 +84,8 @@ class BackingTier:
     """Move rows between the tables of a module and a store, as a hook of its training steps.
 
     Args:
-        module: whose tables the store is behind; it is referenced weakly, so that the store is
-            closed as soon as the module is deleted.
+        module: module of the tables in front of the store. It is referenced weakly, so that the
+            store is closed as soon as the module is deleted.
         backing: the store and its mode.
     """
 
@@ -207,7 +207,7 @@ class BackingTier:
         Args:
             keys: the batch.
             inserted: the result of its insertion.
-            rows: what `find_in_store` returned.
+            rows: result of `find_in_store`.
             batch_scores: int64 `[T]`, of this batch, where scores are assigned.
         """
         misses, result = inserted.misses, inserted.result

@@ -165,9 +165,9 @@ class StoreShard(NamedTuple):
     """One shard of a table of a collection, which gets a store of its own.
 
     Attributes:
-        name: of the table.
+        name: name of the table.
         shard: number of the shard and number of shards; None for a table that is not sharded.
-        seed: of hashes that the store needs, the same for all shards.
+        seed: seed of hashes that the store needs, the same for all shards.
     """
 
     name: str
@@ -229,9 +229,9 @@ class BackingStore:
     """A store behind all tables of a module, whose `capacity` is then that of the fast tier.
 
     Args:
-        store: of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`, `SqliteRows`,
-            or any `RowStore`. It belongs to one module.
-        mode: which rows are promoted.
+        store: store of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`,
+            `SqliteRows`, or any `RowStore`. It belongs to one module.
+        mode: mode that decides which rows are promoted.
         max_misses: the maximum number of ids of a table per batch that are not in the fast tier;
             None is 2^20 on the CPU, where they take only address space, and 2^16 on CUDA, where
             they take memory.

@@ -40,14 +40,15 @@ class TrainPipelineBase:
     thread of a process (docs/threads.md).
 
     Args:
-        model: what `forward` calls; its sharded collections may be anywhere in it.
+        model: model that `forward` calls; its sharded collections may be anywhere in it.
         optimizer: anything with `zero_grad` and `step`; None for a model in eval mode.
-        device: where batches go; by default the device of the ranks.
-        forward: takes a batch and gives (loss, output), or the loss alone; by default `model`.
-        ends: what happens where loaders are of different lengths over the ranks: `DrainAll()`,
+        device: device to which batches are copied; None is the device of the ranks.
+        forward: function of a batch that returns (loss, output), or the loss alone; None is
+            `model`.
+        uneven_inputs: reaction to loaders of different lengths over the ranks: `DrainAll()`,
             `StopAtShortest()` or `AssumeEqual()`.
-        on_progress: called after every step.
-        ranks: those that train together; by default those of the model.
+        on_progress: function that is called after every step.
+        ranks: ranks that train together; None is those of the model.
     """
 
     ahead: ClassVar[int] = 1
@@ -196,7 +197,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     step sees the tables as the plain loop does.
 
     Args:
-        model: as for `TrainPipelineBase`, like `optimizer`, `device`, `forward`,
+        model: model, as for `TrainPipelineBase`; so are `optimizer`, `device`, `forward`,
             `uneven_inputs`, `on_progress` and `ranks`.
         inputs: gives {path of a sharded collection: its jagged tensor} of a batch. Left out, the
             first batch shows it: an input that is an object of the batch (an attribute, an item)
@@ -275,7 +276,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
     nothing then.
 
     Args:
-        model: as for `TrainPipelineSparseDist`, like `device`, `inputs`, `forward`,
+        model: model, as for `TrainPipelineSparseDist`; so are `device`, `inputs`, `forward`,
             `uneven_inputs`, `on_progress` and `ranks`.
 
     Example:

@@ -259,9 +259,10 @@ class Progress(NamedTuple):
         own_examples: examples of this rank so far.
         examples: examples of all ranks so far; None where it is unknown (`AssumeEqual`).
         elapsed_s: seconds from the beginning of the first step to the end of this one.
-        steps_per_s: over the last steps, at most `WINDOW` of them.
-        own_examples_per_s: likewise, of this rank.
-        examples_per_s: likewise, of all ranks.
+        steps_per_s: steps per second over the last steps, at most `WINDOW` of them.
+        own_examples_per_s: examples of this rank per second, over the same steps.
+        examples_per_s: examples of all ranks per second, over the same steps; None where it is
+            unknown.
 
     The clock is the host's. A GPU may be behind by the steps that are enqueued; over a window of
     steps that is little.

@@ -30,7 +30,7 @@ class RankCosts:
     """The costs by rank of the choices so far; choices can be added and removed.
 
     Args:
-        model: provides the costs that do not depend on the batch.
+        model: cost model of everything that does not depend on the batch.
         free_memory: bytes for tables and batches, by rank.
         weighted: whether any collection sends weights.
     """
