@@ -79,13 +79,13 @@ class CapturedStep:
             `DistributedDataParallel` needs 11.
 
     Example:
-        >>> specs = [emblib.TableSpec(9, 4)]
-        >>> table = emblib.TableBatchedEmbeddingBags(specs, emblib.optim.SGD(0.1))
+        >>> optimizer = emblib.optim.SGD(0.1)
+        >>> table = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(9, 4)], optimizer)
         >>> def train(batch):
         ...     loss = table(batch.values(), batch.offsets()).square().mean()
         ...     loss.backward()
         ...     return loss
-        >>> step = emblib.CapturedStep(train, bounds=[8, 64])
+        >>> step = emblib.CapturedStep(train, bounds=[8, 64])  # captures on a GPU only
         >>> ids = torch.tensor([3, 1, 4])
         >>> step(emblib.JaggedTensor(ids, lengths=torch.tensor([2, 1]))).shape
         torch.Size([])

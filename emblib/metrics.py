@@ -36,10 +36,11 @@ class NormalizedEntropy(Metric):
     Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014).
 
     Example:
-        >>> metric = NormalizedEntropy(from_logits=True)
-        >>> for batch in loader:
-        ...     metric.update(model(batch), batch.labels)
+        >>> from emblib.metrics import NormalizedEntropy
+        >>> metric = NormalizedEntropy()
+        >>> metric.update(torch.tensor([0.5, 0.5, 0.5, 0.5]), torch.tensor([0, 1, 1, 0]))
         >>> metric.compute()
+        tensor(1., dtype=torch.float64)
     """
 
     is_differentiable = False
@@ -104,9 +105,12 @@ class GroupedAUC(Metric):
     Source: Zhou et al., Deep Interest Network for Click-Through Rate Prediction (KDD 2018).
 
     Example:
+        >>> from emblib.metrics import GroupedAUC
         >>> metric = GroupedAUC()
-        >>> metric.update(scores, batch.labels, batch.users)
+        >>> scores, labels = torch.tensor([0.1, 0.9, 0.4, 0.3]), torch.tensor([0, 1, 0, 1])
+        >>> metric.update(scores, labels, torch.tensor([7, 7, 8, 8]))  # two users
         >>> metric.compute()
+        tensor(0.5000, dtype=torch.float64)
     """
 
     is_differentiable = False

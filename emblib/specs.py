@@ -36,6 +36,14 @@ class Pooling(Choice):
     """How the rows of a bag become one vector; NONE keeps one vector per lookup.
 
     `Pooling("MEAN")`, in capitals as in TorchRec, is accepted as well.
+
+    Example:
+        >>> ids, offsets = torch.tensor([1, 2, 2]), torch.tensor([0, 2, 3])  # bags (1, 2) and (2,)
+        >>> for pooling in (emblib.Pooling.MEAN, emblib.Pooling.NONE):
+        ...     bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(3, 4)], pooling=pooling)
+        ...     print(bags(ids, offsets).shape)
+        torch.Size([2, 4])
+        torch.Size([3, 4])
     """
 
     SUM = "sum"
@@ -68,6 +76,18 @@ class BoundsCheck(Choice):
     offsets too. Ids of -1 before the first offset are padding, which may be skipped. NONE checks
     nothing: it equals IGNORE for offsets that never decrease, and is memory-safe but otherwise
     unspecified for others.
+
+    Example:
+        >>> tables, check = [emblib.TableSpec(rows=3, dim=4)], emblib.BoundsCheck
+        >>> bags = emblib.TableBatchedEmbeddingBags(tables, bounds_check=check.IGNORE)
+        >>> bag = torch.tensor([0, 1])
+        >>> torch.equal(bags(torch.tensor([7]), bag), bags(torch.tensor([0]), bag))
+        True
+        >>> bags = emblib.TableBatchedEmbeddingBags(tables, bounds_check=check.FATAL)
+        >>> bags(torch.tensor([7]), bag)
+        Traceback (most recent call last):
+            ...
+        RuntimeError: ...indices of feature 0 must be in [0, 3), or -1 for a pruned one, got 7...
     """
 
     FATAL = "fatal"
@@ -92,6 +112,15 @@ class Placement(Choice):
     DISK                    a memory-mapped file,       not there: use
                             behind a cache in memory    MANAGED_CACHING
     ======================  ==========================  ============================
+
+    Example:
+        >>> placement = emblib.Placement.MANAGED_CACHING
+        >>> table = emblib.TableSpec(rows=1_000, dim=16, placement=placement)
+        >>> bags = emblib.TableBatchedEmbeddingBags([table], emblib.optim.SGD(0.1))
+        >>> bags(torch.tensor([3, 14, 15]), torch.tensor([0, 2, 3])).shape
+        torch.Size([2, 16])
+        >>> placement.cached
+        True
     """
 
     DEVICE = "device"
@@ -112,6 +141,10 @@ class TableSpec:
 
     Every index is out of bounds of a table without rows, such as the shard of a small table on some
     rank.
+
+    Example:
+        >>> emblib.TableSpec(rows=1_000, dim=16, name="item")
+        TableSpec(rows=1000, dim=16, name='item', placement=<Placement.DEVICE: 'device'>)
     """
 
     rows: int
@@ -134,6 +167,22 @@ class StochasticRounding:
     The random numbers come from a counter-based generator (Philox) and depend only on `seed`, step,
     row and column: they are the same on any number of threads, on any device, and with any cache.
     Rows are numbered over the module, ordered by placement.
+
+    Example:
+        >>> to_nearest = emblib.Precision(weights=torch.bfloat16)
+        >>> on_average = emblib.Precision(
+        ...     weights=torch.bfloat16, stochastic_rounding=emblib.StochasticRounding(seed=7)
+        ... )
+        >>> for precision in (to_nearest, on_average):  # 100 updates of +0.003 of a row of ones
+        ...     table = emblib.TableBatchedEmbeddingBags(
+        ...         [emblib.TableSpec(1, 64)], emblib.optim.SGD(0.003), precision=precision
+        ...     )
+        ...     _ = table.table_weights()[0].fill_(1)
+        ...     for _ in range(100):
+        ...         (-table(torch.tensor([0]), torch.tensor([0, 1])).sum()).backward()
+        ...     print(f"{table.table_weights()[0].float().mean():.1f}")
+        1.0
+        1.3
     """
 
     seed: int = 0
@@ -152,6 +201,12 @@ class MatmulPrecision(Choice):
     operands to 11 significant bits and BF16 to 8, a relative error of up to 2^-11 and 2^-8 per
     operand, for less work. Sums are float32 in any case. A device may be more exact: the CPU, and
     products that do not use tensor cores, compute in float32.
+
+    Example:
+        >>> precision = emblib.Precision(matmul=emblib.MatmulPrecision.TF32)
+        >>> bag = emblib.TTEmbeddingBag(emblib.TTSpec(1_000, 16, ranks=(8, 8)), precision=precision)
+        >>> bag(torch.tensor([[3, 14]])).shape
+        torch.Size([1, 16])
     """
 
     FLOAT32 = "float32"
@@ -172,6 +227,12 @@ class Precision:
             None rounds to nearest, which drops updates below half a unit in the last place.
         matmul: how exact the products of the cores of tensor trains are on a GPU; other tables
             multiply no matrices.
+
+    Example:
+        >>> precision = emblib.Precision(weights=torch.bfloat16, output=torch.bfloat16)
+        >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(10, 4)], precision=precision)
+        >>> bags(torch.tensor([3]), torch.tensor([0, 1])).dtype
+        torch.bfloat16
     """
 
     weights: torch.dtype = torch.float32
@@ -196,6 +257,10 @@ class CachePolicy(Choice):
     """Which row is evicted: the least recently used (LRU) or least frequently used (LFU).
 
     Among rows that were used equally often, LFU evicts the one that was used last.
+
+    Example:
+        >>> emblib.CacheConfig(emblib.CachePolicy.LFU, load_factor=0.1).policy
+        <CachePolicy.LFU: 'lfu'>
     """
 
     LRU = "lru"
@@ -208,6 +273,10 @@ class Verify(Choice):
     TOUCH verifies a page before its first use after opening, OPEN verifies all pages at opening,
     which reads the whole files. OFF accepts the files unchecked, damaged ones included; the next
     flush then writes new checksums.
+
+    Example:
+        >>> emblib.CacheConfig(directory="tables", verify=emblib.Verify.OPEN).verify
+        <Verify.OPEN: 'open'>
     """
 
     TOUCH = "touch"
@@ -220,6 +289,11 @@ class MultiPassPrefetch:
     """Prefetch a large batch in several passes, which bounds the memory for grouping it.
 
     A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts.
+
+    Example:
+        >>> passes = emblib.MultiPassPrefetch(passes=4, min_lookups=1 << 20)
+        >>> emblib.CacheConfig(load_factor=0.1, passes=passes).passes
+        MultiPassPrefetch(passes=4, min_lookups=1048576)
     """
 
     passes: int = 12
@@ -244,6 +318,15 @@ class CacheConfig:
         passes: None, or how to prefetch very large batches.
         verify: time at which the files of DISK tables are verified against their checksums, see
             `Verify`.
+
+    Example:
+        >>> table = emblib.TableSpec(1_000, 16, placement=emblib.Placement.MANAGED_CACHING)
+        >>> cache = emblib.CacheConfig(load_factor=0.2)  # up to 200 rows, in sets of 32
+        >>> bags = emblib.TableBatchedEmbeddingBags([table], emblib.optim.SGD(0.1), cache=cache)
+        >>> for _ in range(2):  # the second lookup finds its rows in the cache
+        ...     pooled = bags(torch.tensor([3, 14]), torch.tensor([0, 2]))
+        >>> bags.cache_stats().unique, bags.cache_stats().unique_misses
+        (4, 2)
     """
 
     policy: CachePolicy = CachePolicy.LRU
@@ -287,6 +370,13 @@ class TTSpec:
     Ids that are near each other share cores. With `ids="permuted"` an id stands for the row of
     another one, by a bijection drawn from `seed`: better where the order of ids means nothing, or
     where they are in order of frequency (see `emblib.tt.shapes`).
+
+    Example:
+        >>> spec = emblib.TTSpec(rows=1_000_000, dim=64, ranks=(16, 16))
+        >>> spec.row_factors, spec.dim_factors
+        ((100, 100, 100), (4, 4, 4))
+        >>> spec.numel, spec.rows * spec.dim
+        (115200, 64000000)
     """
 
     rows: int
@@ -456,6 +546,15 @@ class Eviction(Choice):
     ========  ==========================================================
 
     Ties evict the smaller key. Keys of the present batch are never evicted.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(capacity=32, dim=4, eviction=emblib.Eviction.LFU)
+        >>> table = emblib.HashTable(spec)
+        >>> often = torch.arange(16)
+        >>> for keys in (often, often, often + 16, often + 32):  # 48 keys for 32 slots
+        ...     _ = table.find_or_insert(keys)
+        >>> bool(table.contains(often).all()), bool(table.contains(often + 16).any())
+        (True, False)
     """
 
     LRU = "lru"
@@ -472,7 +571,18 @@ class Eviction(Choice):
 
 
 class InsertPolicy(Choice):
-    """Whether a new key always evicts the lowest-ranked key or only where it ranks above it."""
+    """Whether a new key always evicts the lowest-ranked key or only where it ranks above it.
+
+    Example:
+        >>> for policy in emblib.InsertPolicy:
+        ...     spec = emblib.DynamicSpec(32, 4, eviction=emblib.Eviction.LFU, insert_policy=policy)
+        ...     table = emblib.HashTable(spec)
+        ...     _ = table.find_or_insert(torch.arange(32), scores=2)  # full, with 2 uses each
+        ...     _ = table.find_or_insert(torch.tensor([99]))  # 1 use
+        ...     print(policy.name, bool(table.contains(torch.tensor([99]))))
+        ALWAYS_EVICT True
+        EVICT_IF_LOWER False
+    """
 
     ALWAYS_EVICT = "wins"
     EVICT_IF_LOWER = "competes"
@@ -484,6 +594,17 @@ class OnInsertFailure(Choice):
     In every mode such a key reads `DynamicSpec.default_value`, is not trained, and is counted in
     `stats()`. WARN warns and RAISE raises at the end of that forward; on CUDA both wait for the
     device.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(
+        ...     32, 4, eviction=emblib.Eviction.NONE, on_insert_failure=emblib.OnInsertFailure.RAISE
+        ... )
+        >>> bags = emblib.DynamicEmbeddingBags([spec])
+        >>> pooled = bags(torch.arange(32), torch.tensor([0, 32]))  # the table is full
+        >>> bags(torch.tensor([99]), torch.tensor([0, 1]))
+        Traceback (most recent call last):
+            ...
+        RuntimeError: emblib: 1 keys found no slot in table 'table_0' of capacity 32...
     """
 
     IGNORE = "ignore"
@@ -493,7 +614,13 @@ class OnInsertFailure(Choice):
 
 @dataclass(frozen=True)
 class ExactCounter:
-    """Count up to `capacity` keys (rounded up to 32); the least counted are evicted by others."""
+    """Count up to `capacity` keys (rounded up to 32); the least counted are evicted by others.
+
+    Example:
+        >>> admission = emblib.FrequencyAdmission(threshold=3, counter=emblib.ExactCounter(100))
+        >>> admission.counter
+        ExactCounter(capacity=100)
+    """
 
     capacity: int
 
@@ -507,6 +634,11 @@ class CountMinSketch:
 
     With `halve_every` each counter is halved once in that many batches, so that the counts of rare
     keys fade. None halves none.
+
+    Example:
+        >>> counter = emblib.CountMinSketch(width=1 << 16, depth=4, halve_every=1_000)
+        >>> emblib.FrequencyAdmission(threshold=3, counter=counter).counter
+        CountMinSketch(width=65536, depth=4, halve_every=1000)
     """
 
     width: int
@@ -531,6 +663,15 @@ class FrequencyAdmission:
         counter: counts the uses of keys without a row.
         reads: initializer of the values that such a key reads in training, which are not trained;
             None reads `DynamicSpec.default_value`.
+
+    Example:
+        >>> admission = emblib.FrequencyAdmission(threshold=2, counter=emblib.ExactCounter(100))
+        >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(100, 4, admission=admission)])
+        >>> for _ in range(2):  # the second use of key 7 admits it
+        ...     pooled = bags(torch.tensor([7]), torch.tensor([0, 1]))
+        ...     print(emblib.KeyStatus(int(bags.key_status()[0])).name)
+        NOT_ADMITTED
+        NEW
     """
 
     threshold: int
@@ -569,6 +710,13 @@ class DynamicSpec:
         admission: None, or what a key needs before it is inserted.
         ttl: None, or the number of steps without use after which a key expires.
         on_insert_failure: reaction of a training forward to keys that found no slot.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
+        >>> bags = emblib.DynamicEmbeddingBags([spec], emblib.optim.Adagrad(0.1))
+        >>> pooled = bags(torch.arange(500), torch.tensor([0, 500]))
+        >>> bags.size(0), bags.capacity(0)
+        (500, 992)
     """
 
     capacity: int

@@ -146,6 +146,12 @@ class EmbeddingBagConfig(TableConfig):
     """Configuration of a table whose bags are pooled; `pooling` is SUM or MEAN.
 
     MEAN divides by the number of ids of a bag, weighted or not: `sum(w * e) / L`.
+
+    Example:
+        >>> features = ["basket", "seen"]
+        >>> config = emblib.EmbeddingBagConfig(1_000, 16, "item", features, pooling="mean")
+        >>> config.pooling, config.feature_names
+        (<Pooling.MEAN: 'mean'>, ('basket', 'seen'))
     """
 
     pooling: Pooling = field(default=Pooling.SUM, kw_only=True)
@@ -164,6 +170,12 @@ class EmbeddingBagConfig(TableConfig):
 
 @dataclass(frozen=True)
 class EmbeddingConfig(TableConfig):
-    """Configuration of a table with one vector per id."""
+    """Configuration of a table with one vector per id.
+
+    Example:
+        >>> config = emblib.EmbeddingConfig(1_000_000, 16, "item", data_type=torch.bfloat16)
+        >>> config.feature_names, config.data_type
+        (('item',), torch.bfloat16)
+    """
 
     pooled: ClassVar[bool] = False

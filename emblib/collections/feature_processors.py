@@ -21,6 +21,12 @@ class PositionWeightedModule(nn.Module):
     Args:
         max_feature_lengths: number of weights per feature, the maximum length of its bags.
         device: device of the weights; None is torch's default device.
+
+    Example:
+        >>> positions = emblib.collections.PositionWeightedModule({"seen": 3})
+        >>> seen = emblib.JaggedTensor(torch.tensor([7, 8]), lengths=torch.tensor([2]))
+        >>> positions({"seen": seen})["seen"].weights()
+        tensor([1., 1.], grad_fn=<IndexSelectBackward0>)
     """
 
     def __init__(

@@ -417,6 +417,18 @@ class EmbeddingBagCollection(TableCollection):
             dense gradients on the parameters, for an optimizer of `torch.optim`.
         shared: tables that other collections read too; those that `tables` names are read.
         bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
+
+    Example:
+        >>> user = emblib.EmbeddingBagConfig(1_000, 16, "user")
+        >>> item = emblib.EmbeddingBagConfig(500, 8, "item")
+        >>> bags = emblib.EmbeddingBagCollection([user, item], optimizer=emblib.optim.Adagrad(0.1))
+        >>> batch = emblib.KeyedJaggedTensor(  # 2 features of 2 samples
+        ...     ["user", "item"], torch.tensor([7, 8, 3, 1, 4]), lengths=torch.tensor([1, 1, 3, 0])
+        ... )
+        >>> pooled = bags(batch)
+        >>> pooled.values().shape, pooled["item"].shape
+        (torch.Size([2, 24]), torch.Size([2, 8]))
+        >>> pooled.values().sum().backward()  # updates 5 rows
     """
 
     handles_name = "embedding_bags"
@@ -592,6 +604,15 @@ class EmbeddingCollection(TableCollection):
             dense gradients on the parameters, for an optimizer of `torch.optim`.
         shared: tables that other collections read too; those that `tables` names are read.
         bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
+
+    Example:
+        >>> history = emblib.EmbeddingCollection([emblib.EmbeddingConfig(1_000, 16, "item")])
+        >>> batch = emblib.KeyedJaggedTensor(
+        ...     ["item"], torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 1])
+        ... )
+        >>> vectors = history(batch)["item"]
+        >>> vectors.values().shape, vectors.lengths()
+        (torch.Size([3, 16]), tensor([2, 1]))
     """
 
     handles_name = "embeddings"

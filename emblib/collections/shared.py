@@ -437,6 +437,12 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
 
     Returns:
         For each such name with equal sizes, the paths of the collections.
+
+    Example:
+        >>> item = emblib.EmbeddingBagConfig(1_000, 16, "item", ["basket"])
+        >>> left, right = (emblib.EmbeddingBagCollection([item]) for _ in range(2))
+        >>> emblib.duplicate_tables(torch.nn.ModuleDict({"left": left, "right": right}))
+        {'item': ['left', 'right']}
     """
     return {name: sorted(readers) for name, readers in _duplicates(model)}
 

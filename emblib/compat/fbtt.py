@@ -83,6 +83,7 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
     turns.
 
     Example:
+        >>> from emblib.compat.fbtt import suggested_tt_shapes
         >>> suggested_tt_shapes(11_000_000, 3)
         [200, 220, 250]
     """

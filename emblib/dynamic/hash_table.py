@@ -78,6 +78,14 @@ class HashTable(nn.Module):
 
     Attributes:
         values: `[capacity, dim]`, rows by slot; those of empty slots are unspecified.
+
+    Example:
+        >>> table = emblib.HashTable(emblib.DynamicSpec(capacity=1_000, dim=2))
+        >>> keys = torch.tensor([2**62, -7])
+        >>> inserted = table.insert_or_assign(keys, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        >>> values, is_present = table.find(torch.tensor([-7, 5]))
+        >>> values[0], is_present
+        (tensor([3., 4.]), tensor([ True, False]))
     """
 
     values: Tensor

@@ -95,6 +95,14 @@ class KeyStatus(IntEnum):
     ============  =================================================================
 
     All positions of a batch that hold one key have the same status.
+
+    Example:
+        >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(100, 4)])
+        >>> for ids in ([3, 1], [3, 4]):
+        ...     pooled = bags(torch.tensor(ids), torch.tensor([0, 2]))
+        ...     print([emblib.KeyStatus(int(status)).name for status in bags.key_status()])
+        ['NEW', 'NEW']
+        ['HIT', 'NEW']
     """
 
     HIT = hash.HIT

@@ -94,11 +94,14 @@ class DynamicEmbeddingBags(FusedTables):
         BlockingIOError: the store is open elsewhere.
         ValueError: arguments that do not fit each other; the store holds other tables.
 
-    Example::
-
-        bags = DynamicEmbeddingBags([DynamicSpec(1000, 16, name="item")], optim.Adam(0.01))
-        output = bags(torch.tensor([2**62, -7, 12]), torch.tensor([0, 2, 3]))  # [2, 16]
-        output.sum().backward()
+    Example:
+        >>> table = emblib.DynamicSpec(capacity=1_000, dim=16, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.Adam(0.01))
+        >>> ids, offsets = torch.tensor([2**62, -7, 12]), torch.tensor([0, 2, 3])
+        >>> pooled = bags(ids, offsets)  # inserts 3 keys
+        >>> pooled.shape, bags.size(0)
+        (torch.Size([2, 16]), 3)
+        >>> pooled.sum().backward()  # updates their rows
     """
 
     _lock: CompletingLock

@@ -30,7 +30,12 @@ _INDEX_LOAD = 0.5  # at which every id finds a slot
 
 
 class RowEviction(Choice):
-    """What becomes of a row that leaves the cache."""
+    """What becomes of a row that leaves the cache.
+
+    Example:
+        >>> emblib.TTCache(rows=1_000, eviction=emblib.RowEviction.SPILL).eviction
+        <RowEviction.SPILL: 'spill'>
+    """
 
     PROJECT = "project"
     """The cores take on its values, as far as they can, by steps along their gradient."""
@@ -68,6 +73,14 @@ class TTCache:
 
     Raises:
         ValueError: a number below its minimum, `spill_rows` with another eviction.
+
+    Example:
+        >>> cache = emblib.TTCache(rows=2)  # chosen again only by `populate`
+        >>> bags = emblib.CachedTTEmbeddingBags([emblib.TTSpec(1_000, 16, (8, 8))], cache)
+        >>> pooled = bags(torch.tensor([3, 14, 3, 15, 14]), torch.tensor([0, 5]))
+        >>> bags.populate()
+        >>> bags.cached_ids(0)
+        tensor([ 3, 14])
     """
 
     rows: int | Sequence[int]

@@ -72,6 +72,17 @@ class KeyedJaggedTensor:
     Raises:
         ValueError: neither lengths nor offsets, or sizes that do not match.
         TypeError: lengths or offsets that are not integers.
+
+    Example:
+        >>> batch = emblib.KeyedJaggedTensor(  # 2 features of 2 samples: 4 bags
+        ...     ["user", "item"], torch.tensor([7, 8, 3, 1, 4]), lengths=torch.tensor([1, 1, 3, 0])
+        ... )
+        >>> batch.stride(), batch.length_per_key()
+        (2, [2, 3])
+        >>> batch["item"].lengths()
+        tensor([3, 0])
+        >>> batch.permute([1])
+        KeyedJaggedTensor(['item'], 2 bags each, [3] torch.int64, cpu)
     """
 
     __slots__ = (

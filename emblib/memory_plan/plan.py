@@ -103,6 +103,11 @@ class BackingMemory:
 
     Raises:
         TypeError, ValueError: a wrong number.
+
+    Example:
+        >>> backing = emblib.BackingMemory(nbytes=1 << 33, directory="tables", min_hit_rate=0.8)
+        >>> backing.nbytes
+        8589934592
     """
 
     nbytes: int
@@ -124,6 +129,15 @@ class MemoryPlan:
         budget: bytes that were allowed.
         assumptions: assumptions of the plan, one sentence each.
         backing: memory behind caches that was allowed.
+
+    Example:
+        >>> user = emblib.EmbeddingBagConfig(1_000_000, 64, "user")
+        >>> day = emblib.EmbeddingBagConfig(100, 64, "day")
+        >>> plan = emblib.plan_memory([user, day], 1 << 26, optimizer=emblib.optim.SGD(0.1))
+        >>> plan.nbytes <= plan.budget
+        True
+        >>> [config.storage.plan_name for config in plan.configs]
+        ['Narrow', 'Plain']
     """
 
     choices: tuple[MemoryChoice, ...]
@@ -242,8 +256,9 @@ def plan_memory(
             model with `SharedTables`, which stay dense.
 
     Example:
-        >>> tables = [EmbeddingBagConfig(10**7, 64, "user"), EmbeddingBagConfig(10**5, 64, "item")]
-        >>> plan = emblib.plan_memory(tables, 1 << 28, optimizer=emblib.optim.SGD(lr=0.1))
+        >>> user = emblib.EmbeddingBagConfig(10_000_000, 64, "user")
+        >>> item = emblib.EmbeddingBagConfig(100_000, 64, "item")
+        >>> plan = emblib.plan_memory([user, item], 1 << 28, optimizer=emblib.optim.SGD(lr=0.1))
         >>> [choice.method for choice in plan.choices]
         ['tensor_train', 'as it is']
     """

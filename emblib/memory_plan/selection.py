@@ -31,6 +31,14 @@ class BudgetError(ValueError):
 
     Attributes:
         short: bytes missing.
+
+    Example:
+        >>> tables = [emblib.EmbeddingBagConfig(10_000, 64, "item")]
+        >>> try:
+        ...     emblib.plan_memory(tables, 1_000)
+        ... except emblib.BudgetError as error:
+        ...     print(f"{error.short:,} bytes are missing")
+        24 bytes are missing
     """
 
     def __init__(self, message: str, short: int = 0) -> None:
@@ -58,6 +66,15 @@ class MemoryChoice:
         backing_nbytes: bytes of the table in host memory or on disk.
         hit_rate: the expected share of lookups that a cache serves; 1 for a table without one.
         lookups: the table's share of all lookups.
+
+    Example:
+        >>> user = emblib.EmbeddingBagConfig(1_000_000, 64, "user")
+        >>> day = emblib.EmbeddingBagConfig(100, 64, "day")
+        >>> plan = emblib.plan_memory([user, day], 1 << 26, optimizer=emblib.optim.SGD(0.1))
+        >>> for choice in plan.choices:
+        ...     print(choice.config.name, choice.method, choice.nbytes <= choice.plain_nbytes)
+        user narrow True
+        day as it is True
     """
 
     path: str

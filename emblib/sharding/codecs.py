@@ -69,7 +69,12 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class FP32(Codec):
-    """Send values unchanged: float32, or the dtype of the tables' output."""
+    """Send values unchanged: float32, or the dtype of the tables' output.
+
+    Example:
+        >>> emblib.sharding.CommPrecision(forward=emblib.sharding.FP32()).forward
+        FP32()
+    """
 
     @property
     def is_identity(self) -> bool:
@@ -107,7 +112,14 @@ class _HalfPrecision(Codec):
 
 @dataclass(frozen=True)
 class BF16(_HalfPrecision):
-    """Send bfloat16: the range of float32 with 8 bits of precision."""
+    """Send bfloat16: the range of float32 with 8 bits of precision.
+
+    Example:
+        >>> codec = emblib.sharding.BF16()
+        >>> sent = codec.encode(torch.tensor([1.0, 0.5, 0.25, 1e-3]), [4])
+        >>> sent.dtype, codec.decode(sent, [4], torch.float32)
+        (torch.bfloat16, tensor([1.0000e+00, 5.0000e-01, 2.5000e-01, 9.9945e-04]))
+    """
 
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Implement `Codec`."""
@@ -133,6 +145,12 @@ class FP16(_HalfPrecision):
 
     `loss_scale`, preferably a power of two, multiplies the values that are sent: a large one keeps
     small gradients from becoming 0.
+
+    Example:
+        >>> codec = emblib.sharding.FP16()
+        >>> sent = codec.encode(torch.tensor([1.0, 0.5, 0.25, 1e-3]), [4])
+        >>> sent.dtype, codec.decode(sent, [4], torch.float32)
+        (torch.float16, tensor([1.0000, 0.5000, 0.2500, 0.0010]))
     """
 
     loss_scale: float = 1.0
@@ -242,7 +260,14 @@ class _ScaledRows(Codec):
 
 @dataclass(frozen=True)
 class INT8(_ScaledRows):
-    """Send integers from -127 to 127, which the scale of their row multiplies."""
+    """Send integers from -127 to 127, which the scale of their row multiplies.
+
+    Example:
+        >>> codec = emblib.sharding.INT8(row_dim=4)
+        >>> sent = codec.encode(torch.tensor([1.0, 0.5, 0.25, 1e-3]), [4])
+        >>> sent.dtype, codec.decode(sent, [4], torch.float32)
+        (torch.uint8, tensor([1.0000, 0.5039, 0.2520, 0.0000]))
+    """
 
     @property
     def _largest(self) -> float:
@@ -267,7 +292,14 @@ class FP8Format(Choice):
 
 @dataclass(frozen=True)
 class FP8(_ScaledRows):
-    """Send 8-bit floats, which the scale of their row multiplies: small values stay distinct."""
+    """Send 8-bit floats, which the scale of their row multiplies: small values stay distinct.
+
+    Example:
+        >>> codec = emblib.sharding.FP8(row_dim=4)
+        >>> sent = codec.encode(torch.tensor([1.0, 0.5, 0.25, 1e-3]), [4])
+        >>> sent.dtype, codec.decode(sent, [4], torch.float32)
+        (torch.uint8, tensor([1.0000e+00, 5.0000e-01, 2.5000e-01, 9.7656e-04]))
+    """
 
     format: FP8Format | str = FP8Format.E4M3
 

@@ -630,6 +630,10 @@ class CommPrecision:
     """The codecs of the messages between ranks: of rows (`forward`) and of gradients (`backward`).
 
     Sums are float32 whatever the codec. Ids are always sent as they are.
+
+    Example:
+        >>> emblib.sharding.CommPrecision(emblib.sharding.FP16(), emblib.sharding.BF16())
+        CommPrecision(forward=FP16(loss_scale=1.0), backward=BF16())
     """
 
     forward: Codec = field(default=FP32())

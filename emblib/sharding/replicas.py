@@ -54,12 +54,15 @@ class ReplicatedModelParallel(DistributedModelParallel):
             without a fused optimizer; replicas that differ in their shards.
 
     Example:
-        >>> mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicas", "shards"))
-        >>> model = ReplicatedModelParallel(model, mesh, optimizer=optim.RowwiseAdagrad(0.02))
-        >>> for step, batch in enumerate(loader):
-        ...     train(model, batch)
-        ...     if step % 16 == 15:
-        ...         model.sync()
+        >>> store = torch.distributed.HashStore()  # one process; under torchrun: init_distributed()
+        >>> torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+        >>> names = ("replicas", "shards")
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> optimizer = emblib.optim.SGD(0.1)
+        >>> model = emblib.sharding.ReplicatedModelParallel(bags, mesh, optimizer=optimizer)
+        >>> model.sync()  # every few steps
+        >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(

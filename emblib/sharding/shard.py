@@ -34,7 +34,13 @@ Rules = Mapping[str, Mapping[str, Rule | ParameterSharding]]
 
 
 def collections_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the collections of a model, including subclasses, by the first path of each."""
+    """Return the collections of a model, including subclasses, by the first path of each.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> list(emblib.sharding.collections_of(torch.nn.Sequential(bags, torch.nn.Linear(4, 1))))
+        ['0']
+    """
     kinds = tuple(SHARDED)
     return {path: part for path, part in module.named_modules() if isinstance(part, kinds)}
 
@@ -47,6 +53,13 @@ def construct_module_plan(
     Raises:
         ValueError: a table without a rule, a rule without a table, or shards that do not fit.
         TypeError: what is no rule.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> world = emblib.sharding.World(size=2, local_size=2)
+        >>> rules = {"item": emblib.sharding.row_wise()}
+        >>> emblib.sharding.construct_module_plan(bags, rules, world)["item"].shards[1].rows
+        (4, 8)
     """
     return module_plan(_configs(collection), rules, world)
 
@@ -85,6 +98,15 @@ def shard(
         TypeError: a collection that the sharded form could not replace: methods changed by a
             subclass or on the instance, additional modules or parameters, hooks.
         RuntimeError: another rank failed.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> model = torch.nn.Sequential(bags)
+        >>> ranks = emblib.sharding.RankGroup.single()  # under torchrun: init_distributed()
+        >>> rules = {"0": {"item": emblib.sharding.row_wise()}}
+        >>> model = emblib.sharding.shard(model, rules, ranks, optimizer=emblib.optim.SGD(0.1))
+        >>> type(model[0]).__name__
+        'ShardedEmbeddingBagCollection'
     """
     ranks = RankGroup.from_value(ranks)
     chosen = fingerprint.agree(

@@ -53,6 +53,15 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         gradients: whether gradients are the mean or the sum over ranks.
         optimizer: optimizer of tables whose configuration has none; None is that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> sharded = emblib.sharding.ShardedEmbeddingBagCollection(
+        ...     bags, {"item": emblib.sharding.row_wise()}, emblib.sharding.RankGroup.single()
+        ... )
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> torch.equal(sharded(batch).values(), bags(batch).values())
+        True
     """
 
     handles_name = "embedding_bags"

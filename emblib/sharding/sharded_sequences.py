@@ -327,6 +327,15 @@ class ShardedEmbeddingCollection(StateOfTables):
             It saves messages where ids repeat within the batch of a rank; the gradients of equal
             ids are added up before they are sent. Hash tables that count uses, for eviction or
             admission, get the number of times each id was there, 8 bytes per distinct id.
+
+    Example:
+        >>> history = emblib.EmbeddingCollection([emblib.EmbeddingConfig(8, 4, "item")])
+        >>> sharded = emblib.sharding.ShardedEmbeddingCollection(
+        ...     history, {"item": emblib.sharding.row_wise()}, emblib.sharding.RankGroup.single()
+        ... )
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> torch.equal(sharded(batch)["item"].values(), history(batch)["item"].values())
+        True
     """
 
     handles_name = "embeddings"

@@ -245,6 +245,10 @@ class GradientReduction(Choice):
 
     MEAN divides by the number of ranks, as `DistributedDataParallel` does for dense parameters: a
     step minimizes the mean of the losses of all ranks. SUM does not divide.
+
+    Example:
+        >>> emblib.sharding.GradientReduction("sum")
+        <GradientReduction.SUM: 'sum'>
     """
 
     MEAN = "mean"

@@ -307,9 +307,12 @@ class CachedTTHandle(TTHandle):
     state dict fit. Without `cache.keys` the table has no stored rows.
 
     Example:
-        >>> train = collection.handles()["query"]
+        >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100))
+        >>> table = emblib.EmbeddingBagConfig(1_000, 16, "query", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table], optimizer=emblib.optim.SGD(0.1))
+        >>> train = bags.handles()["query"]
         >>> train.populate()  # store the rows that were used most
-        >>> train.cache_stats().hit_rate
+        >>> train.cache_stats().hit_rate  # nothing was looked up so far
         nan
     """
 

@@ -45,7 +45,12 @@ from emblib.tables.base import check_bounds, variable_batch
 
 
 class Combine(Choice):
-    """How a row is made of the rows that its id reads."""
+    """How a row is made of the rows that its id reads.
+
+    Example:
+        >>> emblib.storage.QuotientRemainder(4_000, "add").combine
+        <Combine.ADD: 'add'>
+    """
 
     ADD = "add"
     """Their sum."""

@@ -71,6 +71,15 @@ class Hash(Storage):
             seeds do not share a module. None: initial values are those of seed 0, and keys are
             hashed by a seed that the collection draws from torch's generator, the same on all ranks
             that have shards of the table.
+
+    Example:
+        >>> storage = emblib.storage.Hash(eviction=emblib.Eviction.LFU)
+        >>> table = emblib.EmbeddingBagConfig(1_000, 16, "user", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table], optimizer=emblib.optim.SGD(0.1))
+        >>> ids = torch.tensor([2**62, -7])
+        >>> batch = emblib.KeyedJaggedTensor(["user"], ids, lengths=torch.tensor([1, 1]))
+        >>> bags(batch).values().shape, bags.tables["user"].size()
+        (torch.Size([2, 16]), 2)
     """
 
     initial_capacity: int | None = None

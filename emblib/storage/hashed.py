@@ -22,7 +22,12 @@ _MOST_SEEDS = 2**56
 
 
 class RowHash(Choice):
-    """Which row an id reads first."""
+    """Which row an id reads first.
+
+    Example:
+        >>> emblib.storage.Hashed(500_000, hash=emblib.storage.RowHash.REMAINDER).hash
+        <RowHash.REMAINDER: 'remainder'>
+    """
 
     MIXED = "mixed"
     """A hash of the id: every id shares its row with some other ids."""
@@ -43,7 +48,11 @@ class Hashed(ComposedStorage):
         seed: seed of the mixed functions.
 
     Example:
-        >>> emblib.EmbeddingBagConfig(10_000_000, 64, "user", storage=storage.Hashed(500_000))
+        >>> storage = emblib.storage.Hashed(rows=500, functions=2)
+        >>> table = emblib.EmbeddingBagConfig(10_000, 16, "user", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table])
+        >>> sum(parameter.numel() for parameter in bags.parameters())  # instead of 160,000
+        8000
     """
 
     rows: int

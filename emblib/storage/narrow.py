@@ -24,7 +24,10 @@ class Narrow(ComposedStorage):
         columns: number of stored columns; fewer than the dim.
 
     Example:
-        >>> emblib.EmbeddingBagConfig(10_000_000, 64, "user", storage=storage.Narrow(16))
+        >>> table = emblib.EmbeddingBagConfig(10_000, 64, "user", storage=emblib.storage.Narrow(16))
+        >>> bags = emblib.EmbeddingBagCollection([table])
+        >>> sum(parameter.numel() for parameter in bags.parameters())  # instead of 640,000
+        160000
     """
 
     columns: int

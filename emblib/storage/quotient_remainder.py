@@ -26,7 +26,11 @@ class QuotientRemainder(ComposedStorage):
         combine: "multiply", "add" or "concatenate", which makes a row of the two, see `Combine`.
 
     Example:
-        >>> storage.QuotientRemainder(4000, "multiply")  # of 10,000,000 ids: 6,500 rows
+        >>> storage = emblib.storage.QuotientRemainder(100, "multiply")
+        >>> table = emblib.EmbeddingBagConfig(10_000, 16, "user", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table])
+        >>> sum(parameter.numel() for parameter in bags.parameters())  # 100 + 100 rows
+        3200
     """
 
     divisor: int
@@ -56,7 +60,7 @@ class QuotientRemainder(ComposedStorage):
                 `2 * sqrt(num_embeddings)`.
 
         Example:
-            >>> storage.QuotientRemainder.for_share(10_000, 0.25).divisor
+            >>> emblib.storage.QuotientRemainder.for_share(10_000, 0.25).divisor
             2495
         """
         num_embeddings = check_count("num_embeddings", num_embeddings)

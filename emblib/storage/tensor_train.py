@@ -62,7 +62,11 @@ class TensorTrain(Storage):
         matmul: how exact products of cores are on a GPU, see `MatmulPrecision`.
 
     Example:
-        >>> storage.TensorTrain((32, 32), cache=emblib.TTCache(10_000, every=1000))
+        >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100, every=1_000))
+        >>> table = emblib.EmbeddingBagConfig(10_000, 16, "query", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table], optimizer=emblib.optim.SGD(0.1))
+        >>> sum(core.numel() for core in bags.handles()["query"].cores)  # instead of 160,000
+        3840
     """
 
     ranks: tuple[int, ...]
@@ -106,7 +110,8 @@ class TensorTrain(Storage):
                 matrix.
 
         Example:
-            >>> storage.TensorTrain.projected(16)  # a quarter of the bytes at dim 64
+            >>> emblib.storage.TensorTrain.projected(columns=16).ranks
+            (16,)
         """
         return cls((check_count("columns", columns),), (-1, 1), (1, -1), init)
 

@@ -184,7 +184,8 @@ def report_bounds_violations(model: nn.Module) -> None:
             violations.
 
     Example:
-        >>> emblib.report_bounds_violations(model)
+        >>> model = torch.nn.Sequential(emblib.TableBatchedEmbeddingBags([emblib.TableSpec(10, 4)]))
+        >>> emblib.report_bounds_violations(model)  # there were none
     """
     for module in dict.fromkeys(_table_modules(model)):
         counts = getattr(module, "bounds_violations", None)

@@ -61,6 +61,15 @@ class QuantizedEmbeddingBags(nn.Module):
     Raises:
         ValueError: other bits, another placement, equal table names, different dims without
             pooling, or features of missing tables.
+
+    Example:
+        >>> trained = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(1_000, 64, "item")])
+        >>> served = emblib.QuantizedEmbeddingBags.from_float(trained, bits=8)
+        >>> ids, offsets = torch.tensor([3, 14, 15]), torch.tensor([0, 2, 3])
+        >>> bool(torch.allclose(served(ids, offsets), trained(ids, offsets), atol=1e-3))
+        True
+        >>> sum(served.nbytes().values()), trained.nbytes()["weights"]
+        (68032, 256000)
     """
 
     packed: Tensor

@@ -70,12 +70,14 @@ class TableBatchedEmbeddingBags(FusedTables):
     from their last `flush`.
 
     Example:
-        >>> tables = emblib.TableBatchedEmbeddingBags(
-        ...     [emblib.TableSpec(1000, 64), emblib.TableSpec(500, 32)], emblib.optim.Adagrad(0.1)
-        ... )
+        >>> tables = [emblib.TableSpec(rows=1_000, dim=64), emblib.TableSpec(rows=500, dim=32)]
+        >>> bags = emblib.TableBatchedEmbeddingBags(tables, emblib.optim.Adagrad(0.1))
         >>> indices = torch.tensor([3, 14, 15, 92])
-        >>> tables(indices, torch.tensor([0, 2, 3, 3, 4])).shape  # 2 features x 2 samples
+        >>> offsets = torch.tensor([0, 2, 3, 3, 4])  # 2 features x 2 samples
+        >>> pooled = bags(indices, offsets)
+        >>> pooled.shape
         torch.Size([2, 96])
+        >>> pooled.sum().backward()  # updates the 4 rows
     """
 
     tables: tuple[TableSpec, ...]

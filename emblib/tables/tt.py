@@ -600,8 +600,10 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             ValueError: not one of `ranks`, `error` and `nbytes`; a wrong shape.
 
         Example:
-            >>> trained = torch.nn.EmbeddingBag(1000, 16)
+            >>> trained = torch.nn.EmbeddingBag(1_000, 16)
             >>> bag = emblib.TTEmbeddingBag.from_dense(trained.weight, ranks=(16, 16))
+            >>> bag(torch.tensor([[3, 14]])).shape
+            torch.Size([1, 16])
         """
         dtype = getattr(options.get("precision"), "weights", torch.float32)
         made = decompose(

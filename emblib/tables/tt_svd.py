@@ -76,8 +76,8 @@ def decompose(
     Source: Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 33 (2011).
 
     Example:
-        >>> weight = torch.randn(500, 16)
-        >>> emblib.tables.tt_svd.decompose(weight, error=0.5).error <= 0.5
+        >>> from emblib.tables.tt_svd import decompose
+        >>> decompose(torch.randn(500, 16), error=0.5).error <= 0.5
         True
     """
     _check(weight, spec, ranks, error, nbytes, counts)

@@ -327,6 +327,16 @@ class DiskRows:
     It stores as many rows as fit on the disk. A promoted row keeps its slot, so the files are as
     large as both tiers. Opening reads and verifies 32 bytes per row; `verify` selects when the
     other bytes are verified against their checksums.
+
+    Example:
+        >>> backing = emblib.BackingStore(emblib.DiskRows("rows"))
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.SGD(0.1), backing=backing)
+        >>> pooled = bags(torch.arange(100), torch.tensor([0, 100]))
+        >>> bags.flush()  # both tiers are in "rows" now; the next process continues from there
+        >>> bags.size(0)
+        100
+        >>> bags.close()
     """
 
     def __init__(self, directory: str | Path, verify: Verify | str = Verify.TOUCH) -> None:

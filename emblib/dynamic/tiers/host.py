@@ -28,6 +28,14 @@ class HostRows:
     A row put into a full table evicts the lowest row by `eviction` (see `Eviction`; STEP and CUSTOM
     rank by score), which is dropped. The rows do not outlive the process. `seed` is the seed of the
     hash of keys, see `DynamicEmbeddingBags`; None draws one from torch's generator.
+
+    Example:
+        >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.SGD(0.1), backing=backing)
+        >>> pooled = bags(torch.arange(100), torch.tensor([0, 100]))
+        >>> bags.size(0)
+        100
     """
 
     def __init__(

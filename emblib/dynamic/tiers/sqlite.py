@@ -54,6 +54,15 @@ class SqliteRows:
     Moving a row between the tiers costs tens of microseconds, so this store suits tables whose
     fast tier serves most lookups. By default, reading a row verifies its checksum; `verify="open"`
     verifies all rows when the database is opened, "off" none.
+
+    Example:
+        >>> backing = emblib.BackingStore(emblib.SqliteRows("rows.db"))
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.SGD(0.1), backing=backing)
+        >>> pooled = bags(torch.arange(100), torch.tensor([0, 100]))
+        >>> bags.size(0)
+        100
+        >>> bags.close()
     """
 
     def __init__(self, path: str | Path, verify: Verify | str = Verify.TOUCH) -> None:

@@ -98,6 +98,10 @@ class RowStore(Protocol):
 
     Attributes:
         note: the text passed to the last `flush`; empty in a new store.
+
+    Example:
+        >>> isinstance(emblib.HostRows(capacity=1_000), emblib.RowStore)
+        True
     """
 
     note: str
@@ -218,6 +222,10 @@ class TierMode(Choice):
     CACHING: all. HYBRID: rows that rank above the row that they would replace; new keys that rank
     lower start in the store. With LRU both modes are the same, since the last used row ranks
     highest.
+
+    Example:
+        >>> emblib.BackingStore(emblib.HostRows(1_000), mode=emblib.TierMode.HYBRID).mode
+        <TierMode.HYBRID: 'hybrid'>
     """
 
     CACHING = "caching"
@@ -235,6 +243,15 @@ class BackingStore:
         max_misses: the maximum number of ids of a table per batch that are not in the fast tier;
             None is 2^20 on the CPU, where they take only address space, and 2^16 on CUDA, where
             they take memory.
+
+    Example:
+        >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.SGD(0.1), backing=backing)
+        >>> for first in (0, 32, 64):  # 96 keys, of which 32 fit in the fast tier
+        ...     pooled = bags(torch.arange(first, first + 32), torch.tensor([0, 32]))
+        >>> bags.size(0), bags.capacity(0)
+        (96, 32)
     """
 
     store: RowStore

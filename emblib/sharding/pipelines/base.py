@@ -49,6 +49,20 @@ class TrainPipelineBase:
             `StopAtShortest()` or `AssumeEqual()`.
         on_progress: function that is called after every step.
         ranks: ranks that train together; None is those of the model.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> def loss_of(batch):
+        ...     loss = model(batch).square().mean()
+        ...     return loss, loss.detach()
+        >>> ranks = emblib.sharding.RankGroup.single()
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model, optimizer, forward=loss_of, ranks=ranks
+        ... )
+        >>> losses = list(pipeline.run(torch.rand(4, 2) for _ in range(3)))
+        >>> len(losses)
+        3
     """
 
     ahead: ClassVar[int] = 1
@@ -202,6 +216,27 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         inputs: gives {path of a sharded collection: its jagged tensor} of a batch. Left out, the
             first batch shows it: an input that is an object of the batch (an attribute, an item)
             is found again at the same place.
+
+    Example:
+        >>> ranks = emblib.sharding.RankGroup.single()
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> model = emblib.sharding.DistributedModelParallel(
+        ...     bags,
+        ...     ranks,
+        ...     plan={"": {"item": emblib.sharding.row_wise()}},
+        ...     optimizer=emblib.optim.SGD(0.1),
+        ... )
+        >>> def loss_of(batch):
+        ...     return model(batch).values().square().mean()
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> pipeline = emblib.sharding.TrainPipelineSparseDist(
+        ...     model,
+        ...     model.fused_optimizer,
+        ...     inputs=lambda batch: {model.module: batch},
+        ...     forward=loss_of,
+        ... )
+        >>> len(list(pipeline.run([batch] * 3)))
+        3
     """
 
     ahead: ClassVar[int] = 2
@@ -280,10 +315,16 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
             `uneven_inputs`, `on_progress` and `ranks`.
 
     Example:
-        >>> auc = torchmetrics.classification.BinaryAUROC()
-        >>> for scores, labels in EvalPipelineSparseDist(model.eval(), forward=score).run(loader):
-        ...     auc.update(scores, labels)
-        >>> auc.compute()  # of all ranks
+        >>> ranks = emblib.sharding.RankGroup.single()
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
+        >>> rules = {"item": emblib.sharding.row_wise()}
+        >>> sharded = emblib.sharding.ShardedEmbeddingBagCollection(bags, rules, ranks).eval()
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> pipeline = emblib.sharding.EvalPipelineSparseDist(sharded, ranks=ranks)
+        >>> for pooled in pipeline.run([batch] * 2):
+        ...     print(pooled.values().shape)
+        torch.Size([1, 8])
+        torch.Size([1, 8])
     """
 
     def __init__(
@@ -332,6 +373,26 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     is copied. A row that is in the cache is updated there, so what was brought in before an update
     has it. Without cached tables there is nothing to bring in, and `TrainPipelineSparseDist` does
     the same with a batch less in memory.
+
+    Example:
+        >>> cached = emblib.storage.Dense(emblib.Placement.MANAGED_CACHING)
+        >>> table = emblib.EmbeddingBagConfig(1_000, 8, "item", storage=cached)
+        >>> model = emblib.sharding.DistributedModelParallel(
+        ...     emblib.EmbeddingBagCollection([table], optimizer=emblib.optim.SGD(0.1)),
+        ...     emblib.sharding.RankGroup.single(),
+        ...     plan={"": {"item": emblib.sharding.row_wise()}},
+        ... )
+        >>> def loss_of(batch):
+        ...     return model(batch).values().square().mean()
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> pipeline = emblib.sharding.PrefetchTrainPipelineSparseDist(
+        ...     model,
+        ...     model.fused_optimizer,
+        ...     inputs=lambda batch: {model.module: batch},
+        ...     forward=loss_of,
+        ... )
+        >>> len(list(pipeline.run([batch] * 3)))
+        3
     """
 
     ahead: ClassVar[int] = 3

@@ -67,6 +67,17 @@ class DrainAll:
 
     `empty` makes an empty batch from any batch; by default `empty_batch`, which empties the first
     dimension of all tensors. A rank that never had a batch gets an empty one from another rank.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1).eval()
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model,
+        ...     None,
+        ...     uneven_inputs=emblib.sharding.DrainAll(),
+        ...     ranks=emblib.sharding.RankGroup.single(),
+        ... )
+        >>> len(list(pipeline.run([torch.rand(4, 2)] * 3)))
+        3
     """
 
     empty: Callable[[Any], Any] = empty_batch
@@ -74,12 +85,36 @@ class DrainAll:
 
 @dataclass(frozen=True)
 class StopAtShortest:
-    """Stop when the first rank has no batch left; drop the batches that others have read ahead."""
+    """Stop when the first rank has no batch left; drop the batches that others have read ahead.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1).eval()
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model,
+        ...     None,
+        ...     uneven_inputs=emblib.sharding.StopAtShortest(),
+        ...     ranks=emblib.sharding.RankGroup.single(),
+        ... )
+        >>> len(list(pipeline.run([torch.rand(4, 2)] * 3)))
+        3
+    """
 
 
 @dataclass(frozen=True)
 class AssumeEqual:
-    """Assume that all ranks have equally many batches; if they do not, training hangs."""
+    """Assume that all ranks have equally many batches; if they do not, training hangs.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1).eval()
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model,
+        ...     None,
+        ...     uneven_inputs=emblib.sharding.AssumeEqual(),
+        ...     ranks=emblib.sharding.RankGroup.single(),
+        ... )
+        >>> len(list(pipeline.run([torch.rand(4, 2)] * 3)))
+        3
+    """
 
 
 UnevenInputs = DrainAll | StopAtShortest | AssumeEqual
@@ -266,6 +301,17 @@ class Progress(NamedTuple):
 
     The clock is the host's. A GPU may be behind by the steps that are enqueued; over a window of
     steps that is little.
+
+    Example:
+        >>> def report(progress):
+        ...     print(progress.step, progress.own_examples)
+        >>> model = torch.nn.Linear(2, 1).eval()
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model, None, on_progress=report, ranks=emblib.sharding.RankGroup.single()
+        ... )
+        >>> outputs = list(pipeline.run([torch.rand(4, 2)] * 2))
+        1 4
+        2 8
     """
 
     step: int
