@@ -37,8 +37,6 @@ SMALL_FILES = {
     "emblib/tables/disabled_call.py",
     # A public module.
     "emblib/checkpoints.py",
-    # Shared by the programs that write docs/options.md and docs/dynamicemb.md.
-    "emblib/compat/option_pages.py",
     # Loaded by name: a contender, and kinds of experiments.
     "experiments/contenders/cykhash.py",
     "experiments/kinds/gate.py",

@@ -60,8 +60,6 @@ class Lookup(NamedTuple):
     total_rows: int
     output_dim: int
     slots: Tensor | None = None
-    sample_features: Tensor | None = None
-    """`features` for the gradient of the sample weights; None uses `features`."""
     trained_features: Tensor | None = None
     """`features` for the update; None uses `features`."""
     hooks: UpdateHooks | None = None
@@ -496,8 +494,8 @@ def _sparse_grad(
         unique = int(groups.count)
     elif not groups.count.is_cuda and unique != int(groups.count):
         raise ValueError(
-            f"total_unique_indices must be the number of distinct rows of the batch, "
-            f"{int(groups.count)}, got {unique}; omit it to have them counted"
+            "num_distinct_rows must be the number of distinct rows of the batch, "
+            f"{int(groups.count)}, got {unique}; with None they are counted"
         )
     return _rows_of_gradient(groups.rows[:unique], values[:unique].to(ctx.dtype), ctx.shape)
 
@@ -658,11 +656,10 @@ def _update_call(
 
 
 def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) -> Tensor:
-    features = batch.features if batch.sample_features is None else batch.sample_features
     return tbe.tbe_sample_weight_grad(
         grad,
         _readable(weights, batch),
-        features,
+        batch.features,
         batch.indices,
         batch.offsets,
         batch.slots,

@@ -50,11 +50,3 @@ class TableReading(NamedTuple):
         dims = [self.dim] * len(self.features)
         layout, elements = variable_batch(batch_sizes, dims, max(len(offsets) - 1, 0), device)
         return layout, output_dim if unpooled else elements
-
-
-class LookupArgs(NamedTuple):
-    """The optional arguments of `TableBatchedEmbeddingBags.forward`."""
-
-    sample_weights: Tensor | None
-    feature_requires_grad: Tensor | None
-    unique: int | None
