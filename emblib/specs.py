@@ -33,7 +33,7 @@ class Choice(Enum):
 
 
 class Pooling(Choice):
-    """How the rows of a bag become one vector; NONE keeps one vector per lookup.
+    """Operation that makes one vector of the rows of a bag; NONE keeps one vector per lookup.
 
     `Pooling("MEAN")`, in capitals as in TorchRec, is accepted as well.
 
@@ -58,7 +58,7 @@ class Pooling(Choice):
 
 
 class BoundsCheck(Choice):
-    """Whether out-of-bounds indices and offsets raise, warn or are ignored.
+    """Reaction to out-of-bounds indices and offsets: raise, warn, or ignore them.
 
     In every mode the kernels repair invalid input as they read it (index -1 is skipped, any other
     invalid index reads row 0, or zeros from a table without rows, offsets are clamped), so nothing
@@ -195,7 +195,7 @@ class StochasticRounding:
 
 
 class MatmulPrecision(Choice):
-    """How exact products of matrices on a GPU's tensor cores must be at least.
+    """Minimum precision of matrix products on a GPU's tensor cores.
 
     FLOAT32 is as exact as float32 arithmetic: each product is three of TF32 values. TF32 rounds
     operands to 11 significant bits and BF16 to 8, a relative error of up to 2^-11 and 2^-8 per
@@ -254,7 +254,7 @@ class Precision:
 
 
 class CachePolicy(Choice):
-    """Which row is evicted: the least recently used (LRU) or least frequently used (LFU).
+    """Row that a full set evicts: the least recently (LRU) or least frequently used (LFU).
 
     Among rows that were used equally often, LFU evicts the one that was used last.
 
@@ -268,7 +268,7 @@ class CachePolicy(Choice):
 
 
 class Verify(Choice):
-    """When the pages of tables in files are verified against their checksums.
+    """Time at which the pages of tables in files are verified against their checksums.
 
     TOUCH verifies a page before its first use after opening, OPEN verifies all pages at opening,
     which reads the whole files. OFF accepts the files unchecked, damaged ones included; the next
@@ -354,7 +354,7 @@ class CacheConfig:
 
 
 class IdOrder(Choice):
-    """Which row of a tensor train an id has: its own, or one that a bijection gives it."""
+    """Row of a tensor train that an id reads: its own, or that of a bijection."""
 
     AS_GIVEN = "as_given"
     PERMUTED = "permuted"
@@ -571,7 +571,7 @@ class Eviction(Choice):
 
 
 class InsertPolicy(Choice):
-    """Whether a new key always evicts the lowest-ranked key or only where it ranks above it.
+    """Condition for evicting the lowest-ranked key: always, or if the new key ranks above it.
 
     Example:
         >>> for policy in emblib.InsertPolicy:
@@ -589,7 +589,7 @@ class InsertPolicy(Choice):
 
 
 class OnInsertFailure(Choice):
-    """What a training forward does when keys of its batch found no slot.
+    """Reaction of a training forward to keys of its batch that found no slot.
 
     In every mode such a key reads `DynamicSpec.default_value`, is not trained, and is counted in
     `stats()`. WARN warns and RAISE raises at the end of that forward; on CUDA both wait for the

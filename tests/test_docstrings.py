@@ -27,6 +27,11 @@ NO_NOUNS = re.compile(
     r"|called|created|added|stored|made|has|must)\b",
     re.IGNORECASE,
 )
+# Nor does a docstring: it begins with a verb, or with a noun for a class.
+NO_VERBS = re.compile(
+    r"(What|How|Which|Whether|Of|Where|When|Who|As|If|For|In|On|To|From|By|Everything|Those|All|Its"
+    r"|Both|Likewise)\b"
+)
 SECTION = re.compile(r"(Args|Attributes):")
 ENTRY = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*): (.+)")
 
@@ -96,6 +101,15 @@ def test_texts_of_arguments_begin_with_a_noun() -> None:
     assert not bad, 'write "rounding: how updates are rounded", not "of updates":\n' + "\n".join(
         bad
     )
+
+
+def test_docstrings_begin_with_a_verb_or_noun() -> None:
+    bad = [
+        f"{place}: {line.splitlines()[0]}"
+        for place, node in _documented()
+        if place.startswith("emblib/") and NO_VERBS.match(line := ast.get_docstring(node) or "")
+    ]
+    assert not bad, "\n".join(bad)
 
 
 def test_documented_arguments_exist() -> None:

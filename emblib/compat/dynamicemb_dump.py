@@ -236,7 +236,7 @@ def _together(ranks: RankGroup, outcome: str = "nothing was changed here") -> It
 
 
 class _Found(NamedTuple):
-    """What was read of a table, and checked."""
+    """The files of a table, read and checked."""
 
     module: DynamicEmbTables
     name: str

@@ -55,7 +55,7 @@ def opt_args(
 
 @dataclass(frozen=True)
 class Saved:
-    """What a table and its optimizer go on from; all of it is checked.
+    """Checked state from which a table and its optimizer continue.
 
     Attributes:
         hyper: changes for `set_hyperparameters`.
@@ -203,7 +203,7 @@ class DynamicEmbTables:
 
     @property
     def reads_own_files(self) -> bool:
-        """Whether as many ranks as dumped read their own files, as DynamicEmb's do."""
+        """Return whether ranks read their own files if as many ranks dumped, as in DynamicEmb."""
         return True
 
     def flush(self) -> None:
@@ -382,17 +382,17 @@ class DynamicEmbTables:
         return found.keys[chosen], found.rows["weight"][chosen].cpu()
 
     def uses_first(self, table: str) -> bool:
-        """Whether files have the uses of a key before the time, as (LFU, TIMESTAMP) says."""
+        """Return whether files store a key's uses before its time, as (LFU, TIMESTAMP) does."""
         strategy = self.options_of(table).score_strategy
         return isinstance(strategy, tuple) and strategy[0] is DynamicEmbScoreStrategy.LFU
 
     def dist_type(self, table: str) -> str:
-        """How ids are routed to ranks."""
+        """Return the name of the routing of ids to ranks."""
         return self.options_of(table).dist_type
 
 
 def is_compound(strategy: Any) -> bool:
-    """Whether a strategy is that of time and uses."""
+    """Return whether a strategy combines time and uses."""
     return isinstance(strategy, tuple) and frozenset(strategy) == COMPOUND
 
 

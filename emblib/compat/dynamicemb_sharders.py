@@ -130,7 +130,7 @@ def dynamic_config(
 
 
 class _DynamicSharder:
-    """What both sharders add to TorchRec's: dynamic tables, and fused_params that they take."""
+    """Additions of both sharders to TorchRec's: dynamic tables, and `fused_params` for them."""
 
     optimizer: Optimizer | None
     module_type: Any
@@ -292,7 +292,7 @@ class ShardedCollectionTables(DynamicEmbTables):
 
     @property
     def reads_own_files(self) -> bool:
-        """Whether as many ranks as dumped read their own files; no, as the routing differs."""
+        """Return False: the routing differs, so that ranks read the files of all ranks."""
         return False
 
     def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:

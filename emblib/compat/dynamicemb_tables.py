@@ -77,7 +77,7 @@ def _rows_there(
     rule: optim.Optimizer,
     device: torch.device,
 ) -> int:
-    """How many rows of a table are in the memory of the device; at least a bucket.
+    """Return the number of rows of a table in device memory, at least one bucket.
 
     As there, a budget below a bucket is rounded up to it, with a warning; a bucket is 32 rows here.
     """
@@ -107,7 +107,7 @@ def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
 
 
 class _Prefetched(NamedTuple):
-    """What a batch had when it was prefetched: the scores of its keys by table, and its counts."""
+    """A prefetched batch: the scores of its keys by table, and its counts."""
 
     scores: Tensor | None
     counts: Tensor | None
@@ -323,7 +323,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return self._options
 
     def set_learning_rate(self, lr: float) -> None:
-        """From the next backward on."""
+        """Set the learning rate, from the next backward on."""
         self.bags.set_learning_rate(lr)
 
     def split_embedding_weights(self) -> list[Tensor]:

@@ -220,7 +220,7 @@ def reduce_scatter_v_pooled(
 def all_gather_base_pooled(
     input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """All-gather `[B, D]` to `[W * B, D]`."""
+    """Gather `[B, D]` of all ranks to `[W * B, D]`."""
     ranks, how = _how(group, codecs)
     return collectives.all_gather_base_pooled(input, ranks, **how)
 

@@ -28,6 +28,7 @@ from emblib.compat.torchrec_sharding import (
     Placing,
     ShardingEnv,
     ShardingPlan,
+    ShardingType,
     construct_module_sharding_plan,
     plan_of,
 )
@@ -224,6 +225,37 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
             return super().wrap(module, ranks, {*ignored, *self.params_to_ignore})
+
+
+def shard_quant_model(
+    model: nn.Module,
+    world_size: int = 1,
+    compute_device: str = "cuda",
+    sharding_device: str = "meta",
+    sharders: Sequence[Any] | None = None,
+    device_memory_size: int | None = None,
+    constraints: Mapping[str, Any] | None = None,
+    ddr_cap: int | None = None,
+    sharding_plan: ShardingPlan | None = None,
+) -> tuple[nn.Module, ShardingPlan]:
+    """Put the quantised tables of a model on devices of this process, in place.
+
+    The rows are kept: `assign_weights_to_tbe` is not needed. `sharding_device` has no effect.
+
+    Raises:
+        ValueError: constraints that are not table-wise, or too little memory.
+    """
+    for name, constraint in (constraints or {}).items():
+        types = constraint.sharding_types
+        if types and ShardingType.TABLE_WISE.value not in types:
+            raise ValueError(
+                f"table {name}: the devices of one process take whole tables, got {types}"
+            )
+    capacity = ddr_cap if compute_device == "cpu" else device_memory_size
+    plan = local_plan(model, world_size, capacity) if sharding_plan is None else sharding_plan
+    env = ShardingEnv.from_local(world_size, 0)
+    sharded = shard_modules(model, env, torch.device(compute_device), plan, sharders)
+    return sharded, plan
 
 
 class DistributedModelParallel(sharding.DistributedModelParallel):

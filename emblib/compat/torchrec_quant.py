@@ -487,39 +487,6 @@ def quantize_inference_model(
     )
 
 
-def shard_quant_model(
-    model: nn.Module,
-    world_size: int = 1,
-    compute_device: str = "cuda",
-    sharding_device: str = "meta",
-    sharders: Sequence[Any] | None = None,
-    device_memory_size: int | None = None,
-    constraints: Mapping[str, Any] | None = None,
-    ddr_cap: int | None = None,
-    sharding_plan: ShardingPlan | None = None,
-) -> tuple[nn.Module, ShardingPlan]:
-    """Put the quantised tables of a model on devices of this process, in place.
-
-    The rows are kept: `assign_weights_to_tbe` is not needed. `sharding_device` has no effect.
-
-    Raises:
-        ValueError: constraints that are not table-wise, or too little memory.
-    """
-    from emblib.compat.torchrec_model import shard_modules
-
-    for name, constraint in (constraints or {}).items():
-        types = constraint.sharding_types
-        if types and ShardingType.TABLE_WISE.value not in types:
-            raise ValueError(
-                f"table {name}: the devices of one process take whole tables, got {types}"
-            )
-    capacity = ddr_cap if compute_device == "cpu" else device_memory_size
-    plan = local_plan(model, world_size, capacity) if sharding_plan is None else sharding_plan
-    env = ShardingEnv.from_local(world_size, 0)
-    sharded = shard_modules(model, env, torch.device(compute_device), plan, sharders)
-    return sharded, plan
-
-
 def _quantised_tables(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each quantised table, its rows, and their scales and offsets, as views."""
     for part in model.modules():
@@ -552,14 +519,14 @@ def trim_torch_package_prefix_from_typename(typename: str) -> str:
 
 @dataclass
 class QualNameMetadata:
-    """What a serving layer must know of a submodule."""
+    """Metadata of a submodule for a serving layer."""
 
     need_preproc: bool
 
 
 @dataclass
 class BatchingMetadata:
-    """How a serving layer batches an input."""
+    """Metadata by which a serving layer batches an input."""
 
     type: str
     device: str

@@ -35,13 +35,13 @@ class _Interface(ABCMeta):
 
 
 class EmbeddingBagCollectionInterface(nn.Module, metaclass=_Interface):
-    """What embedding bag collections have in common, whether trained or quantised."""
+    """Interface of embedding bag collections, trained or quantised."""
 
     emblib_classes = (emblib_collections.EmbeddingBagCollection,)
 
 
 class EmbeddingCollectionInterface(nn.Module, metaclass=_Interface):
-    """What embedding collections have in common, whether trained or quantised."""
+    """Interface of embedding collections, trained or quantised."""
 
     emblib_classes = (emblib_collections.EmbeddingCollection,)
 
@@ -204,7 +204,7 @@ def get_ec_index_dedup() -> bool:
 
 
 class EmbeddingBagCollectionContext:
-    """What a batch leaves between `input_dist` and `output_dist` of a sharded collection."""
+    """State of a batch between `input_dist` and `output_dist` of a sharded collection."""
 
     def __init__(self) -> None:
         self.received: Any = None
@@ -465,11 +465,11 @@ class ModuleSharder:
         return {name: parameters[0] for name, parameters in named.items() if parameters}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """All of them, on any device."""
+        """Return all sharding types, which any device supports."""
         return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """All that train, on any device."""
+        """Return all kernels that train, which any device supports."""
         return [k.value for k in EmbeddingComputeKernel if k is not EmbeddingComputeKernel.QUANT]
 
     def storage_usage(

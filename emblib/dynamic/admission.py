@@ -1,4 +1,4 @@
-"""Which missing keys may have a row: counts of keys that have none yet, exact or by a sketch.
+"""Admission of missing keys: exact or sketched counts of keys that have no row yet.
 
 `Admission` sees the misses of a batch (`emblib.ops.hash.Misses`) and says which of them reached the
 threshold of their table, the batch at hand included. All of it is tensor code of static shapes:
@@ -68,7 +68,7 @@ def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
 
 
 class _Picked(NamedTuple):
-    """Some of the misses, moved together, as a batch of their own."""
+    """Some of the misses as a batch of their own."""
 
     batch: hash.Keys
     counts: Tensor
@@ -108,7 +108,7 @@ class _Counter(nn.Module):
         self.register_buffer("numbers", numbers, persistent=False)
 
     def pick(self, missing: Missing, mask: Tensor | None = None) -> _Picked:
-        """Those of the tables that this counts, by table and in their order; of `mask` only."""
+        """Return the misses of counted tables, by table and in order; only those in `mask`."""
         length, tail = missing.keys.numel(), self.numbers.numel() - 1
         tables = self.table_of[missing.tables]
         chosen = tables < tail
@@ -168,7 +168,7 @@ class _Counter(nn.Module):
 
     @property
     def _by_number(self) -> SimpleNamespace:
-        """What a state dict has, as attributes."""
+        """Return the entries of a state dict as attributes."""
         numbers = map(str, range(self.numbers.numel() - 1))
         return SimpleNamespace(**dict.fromkeys(numbers, SimpleNamespace(keys=0, counts=0)))
 
@@ -282,7 +282,7 @@ class _Sketches(nn.Module):
 
     @property
     def hash_keys(self) -> Tensor:
-        """By table, the number that its hash depends on, int64 `[T]`; 0 for those not counted."""
+        """Return the hash key of each table, int64 `[T]`; 0 for tables that are not counted."""
         return self.layout[:-1, _LAYOUT_HASH_KEY].cpu().clone()
 
     def _save_to_state_dict(
@@ -313,7 +313,7 @@ class _Sketches(nn.Module):
 
 
 class Admission(nn.Module):
-    """What the tables of a module require of a key before it gets a row.
+    """Requirements that the tables of a module set for keys before these get a row.
 
     Args:
         specs: the tables; those without `admission` take every key.
@@ -403,7 +403,7 @@ class Admission(nn.Module):
         self._counter_of(table).set_counts(self._exact_tables.index(table), keys, counts)
 
     def counts_exactly(self, table: int) -> bool:
-        """Whether `counts` has an answer for a table."""
+        """Return whether `counts` has an answer for a table."""
         return table in self._exact_tables
 
     def _counter_of(self, table: int) -> _Counter:
@@ -416,7 +416,7 @@ class Admission(nn.Module):
         return self.counter
 
     def snapshot(self) -> dict[str, Any]:
-        """All counts, slot by slot; for `restore` in a module of the same tables."""
+        """Return all counts, slot by slot, for `restore` in a module of the same tables."""
         sketches = None if self.sketches is None else self.sketches.state_dict()
         return {
             "counter": None if self.counter is None else self.counter.index.snapshot(),

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class ShardLocation(Protocol):
-    """Where a shard is now: table `index` of the module `module`, which changes as it moves."""
+    """Present location of a shard: table `index` of `module`, which changes as the shard moves."""
 
     @property
     def module(self) -> Any:

@@ -189,7 +189,7 @@ class HashIndex(nn.Module):
 
     @property
     def hash_keys(self) -> Tensor:
-        """By table, the number on which its hash depends, int64 `[T]`, on the CPU."""
+        """Return the hash key of each table, int64 `[T]`, on the CPU."""
         return torch.tensor(self._hash_keys, dtype=torch.int64)
 
     def hash_key(self, table: int) -> int:

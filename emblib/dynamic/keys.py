@@ -82,7 +82,7 @@ def as_keys(keys: Tensor) -> Tensor:
 
 
 class KeyStatus(IntEnum):
-    """What became of a key.
+    """Status of a key after a training forward.
 
     ============  =================================================================
     HIT           in the table before the batch
@@ -114,7 +114,7 @@ class KeyStatus(IntEnum):
 
 
 def of_insertion(inserted: InsertedBatch) -> Tensor:
-    """Of a batch that was inserted, uint8 `[L]` of `KeyStatus`."""
+    """Return the status of the keys of an inserted batch, uint8 `[L]` of `KeyStatus`."""
     hits = torch.full_like(inserted.slots, KeyStatus.HIT, dtype=torch.uint8)
     if inserted.misses is None or inserted.result is None or not inserted.slots.numel():
         return hits

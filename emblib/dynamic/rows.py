@@ -367,7 +367,7 @@ class RowInitializer(nn.Module):
 
 
 class BackingSearch(Protocol):
-    """What a training update needs of the tier behind the tables."""
+    """Interface of the tier behind the tables for training updates."""
 
     generation: int
 

@@ -1,4 +1,4 @@
-"""Which rows of tensor trains are stored, what becomes of those that leave, and what is counted."""
+"""Options of a cache of rows in front of tensor trains, and its counters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INDEX_LOAD = 0.5  # at which every id finds a slot
 
 
 class RowEviction(Choice):
-    """What becomes of a row that leaves the cache.
+    """Treatment of a row that leaves the cache.
 
     Example:
         >>> emblib.TTCache(rows=1_000, eviction=emblib.RowEviction.SPILL).eviction
@@ -47,7 +47,7 @@ class RowEviction(Choice):
 
 @dataclass(frozen=True)
 class TTCache:
-    """Which rows of tensor trains are stored, and when that changes.
+    """Cache of the most used rows of tensor trains: its size and when its rows are chosen.
 
     With `SPILL` a row, once chosen, stays stored. Stored rows are a table in host memory (pinned,
     if the module is on a GPU) behind a cache of `rows` rows in the memory of the module:

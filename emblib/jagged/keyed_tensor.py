@@ -399,7 +399,7 @@ def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
 
 
 class _NodeType(NamedTuple):
-    """How the objects of one class are taken apart into leaves and a context, and made again."""
+    """Functions that split objects of one class into leaves and a context, and rebuild them."""
 
     kind: type
     take: Callable[[Any], Flattened]

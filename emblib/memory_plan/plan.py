@@ -122,7 +122,7 @@ class BackingMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How each of a model's tables is stored; `str()` shows it table by table.
+    """Plan of how each table of a model is stored; `str()` shows it table by table.
 
     Attributes:
         choices: one choice per table, in the order given.

@@ -51,7 +51,7 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """How one table is stored.
+    """The storage that a plan chose for one table.
 
     Attributes:
         path: path of the collection that has the table; empty for a configuration given alone.

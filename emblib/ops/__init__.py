@@ -1,5 +1,6 @@
 """Loads the native library and is the Python face of `torch.ops.emblib`: shapes and gradients."""
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,9 +26,9 @@ def _load() -> None:
 
 def _find(name: str) -> Path | None:
     """Find the shared library `name`: next to the package, or where an editable install put it."""
-    import emblib
-
-    for folder in (_PACKAGE, *(Path(p) for p in emblib.__path__)):
+    package = importlib.util.find_spec("emblib")  # of the module that is being imported
+    installed = [] if package is None else package.submodule_search_locations or []
+    for folder in (_PACKAGE, *map(Path, installed)):
         path = folder / f"lib{name}.so"
         if path.exists():
             return path

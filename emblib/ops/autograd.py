@@ -235,7 +235,7 @@ class Contribution(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a backward is to do: update the rows, and form the gradient of the sample weights."""
+    """Tasks of a backward: update the rows, form the gradient of the sample weights."""
 
     update: bool = True
     sample_grad: bool = False
@@ -385,7 +385,7 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 class WeightOffset(NamedTuple):
-    """Where a table lies in the weights of a module: first element, first row, size."""
+    """Location of a table in the weights of a module: first element, first row, size."""
 
     begin: int
     first_row: int

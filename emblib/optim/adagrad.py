@@ -331,7 +331,7 @@ class RowwiseAdagrad(Optimizer):
 
 
 class EmaReset(Choice):
-    """Whether to KEEP or CLEAR the moving average after it took in the weights.
+    """Treatment of the moving average after it replaced the weights: KEEP or CLEAR it.
 
     Example:
         >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, slow=emblib.optim.EmaReset.CLEAR)

@@ -39,7 +39,7 @@ class Codec(ABC):
 
     @property
     def is_identity(self) -> bool:
-        """Whether values are sent unchanged."""
+        """Return whether values are sent unchanged."""
         return False
 
     @abstractmethod

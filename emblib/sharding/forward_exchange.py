@@ -62,7 +62,7 @@ class _Found(NamedTuple):
 
 @dataclass
 class _Mode:
-    """What is known of the forwards in train or eval mode, with or without gradients."""
+    """Lookups found in earlier forwards in train or eval mode, with or without gradients."""
 
     calls: list[_Found] | None = None  # None: not searched, or to be searched again
     searches: int = 0

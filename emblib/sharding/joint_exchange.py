@@ -20,7 +20,7 @@ from emblib.tables.recomputation import running_forward
 
 
 class Inputs(NamedTuple):
-    """What a collection sends of a batch, and what becomes of the received batches.
+    """Messages that a collection sends for a batch, and its use of the received ones.
 
     A batch that stays on this rank is an awaitable of itself.
     """

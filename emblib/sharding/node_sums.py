@@ -40,7 +40,7 @@ from emblib.sharding.values import Received, Values, start_values
 
 
 class _Packing(NamedTuple):
-    """How the rows of this rank are ordered for sending, for one set of batch sizes.
+    """Order in which the rows of this rank are sent, for one set of batch sizes.
 
     The rows for single ranks come first, then those that the node sums: for each local rank k, the
     bags of the ranks with local number k, node after node.

@@ -54,7 +54,7 @@ class _Span(NamedTuple):
 
 
 class _Sources:
-    """What rows are received of: all ranks; or ranks, then nodes that sum rows.
+    """Senders of the received rows: all ranks; or ranks, then nodes that sum rows.
 
     Attributes:
         layouts: the layout of each.
@@ -325,7 +325,7 @@ class OutputDist(nn.Module):
 
 
 class _PooledRoute(NamedTuple):
-    """How the rows of a batch are sent: `sent` elements to each rank, for an output of `shape`."""
+    """Route of the rows of a batch: `sent` elements to each rank, for an output of `shape`."""
 
     tables: _CopyTables
     lengths: Tensor | None

@@ -251,7 +251,7 @@ class OutputExchange:
 
 
 class _Scaling:
-    """What ranks agree about where a `GradScaler` has scaled their losses, in one backward.
+    """Agreement of the ranks about the scale of a `GradScaler` in one backward.
 
     Args:
         scale: scale of this rank.

@@ -106,7 +106,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
     @property
     def dense_ranks(self) -> RankGroup:
-        """All ranks: they average the gradients of the dense part."""
+        """Return all ranks: they average the gradients of the dense part."""
         return self.all_ranks
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ Rows = tuple[Tensor, Tensor | None]
 
 
 class SequenceExchange(NamedTuple):
-    """How vectors are sent: in slices of `width` columns."""
+    """Exchange of vectors, in slices of `width` columns."""
 
     comm_precision: CommPrecision
     width: int
@@ -179,7 +179,7 @@ class SequenceTables(ShardedTables):
         )
 
     def _pieces_of(self, index: Tensor, received: IncomingBatch) -> tuple[Tensor, list[int]]:
-        """Where the pieces of vectors go, for ids that were at `index`; and pieces by rank."""
+        """Return the targets of the vector slices of ids at `index`, and the slices per rank."""
         sent = received.sent
         assert sent is not None
         starts = torch.as_tensor(sent.unit_starts, device=index.device)

@@ -241,7 +241,7 @@ Result = TypeVar("Result")
 
 
 class GradientReduction(Choice):
-    """How the gradients of a table are reduced over ranks.
+    """Reduction of the gradients of a table over ranks.
 
     MEAN divides by the number of ranks, as `DistributedDataParallel` does for dense parameters: a
     step minimizes the mean of the losses of all ranks. SUM does not divide.

@@ -93,7 +93,7 @@ class ShardingType(Choice):
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one table is spread: its shards, or none where every rank has a copy (DATA_PARALLEL).
+    """Sharding of one table: its shards, or none where every rank has a copy (DATA_PARALLEL).
 
     Args:
         type: the name of the way; what counts are the shards.
@@ -120,7 +120,7 @@ class ParameterSharding:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank has a replica."""
+        """Return whether every rank has a replica."""
         return self.type is ShardingType.DATA_PARALLEL
 
     def check(self, name: str, shape: TableShape, world_size: int) -> None:

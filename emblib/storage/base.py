@@ -1,4 +1,4 @@
-"""How a table is stored: the interface that every kind of storage implements.
+"""Storage kinds: the interface that every way to store a table implements.
 
 A `Storage` describes how the rows of one table are kept and answers every question about it. A
 collection asks it to group tables, to make the module and the handles, and for views of the memory;
@@ -160,7 +160,7 @@ def stored_as(part: TableSlice) -> Precision:
 
 
 class CutUnits(NamedTuple):
-    """Where a table may be cut: at multiples of `rows` rows and of `columns` columns."""
+    """Granularity of cuts: at multiples of `rows` rows and of `columns` columns."""
 
     rows: int = 1
     columns: int = 1
@@ -199,7 +199,7 @@ class MemoryBytes(NamedTuple):
 
 
 class Rates(Protocol):
-    """What the planner's cost model tells a storage: times of a machine, in nanoseconds."""
+    """Times of a machine, in nanoseconds, from the planner's cost model."""
 
     @property
     def device(self) -> str:

@@ -555,7 +555,7 @@ class StoredRowsHandle(DenseHandle):
 
 
 class CountsHandle(nn.Module):
-    """How often the ids of a cached train were looked up; its state dict has them by `keys`."""
+    """Number of lookups per id of a cached train; its state dict has them by `keys`."""
 
     def __init__(self, module: Any, index: int) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ from emblib.tables.base import check_bounds, variable_batch
 
 
 class Combine(Choice):
-    """How a row is made of the rows that its id reads.
+    """Operation that makes a row of the rows that its id reads.
 
     Example:
         >>> emblib.storage.QuotientRemainder(4_000, "add").combine

@@ -22,7 +22,7 @@ _MOST_SEEDS = 2**56
 
 
 class RowHash(Choice):
-    """Which row an id reads first.
+    """Function that selects the first row of an id.
 
     Example:
         >>> emblib.storage.Hashed(500_000, hash=emblib.storage.RowHash.REMAINDER).hash

@@ -1,4 +1,4 @@
-"""What the modules of tables share: `FusedTables`, their base, and functions of batches and states.
+"""Shared parts of the table modules: the base class `FusedTables`, functions of batches and states.
 
 `FusedTables` has features, optimizer and hyperparameters of a module; `check_bounds` checks the
 indices and offsets of a batch.

@@ -493,7 +493,7 @@ def _sums_file(file: MappedFile) -> MappedFile:
 
 
 def _describe(tables: Sequence[TableSpec], widths: Sequence[int], begin: int, end: int) -> str:
-    """Which rows lie in bytes `[begin, end)` of a file; `widths` are the tables' bytes per row."""
+    """Return a text for the rows in bytes `[begin, end)` of a file; `widths` are bytes per row."""
     found, at = [], 0
     for spec, width in zip(tables, widths, strict=True):
         size = spec.rows * width

@@ -261,7 +261,7 @@ def zeros(count: int) -> Tensor:
 
 
 def make_directory(directory: Path, what: str) -> None:
-    """With its parents, unless it is there; `what` is to be in it, as errors say it."""
+    """Create a directory and its parents if missing; `what` names its content in errors."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

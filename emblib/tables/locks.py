@@ -72,7 +72,7 @@ def atomic(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
 
 
 class Forked(Protocol):
-    """What has something to do in a forked process before anything else happens there."""
+    """Object that must act in a forked process before anything else happens there."""
 
     def after_fork(self) -> None:
         """Update this object in the forked process."""

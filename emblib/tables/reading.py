@@ -16,7 +16,7 @@ from emblib.tables.memory import TableOffset
 
 
 class TableReading(NamedTuple):
-    """How features read the only table of a module.
+    """Reading of the only table of a module by some features, with their pooling.
 
     Args:
         features: `[F, columns]`, see `emblib.columns.FeatureColumn`.

@@ -89,7 +89,7 @@ class RunningForward:
 
 
 class _Region:
-    """What the lookups of a checkpointed region noted, by owner in the order of its calls."""
+    """Notes of the lookups of a checkpointed region, by owner in the order of its calls."""
 
     def __init__(self) -> None:
         self.values: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()

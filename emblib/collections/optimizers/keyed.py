@@ -228,7 +228,7 @@ class OptimizerWrapper(KeyedOptimizer):
 
 
 class GradientClipping(Choice):
-    """What to clip: the NORM of all gradients together, each VALUE, or nothing (NONE)."""
+    """Quantity to clip: the NORM of all gradients together, each VALUE, or nothing (NONE)."""
 
     NORM = "norm"
     VALUE = "value"
@@ -273,7 +273,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
 
 class GradientShare(Choice):
-    """What a rank has of the gradient of a parameter.
+    """A rank's part of the gradient of a parameter.
 
     A SHARD, which no other rank has; a REPLICA of what all ranks have; or one that another rank
     has as well and counts (COUNTED_ELSEWHERE).

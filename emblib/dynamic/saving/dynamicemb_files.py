@@ -79,7 +79,7 @@ class DynamicEmbTable:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a table of DynamicEmb's is laid out beyond its dims.
+    """Layout of the files of a table of DynamicEmb, besides its dims.
 
     Args:
         order: order of eviction: none, lru, lfu, lru_lfu or assigned.

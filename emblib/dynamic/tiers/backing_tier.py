@@ -57,7 +57,7 @@ class Moves(NamedTuple):
 
 
 class BatchPlacement(NamedTuple):
-    """Where the rows of a batch are to be; slots from `DynamicSpec.rows` on are overflow rows.
+    """Target slots of the rows of a batch; slots from `DynamicSpec.rows` on are overflow rows.
 
     Attributes:
         slots: int64 `[L]` by miss, as `InsertResult.slots`.

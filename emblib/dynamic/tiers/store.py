@@ -217,7 +217,7 @@ class ShardableStore(Protocol):
 
 
 class TierMode(Choice):
-    """Which rows of the store are promoted when a batch uses them.
+    """Rule that selects which rows of the store are promoted when a batch uses them.
 
     CACHING: all. HYBRID: rows that rank above the row that they would replace; new keys that rank
     lower start in the store. With LRU both modes are the same, since the last used row ranks
@@ -310,7 +310,7 @@ def check_backing(backing: object) -> None:
 
 @dataclass(frozen=True)
 class TierStats:
-    """What the tiers of a table did in training, since construction or the last reset.
+    """Counts of the tiers of a table in training, since construction or the last reset.
 
     Attributes:
         lookups: positions of batches.
