@@ -201,7 +201,7 @@ class CapturedStep:
 
     @contextmanager
     def _on_stream(self) -> Any:
-        """Run what is inside on the stream of the captures, in order with the caller's stream."""
+        """Run the block on the stream of the captures, in order with the caller's stream."""
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
@@ -396,7 +396,7 @@ def _checked_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
 
 @contextmanager
 def _noting_waits(waits: list[str]) -> Any:
-    """Collect what the host waits for inside, by operation and line; pass other warnings on."""
+    """Collect the device waits of the block, by operation and line; pass other warnings on."""
     if torch.cuda.get_sync_debug_mode() != 0:  # the caller looks for waits
         yield
         return

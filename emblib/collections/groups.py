@@ -393,7 +393,7 @@ class TableGroups(nn.Module):
         return self.slices[self._groupings[number].slices[0]].storage
 
     def shared_slices(self) -> list[SharedSlice]:
-        """Return the slices that are read elsewhere too, in the order in which units need them."""
+        """Return the slices that other collections read too, in the order of the units."""
         return [
             self._shared[key]
             for grouping in self._groupings

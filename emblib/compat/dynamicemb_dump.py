@@ -226,7 +226,7 @@ def _check_same(ranks: RankGroup, root: Path, tables: Sequence[_Named]) -> None:
 
 @contextlib.contextmanager
 def _together(ranks: RankGroup, outcome: str = "nothing was changed here") -> Iterator[None]:
-    """Leave when all ranks have come to the end; raise on all of them what went wrong on any."""
+    """Wait for all ranks at the end of the block; raise the error of any rank on all of them."""
     error = None
     try:
         yield

@@ -36,7 +36,7 @@ _SAVED = {
 def opt_args(
     bags: DynamicEmbeddingBags, table: int, options: DynamicEmbTableOptions
 ) -> dict[str, Any]:
-    """Return what DynamicEmb saves of an optimizer and a table, by its names."""
+    """Return the values that DynamicEmb saves of an optimizer and a table, by its names."""
     rule: Any = bags.optimizer
     saved: dict[str, Any] = {"opt_type": _SAVED[type(rule)], "lr": bags.learning_rate}
     if isinstance(rule, optim.Adam):
@@ -175,7 +175,7 @@ class DynamicEmbTables:
         raise NotImplementedError
 
     def options_of(self, name: str) -> DynamicEmbTableOptions:
-        """Return the options of a table, with what was left out."""
+        """Return the options of a table, with defaults filled in."""
         raise NotImplementedError
 
     @property
@@ -316,7 +316,7 @@ class DynamicEmbTables:
         return scores
 
     def opt_args(self, table: str) -> dict[str, Any]:
-        """Return what DynamicEmb saves with a table, as it is now; synchronises with the device."""
+        """Return the values that DynamicEmb saves with a table; waits for the device."""
         options = self.options_of(table)
         saved = opt_args(*self.table_module_of(table), options)
         if options.score_strategy is DynamicEmbScoreStrategy.STEP:

@@ -56,7 +56,7 @@ class DynamicEmbParameterSharding(ParameterSharding):
     dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
 
     def to_emblib(self) -> Any:
-        """Convert to emblib's class: the module is what `prepare` made of the table."""
+        """Convert to emblib's class, from the module that `prepare` returned."""
         names = [f.name for f in fields(ParameterSharding) if f.name != "compute_kernel"]
         return ParameterSharding(**{name: getattr(self, name) for name in names}).to_emblib()
 
@@ -301,7 +301,7 @@ class ShardedCollectionTables(DynamicEmbTables):
         return shard.module, shard.index
 
     def options_of(self, name: str) -> DynamicEmbTableOptions:
-        """Return the options of a table, with what was left out."""
+        """Return the options of a table, with defaults filled in."""
         options = self._options[name]
         assert options is not None
         return options
@@ -317,7 +317,7 @@ class ShardedCollectionTables(DynamicEmbTables):
     def saved_entries(
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
-        """Return what this rank writes of a table: the keys that `dist_type` gives it."""
+        """Return the entries that this rank writes: those whose keys `dist_type` routes to it."""
         module, index = self.table_module_of(name)
         found = fingerprint.agree(
             ranks, lambda: export_dynamicemb(module, index, {}, leave_out=leave_out)

@@ -302,7 +302,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return len(self._prefetched)
 
     def reset_cache_states(self) -> None:
-        """Nothing to do: a row is in one tier alone, so there are no copies to drop."""
+        """Do nothing: a row is in one tier only, so there are no copies to drop."""
 
     @property
     def table_names(self) -> list[str]:
@@ -314,12 +314,12 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return self.bags, self._names.index(name)
 
     def options_of(self, name: str) -> DynamicEmbTableOptions:
-        """Return the options of a table, with what was left out."""
+        """Return the options of a table, with defaults filled in."""
         return self._options[self._names.index(name)]
 
     @property
     def table_options(self) -> Sequence[DynamicEmbTableOptions]:
-        """The options of the tables, with what was left out."""
+        """The options of the tables, with defaults filled in."""
         return self._options
 
     def set_learning_rate(self, lr: float) -> None:

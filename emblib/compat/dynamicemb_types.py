@@ -11,7 +11,7 @@ from torch import Tensor
 
 BATCH_SIZE_PER_DUMP = 65536
 BUCKET_ALIGNMENT = 16
-"""What a bucket_capacity is a multiple of."""
+"""Number that divides every `bucket_capacity`."""
 MAX_BUCKET_CAPACITY = 2**63 - 1
 """The bucket_capacity that asks for one bucket a table."""
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")

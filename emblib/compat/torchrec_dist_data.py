@@ -1,4 +1,4 @@
-"""TorchRec's modules that send batches and pooled rows, and what it knows of ranks and nodes."""
+"""TorchRec's modules that send batches and pooled rows, and its functions of ranks and nodes."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ class SeqEmbeddingsAllToOne(_ToOne):
 
 
 PooledEmbeddingsAwaitable = Awaitable
-"""What the modules below return; the result is a tensor."""
+"""Type that the modules below return; its result is a tensor."""
 
 
 class _PooledModule(nn.Module):
@@ -448,7 +448,7 @@ class PooledEmbeddingsAllGather(_PooledModule):
 
 
 SequenceEmbeddingsAwaitable = Awaitable
-"""What the module below returns; the result is a tensor."""
+"""Type that the module below returns; its result is a tensor."""
 
 
 class SequenceEmbeddingsAllToAll(nn.Module):

@@ -104,7 +104,7 @@ def shard(
 
 
 def _as_it_is(parameter: ParameterSharding) -> Placing:
-    """Return a rule that gives a table the sharding that it has already."""
+    """Return a rule that keeps the present sharding of a table."""
     native = parameter.to_emblib()
     return Placing(lambda shape, world: native, parameter.compute_kernel)
 

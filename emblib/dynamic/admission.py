@@ -194,7 +194,7 @@ class _Counter(nn.Module):
                 self.set_counts(number, *(state_dict[name] for name in names))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the counters."""
+        """Yield the problems of the entries of the counters."""
         word = torch.empty(0, dtype=torch.int64)
         for number in range(self.numbers.numel() - 1):
             key, size = f"{prefix}{number}.keys", 0
@@ -305,7 +305,7 @@ class _Sketches(nn.Module):
             own.copy_(saved)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the sketches."""
+        """Yield the problems of the entries of the sketches."""
         own = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, own)
         hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _LAYOUT_HASH_KEY]}
@@ -396,7 +396,7 @@ class Admission(nn.Module):
         return self._counter_of(table).counts(self._exact_tables.index(table))
 
     def set_counts(self, table: int, keys: Tensor, counts: Tensor) -> None:
-        """Count a table's keys from these on, and forget what was counted; keys must differ.
+        """Replace the counts of a table; keys must be distinct.
 
         Where there are more keys than the counter holds, those with the lowest counts are left out.
         """
@@ -438,7 +438,7 @@ class Admission(nn.Module):
         _check_state("admission", state, self.state_dict())
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Become what `snapshot` was taken of."""
+        """Restore the counts that `snapshot` returned."""
         if self.counter is not None:
             self.counter.index.restore(snapshot["counter"])
         if self.sketches is not None:

@@ -476,7 +476,7 @@ class CachedTTEmbeddingBags(nn.Module):
         return self.key_of_row[first:last]
 
     def _replace_rows(self, table: int, leaving: Tensor, new: Tensor) -> None:
-        """Remove stored rows, numbered within a table's, and store keys with what the cores make.
+        """Remove stored rows, by number within a table, and store keys with the rows of the cores.
 
         What the table is made of changes in one native call: cores, stored rows and whose they
         are. The index follows from these; it is made again if an interrupt comes before it.
@@ -663,7 +663,7 @@ class CachedTTEmbeddingBags(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the module, of as many stored rows as here."""
+        """Yield the problems of the entries of the module, of as many stored rows as here."""
         counts = (f"{prefix}{name}" for name in ("counters", "changes", "since"))
         own = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, {name: own.pop(name) for name in counts})

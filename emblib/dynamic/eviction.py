@@ -130,7 +130,7 @@ class EvictionScores(nn.Module):
         self._unset = {t for t in custom if not known[t]}
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the scores."""
+        """Yield the problems of the entries of the scores."""
         return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
@@ -147,7 +147,7 @@ def _as_int64(score: Any) -> int:
 def assign_key_scores(
     module: "DynamicEmbeddingBags", table: int, keys: Tensor, scores: Tensor
 ) -> Tensor:
-    """Set the scores of keys of a table, in either tier; return which are there, bool on the CPU.
+    """Set the scores of keys in either tier; return which are in the table, bool on the CPU.
 
     A key that occurs more than once gets the largest of its scores.
 

@@ -42,7 +42,7 @@ class RowEviction(Choice):
     SPILL = "spill"
     """Host memory keeps it with its optimizer state: it stays stored. See `TTCache`."""
     DROP = "drop"
-    """What it learned is lost: the row is again what the cores make of it (FBTT)."""
+    """Its updates are lost: lookups compute the row from the cores again (FBTT)."""
 
 
 @dataclass(frozen=True)

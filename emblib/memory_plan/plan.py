@@ -80,7 +80,7 @@ MEASURED: dict[str, Curve] = {
 EVICTED = 0.9  # of what a lookup tells is lost where its id has no row, measured likewise
 
 METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
-"""What `plan_memory` chooses from by default, besides tables as they are."""
+"""Methods that `plan_memory` chooses from by default, besides tables as they are."""
 
 _MEASURED_ROWS = 9065  # of the largest table of MEASURED
 # The bytes of a train grow with the square of its ranks, so steps are at most 5/4; large ranks are

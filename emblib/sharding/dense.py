@@ -103,7 +103,7 @@ class FullyShard:
 
 
 Wrapping = DDP | FullyShard
-"""How the dense part is distributed over the ranks."""
+"""Distribution of the dense part over the ranks."""
 
 _BY_NAME: dict[str, Wrapping | None] = {"ddp": DDP(), "fully_shard": FullyShard(), "none": None}
 

@@ -65,7 +65,7 @@ class World(NamedTuple):
 
 
 class TableShape(NamedTuple):
-    """Rows and columns of a table, and of what they are multiples where it may be cut."""
+    """Rows and columns of a table, and the units at whose multiples it may be cut."""
 
     rows: int
     columns: int
@@ -141,7 +141,7 @@ class ParameterSharding:
 
 
 Rule = Callable[[TableShape, World], ParameterSharding]
-"""What the functions below return: makes the sharding of a table of some shape in some world."""
+"""Function that makes the sharding of a table from its shape and the world."""
 
 
 def data_parallel() -> Rule:

@@ -380,7 +380,7 @@ class Storage:
     # Planner
 
     def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-        """Return the bytes that a slice takes, batches apart.
+        """Return the bytes of a slice, without those of batches.
 
         Without an optimizer, or with one whose gradients are dense, the gradient counts as well.
 
@@ -472,7 +472,7 @@ def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
 
 
 def dense_gradient_ns(part: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
-    """Return the nanoseconds to make a dense gradient, which a table without optimizer has."""
+    """Return the nanoseconds that forming a dense gradient takes, for a table without optimizer."""
     if optimizer is not None:
         return 0.0
     itemsize = part.config.data_type.itemsize

@@ -362,7 +362,7 @@ class CachedTTHandle(TTHandle):
         return views(self._cached[0])[self.index]
 
     def dense_rows(self) -> Tensor:
-        """Return all rows `[rows, dim]`: the stored ones, and what the cores make of others."""
+        """Return all rows `[rows, dim]`: stored ones, and the others computed from the cores."""
         return self.bags.to_dense(self.index)
 
     def dense_blocks(self) -> Iterator[Tensor]:
@@ -449,13 +449,13 @@ class StoredRowsHandle(DenseHandle):
             super().adopt(other)
 
     def clear(self) -> None:
-        """Remove all stored rows; what they learned is lost."""
+        """Remove all stored rows, losing their updates."""
         if is_made(self._cached[0]):
             bags = self._cached[0]
             bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the stored rows in a state dict."""
+        """Yield the problems of the stored rows in a state dict."""
         key = f"{prefix}keys"
         if not is_made(self._cached[0]):
             return
@@ -588,7 +588,7 @@ class CountsHandle(nn.Module):
             module.set_counted(index, given, int(given["tick"]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the counts in a state dict."""
+        """Yield the problems of the counts in a state dict."""
         module, index = self._of
         if not is_made(module):
             return

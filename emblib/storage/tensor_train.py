@@ -295,7 +295,7 @@ class TensorTrain(Storage):
     def copy_slice(
         self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
     ) -> None:
-        """Copy what the slice has of the cores of `source`, and of their optimizer states."""
+        """Copy the slice's part of the cores of `source` and of their optimizer states."""
         views, targets = source.views(), target.views()
         stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
         for stem in stems:

@@ -133,7 +133,7 @@ class BoundsReport:
         self._checks += 1
 
     def poll(self) -> None:
-        """Warn of what the last copy found, if it is complete."""
+        """Warn of the violations in the last copy from the device, if it is complete."""
         copy = self._copy  # another thread may finish it
         if copy is not None and copy[1].query():
             self._finish(copy[0])

@@ -290,7 +290,7 @@ class DiskStore:
                 yield index, rows[start:end] - self._blocks[index].first
 
     def protect(self, rows: Tensor) -> None:
-        """Journal rows that are about to be overwritten, as they are at the last commit.
+        """Journal the committed values of rows that are about to be overwritten.
 
         A row is journaled once per epoch; rows already in the journal cost one byte read each.
 
@@ -345,7 +345,7 @@ class DiskStore:
             self._finish(self._committing)
 
     def _finish(self, commit: "_Commit") -> None:
-        """Start the epoch after a commit, which is in the file; doing it again comes to the same.
+        """Start the epoch after a commit that is in the file; repeating it changes nothing.
 
         Until this is done a journal would lead back to the commit before.
         """

@@ -31,7 +31,7 @@ class ModuleLock(_thread.RLock):  # type: ignore[misc]  # final in typeshed alon
         call_in_forks(self)
 
     def after_fork(self) -> None:
-        """Find out whether the thread that forked may go on with what is protected."""
+        """Make the lock raise from now on if another thread held it when the process forked."""
         if self.acquire(blocking=False):
             self.release()
         else:

@@ -1,4 +1,4 @@
-"""Forwards that activation checkpointing repeats: what they change besides their output.
+"""Side effects of forwards that activation checkpointing repeats.
 
 `torch.utils.checkpoint` runs a function in forward and again in backward. The output of a lookup
 may be computed twice, but a key must be inserted, an id counted and a warning given once. So a
@@ -51,7 +51,7 @@ class RunningForward:
         self._noted_in: list[_Region] = []
 
     def note(self, owner: object, value: Any) -> None:
-        """Note what the repetition of this call of `owner` needs."""
+        """Note a value for the repetition of this call of `owner`."""
         for region in self._noted_in:
             region.values.setdefault(owner, []).append(value)
 
@@ -110,7 +110,7 @@ class _Region:
 
 
 def _region_of(holder: Any) -> _Region:
-    """Return the region that torch's object of a region stands for."""
+    """Return the region of torch's checkpointing object."""
     region: _Region = vars(holder).setdefault("_emblib_region", _Region())
     return region
 

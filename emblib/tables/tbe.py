@@ -235,7 +235,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return out
 
     def _prepare_calls(self) -> ShortCalls:
-        """Prepare calls of the module as it is now."""
+        """Prepare calls of the module in its present state."""
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
         self._calls = ShortCalls(self)

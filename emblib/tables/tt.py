@@ -59,7 +59,7 @@ class Cores(nn.ParameterList):
             super()._load_from_state_dict(state_dict, prefix, _copying(local_metadata), *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the cores."""
+        """Yield the problems of the entries of the cores."""
         return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
@@ -258,7 +258,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             )  # the shapes of the cores identify the layout
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the module."""
+        """Yield the problems of the entries of the module."""
         problem = layout_entry.problem(state_dict, prefix, self.tables, self.cores)
         if problem:
             yield problem
@@ -472,7 +472,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> list[TTWork]:
-        """Return what a batch costs each table: distinct rows and halves, and multiply-adds.
+        """Return the work of a batch per table: distinct rows and halves, and multiply-adds.
 
         The arguments are those of `forward`. On a GPU the host waits.
         """

@@ -30,7 +30,7 @@ _RIDGE = 1e-6  # of the mean squared regressor, where few counted rows determine
 
 
 class Decomposition(NamedTuple):
-    """Cores of a table, float32 `[p_k, R_k * q_k * R_{k+1}]`, and what they lose.
+    """Cores of a table, float32 `[p_k, R_k * q_k * R_{k+1}]`, and their errors.
 
     Attributes:
         spec: the table, with the ranks that were chosen.
@@ -220,7 +220,7 @@ class _Cuts:
 
 
 def _gram(matrix: Tensor) -> Tensor:
-    """Return `matrix @ matrix.T` in float64, a block of columns at a time."""
+    """Return `matrix @ matrix.T` in float64, computed by blocks of columns."""
     gram = torch.zeros(matrix.size(0), matrix.size(0), dtype=torch.float64, device=matrix.device)
     width = max(1, _CHUNK_BYTES // (8 * matrix.size(0)))
     for block in matrix.split(width, dim=1):

@@ -79,7 +79,7 @@ class IdSkew:
         return float((sizes * shares) @ -torch.expm1(-shares * high))
 
     def shared(self, rows: int) -> float:
-        """Return the share of a row's updates that other ids make, where a hash gives `rows`.
+        """Return the share of a row's updates that come from other ids, with a hash to `rows`.
 
         The expectation over lookups and hashes of o / (s + o), for an id of share s in whose row
         others have o. It follows from 1 / (s + o), the integral of exp(-(s + o) t) over t, and the

@@ -1,4 +1,4 @@
-"""State dicts of `torch.optim` as those of `FusedOptimizer`: moments and steps go on in tables."""
+"""Convert state dicts of `torch.optim` to those of `FusedOptimizer`, with moments and steps."""
 
 from __future__ import annotations
 

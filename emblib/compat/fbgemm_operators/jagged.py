@@ -181,7 +181,7 @@ def expand_into_jagged_permute(
 
 
 def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float) -> Tensor:
-    """Convert `[L, ...]` to `[B, max_length, ...]`; what is longer is cut."""
+    """Pad `[L, ...]` to `[B, max_length, ...]`, cutting longer sequences."""
     check_offsets("offsets", offsets)
     position = torch.arange(max_length, dtype=offsets.dtype, device=offsets.device)
     index = offsets[:-1].unsqueeze(1) + position

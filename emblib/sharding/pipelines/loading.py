@@ -118,7 +118,7 @@ class AssumeEqual:
 
 
 UnevenInputs = DrainAll | StopAtShortest | AssumeEqual
-"""What happens where the loaders of ranks have different numbers of batches."""
+"""Reaction to loaders of ranks with different numbers of batches."""
 
 
 class ExampleCount(NamedTuple):

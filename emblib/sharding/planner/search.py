@@ -435,7 +435,7 @@ def _slow_ranks(loads: RankCosts) -> list[int]:
 
 
 def _on(loads: RankCosts, choice: PlacedOption, rank: int) -> float:
-    """Return the seconds of a table on a rank."""
+    """Return the seconds that a table costs on a rank."""
     total = 0.0
     for unit, target in zip(choice.option.units, choice.targets, strict=True):
         member = rank - loads.first_rank(unit, target)
