@@ -36,9 +36,27 @@ SECTION = re.compile(r"(Args|Attributes):")
 ENTRY = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*): (.+)")
 
 # Packages whose names all have an example.
-PACKAGES = (emblib, emblib.init, emblib.jagged, emblib.optim, emblib.sharding)
-# What the tables call, not their users.
-WITHOUT_EXAMPLE = {"Hyper", "Initializer", "count_largest_", "ensemble_"}
+PACKAGES = (
+    emblib,
+    emblib.init,
+    emblib.jagged,
+    emblib.optim,
+    emblib.sharding,
+    emblib.storage,
+    emblib.trace,
+)
+# For those who write a kind of storage or a table module, not for those who use them.
+WITHOUT_EXAMPLE = {
+    "Hyper",
+    "Initializer",
+    "Rates",
+    "Storage",
+    "TableDescription",
+    "TensorLayout",
+    "count_largest_",
+    "ensemble_",
+    "register",
+}
 
 
 class Entry(NamedTuple):

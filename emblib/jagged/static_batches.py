@@ -243,7 +243,7 @@ class StagingRing:
 
 
 def _fixed(leaf: Any, number: int) -> _Fixed:
-    """Return what is fixed of a leaf.
+    """Return the fixed part of a leaf.
 
     Raises:
         TypeError: a leaf that may contain tensors, which a graph would not see.

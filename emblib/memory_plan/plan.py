@@ -289,7 +289,7 @@ def _described_tables(
     losses: Mapping[str, Curve] | None,
     backing: BackingMemory | None,
 ) -> list[_Table]:
-    """Return what the methods need to know of each table."""
+    """Return the description of each table for the methods."""
     planned = frozenset(f"{path}.{config.name}" for path, config, _ in found)
     curves = {**MEASURED, **(losses or {})}
     counts = [
@@ -470,7 +470,7 @@ def _at(curve: Curve, x: float) -> float:
 def _candidates(
     table: _Table, methods: Sequence[str], serving: int | None, device: str
 ) -> list[MemoryChoice]:
-    """Return the choices for a table that no smaller one is as good as, the largest first."""
+    """Return the Pareto-optimal choices for a table, the largest first."""
 
     def choice(method: str, option: _Option) -> MemoryChoice:
         sizes = _nbytes(table, option.config, serving, device)
@@ -547,7 +547,7 @@ def _assumptions(
     losses: Mapping[str, Curve] | None,
     serving: int | None,
 ) -> Iterator[str]:
-    """Yield what a plan takes for granted."""
+    """Yield the assumptions of a plan."""
     assumed = [table.name for table in tables if table.is_assumed]
     if assumed:
         yield (

@@ -152,7 +152,7 @@ def totals(options: Options, picked: Sequence[int]) -> tuple[int, int]:
 
 
 def _smallest(options: Options, limits: Limits) -> list[int]:
-    """Return choices that take little device memory, and no more of the other than is allowed."""
+    """Return choices with little device memory, and with allowed amounts of backing memory."""
     picked = [len(choices) - 1 for choices in options]
     nbytes, backing = totals(options, picked)
     while limits.backing is not None and backing > limits.backing:

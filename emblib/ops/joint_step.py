@@ -72,7 +72,7 @@ class JointStep:
         return self._anchor
 
     def of_backward(self) -> GradientSum:
-        """Return what lookups that are made now add their gradients to."""
+        """Return the sum to which present lookups add their gradients."""
         task = _outer_task.get()
         return self if task is None else _OuterStep(self, task)
 

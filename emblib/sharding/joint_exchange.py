@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The lookups of a collection, and what becomes of their outputs.
+    """The lookups of a collection, and the use of their outputs.
 
     A lookup whose rows stay on this rank is its output.
     """

@@ -208,7 +208,7 @@ def _description(
     chosen: list[_Chosen] | None,
     optimizer: Optimizer | None,
 ) -> dict[str, dict[str, Any]]:
-    """Describe the collections that a plan names; those of them that there are, if it is wrong."""
+    """Describe the collections that a plan names; of a wrong plan, those that exist."""
     modules = _modules_of(plan)
     paths, plans = _paths_of(module, modules), {one.path: one.plan for one in chosen or ()}
     found: dict[str, dict[str, Any]] = {
@@ -298,7 +298,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
-    """Raise TypeError for what was put on a collection and its sharded form would lack."""
+    """Raise TypeError for attributes of a collection that its sharded form would lack."""
     where = f"the collection{f' at {path!r}' if path else ''}"
     methods = sorted(name for name in vars(source) if isfunction(getattr(base, name, None)))
     if methods:
@@ -328,7 +328,7 @@ def _configs(collection: Any) -> Any:
 
 
 def _modules_of(plan: Any) -> Mapping[str, Any]:
-    """Return {path of a collection: what a plan says of its tables}."""
+    """Return the plan of the tables of each collection, by its path."""
     modules = plan.modules if isinstance(plan, ShardingPlan) else plan
     if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules):
         raise TypeError(

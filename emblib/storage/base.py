@@ -88,6 +88,11 @@ class TableSlice:
     The rows of a hash table are capacity for keys, not a range of keys: `shard` is (number, count)
     of the block of keys of a shard, None for a table that is not sharded. A tensor train can be cut
     only between slices of its first core, see `emblib.storage.TensorTrain`.
+
+    Example:
+        >>> table = emblib.EmbeddingBagConfig(1_000, 16, "item")
+        >>> emblib.storage.TableSlice(table, rows=(0, 500), columns=(0, 16)).dim
+        16
     """
 
     config: TableDescription
@@ -160,7 +165,13 @@ def stored_as(part: TableSlice) -> Precision:
 
 
 class CutUnits(NamedTuple):
-    """Granularity of cuts: at multiples of `rows` rows and of `columns` columns."""
+    """Granularity of cuts: at multiples of `rows` rows and of `columns` columns.
+
+    Example:
+        >>> dense = emblib.storage.Dense()
+        >>> dense.cut_units(emblib.EmbeddingBagConfig(1_000, 16, "item"))
+        CutUnits(rows=1, columns=1)
+    """
 
     rows: int = 1
     columns: int = 1
@@ -187,7 +198,12 @@ def same_region(rows: Span, columns: Span) -> tuple[Span, Span]:
 
 
 class MemoryBytes(NamedTuple):
-    """Bytes of the three memories that a table can be in."""
+    """Bytes of the three memories that a table can be in.
+
+    Example:
+        >>> emblib.storage.MemoryBytes(device=1 << 20, host=1 << 30)
+        MemoryBytes(device=1048576, host=1073741824, disk=0)
+    """
 
     device: float
     host: float = 0
@@ -443,7 +459,12 @@ def register(storage: Registered) -> Registered:
 
 
 def kinds() -> dict[str, type[Storage]]:
-    """Return the registered kinds of storage by `plan_name`."""
+    """Return the registered kinds of storage by `plan_name`.
+
+    Example:
+        >>> emblib.storage.kinds()["Hashed"] is emblib.storage.Hashed
+        True
+    """
     return dict(_registry)
 
 

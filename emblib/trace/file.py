@@ -143,7 +143,13 @@ class _Lengths(NamedTuple):
 
 
 def sha256(path: str | Path) -> str:
-    """Return the SHA-256 of a file's bytes, 64 hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, 64 hexadecimal digits.
+
+    Example:
+        >>> _ = open("lookups.pt", "wb").write(b"")
+        >>> emblib.trace.sha256("lookups.pt")[:12]
+        'e3b0c44298fc'
+    """
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

@@ -219,7 +219,7 @@ def _line(points: dict[float, float]) -> Curve:
 def _timed_step(
     forward: Callable[[], Tensor], grad: Tensor, device: torch.device, rounds: int
 ) -> tuple[float, float]:
-    """Measure the seconds of forward without gradients, and of what backward adds."""
+    """Measure the seconds of forward without gradients, and the additional ones of backward."""
     whole = timed(lambda: forward().backward(grad), device, rounds)
     with torch.no_grad():
         first = timed(forward, device, rounds)
@@ -239,7 +239,7 @@ def _kernel(device: torch.device, rounds: int) -> tuple[float, float]:
 
 
 def _units(device: torch.device, rounds: int) -> tuple[float, float]:
-    """Measure a collection's step on a minimal batch, and what one more table adds."""
+    """Measure a collection's step on a minimal batch, and the cost of one more table."""
 
     def step_of(tables: int) -> float:
         step = tiny_step(RankGroup.single(device), tables, table_wise(0))
