@@ -197,8 +197,8 @@ def mask_gradients(
     else:
         ends = offsets[1:].view(features, -1)[:, -1]
     positions = torch.arange(len(sample_weights), device=ends.device)
-    feature = torch.bucketize(positions, ends.long(), right=True).clamp(max=features - 1)
-    is_wanted = (feature_requires_grad != 0).to(feature.device)[feature]
+    feature = torch.bucketize(positions, ends.long().contiguous(), right=True)
+    is_wanted = (feature_requires_grad != 0).to(feature.device)[feature.clamp(max=features - 1)]
     return torch.where(is_wanted, sample_weights, sample_weights.detach())
 
 
