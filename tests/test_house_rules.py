@@ -11,7 +11,7 @@ import pkgutil
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -30,9 +30,6 @@ MOST_LINES_OF_A_FUNCTION = 80  # its docstring not counted
 MOST_ARGUMENTS = 10  # `self`, `cls` and `ctx` not counted
 MOST_BOOLS = 1
 MOST_CLASSES_OF_A_CLASS = 3  # of emblib, in its `__mro__`
-# Modules that import each other, directly or not. A circle through a lazy import or one for type
-# checkers loads, but its modules cannot be understood one by one.
-MOST_MODULES_IN_CIRCLES = {"emblib": 16, "experiments": 8}
 FEWEST_LINES_OF_A_HELPER = 60
 FEWEST_IMPORTERS_OF_A_HELPER = 3
 SMALL_FILES = {
@@ -412,51 +409,24 @@ def _top_level_imports(name: str) -> set[str]:
     return found
 
 
-def _import_graph(package: str, imports: Callable[[str], set[str]]) -> dict[str, set[str]]:
-    """Return the modules of a package that each of them imports."""
+@pytest.mark.parametrize("package", ["emblib", "experiments"])
+def test_imports_have_no_circles(package: str) -> None:
     modules = {
         ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__"): name
         for name in _with_suffix(".py", under=f"{package}/")
     }
-    return {
-        module: {used if used in modules else used.rpartition(".")[0] for used in imports(name)}
+    graph = {
+        module: {
+            used if used in modules else used.rpartition(".")[0]
+            for used in _top_level_imports(name)
+        }
         & modules.keys() - {module}
         for module, name in modules.items()
     }
-
-
-@pytest.mark.parametrize("package", ["emblib", "experiments"])
-def test_imports_have_no_circles(package: str) -> None:
     try:
-        tuple(TopologicalSorter(_import_graph(package, _top_level_imports)).static_order())
+        tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail("import circle: " + " -> ".join(error.args[1]))
-
-
-def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    found: set[str] = set()
-    waiting = [*graph[start]]
-    while waiting:
-        if (module := waiting.pop()) not in found:
-            found.add(module)
-            waiting += graph[module]
-    return found
-
-
-@pytest.mark.parametrize("package", MOST_MODULES_IN_CIRCLES)
-def test_few_modules_are_in_circles(package: str) -> None:
-    """Counts imports inside functions and for type checkers too."""
-    graph = _import_graph(package, _imports)
-    reached = {module: _reachable(graph, module) for module in graph}
-    bad = [
-        f"{module}: {', '.join(sorted(m for m in reached[module] if module in reached[m]))}"
-        for module in sorted(graph)
-        if module in reached[module]
-    ]
-    most = MOST_MODULES_IN_CIRCLES[package]
-    assert len(bad) <= most, f"{len(bad)} modules, more than {most}, are in circles:\n" + "\n".join(
-        bad
-    )
 
 
 def test_calls_do_not_pack_arguments() -> None:

@@ -194,7 +194,7 @@ class _Counter(nn.Module):
                 self.set_counts(number, *(state_dict[name] for name in names))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the counters."""
+        """Yield what is wrong with the entries of the counters."""
         word = torch.empty(0, dtype=torch.int64)
         for number in range(self.numbers.numel() - 1):
             key, size = f"{prefix}{number}.keys", 0
@@ -305,7 +305,7 @@ class _Sketches(nn.Module):
             own.copy_(saved)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the sketches."""
+        """Yield what is wrong with the entries of the sketches."""
         own = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, own)
         hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _LAYOUT_HASH_KEY]}

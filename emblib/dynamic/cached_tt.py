@@ -663,7 +663,7 @@ class CachedTTEmbeddingBags(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the module, of as many stored rows as here."""
+        """Yield what is wrong with the entries of the module, of as many stored rows as here."""
         counts = (f"{prefix}{name}" for name in ("counters", "changes", "since"))
         own = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, {name: own.pop(name) for name in counts})

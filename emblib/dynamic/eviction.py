@@ -130,7 +130,7 @@ class EvictionScores(nn.Module):
         self._unset = {t for t in custom if not known[t]}
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the scores."""
+        """Yield what is wrong with the entries of the scores."""
         return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 

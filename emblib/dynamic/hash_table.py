@@ -517,7 +517,7 @@ class HashTable(nn.Module):
             self._lock.complete(make, lambda: True)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the table."""
+        """Yield what is wrong with the entries of the table."""
         word = torch.empty(0, dtype=torch.int64)
         keys = state_dict.get(f"{prefix}keys")
         size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None

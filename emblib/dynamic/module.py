@@ -636,7 +636,7 @@ class DynamicEmbeddingBags(FusedTables):
         return checkpoint.expected_names(self, state_dict)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the module."""
+        """Yield what is wrong with the entries of the module."""
         return checkpoint.state_problems(self, state_dict, prefix)
 
     @atomic

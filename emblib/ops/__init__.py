@@ -1,6 +1,6 @@
 """Loads the native library and is the Python face of `torch.ops.emblib`: shapes and gradients."""
 
-import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,9 +26,8 @@ def _load() -> None:
 
 def _find(name: str) -> Path | None:
     """Find the shared library `name`: next to the package, or where an editable install put it."""
-    package = importlib.util.find_spec("emblib")  # of the module that is being imported
-    installed = [] if package is None else package.submodule_search_locations or []
-    for folder in (_PACKAGE, *map(Path, installed)):
+    package = sys.modules["emblib"]  # not imported: it imports this module
+    for folder in (_PACKAGE, *map(Path, package.__path__)):
         path = folder / f"lib{name}.so"
         if path.exists():
             return path

@@ -148,7 +148,7 @@ def look_up(
     *,
     keeps_rows: bool = False,
 ) -> tuple[Tensor, Made]:
-    """Pool each bag; return the output and the tensors for backward, rows only if `keeps_rows`."""
+    """Pool each bag, and return what backward needs, the rows only if `keeps_rows`."""
     if keeps_rows or not _has_whole_passes(batch):
         made = make_rows(cores, batch, num_saved)
         out = pool(made, batch, sample_weights)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
@@ -156,12 +157,13 @@ def merged(*descriptions: Description) -> dict[str, dict[str, Any]]:
 
 
 def versions() -> dict[str, Any]:
-    """Return the version of torch and a digest of emblib's Python files.
+    """Return the versions of torch and emblib, and a digest of emblib's Python files.
 
-    The version of emblib is in one of them. A checkout has the same version before and after a
-    change.
+    A checkout has the same version before and after a change.
     """
+    package = sys.modules["emblib"]  # not imported: it imports this module
     return {
+        "emblib": package.__version__,
         "emblib_sources": _SOURCES,
         "torch": torch.__version__.partition("+")[0],  # +cpu and +cu126 are one version
     }

@@ -455,7 +455,7 @@ class StoredRowsHandle(DenseHandle):
             bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the stored rows in a state dict."""
+        """Yield what is wrong with the stored rows in a state dict."""
         key = f"{prefix}keys"
         if not is_made(self._cached[0]):
             return
@@ -588,7 +588,7 @@ class CountsHandle(nn.Module):
             module.set_counted(index, given, int(given["tick"]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the counts in a state dict."""
+        """Yield what is wrong with the counts in a state dict."""
         module, index = self._of
         if not is_made(module):
             return

@@ -586,7 +586,7 @@ class ComposedHandle(DenseHandle):
             unexpected.remove(prefix + LAYOUT)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the table."""
+        """Yield what is wrong with the entries of the table."""
         if any(prefix + name in state_dict for name in self._tables):
             saved = state_dict.get(prefix + LAYOUT)
             problem = "" if saved is None else state_dicts.tensor_problem(saved, self._layout)

@@ -412,7 +412,7 @@ class DenseHandle(TableHandle):
             super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the table."""
+        """Yield what is wrong with the entries of the table."""
         with torch._C.DisableTorchFunctionSubclass():
             own = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.entry_problems(state_dict, own)

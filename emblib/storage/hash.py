@@ -433,7 +433,7 @@ class HashHandle(TableHandle):
             errors.append(f"{prefix}: {error}")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the table."""
+        """Yield what is wrong with the entries of the table."""
         if not self._is_on_placeholder:
             own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
             state = self._state_of_kernel(own)

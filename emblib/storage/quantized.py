@@ -219,7 +219,7 @@ class QuantizedHandle(TableHandle):
             views[name].copy_(entries[name])
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the table."""
+        """Yield what is wrong with the entries of the table."""
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         spec, word = self.module.tables[self.index], torch.empty(0)
         if set(entries) == {"weight"}:

@@ -154,7 +154,7 @@ class TTHandle(TableHandle):
             unexpected.remove(f"{prefix}{layout_entry.NAME}")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the layout of the cores, which check themselves."""
+        """Yield what is wrong with the layout of the cores, which check themselves."""
         problem = layout_entry.problem(state_dict, prefix, [self.spec], self.cores)
         if problem:
             yield problem

@@ -436,7 +436,7 @@ class FusedTables(nn.Module):
         return state_dicts.own_tensors(self, "")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the module."""
+        """Yield what is wrong with the entries of the module."""
         own = {prefix + key: tensor for key, tensor in self._checkpoint().items()}
         features = own.pop(f"{prefix}features", None)
         if features is not None and f"{prefix}features" in state_dict:

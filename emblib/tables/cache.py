@@ -430,7 +430,7 @@ class Prefetcher:
         self._tickets.pop(ticket.number, None)
 
     def _drop(self, flight: InFlight) -> None:
-        """Let the next batch release one that an exception ended, whose traceback may live on."""
+        """Have the next batch release one that an exception ends: its traceback may live on."""
         if flight.ticket is not None:
             self._dropped.append(flight.ticket)
 

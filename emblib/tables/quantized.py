@@ -347,7 +347,7 @@ class QuantizedEmbeddingBags(nn.Module):
             targets[key].copy_(value)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the module."""
+        """Yield what is wrong with the entries of the module."""
         own = {prefix + key: view for key, view in self._targets().items()}
         return state_dicts.entry_problems(state_dict, own)
 

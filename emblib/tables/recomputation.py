@@ -51,7 +51,7 @@ class RunningForward:
         self._noted_in: list[_Region] = []
 
     def note(self, owner: object, value: Any) -> None:
-        """Note a value for the repetition of this call of `owner`."""
+        """Note what the repetition of this call of `owner` needs."""
         for region in self._noted_in:
             region.values.setdefault(owner, []).append(value)
 

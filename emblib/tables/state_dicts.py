@@ -23,7 +23,7 @@ class ChecksState(Protocol):
     """A module that checks its own entries of a state dict, those of its children excluded."""
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterable[str]:
-        """Yield the problems of the entries, each with its key; missing ones are not wrong."""
+        """Yield what is wrong with the entries, each with its key; missing ones are not wrong."""
 
 
 def refuses(
@@ -58,7 +58,7 @@ def refuses(
 
 
 def entry_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the problems of the entries that are copied into `targets`, by their keys."""
+    """Yield what is wrong with the entries that are copied into `targets`, by their keys."""
     for key, own in targets.items():
         if key in state_dict:
             is_hyper = key.rpartition(".")[2] == "hyper"
@@ -120,7 +120,7 @@ def hyper_problem(value: Any, own: Tensor) -> str:
 
 
 def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the problems of entries of counts: as `entry_problems`, and none is negative."""
+    """Yield what is wrong with entries of counts: as `entry_problems`, and none is negative."""
     found = dict.fromkeys(entry_problems(state_dict, targets))
     yield from found
     for key in targets:
@@ -133,7 +133,7 @@ def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor])
 
 
 def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iterator[str]:
-    """Yield the problems of an entry of one integer in `[0, below)`."""
+    """Yield what is wrong with an entry of one integer in `[0, below)`."""
     if key in state_dict:
         value = state_dict[key]
         problem = tensor_problem(value, torch.empty(0, dtype=torch.int64))
@@ -157,7 +157,7 @@ def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
 
 
 def problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the problems of the entries of a module and of all modules below it."""
+    """Yield what is wrong with the entries of a module and of all modules below it."""
     for path, part in _parts(module, prefix):
         if isinstance(part, ChecksState):
             yield from part.state_problems(state_dict, path)

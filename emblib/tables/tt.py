@@ -59,7 +59,7 @@ class Cores(nn.ParameterList):
             super()._load_from_state_dict(state_dict, prefix, _copying(local_metadata), *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the cores."""
+        """Yield what is wrong with the entries of the cores."""
         return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
@@ -258,7 +258,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             )  # the shapes of the cores identify the layout
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield the problems of the entries of the module."""
+        """Yield what is wrong with the entries of the module."""
         problem = layout_entry.problem(state_dict, prefix, self.tables, self.cores)
         if problem:
             yield problem

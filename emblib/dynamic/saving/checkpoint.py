@@ -221,7 +221,7 @@ def read_state(
 def state_problems(
     module: "DynamicEmbeddingBags", state_dict: Mapping[str, Any], prefix: str
 ) -> Iterator[str]:
-    """Yield the problems of the entries of a module in a state dict, without its children."""
+    """Yield what is wrong with the entries of a module in a state dict, without its children."""
     state = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
     found = [
         *_tensor_problems(module, state),

@@ -219,7 +219,7 @@ def _line(points: dict[float, float]) -> Curve:
 def _timed_step(
     forward: Callable[[], Tensor], grad: Tensor, device: torch.device, rounds: int
 ) -> tuple[float, float]:
-    """Measure the seconds of forward without gradients, and the additional ones of backward."""
+    """Measure the seconds of forward without gradients, and of what backward adds."""
     whole = timed(lambda: forward().backward(grad), device, rounds)
     with torch.no_grad():
         first = timed(forward, device, rounds)
