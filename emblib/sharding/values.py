@@ -19,7 +19,7 @@ from emblib.sharding.ranks import RankGroup
 
 
 class LocalPart(NamedTuple):
-    """The slice `[begin, end)` of values that stays on this rank and is not sent."""
+    """The part `[begin, end)` of values that a rank would send to itself, and stays where it is."""
 
     begin: int
     end: int
