@@ -52,6 +52,7 @@ WITHOUT_EXAMPLE = {
     "Rates",
     "Storage",
     "TableDescription",
+    "TableModule",
     "TensorLayout",
     "count_largest_",
     "ensemble_",
