@@ -70,22 +70,22 @@ class CapturedStep:
     On a CPU the step runs uncaptured, with the same padding.
 
     Args:
-        step: takes a batch and returns any tree of tensors.
+        step: function of a batch that returns any tree of tensors.
         bounds: numbers of ids, one graph each. A batch uses the smallest bound that is not below
             the ids of any of its jagged tensors; one with more ids runs uncaptured and unpadded.
-        device: of the static tensors; by default that of the first batch. Batches may be on the
-            host or on the device.
+        device: device of the static tensors; None is the device of the first batch. Batches may be
+            on the host or on the device.
         warmup: uncaptured steps before the first capture, at least 1. Later classes have one each.
             `DistributedDataParallel` needs 11.
 
     Example:
-        >>> specs = [emblib.TableSpec(9, 4)]
-        >>> table = emblib.TableBatchedEmbeddingBags(specs, emblib.optim.SGD(0.1))
+        >>> optimizer = emblib.optim.SGD(0.1)
+        >>> table = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(9, 4)], optimizer)
         >>> def train(batch):
         ...     loss = table(batch.values(), batch.offsets()).square().mean()
         ...     loss.backward()
         ...     return loss
-        >>> step = emblib.CapturedStep(train, bounds=[8, 64])
+        >>> step = emblib.CapturedStep(train, bounds=[8, 64])  # captures on a GPU only
         >>> ids = torch.tensor([3, 1, 4])
         >>> step(emblib.JaggedTensor(ids, lengths=torch.tensor([2, 1]))).shape
         torch.Size([])
@@ -201,7 +201,7 @@ class CapturedStep:
 
     @contextmanager
     def _on_stream(self) -> Any:
-        """Run what is inside on the stream of the captures, in order with the caller's stream."""
+        """Run the block on the stream of the captures, in order with the caller's stream."""
         with torch.cuda.device(self._device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
@@ -349,12 +349,13 @@ class _SizeClass:
 
     Attributes:
         inputs: the static tensors.
-        graph: of the step; None until it is captured.
+        graph: the CUDA graph of the step; None until it is captured.
         result: the static result of the step.
-        numbers: of optimizers, at the capture.
+        numbers: the values of the optimizers' hyperparameters at the capture.
         memory: the tensors of optimizers, at the capture.
         is_warm: whether a step of this class has run uncaptured.
-        waits: what the uncaptured steps waited for, for the message of a failed capture.
+        waits: descriptions of the device-to-host waits of the uncaptured steps, for the error
+            message of a failed capture.
     """
 
     def __init__(self, inputs: StaticBatch) -> None:
@@ -395,7 +396,7 @@ def _checked_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
 
 @contextmanager
 def _noting_waits(waits: list[str]) -> Any:
-    """Collect what the host waits for inside, by operation and line; pass other warnings on."""
+    """Collect the device waits of the block, by operation and line; pass other warnings on."""
     if torch.cuda.get_sync_debug_mode() != 0:  # the caller looks for waits
         yield
         return

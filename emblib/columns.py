@@ -174,7 +174,7 @@ class RouteFeatureColumn(IntEnum):
 
 
 class RouteRule(IntEnum):
-    """How a feature selects the block of an id: by row range, or by the hash of the key.
+    """Rule by which a feature selects the block of an id: row range, or hash of the key.
 
     BY_RANGE_ELSE_SPREAD divides ids beyond the rows by the number of blocks: the remainder is the
     block, the quotient the id within it.

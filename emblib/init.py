@@ -13,7 +13,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Uniform:
-    """Draw uniformly from [low, high); the default is +-1/sqrt(capacity)."""
+    """Draw uniformly from [low, high); the default is +-1/sqrt(capacity).
+
+    Example:
+        >>> emblib.init.Uniform(-0.1, 0.1)
+        Uniform(low=-0.1, high=0.1)
+    """
 
     low: float | None = None
     high: float | None = None
@@ -30,7 +35,12 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """Draw from the normal distribution with this mean and standard deviation."""
+    """Draw from the normal distribution with this mean and standard deviation.
+
+    Example:
+        >>> emblib.DynamicSpec(1_000, 16, initializer=emblib.init.Normal(std=0.01)).initializer
+        Normal(mean=0.0, std=0.01)
+    """
 
     mean: float = 0.0
     std: float = 1.0
@@ -47,6 +57,10 @@ class TruncatedNormal:
 
     The default interval is two standard deviations to either side of the mean. The interval must
     hold at least a thousandth of the distribution.
+
+    Example:
+        >>> emblib.init.TruncatedNormal(std=0.01, low=-0.02, high=0.02)
+        TruncatedNormal(mean=0.0, std=0.01, low=-0.02, high=0.02)
     """
 
     mean: float = 0.0
@@ -85,7 +99,14 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class Constant:
-    """Set every element to one number."""
+    """Set every element to one number.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(100, 4, initializer=emblib.init.Constant(0.5))
+        >>> table = emblib.HashTable(spec)
+        >>> table.find_or_insert(torch.tensor([7]))[0]
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
+    """
 
     value: float = 0.0
 
@@ -95,7 +116,15 @@ class Constant:
 
 @dataclass(frozen=True)
 class KeyModulo:
-    """Set every element to the key, read as unsigned, modulo 100000: shows which row was read."""
+    """Set every element to the key, read as unsigned, modulo 100000: shows which row was read.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(100, 2, initializer=emblib.init.KeyModulo())
+        >>> table = emblib.HashTable(spec)
+        >>> table.find_or_insert(torch.tensor([7, 100_007]))[0]
+        tensor([[7., 7.],
+                [7., 7.]])
+    """
 
 
 Initializer = Uniform | Normal | TruncatedNormal | Constant | KeyModulo
@@ -135,13 +164,16 @@ class ByRows:
     number of the block, so that values do not depend on the plan.
 
     Args:
-        function: takes a block `[n, embedding_dim]` to write to, and the rows of the table that it
-            is, a range of n; called for each block, in any order and on any rank.
+        function: function that takes a block `[n, embedding_dim]` to write to, and the rows of the
+            table that it is, a range of n; called for each block, in any order and on any rank.
 
     Example:
-        >>> def pretrained(block, rows):
-        ...     block.copy_(vectors[rows.start : rows.stop])  # for example of a file in memory
-        >>> EmbeddingBagConfig(10**8, 64, "item", init_fn=emblib.init.ByRows(pretrained))
+        >>> pretrained = torch.arange(12.0).view(6, 2)  # in practice, a memory-mapped file
+        >>> def copy_block(block, rows):
+        ...     block.copy_(pretrained[rows.start : rows.stop])
+        >>> config = emblib.EmbeddingBagConfig(6, 2, "item", init_fn=emblib.init.ByRows(copy_block))
+        >>> emblib.EmbeddingBagCollection([config]).embedding_bags["item"].weight[4]
+        tensor([8., 9.], grad_fn=<SelectBackward0>)
     """
 
     function: Callable[[Any, range], object]

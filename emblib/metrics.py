@@ -31,15 +31,16 @@ class NormalizedEntropy(Metric):
     NaN without examples or where all labels are equal.
 
     Args:
-        from_logits: whether predictions are logits; left out, they are probabilities.
+        from_logits: whether predictions are logits; False if they are probabilities.
 
     Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014).
 
     Example:
-        >>> metric = NormalizedEntropy(from_logits=True)
-        >>> for batch in loader:
-        ...     metric.update(model(batch), batch.labels)
+        >>> from emblib.metrics import NormalizedEntropy
+        >>> metric = NormalizedEntropy()
+        >>> metric.update(torch.tensor([0.5, 0.5, 0.5, 0.5]), torch.tensor([0, 1, 1, 0]))
         >>> metric.compute()
+        tensor(1., dtype=torch.float64)
     """
 
     is_differentiable = False
@@ -63,7 +64,7 @@ class NormalizedEntropy(Metric):
         Args:
             predictions: float `[N]`, logits or probabilities.
             labels: `[N]`, 0 or 1, or the share of clicks.
-            weights: float `[N]`, of the examples; left out, 1.
+            weights: float `[N]`, weight of each example; None is 1.
 
         Raises:
             ValueError: shapes differ, or a probability is outside of [0, 1].
@@ -104,9 +105,12 @@ class GroupedAUC(Metric):
     Source: Zhou et al., Deep Interest Network for Click-Through Rate Prediction (KDD 2018).
 
     Example:
+        >>> from emblib.metrics import GroupedAUC
         >>> metric = GroupedAUC()
-        >>> metric.update(scores, batch.labels, batch.users)
+        >>> scores, labels = torch.tensor([0.1, 0.9, 0.4, 0.3]), torch.tensor([0, 1, 0, 1])
+        >>> metric.update(scores, labels, torch.tensor([7, 7, 8, 8]))  # two users
         >>> metric.compute()
+        tensor(0.5000, dtype=torch.float64)
     """
 
     is_differentiable = False

@@ -84,7 +84,7 @@ class MigratedEmbeddingBag(_DropIn):
         Args:
             input: int32 or int64 ids: `[B, N]`, bags of N, or `[L]` with `offsets`.
             offsets: `[B]`, or `[B + 1]` with `include_last_offset`: where the bags start.
-            per_sample_weights: of the shape of `input`, for the mode "sum".
+            per_sample_weights: weights of the shape of `input`, for the mode "sum".
 
         Raises:
             ValueError: `offsets` with ids of two dimensions, or none with ids of one.
@@ -127,7 +127,7 @@ class MigratedEmbedding(_DropIn):
 
 @dataclass(frozen=True)
 class Trained:
-    """How an optimizer of torch trained a weight: its group, and the states of the weight."""
+    """Training of a weight by an optimizer of torch: its group, and the states of the weight."""
 
     optimizer: TorchOptimizer
     group: dict[str, Any]
@@ -197,8 +197,9 @@ class Difference:
 
     Attributes:
         path: name of the module.
-        output: of the outputs for the same ids.
-        rows: of the rows after a training step; None if no optimizer trains the table.
+        output: largest difference of the outputs for the same ids.
+        rows: largest difference of the rows after a training step; None if no optimizer trains the
+            table.
     """
 
     path: str
@@ -212,8 +213,8 @@ class Speed:
 
     Attributes:
         path: name of the module.
-        lookup: of lookups without gradients.
-        step: of lookup, backward and update; None if no optimizer trains the table.
+        lookup: times of lookups without gradients.
+        step: times of lookup, backward and update; None if no optimizer trains the table.
     """
 
     path: str
@@ -222,11 +223,20 @@ class Speed:
 
 
 class Migration:
-    """What `migrate` did: print it, check it, measure it, or undo it.
+    """Result of `migrate`: print it, check it, measure it, or undo it.
 
     Attributes:
         replaced: the modules that were swapped.
         left: embeddings that were not, with the reasons.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
+        >>> migration = emblib.migrate(model)
+        >>> type(model[0]).__module__.partition(".")[0]
+        'emblib'
+        >>> migration.undo()
+        >>> type(model[0]).__name__
+        'EmbeddingBag'
     """
 
     def __init__(
@@ -286,8 +296,8 @@ class Migration:
         This needs the memory of two more copies of one table at a time. The model is not changed.
 
         Args:
-            trace: of the model before it was migrated, by `TraceRecorder`; its features have the
-                names of the modules.
+            trace: trace of the model before it was migrated, by `TraceRecorder`; its features have
+                the names of the modules.
             batch_size: samples per call.
             rounds: calls of each, over the batches of the trace.
 

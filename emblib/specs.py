@@ -33,9 +33,17 @@ class Choice(Enum):
 
 
 class Pooling(Choice):
-    """How the rows of a bag become one vector; NONE keeps one vector per lookup.
+    """Operation that makes one vector of the rows of a bag; NONE keeps one vector per lookup.
 
     `Pooling("MEAN")`, in capitals as in TorchRec, is accepted as well.
+
+    Example:
+        >>> ids, offsets = torch.tensor([1, 2, 2]), torch.tensor([0, 2, 3])  # bags (1, 2) and (2,)
+        >>> for pooling in (emblib.Pooling.MEAN, emblib.Pooling.NONE):
+        ...     bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(3, 4)], pooling=pooling)
+        ...     print(bags(ids, offsets).shape)
+        torch.Size([2, 4])
+        torch.Size([3, 4])
     """
 
     SUM = "sum"
@@ -50,7 +58,7 @@ class Pooling(Choice):
 
 
 class BoundsCheck(Choice):
-    """Whether out-of-bounds indices and offsets raise, warn or are ignored.
+    """Reaction to out-of-bounds indices and offsets: raise, warn, or ignore them.
 
     In every mode the kernels repair invalid input as they read it (index -1 is skipped, any other
     invalid index reads row 0, or zeros from a table without rows, offsets are clamped), so nothing
@@ -68,6 +76,18 @@ class BoundsCheck(Choice):
     offsets too. Ids of -1 before the first offset are padding, which may be skipped. NONE checks
     nothing: it equals IGNORE for offsets that never decrease, and is memory-safe but otherwise
     unspecified for others.
+
+    Example:
+        >>> tables, check = [emblib.TableSpec(rows=3, dim=4)], emblib.BoundsCheck
+        >>> bags = emblib.TableBatchedEmbeddingBags(tables, bounds_check=check.IGNORE)
+        >>> bag = torch.tensor([0, 1])
+        >>> torch.equal(bags(torch.tensor([7]), bag), bags(torch.tensor([0]), bag))
+        True
+        >>> bags = emblib.TableBatchedEmbeddingBags(tables, bounds_check=check.FATAL)
+        >>> bags(torch.tensor([7]), bag)
+        Traceback (most recent call last):
+            ...
+        RuntimeError: ...indices of feature 0 must be in [0, 3), or -1 for a pruned one, got 7...
     """
 
     FATAL = "fatal"
@@ -92,6 +112,15 @@ class Placement(Choice):
     DISK                    a memory-mapped file,       not there: use
                             behind a cache in memory    MANAGED_CACHING
     ======================  ==========================  ============================
+
+    Example:
+        >>> placement = emblib.Placement.MANAGED_CACHING
+        >>> table = emblib.TableSpec(rows=1_000, dim=16, placement=placement)
+        >>> bags = emblib.TableBatchedEmbeddingBags([table], emblib.optim.SGD(0.1))
+        >>> bags(torch.tensor([3, 14, 15]), torch.tensor([0, 2, 3])).shape
+        torch.Size([2, 16])
+        >>> placement.cached
+        True
     """
 
     DEVICE = "device"
@@ -112,6 +141,10 @@ class TableSpec:
 
     Every index is out of bounds of a table without rows, such as the shard of a small table on some
     rank.
+
+    Example:
+        >>> emblib.TableSpec(rows=1_000, dim=16, name="item")
+        TableSpec(rows=1000, dim=16, name='item', placement=<Placement.DEVICE: 'device'>)
     """
 
     rows: int
@@ -134,6 +167,22 @@ class StochasticRounding:
     The random numbers come from a counter-based generator (Philox) and depend only on `seed`, step,
     row and column: they are the same on any number of threads, on any device, and with any cache.
     Rows are numbered over the module, ordered by placement.
+
+    Example:
+        >>> to_nearest = emblib.Precision(weights=torch.bfloat16)
+        >>> on_average = emblib.Precision(
+        ...     weights=torch.bfloat16, stochastic_rounding=emblib.StochasticRounding(seed=7)
+        ... )
+        >>> for precision in (to_nearest, on_average):  # 100 updates of +0.003 of a row of ones
+        ...     table = emblib.TableBatchedEmbeddingBags(
+        ...         [emblib.TableSpec(1, 64)], emblib.optim.SGD(0.003), precision=precision
+        ...     )
+        ...     _ = table.table_weights()[0].fill_(1)
+        ...     for _ in range(100):
+        ...         (-table(torch.tensor([0]), torch.tensor([0, 1])).sum()).backward()
+        ...     print(f"{table.table_weights()[0].float().mean():.1f}")
+        1.0
+        1.3
     """
 
     seed: int = 0
@@ -146,12 +195,18 @@ class StochasticRounding:
 
 
 class MatmulPrecision(Choice):
-    """How exact products of matrices on a GPU's tensor cores must be at least.
+    """Minimum precision of matrix products on a GPU's tensor cores.
 
     FLOAT32 is as exact as float32 arithmetic: each product is three of TF32 values. TF32 rounds
     operands to 11 significant bits and BF16 to 8, a relative error of up to 2^-11 and 2^-8 per
     operand, for less work. Sums are float32 in any case. A device may be more exact: the CPU, and
     products that do not use tensor cores, compute in float32.
+
+    Example:
+        >>> precision = emblib.Precision(matmul=emblib.MatmulPrecision.TF32)
+        >>> bag = emblib.TTEmbeddingBag(emblib.TTSpec(1_000, 16, ranks=(8, 8)), precision=precision)
+        >>> bag(torch.tensor([[3, 14]])).shape
+        torch.Size([1, 16])
     """
 
     FLOAT32 = "float32"
@@ -164,14 +219,20 @@ class Precision:
     """The dtypes of a table: float32, float16 or bfloat16 each. Sums are float32 in any case.
 
     Args:
-        weights: of the stored rows, or of the cores of tensor trains.
-        output: of the output of `forward`.
-        states: of optimizer states as long as a row (of a core); those of one number per row are
-            float32.
+        weights: dtype of the stored rows, or of the cores of tensor trains.
+        output: dtype of the output of `forward`.
+        states: dtype of optimizer states that are as long as a row (of a core); states of one
+            number per row are float32.
         stochastic_rounding: how updates of weights and states that are not float32 are rounded;
             None rounds to nearest, which drops updates below half a unit in the last place.
         matmul: how exact the products of the cores of tensor trains are on a GPU; other tables
             multiply no matrices.
+
+    Example:
+        >>> precision = emblib.Precision(weights=torch.bfloat16, output=torch.bfloat16)
+        >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(10, 4)], precision=precision)
+        >>> bags(torch.tensor([3]), torch.tensor([0, 1])).dtype
+        torch.bfloat16
     """
 
     weights: torch.dtype = torch.float32
@@ -193,9 +254,13 @@ class Precision:
 
 
 class CachePolicy(Choice):
-    """Which row is evicted: the least recently used (LRU) or least frequently used (LFU).
+    """Row that a full set evicts: the least recently (LRU) or least frequently used (LFU).
 
     Among rows that were used equally often, LFU evicts the one that was used last.
+
+    Example:
+        >>> emblib.CacheConfig(emblib.CachePolicy.LFU, load_factor=0.1).policy
+        <CachePolicy.LFU: 'lfu'>
     """
 
     LRU = "lru"
@@ -203,11 +268,15 @@ class CachePolicy(Choice):
 
 
 class Verify(Choice):
-    """When the pages of tables in files are verified against their checksums.
+    """Time at which the pages of tables in files are verified against their checksums.
 
     TOUCH verifies a page before its first use after opening, OPEN verifies all pages at opening,
     which reads the whole files. OFF accepts the files unchecked, damaged ones included; the next
     flush then writes new checksums.
+
+    Example:
+        >>> emblib.CacheConfig(directory="tables", verify=emblib.Verify.OPEN).verify
+        <Verify.OPEN: 'open'>
     """
 
     TOUCH = "touch"
@@ -220,6 +289,11 @@ class MultiPassPrefetch:
     """Prefetch a large batch in several passes, which bounds the memory for grouping it.
 
     A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts.
+
+    Example:
+        >>> passes = emblib.MultiPassPrefetch(passes=4, min_lookups=1 << 20)
+        >>> emblib.CacheConfig(load_factor=0.1, passes=passes).passes
+        MultiPassPrefetch(passes=4, min_lookups=1048576)
     """
 
     passes: int = 12
@@ -234,15 +308,25 @@ class CacheConfig:
     """The cache of the MANAGED_CACHING and DISK tables of a module: 32-way set-associative.
 
     Args:
-        policy: which row is evicted.
+        policy: policy that selects the row to evict.
         load_factor: fraction of the rows of those tables that fits into the cache, in (0, 1].
         sets: number of sets of 32 rows; 0 follows from `load_factor`.
-        reserved_bytes: on a GPU, memory to leave free when the cache is allocated.
-        dtype: of the cached rows; None is that of the weights.
-        directory: of the DISK tables, one per module; created if it is missing, else opened with
-            the tables in it.
+        reserved_bytes: bytes of GPU memory to leave free when the cache is allocated.
+        dtype: dtype of the cached rows; None is the dtype of the weights.
+        directory: directory of the DISK tables, one per module. It is created if it is missing;
+            otherwise the tables in it are opened.
         passes: None, or how to prefetch very large batches.
-        verify: when the files of DISK tables are verified against their checksums, see `Verify`.
+        verify: time at which the files of DISK tables are verified against their checksums, see
+            `Verify`.
+
+    Example:
+        >>> table = emblib.TableSpec(1_000, 16, placement=emblib.Placement.MANAGED_CACHING)
+        >>> cache = emblib.CacheConfig(load_factor=0.2)  # up to 200 rows, in sets of 32
+        >>> bags = emblib.TableBatchedEmbeddingBags([table], emblib.optim.SGD(0.1), cache=cache)
+        >>> for _ in range(2):  # the second lookup finds its rows in the cache
+        ...     pooled = bags(torch.tensor([3, 14]), torch.tensor([0, 2]))
+        >>> bags.cache_stats().unique, bags.cache_stats().unique_misses
+        (4, 2)
     """
 
     policy: CachePolicy = CachePolicy.LRU
@@ -270,7 +354,7 @@ class CacheConfig:
 
 
 class IdOrder(Choice):
-    """Which row of a tensor train an id has: its own, or one that a bijection gives it."""
+    """Row of a tensor train that an id reads: its own, or that of a bijection."""
 
     AS_GIVEN = "as_given"
     PERMUTED = "permuted"
@@ -286,6 +370,13 @@ class TTSpec:
     Ids that are near each other share cores. With `ids="permuted"` an id stands for the row of
     another one, by a bijection drawn from `seed`: better where the order of ids means nothing, or
     where they are in order of frequency (see `emblib.tt.shapes`).
+
+    Example:
+        >>> spec = emblib.TTSpec(rows=1_000_000, dim=64, ranks=(16, 16))
+        >>> spec.row_factors, spec.dim_factors
+        ((100, 100, 100), (4, 4, 4))
+        >>> spec.numel, spec.rows * spec.dim
+        (115200, 64000000)
     """
 
     rows: int
@@ -455,6 +546,15 @@ class Eviction(Choice):
     ========  ==========================================================
 
     Ties evict the smaller key. Keys of the present batch are never evicted.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(capacity=32, dim=4, eviction=emblib.Eviction.LFU)
+        >>> table = emblib.HashTable(spec)
+        >>> often = torch.arange(16)
+        >>> for keys in (often, often, often + 16, often + 32):  # 48 keys for 32 slots
+        ...     _ = table.find_or_insert(keys)
+        >>> bool(table.contains(often).all()), bool(table.contains(often + 16).any())
+        (True, False)
     """
 
     LRU = "lru"
@@ -471,18 +571,40 @@ class Eviction(Choice):
 
 
 class InsertPolicy(Choice):
-    """Whether a new key always evicts the lowest-ranked key or only where it ranks above it."""
+    """Condition for evicting the lowest-ranked key: always, or if the new key ranks above it.
+
+    Example:
+        >>> for policy in emblib.InsertPolicy:
+        ...     spec = emblib.DynamicSpec(32, 4, eviction=emblib.Eviction.LFU, insert_policy=policy)
+        ...     table = emblib.HashTable(spec)
+        ...     _ = table.find_or_insert(torch.arange(32), scores=2)  # full, with 2 uses each
+        ...     _ = table.find_or_insert(torch.tensor([99]))  # 1 use
+        ...     print(policy.name, bool(table.contains(torch.tensor([99]))))
+        ALWAYS_EVICT True
+        EVICT_IF_LOWER False
+    """
 
     ALWAYS_EVICT = "wins"
     EVICT_IF_LOWER = "competes"
 
 
 class OnInsertFailure(Choice):
-    """What a training forward does when keys of its batch found no slot.
+    """Reaction of a training forward to keys of its batch that found no slot.
 
     In every mode such a key reads `DynamicSpec.default_value`, is not trained, and is counted in
     `stats()`. WARN warns and RAISE raises at the end of that forward; on CUDA both wait for the
     device.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(
+        ...     32, 4, eviction=emblib.Eviction.NONE, on_insert_failure=emblib.OnInsertFailure.RAISE
+        ... )
+        >>> bags = emblib.DynamicEmbeddingBags([spec])
+        >>> pooled = bags(torch.arange(32), torch.tensor([0, 32]))  # the table is full
+        >>> bags(torch.tensor([99]), torch.tensor([0, 1]))
+        Traceback (most recent call last):
+            ...
+        RuntimeError: emblib: 1 keys found no slot in table 'table_0' of capacity 32...
     """
 
     IGNORE = "ignore"
@@ -492,7 +614,13 @@ class OnInsertFailure(Choice):
 
 @dataclass(frozen=True)
 class ExactCounter:
-    """Count up to `capacity` keys (rounded up to 32); the least counted are evicted by others."""
+    """Count up to `capacity` keys (rounded up to 32); the least counted are evicted by others.
+
+    Example:
+        >>> admission = emblib.FrequencyAdmission(threshold=3, counter=emblib.ExactCounter(100))
+        >>> admission.counter
+        ExactCounter(capacity=100)
+    """
 
     capacity: int
 
@@ -506,6 +634,11 @@ class CountMinSketch:
 
     With `halve_every` each counter is halved once in that many batches, so that the counts of rare
     keys fade. None halves none.
+
+    Example:
+        >>> counter = emblib.CountMinSketch(width=1 << 16, depth=4, halve_every=1_000)
+        >>> emblib.FrequencyAdmission(threshold=3, counter=counter).counter
+        CountMinSketch(width=65536, depth=4, halve_every=1000)
     """
 
     width: int
@@ -528,8 +661,17 @@ class FrequencyAdmission:
     Args:
         threshold: number of uses, duplicates within a batch included.
         counter: counts the uses of keys without a row.
-        reads: what such a key reads in training: None for `DynamicSpec.default_value`, or the
-            values of this initializer. They are not trained.
+        reads: initializer of the values that such a key reads in training, which are not trained;
+            None reads `DynamicSpec.default_value`.
+
+    Example:
+        >>> admission = emblib.FrequencyAdmission(threshold=2, counter=emblib.ExactCounter(100))
+        >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(100, 4, admission=admission)])
+        >>> for _ in range(2):  # the second use of key 7 admits it
+        ...     pooled = bags(torch.tensor([7]), torch.tensor([0, 1]))
+        ...     print(emblib.KeyStatus(int(bags.key_status()[0])).name)
+        NOT_ADMITTED
+        NEW
     """
 
     threshold: int
@@ -554,20 +696,27 @@ class DynamicSpec:
     Args:
         capacity: maximum number of rows; rounded up to a multiple of 32.
         dim: elements per row.
-        name: of the table in checkpoints; the first values of rows depend on it.
+        name: name of the table in checkpoints; the initial values of rows depend on it.
         initial_capacity: rows to start with; the table grows up to `capacity` as keys are inserted.
             None starts with `capacity`.
         max_load: fraction of the rows in use above which a table that may grow does. Up to the
             default, keys were seen to find slots at every size; above it some are evicted early.
-        eviction: which key is evicted when both buckets of a new key are full.
+        eviction: order in which keys are evicted when both buckets of a new key are full.
         insert_policy: whether a new key always evicts one, or only a key that ranks lower.
         initializer: first values of a row, a function of seed, table, key and element.
         initial_state: first value of the optimizer states of a row.
-        default_value: what keys without a row read: keys that are not in the table in lookups
-            without gradients, and keys that were not inserted in training.
+        default_value: value of all elements that a key without a row reads: a key that is not in
+            the table in lookups without gradients, and one that was not inserted in training.
         admission: None, or what a key needs before it is inserted.
         ttl: None, or the number of steps without use after which a key expires.
-        on_insert_failure: what a training forward does when a key found no slot.
+        on_insert_failure: reaction of a training forward to keys that found no slot.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
+        >>> bags = emblib.DynamicEmbeddingBags([spec], emblib.optim.Adagrad(0.1))
+        >>> pooled = bags(torch.arange(500), torch.tensor([0, 500]))
+        >>> bags.size(0), bags.capacity(0)
+        (500, 992)
     """
 
     capacity: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import math
 import random
@@ -132,18 +131,6 @@ def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -
     user = names["plan"].choices[0]
     assert user.method == "cached"
     assert user.hit_rate >= 0.7
-
-
-def test_the_example_of_the_docstring() -> None:
-    example = doctest.DocTestParser().get_doctest(
-        plan_memory.__doc__ or "",
-        {"emblib": emblib, "EmbeddingBagConfig": EmbeddingBagConfig},
-        "plan_memory",
-        None,
-        0,
-    )
-    assert example.examples
-    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 @pytest.mark.parametrize("rows", [30, 300, 1500])

@@ -24,19 +24,20 @@ class TableConfig:
     Args:
         num_embeddings: rows; the capacity of a hash table.
         embedding_dim: length of a row.
-        name: of the table, in checkpoints and plans; no dots, and none of `nn.ModuleDict`'s own
-            names ("train", "keys", ...), since it is an attribute there.
-        feature_names: the features that read the table; left out, one feature named as the table.
-        data_type: of the stored rows, or of the cores of a tensor train: float32, float16 or
+        name: name of the table in checkpoints and plans. Dots are not allowed, nor the names that
+            `nn.ModuleDict` defines ("train", "keys", ...), because it becomes an attribute there.
+        feature_names: names of the features that read the table; empty is one feature named as the
+            table.
+        data_type: dtype of the stored rows, or of the cores of a tensor train: float32, float16 or
             bfloat16.
-        rounding: of updates of rows in 16 bits: None to nearest, which drops small updates, or
-            `StochasticRounding(seed)`, which keeps them on average.
-        weight_init_min, weight_init_max: initial values are uniform between them; left out,
-            in +-sqrt(1 / num_embeddings).
+        rounding: how updates of 16-bit rows are rounded. None rounds to nearest, which loses
+            updates smaller than half a step; `StochasticRounding(seed)` keeps them on average.
+        weight_init_min, weight_init_max: bounds of the uniform initial values; None is +-sqrt(1 /
+            num_embeddings).
         init_fn: function that writes initial values into a tensor
             `[num_embeddings, embedding_dim]`, instead; `emblib.init.ByRows` writes it in blocks.
         storage: how the rows are stored, one of `emblib.storage`.
-        optimizer: of this table; None for that of its collection.
+        optimizer: optimizer of this table; None uses the optimizer of its collection.
     """
 
     num_embeddings: int
@@ -145,6 +146,12 @@ class EmbeddingBagConfig(TableConfig):
     """Configuration of a table whose bags are pooled; `pooling` is SUM or MEAN.
 
     MEAN divides by the number of ids of a bag, weighted or not: `sum(w * e) / L`.
+
+    Example:
+        >>> features = ["basket", "seen"]
+        >>> config = emblib.EmbeddingBagConfig(1_000, 16, "item", features, pooling="mean")
+        >>> config.pooling, config.feature_names
+        (<Pooling.MEAN: 'mean'>, ('basket', 'seen'))
     """
 
     pooling: Pooling = field(default=Pooling.SUM, kw_only=True)
@@ -163,6 +170,12 @@ class EmbeddingBagConfig(TableConfig):
 
 @dataclass(frozen=True)
 class EmbeddingConfig(TableConfig):
-    """Configuration of a table with one vector per id."""
+    """Configuration of a table with one vector per id.
+
+    Example:
+        >>> config = emblib.EmbeddingConfig(1_000_000, 16, "item", data_type=torch.bfloat16)
+        >>> config.feature_names, config.data_type
+        (('item',), torch.bfloat16)
+    """
 
     pooled: ClassVar[bool] = False

@@ -20,7 +20,13 @@ class PositionWeightedModule(nn.Module):
 
     Args:
         max_feature_lengths: number of weights per feature, the maximum length of its bags.
-        device: of the weights.
+        device: device of the weights; None is torch's default device.
+
+    Example:
+        >>> positions = emblib.collections.PositionWeightedModule({"seen": 3})
+        >>> seen = emblib.JaggedTensor(torch.tensor([7, 8]), lengths=torch.tensor([2]))
+        >>> positions({"seen": seen})["seen"].weights()
+        tensor([1., 1.], grad_fn=<IndexSelectBackward0>)
     """
 
     def __init__(
@@ -67,7 +73,15 @@ class PositionWeightedModule(nn.Module):
 
 
 class PositionWeightedProcessor(PositionWeightedModule):
-    """A `PositionWeightedModule` for whole batches; ids of other features have weight 1."""
+    """A `PositionWeightedModule` for whole batches; ids of other features have weight 1.
+
+    Example:
+        >>> positions = emblib.collections.PositionWeightedProcessor({"seen": 3})
+        >>> ids, lengths = torch.tensor([7, 8]), torch.tensor([2])
+        >>> batch = emblib.KeyedJaggedTensor(["seen"], ids, lengths=lengths)
+        >>> positions(batch).weights()
+        tensor([1., 1.], grad_fn=<IndexSelectBackward0>)
+    """
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:  # type: ignore[override]
         """Return the batch with weights, in one pass over its ids.
@@ -113,6 +127,16 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         embedding_bag_collection: a weighted collection.
         feature_processors: a module from a batch to a batch with weights; or by feature, a module
             from a dict of JaggedTensor to one with weights, such as `PositionWeightedModule`.
+
+    Example:
+        >>> table = emblib.EmbeddingBagConfig(1_000, 16, "seen")
+        >>> bags = emblib.EmbeddingBagCollection([table], is_weighted=True)
+        >>> positions = emblib.collections.PositionWeightedProcessor({"seen": 3})
+        >>> model = emblib.collections.FeatureProcessedEmbeddingBagCollection(bags, positions)
+        >>> ids, lengths = torch.tensor([7, 8]), torch.tensor([2])
+        >>> batch = emblib.KeyedJaggedTensor(["seen"], ids, lengths=lengths)
+        >>> model(batch).values().shape
+        torch.Size([1, 16])
     """
 
     def __init__(

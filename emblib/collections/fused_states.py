@@ -23,10 +23,10 @@ class FusedTableEntry:
     """A table that backward updates.
 
     Args:
-        optimizer: of the table.
-        names: of its parameters, within the module that has it.
+        optimizer: optimizer of the table.
+        names: names of its parameters within the module that contains it.
         modules: the modules with shards of the table on this rank; may be empty.
-        parameters: of these shards, by name.
+        parameters: parameters of these shards, by name.
         identity: the same object in the entries of one table that several modules read.
     """
 

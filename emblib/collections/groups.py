@@ -115,14 +115,14 @@ class TableGroups(nn.Module):
 
     Args:
         slices: the slices of tables on this rank.
-        reads: for each unit, the number of its slice.
+        reads: index into `slices` for each unit.
         pooled: whether to return pooled bags `[B, output_dim]`; else one vector per id.
-        optimizer: of tables whose configuration has none; None leaves dense gradients on the
-            parameters, for an optimizer of torch.optim.
-        device: of the tables.
-        seeds: of the initial values by table; left out, drawn from torch's generator. With equal
-            seeds an element starts the same however its table is cut. For hash tables it is the
-            seed of the hash, unless their storage has one.
+        optimizer: optimizer of tables whose configuration has none; None leaves dense gradients on
+            the parameters, for an optimizer of torch.optim.
+        device: device of the tables; None is torch's default device.
+        seeds: seeds of the initial values, by table; None draws them from torch's generator. With
+            equal seeds an element starts the same however its table is cut. For a hash table it is
+            the seed of the hash, unless its storage has one.
         bags: SUM or MEAN. For slices of rows or columns of a table it must be SUM: the caller
             adds the slices up and divides.
         shared: the slices that are read elsewhere too: they have their own memory, and their
@@ -131,12 +131,12 @@ class TableGroups(nn.Module):
     Attributes:
         order: the units in the order of `forward`.
         output_dim: columns of the output.
-        column_of: for each unit, its first column in the output.
-        dims: for each unit, its number of columns.
+        column_of: first output column of each unit.
+        dims: number of columns of each unit.
         groups: the modules, with the units of each; `active` are those that have units.
         is_one: whether `forward` is one call of one module.
-        handles: for each slice, the module with its parameters.
-        seeds: of the initial values, by table.
+        handles: module with the parameters of each slice.
+        seeds: seeds of the initial values, by table.
     """
 
     _only: Any
@@ -272,7 +272,7 @@ class TableGroups(nn.Module):
             batch_sizes: `[U][ranks]` in this order, where units differ in batch size, as in
                 `TableBatchedEmbeddingBags`: the output is one vector, rank after rank, for each
                 rank unit after unit, for each the rows of its bags.
-            id_counts: ids of each group that has units; left out, they are read from `offsets`,
+            id_counts: number of ids of each group that has units. None reads them from `offsets`,
                 which makes the host wait for a GPU where there are several groups.
             use_counts: int64 `[L]`, the number of uses that each id stands for, where ids were
                 deduplicated; for tables that count uses.
@@ -393,7 +393,7 @@ class TableGroups(nn.Module):
         return self.slices[self._groupings[number].slices[0]].storage
 
     def shared_slices(self) -> list[SharedSlice]:
-        """Return the slices that are read elsewhere too, in the order in which units need them."""
+        """Return the slices that other collections read too, in the order of the units."""
         return [
             self._shared[key]
             for grouping in self._groupings

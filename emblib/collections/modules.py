@@ -265,7 +265,7 @@ class TableCollection(nn.Module):
         parameters stay the same objects.
 
         Args:
-            optimizers: by table; None for that of the collection.
+            optimizers: optimizer per table name; None uses the optimizer of the collection.
 
         Raises:
             KeyError: there is no such table.
@@ -329,7 +329,8 @@ class TableCollection(nn.Module):
         the result and of one block of 65,536 rows is needed.
 
         Args:
-            bits: of a value, 8 or 4; or by table, and tables that are not named stay as they are.
+            bits: bits per stored value, 8 or 4, for all tables; or a mapping from table name to
+                bits, which leaves other tables as they are.
 
         Raises:
             KeyError: there is no such table.
@@ -415,12 +416,25 @@ class EmbeddingBagCollection(TableCollection):
     `FusedOptimizer`, those of hash tables and of stored rows of a cache with the keys.
 
     Args:
-        tables: their configurations; the columns of the output follow their order.
-        device: of the tables.
+        tables: configurations of the tables; the columns of the output follow their order.
+        device: device of the tables; None is torch's default device.
         is_weighted: whether batches have weights, which scale the rows.
-        optimizer: one of `emblib.optim`, of tables whose configuration has none.
+        optimizer: optimizer of `emblib.optim` for tables whose configuration has none. None leaves
+            dense gradients on the parameters, for an optimizer of `torch.optim`.
         shared: tables that other collections read too; those that `tables` names are read.
-        bounds_check: what happens to invalid ids and lengths, see `BoundsCheck`.
+        bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
+
+    Example:
+        >>> user = emblib.EmbeddingBagConfig(1_000, 16, "user")
+        >>> item = emblib.EmbeddingBagConfig(500, 8, "item")
+        >>> bags = emblib.EmbeddingBagCollection([user, item], optimizer=emblib.optim.Adagrad(0.1))
+        >>> batch = emblib.KeyedJaggedTensor(  # 2 features of 2 samples
+        ...     ["user", "item"], torch.tensor([7, 8, 3, 1, 4]), lengths=torch.tensor([1, 1, 3, 0])
+        ... )
+        >>> pooled = bags(batch)
+        >>> pooled.values().shape, pooled["item"].shape
+        (torch.Size([2, 24]), torch.Size([2, 8]))
+        >>> pooled.values().sum().backward()  # updates 5 rows
     """
 
     handles_name = "embedding_bags"
@@ -589,12 +603,22 @@ class EmbeddingCollection(TableCollection):
     `embeddings.<table>.weight` and so on. Tables may differ in their dims.
 
     Args:
-        tables: their configurations.
-        device: of the tables.
+        tables: configurations of the tables.
+        device: device of the tables; None is torch's default device.
         need_indices: whether the result has the ids as its weights.
-        optimizer: one of `emblib.optim`, of tables whose configuration has none.
+        optimizer: optimizer of `emblib.optim` for tables whose configuration has none. None leaves
+            dense gradients on the parameters, for an optimizer of `torch.optim`.
         shared: tables that other collections read too; those that `tables` names are read.
-        bounds_check: what happens to invalid ids and lengths, see `BoundsCheck`.
+        bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
+
+    Example:
+        >>> history = emblib.EmbeddingCollection([emblib.EmbeddingConfig(1_000, 16, "item")])
+        >>> batch = emblib.KeyedJaggedTensor(
+        ...     ["item"], torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 1])
+        ... )
+        >>> vectors = history(batch)["item"]
+        >>> vectors.values().shape, vectors.lengths()
+        (torch.Size([3, 16]), tensor([2, 1]))
     """
 
     handles_name = "embeddings"

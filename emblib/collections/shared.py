@@ -44,10 +44,11 @@ class SharedTables:
     This is no module: the model has the tables through the collections that read them.
 
     Args:
-        tables: their configurations; features and pooling are those of the collections.
-        device: of the tables.
-        optimizer: one of `emblib.optim`, of tables whose configuration has none. Without one, the
-            parameters get dense gradients, which autograd adds up.
+        tables: configurations of the tables; features and pooling are those of the collections that
+            read them.
+        device: device of the tables; None is torch's default device.
+        optimizer: optimizer of `emblib.optim` for tables whose configuration has none. Without one,
+            the parameters get dense gradients, which autograd adds up.
 
     Raises:
         ValueError: a storage other than `Dense`, an optimizer with `GlobalDecay`, or a name twice.
@@ -121,8 +122,8 @@ class SharedTable:
 
     Args:
         part: the table, or the shard; its configuration has the optimizer.
-        device: of the memory.
-        seeds: of the initial values, by table; left out, drawn from torch's generator.
+        device: device of the memory; None is torch's default device.
+        seeds: seeds of the initial values, by table name; None draws them from torch's generator.
     """
 
     def __init__(
@@ -346,7 +347,7 @@ class SharedEntry:
 
         Args:
             destination: the state dict.
-            key: of the first parameter of the table there.
+            key: key of the first parameter of the table in the state dict.
         """
         if self._saved is not None:
             target, first = self._saved
@@ -360,7 +361,7 @@ class SharedEntry:
         """Return whether `load_state_dict` has loaded the table, or reported it, at another key.
 
         Args:
-            key: of the first parameter of the table.
+            key: key of the first parameter of the table in the state dict.
             given: the value at this key, if there is one.
             missing: the keys that are missing so far.
             errors: the list of errors by which a load is known; other rows than at the first key
@@ -437,6 +438,12 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
 
     Returns:
         For each such name with equal sizes, the paths of the collections.
+
+    Example:
+        >>> item = emblib.EmbeddingBagConfig(1_000, 16, "item", ["basket"])
+        >>> left, right = (emblib.EmbeddingBagCollection([item]) for _ in range(2))
+        >>> emblib.duplicate_tables(torch.nn.ModuleDict({"left": left, "right": right}))
+        {'item': ['left', 'right']}
     """
     return {name: sorted(readers) for name, readers in _duplicates(model)}
 
@@ -473,8 +480,8 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     before the model is sharded or trained.
 
     Args:
-        model: is changed in place.
-        names: of the tables; left out, all of `duplicate_tables`.
+        model: model whose collections are changed in place.
+        names: names of the tables to share; None shares all that `duplicate_tables` finds.
 
     Returns:
         For each table, the paths of the collections that share it.

@@ -1,4 +1,4 @@
-"""From DynamicEmb's options to emblib's specs: what has no meaning here raises."""
+"""Translate DynamicEmb's options to emblib's specs; options without a counterpart raise."""
 
 import math
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ _CHECKS = {
 
 
 def eviction(strategy: dynamicemb_types.ScoreStrategy) -> Eviction:
-    """Of a score strategy."""
+    """Return the eviction order of a score strategy."""
     return Eviction.LRU_LFU if isinstance(strategy, tuple) else _EVICTIONS[strategy][0]
 
 
@@ -193,7 +193,7 @@ def precision(a: SimpleNamespace) -> Precision:
 
 
 def device(given: Any, options: Sequence[DynamicEmbTableOptions]) -> torch.device:
-    """Where the tables are: what is given, else the GPU of `device_id` where torch sees one."""
+    """Return the device of the tables: the given one, else GPU `device_id` if torch sees one."""
     number = options[0].device_id
     if given is None and number is not None and torch.cuda.is_available():
         given = torch.device("cuda", number)

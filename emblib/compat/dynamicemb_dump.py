@@ -110,9 +110,9 @@ def DynamicEmbDump(
     there; the old files are in `.<table>.old` then.
 
     Args:
-        path: made if it is not there; all ranks must see it.
-        model: all its `BatchedDynamicEmbeddingTablesV2` are written.
-        table_names: by module (name or path) the tables to write; None is all.
+        path: directory of the dump, created if it is missing; all ranks must see the same one.
+        model: model whose `BatchedDynamicEmbeddingTablesV2` are all written.
+        table_names: tables to write, by name or path of their module; None writes all.
         optim: whether optimizer states are written.
         counter: whether what admission counted is written.
         pg: the ranks; None is all processes, or this one where none were initialised.
@@ -226,7 +226,7 @@ def _check_same(ranks: RankGroup, root: Path, tables: Sequence[_Named]) -> None:
 
 @contextlib.contextmanager
 def _together(ranks: RankGroup, outcome: str = "nothing was changed here") -> Iterator[None]:
-    """Leave when all ranks have come to the end; raise on all of them what went wrong on any."""
+    """Wait for all ranks at the end of the block; raise the error of any rank on all of them."""
     error = None
     try:
         yield
@@ -236,7 +236,7 @@ def _together(ranks: RankGroup, outcome: str = "nothing was changed here") -> It
 
 
 class _Found(NamedTuple):
-    """What was read of a table, and checked."""
+    """The files of a table, read and checked."""
 
     module: DynamicEmbTables
     name: str

@@ -36,7 +36,7 @@ _SAVED = {
 def opt_args(
     bags: DynamicEmbeddingBags, table: int, options: DynamicEmbTableOptions
 ) -> dict[str, Any]:
-    """Return what DynamicEmb saves of an optimizer and a table, by its names."""
+    """Return the values that DynamicEmb saves of an optimizer and a table, by its names."""
     rule: Any = bags.optimizer
     saved: dict[str, Any] = {"opt_type": _SAVED[type(rule)], "lr": bags.learning_rate}
     if isinstance(rule, optim.Adam):
@@ -55,12 +55,12 @@ def opt_args(
 
 @dataclass(frozen=True)
 class Saved:
-    """What a table and its optimizer go on from; all of it is checked.
+    """Checked state from which a table and its optimizer continue.
 
     Attributes:
         hyper: changes for `set_hyperparameters`.
-        step: for `set_step`; None leaves it.
-        step_score: for `set_eviction_step`; None leaves it.
+        step: value for `set_step`; None leaves the step unchanged.
+        step_score: value for `set_eviction_step`; None leaves the score unchanged.
     """
 
     hyper: Mapping[str, Any]
@@ -105,8 +105,8 @@ def checked(
     """Read the numbers of the file at `path` that a table takes.
 
     Args:
-        path: of the file, for errors.
-        content: of the file.
+        path: path of the file, for error messages.
+        content: parsed content of the file.
         rule: the optimizer of the table; None leaves out its numbers.
         counts_steps: whether the table has a score that counts steps.
 
@@ -175,7 +175,7 @@ class DynamicEmbTables:
         raise NotImplementedError
 
     def options_of(self, name: str) -> DynamicEmbTableOptions:
-        """Return the options of a table, with what was left out."""
+        """Return the options of a table, with defaults filled in."""
         raise NotImplementedError
 
     @property
@@ -203,7 +203,7 @@ class DynamicEmbTables:
 
     @property
     def reads_own_files(self) -> bool:
-        """Whether as many ranks as dumped read their own files, as DynamicEmb's do."""
+        """Return whether ranks read their own files if as many ranks dumped, as in DynamicEmb."""
         return True
 
     def flush(self) -> None:
@@ -316,7 +316,7 @@ class DynamicEmbTables:
         return scores
 
     def opt_args(self, table: str) -> dict[str, Any]:
-        """Return what DynamicEmb saves with a table, as it is now; synchronises with the device."""
+        """Return the values that DynamicEmb saves with a table; waits for the device."""
         options = self.options_of(table)
         saved = opt_args(*self.table_module_of(table), options)
         if options.score_strategy is DynamicEmbScoreStrategy.STEP:
@@ -329,9 +329,9 @@ class DynamicEmbTables:
         """Check what was saved with a table, for `take_opt_args`; change nothing.
 
         Args:
-            table: its name.
-            path: of the file, for errors.
-            content: of the file.
+            table: name of the table.
+            path: path of the file, for error messages.
+            content: parsed content of the file.
             with_optimizer: whether the numbers of the optimizer are wanted.
 
         Raises:
@@ -382,17 +382,17 @@ class DynamicEmbTables:
         return found.keys[chosen], found.rows["weight"][chosen].cpu()
 
     def uses_first(self, table: str) -> bool:
-        """Whether files have the uses of a key before the time, as (LFU, TIMESTAMP) says."""
+        """Return whether files store a key's uses before its time, as (LFU, TIMESTAMP) does."""
         strategy = self.options_of(table).score_strategy
         return isinstance(strategy, tuple) and strategy[0] is DynamicEmbScoreStrategy.LFU
 
     def dist_type(self, table: str) -> str:
-        """How ids are routed to ranks."""
+        """Return the name of the routing of ids to ranks."""
         return self.options_of(table).dist_type
 
 
 def is_compound(strategy: Any) -> bool:
-    """Whether a strategy is that of time and uses."""
+    """Return whether a strategy combines time and uses."""
     return isinstance(strategy, tuple) and frozenset(strategy) == COMPOUND
 
 

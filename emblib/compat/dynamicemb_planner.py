@@ -349,10 +349,10 @@ def get_planner(
     """Return a planner for tables that are replicated, dynamic, or row-wise otherwise.
 
     Args:
-        eb_configs: of all tables.
+        eb_configs: configurations of all tables.
         data_parallel_embedding_table_names: the tables that every rank has.
         dynamicemb_options_dict: the options of dynamic tables.
-        device: of the ranks.
+        device: device of the ranks.
         pipeline_type: "none" or "native"; "prefetch" lets other tables be in host memory behind a
             cache.
         ddr_cap: bytes of host memory per rank; None is what the machine has.

@@ -56,7 +56,7 @@ class DynamicEmbParameterSharding(ParameterSharding):
     dynamicemb_options: DynamicEmbTableOptions = field(default_factory=DynamicEmbTableOptions)
 
     def to_emblib(self) -> Any:
-        """Convert to emblib's class: the module is what `prepare` made of the table."""
+        """Convert to emblib's class, from the module that `prepare` returned."""
         names = [f.name for f in fields(ParameterSharding) if f.name != "compute_kernel"]
         return ParameterSharding(**{name: getattr(self, name) for name in names}).to_emblib()
 
@@ -80,12 +80,12 @@ def hash_storage(
     """Return the rows of the fast tier over all ranks, and the storage of a table.
 
     Args:
-        options: with `dim` and `max_capacity`; memory is per rank.
-        name: of the table.
+        options: options with `dim` and `max_capacity` set; memory is per rank.
+        name: name of the table.
         rule: the optimizer, whose states take memory.
         world_size: the number of ranks.
-        initial_state: of the optimizer states of a new row.
-        device: of the tables.
+        initial_state: initial value of the optimizer states of a new row.
+        device: device of the tables.
 
     Raises:
         NotImplementedError: options that emblib does not have, see `docs/dynamicemb.md`.
@@ -130,7 +130,7 @@ def dynamic_config(
 
 
 class _DynamicSharder:
-    """What both sharders add to TorchRec's: dynamic tables, and fused_params that they take."""
+    """Additions of both sharders to TorchRec's: dynamic tables, and `fused_params` for them."""
 
     optimizer: Optimizer | None
     module_type: Any
@@ -292,7 +292,7 @@ class ShardedCollectionTables(DynamicEmbTables):
 
     @property
     def reads_own_files(self) -> bool:
-        """Whether as many ranks as dumped read their own files; no, as the routing differs."""
+        """Return False: the routing differs, so that ranks read the files of all ranks."""
         return False
 
     def table_module_of(self, name: str) -> tuple[DynamicEmbeddingBags, int]:
@@ -301,7 +301,7 @@ class ShardedCollectionTables(DynamicEmbTables):
         return shard.module, shard.index
 
     def options_of(self, name: str) -> DynamicEmbTableOptions:
-        """Return the options of a table, with what was left out."""
+        """Return the options of a table, with defaults filled in."""
         options = self._options[name]
         assert options is not None
         return options
@@ -317,7 +317,7 @@ class ShardedCollectionTables(DynamicEmbTables):
     def saved_entries(
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
-        """Return what this rank writes of a table: the keys that `dist_type` gives it."""
+        """Return the entries that this rank writes: those whose keys `dist_type` routes to it."""
         module, index = self.table_module_of(name)
         found = fingerprint.agree(
             ranks, lambda: export_dynamicemb(module, index, {}, leave_out=leave_out)

@@ -77,7 +77,7 @@ def _rows_there(
     rule: optim.Optimizer,
     device: torch.device,
 ) -> int:
-    """How many rows of a table are in the memory of the device; at least a bucket.
+    """Return the number of rows of a table in device memory, at least one bucket.
 
     As there, a budget below a bucket is rounded up to it, with a warning; a bucket is 32 rows here.
     """
@@ -107,7 +107,7 @@ def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
 
 
 class _Prefetched(NamedTuple):
-    """What a batch had when it was prefetched: the scores of its keys by table, and its counts."""
+    """A prefetched batch: the scores of its keys by table, and its counts."""
 
     scores: Tensor | None
     counts: Tensor | None
@@ -203,9 +203,9 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             indices: ids, cast to `index_type`.
             offsets: `[F * B + 1]`, feature-major.
             per_sample_weights: how many uses each lookup stands for, where eviction is by them.
-            feature_requires_grad: must be None.
-            batch_size_per_feature_per_rank: must be None.
-            total_unique_indices: must be None.
+            feature_requires_grad: unsupported: NotImplementedError unless None.
+            batch_size_per_feature_per_rank: unsupported: NotImplementedError unless None.
+            total_unique_indices: unsupported: NotImplementedError unless None.
             pooling_weights: scale the rows, for SUM and MEAN.
         """
         _refuse(
@@ -280,9 +280,9 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
         Args:
             indices: ids, as in `forward`.
-            offsets: as in `forward`.
-            forward_stream: has no effect.
-            batch_size_per_feature_per_rank: must be None.
+            offsets: offsets of the bags, as `forward` takes them.
+            forward_stream: ignored; streams are those that torch uses.
+            batch_size_per_feature_per_rank: unsupported: NotImplementedError unless None.
             frequency_counters: how many uses each lookup stands for, instead of
                 `per_sample_weights` of `forward`.
         """
@@ -302,7 +302,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return len(self._prefetched)
 
     def reset_cache_states(self) -> None:
-        """Nothing to do: a row is in one tier alone, so there are no copies to drop."""
+        """Do nothing: a row is in one tier only, so there are no copies to drop."""
 
     @property
     def table_names(self) -> list[str]:
@@ -314,16 +314,16 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return self.bags, self._names.index(name)
 
     def options_of(self, name: str) -> DynamicEmbTableOptions:
-        """Return the options of a table, with what was left out."""
+        """Return the options of a table, with defaults filled in."""
         return self._options[self._names.index(name)]
 
     @property
     def table_options(self) -> Sequence[DynamicEmbTableOptions]:
-        """The options of the tables, with what was left out."""
+        """The options of the tables, with defaults filled in."""
         return self._options
 
     def set_learning_rate(self, lr: float) -> None:
-        """From the next backward on."""
+        """Set the learning rate, from the next backward on."""
         self.bags.set_learning_rate(lr)
 
     def split_embedding_weights(self) -> list[Tensor]:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 BATCH_SIZE_PER_DUMP = 65536
 BUCKET_ALIGNMENT = 16
-"""What a bucket_capacity is a multiple of."""
+"""Number that divides every `bucket_capacity`."""
 MAX_BUCKET_CAPACITY = 2**63 - 1
 """The bucket_capacity that asks for one bucket a table."""
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 
 
 class DynamicEmbCheckMode(enum.IntEnum):
-    """What you are told when keys found no place; here each mode does what it says."""
+    """Reaction to keys that found no slot; every mode acts as its name says."""
 
     ERROR = 0
     WARNING = 1
@@ -26,7 +26,7 @@ class DynamicEmbCheckMode(enum.IntEnum):
 
 
 class DynamicEmbPoolingMode(enum.IntEnum):
-    """How the rows of a bag become one vector."""
+    """Operation that makes one vector of the rows of a bag."""
 
     SUM = 0
     MEAN = 1
@@ -44,7 +44,7 @@ class DynamicEmbEvictStrategy(enum.Enum):
 
 
 class DynamicEmbScoreStrategy(enum.IntEnum):
-    """What the score of a key is; the tuple (TIMESTAMP, LFU) has both, in either order.
+    """Meaning of a key's score; the tuple (TIMESTAMP, LFU) has both, in either order.
 
     TIMESTAMP is the number of the training step here, where DynamicEmb reads a clock.
     """
@@ -61,7 +61,7 @@ COMPOUND = frozenset({DynamicEmbScoreStrategy.TIMESTAMP, DynamicEmbScoreStrategy
 
 
 class DynamicEmbInitializerMode(enum.Enum):
-    """What a new row starts with."""
+    """Distribution of the initial values of a row."""
 
     NORMAL = "normal"
     TRUNCATED_NORMAL = "truncated_normal"
@@ -87,7 +87,7 @@ class AdmissionStrategy(abc.ABC):
 
     @abc.abstractmethod
     def admit(self, keys: Tensor, frequencies: Tensor) -> Tensor:
-        """Which of the keys, with their counts, may have a row: bool, one a key."""
+        """Return which of the keys, with their counts, may have a row: one bool per key."""
 
 
 class FrequencyAdmissionStrategy(AdmissionStrategy):
@@ -105,14 +105,14 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
         self.initializer_args = initializer_args
 
     def __eq__(self, other: object) -> bool:
-        """Whether it is the same rule."""
+        """Return whether the other object is the same rule."""
         return isinstance(other, FrequencyAdmissionStrategy) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
         return hash(self.threshold)
 
     def admit(self, keys: Tensor, frequencies: Tensor) -> Tensor:
-        """Those with a count of at least the threshold."""
+        """Return which counts are at least the threshold."""
         if keys.shape[:1] != frequencies.shape[:1]:
             raise ValueError(
                 "there must be one frequency a key, got "
@@ -123,7 +123,7 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
 
 @dataclass
 class KVCounter:
-    """What counts keys that have no row yet: exactly, for up to `capacity` of them."""
+    """Exact counter of up to `capacity` keys that have no row yet."""
 
     capacity: int
     bucket_capacity: int = 1024
@@ -184,7 +184,7 @@ class DynamicEmbTableOptions:
         return {name: getattr(self, name) for name in names}
 
     def __eq__(self, other: object) -> bool:
-        """Whether the two tables may be in one module."""
+        """Return whether the two tables may be in one module."""
         if not isinstance(other, DynamicEmbTableOptions):
             return NotImplemented
         return self.get_grouped_key() == other.get_grouped_key()
@@ -218,5 +218,5 @@ def _canonical(strategy: Any) -> ScoreStrategy:
 
 
 def warns_of_lower_scores() -> bool:
-    """Whether to warn of a CUSTOMIZED score below the last; DYNAMICEMB_CSTM_SCORE_CHECK=0: no."""
+    """Return whether a lower CUSTOMIZED score warns; DYNAMICEMB_CSTM_SCORE_CHECK=0 disables it."""
     return os.environ.get("DYNAMICEMB_CSTM_SCORE_CHECK") != "0"

@@ -142,13 +142,10 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
     ) -> Tensor:
         """Look up and pool, see `emblib.TableBatchedEmbeddingBags.forward`."""
-        return self.bags(
-            indices,
-            offsets,
-            None if per_sample_weights is None else per_sample_weights.float(),
-            batch_sizes=batch_size_per_feature_per_rank,
-            feature_requires_grad=feature_requires_grad,
-        )
+        sizes = batch_size_per_feature_per_rank
+        weights = None if per_sample_weights is None else per_sample_weights.float()
+        weights = mask_gradients(weights, feature_requires_grad, offsets, sizes, self.bags)
+        return self.bags(indices, offsets, weights, batch_sizes=sizes)
 
     def split_embedding_weights(self) -> list[Tensor]:
         """Return the tables as views `[rows, dim]`."""
@@ -159,6 +156,50 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         with torch.no_grad():
             for weights in self.split_embedding_weights():
                 weights.uniform_(min_val, max_val)
+
+
+def mask_gradients(
+    sample_weights: Tensor | None,
+    feature_requires_grad: Tensor | None,
+    offsets: Tensor,
+    batch_sizes: Sequence[Sequence[int]] | None,
+    bags: TableBatchedEmbeddingBags,
+) -> Tensor | None:
+    """Return sample weights that get a gradient only at the lookups of some features.
+
+    Nothing is read from the device.
+
+    Args:
+        sample_weights: float32 `[L]`, or None, which is returned.
+        feature_requires_grad: `[F]`, 0 for features whose lookups get none; None masks nothing.
+        offsets: `[F * B + 1]`, or one more than all bags with `batch_sizes`.
+        batch_sizes: bags per feature and rank, if features differ in them.
+        bags: module that reads the features.
+
+    Raises:
+        ValueError: not one entry of `feature_requires_grad` per feature.
+    """
+    if feature_requires_grad is None:
+        return sample_weights
+    features = len(bags.feature_tables)
+    if feature_requires_grad.shape != (features,):
+        raise ValueError(
+            f"feature_requires_grad must have one entry per feature = {features}, got shape "
+            f"{tuple(feature_requires_grad.shape)}"
+        )
+    if sample_weights is None or not features or not sample_weights.numel():
+        return sample_weights
+    if batch_sizes is not None:
+        last = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))))
+        ends = offsets[last.to(offsets.device)]
+    elif (len(offsets) - 1) % features:  # which the lookup reports
+        return sample_weights
+    else:
+        ends = offsets[1:].view(features, -1)[:, -1]
+    positions = torch.arange(len(sample_weights), device=ends.device)
+    feature = torch.bucketize(positions, ends.long().contiguous(), right=True)
+    is_wanted = (feature_requires_grad != 0).to(feature.device)[feature.clamp(max=features - 1)]
+    return torch.where(is_wanted, sample_weights, sample_weights.detach())
 
 
 def keep_first_lookups(
@@ -173,12 +214,12 @@ def keep_first_lookups(
     """Zero the gradient of `output` except for the first lookup of each row of each table.
 
     Args:
-        output: what the module returned: `[B, sum D]`, or `[L, D]` for pooling NONE.
+        output: output of the module: `[B, sum D]`, or `[L, D]` for pooling NONE.
         indices: `[L]`.
         offsets: `[F * B + 1]`.
         feature_tables: the table of each feature.
         dims: the columns of each feature; None for pooling NONE.
-        first_feature_only: only lookups of the first feature act.
+        first_feature_only: whether only lookups of the first feature are restricted.
 
     Raises:
         ValueError: pooled bags of more than one lookup, whose gradients are not one row's.
@@ -408,15 +449,12 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         total_unique_indices: int | None,
     ) -> Tensor:
         indices = self._cast(indices)
-        lookup = functools.partial(
-            self.bags,
-            indices,
-            offsets,
-            None if per_sample_weights is None else per_sample_weights.float(),
-            batch_sizes=batch_size_per_feature_per_rank,
-            feature_requires_grad=feature_requires_grad,
-            total_unique_indices=total_unique_indices,
-        )
+        sizes = batch_size_per_feature_per_rank
+        weights = None if per_sample_weights is None else per_sample_weights.float()
+        weights = mask_gradients(weights, feature_requires_grad, offsets, sizes, self.bags)
+        if self.optimizer is EmbOptimType.NONE:
+            self.bags.num_distinct_rows = total_unique_indices
+        lookup = functools.partial(self.bags, indices, offsets, weights, batch_sizes=sizes)
         if torch.compiler.is_compiling() and not self._attended():
             return lookup()
         self._begin_step(indices)

@@ -78,8 +78,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             table: HOST on a CPU, else DEVICE.
         feature_table_map: the table of each feature; by default feature i reads table i.
         pooling_mode: SUM, MEAN, or NONE for one vector per lookup.
-        device: of rows and lookups; by default the current GPU.
-        bounds_check_mode: what happens to invalid input; the caller's tensors do not change.
+        device: device of rows and lookups; None is the current GPU.
+        bounds_check_mode: reaction to invalid input; the caller's tensors do not change.
         weight_lists: the argument of `assign_embedding_weights`, if there are rows already.
         output_dtype: FP32, FP16 or BF16.
         row_alignment: FBGEMM's alignment of rows, of which only the attribute is kept.

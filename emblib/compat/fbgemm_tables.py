@@ -244,10 +244,11 @@ class TableViews(nn.Module):
         """Set pruned rows and all their optimizer state to zero.
 
         Args:
-            pruned_indices: rows.
-            pruned_indices_offsets: where in it each buffer begins, and its end.
+            pruned_indices: rows to reset, buffer after buffer.
+            pruned_indices_offsets: begin of each buffer in `pruned_indices`, and the end of the
+                last one.
             logical_table_ids: the features to prune.
-            buffer_ids: for each of them, which buffer holds its rows.
+            buffer_ids: number of the buffer with the rows of each of `logical_table_ids`.
         """
         self._require_fused("reset_embedding_weight_momentum")
         weights = self.bags.table_weights()

@@ -83,6 +83,7 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
     turns.
 
     Example:
+        >>> from emblib.compat.fbtt import suggested_tt_shapes
         >>> suggested_tt_shapes(11_000_000, 3)
         [200, 220, 250]
     """
@@ -129,10 +130,10 @@ def tt_matrix_to_full(
     Args:
         tt_p_shapes: row factors.
         tt_q_shapes: factors of the dimension.
-        tt_ranks: with the 1 at both ends, or without.
+        tt_ranks: ranks of the train, with or without the 1 at both ends.
         tt_cores: core k `[p_k, R_k * q_k * R_{k+1}]`, or laid out as `tt_permute` says.
-        tt_permute: axes of a stored core in the order (R_k, p_k, q_k, R_{k+1}); [1, 0, 2, 3], also
-            if left out, is how the modules here store them.
+        tt_permute: axes of a stored core in the order (R_k, p_k, q_k, R_{k+1}); None is [1, 0, 2,
+            3], the order in which the modules here store them.
 
     Raises:
         ValueError: another number of ranks or cores.
@@ -240,7 +241,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             indices: int32 or int64, of all bags of table 0, then of table 1, ...; or
                 `[T * B, N]` or `[T, B, N]` for bags of N lookups.
             offsets: `[T * B + 1]`, or `[T * B]` without the last entry; none for bags of N lookups.
-            warmup: has no effect, as in FBTT.
+            warmup: ignored, as in FBTT.
 
         Raises:
             ValueError: offsets missing, or given for bags of N lookups.

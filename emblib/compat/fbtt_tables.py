@@ -40,7 +40,7 @@ class CoreViews:
 
     Args:
         stacked: parameters `[T, p_k, width_k]`.
-        tables: T.
+        tables: number of tables, T.
         in_graph: whether gradients of the views reach the parameters.
     """
 
@@ -146,9 +146,9 @@ class StateDictReader:
 
     Args:
         bags: the tables of the module.
-        state_dict: read and converted in place.
-        prefix: of the module's keys; those of `bags` begin with `bags.`.
-        errors: what does not fit is added.
+        state_dict: state dict that is converted in place.
+        prefix: prefix of the module's keys; those of `bags` begin with `{prefix}bags.`.
+        errors: list to which a message is added for every entry that does not fit.
     """
 
     def __init__(

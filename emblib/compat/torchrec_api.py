@@ -1,4 +1,4 @@
-"""All names of `emblib.compat.torchrec`, whatever module of TorchRec they are from."""
+"""Collect the names of `emblib.compat.torchrec` from all modules that stand for TorchRec's."""
 
 from types import ModuleType
 from typing import Any

@@ -220,7 +220,7 @@ def reduce_scatter_v_pooled(
 def all_gather_base_pooled(
     input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """All-gather `[B, D]` to `[W * B, D]`."""
+    """Gather `[B, D]` of all ranks to `[W * B, D]`."""
     ranks, how = _how(group, codecs)
     return collectives.all_gather_base_pooled(input, ranks, **how)
 
@@ -241,11 +241,11 @@ def alltoall_sequence(
     Args:
         a2a_sequence_embs_tensor: vectors `[N, D]`, feature after feature, for each rank by rank.
         forward_recat_tensor: the order that brings these segments into rank-major order.
-        backward_recat_tensor: its inverse, which is not needed.
+        backward_recat_tensor: the inverse of `forward_recat_tensor`; ignored.
         lengths_after_sparse_data_all2all: ids per bag, in the order of the vectors.
         input_splits: ids that each rank gets of those that this rank sent.
         output_splits: ids that this rank received of each rank.
-        variable_batch_size: not needed.
+        variable_batch_size: ignored: the lengths say it.
         group: the process group.
         codecs: encodings of vectors and gradients.
     """

@@ -39,8 +39,8 @@ class Perceptron(nn.Module):
         out_size: columns of the output.
         bias: whether the layer has one.
         activation: a module or a function of tensors.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class MLP(nn.Module):
         bias: whether the layers have one.
         activation: "relu", "sigmoid", "swish_layernorm", a function of tensors, a module, of which
             every layer has a copy, or a class or function that makes one.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         activation_on_last: whether the last layer has the activation.
 
     Raises:

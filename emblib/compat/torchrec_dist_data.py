@@ -1,4 +1,4 @@
-"""TorchRec's modules that send batches and pooled rows, and what it knows of ranks and nodes."""
+"""TorchRec's modules that send batches and pooled rows, and its functions of ranks and nodes."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class KJTOneToAll(nn.Module):
     Args:
         splits: features for each device.
         world_size: the number of devices.
-        device: of which type they are; left out, GPUs if there are any.
+        device: device type of the outputs; None is "cuda" if there are GPUs, else "cpu".
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class SeqEmbeddingsAllToOne(_ToOne):
 
 
 PooledEmbeddingsAwaitable = Awaitable
-"""What the modules below return; the result is a tensor."""
+"""Type that the modules below return; its result is a tensor."""
 
 
 class _PooledModule(nn.Module):
@@ -349,7 +349,7 @@ class PooledEmbeddingsAllToAll(_PooledModule):
     Args:
         pg: the process group.
         dim_sum_per_rank: columns of each rank.
-        device: not needed.
+        device: ignored: outputs are on the device of the input.
         callbacks: functions that change the result, in this order.
         codecs: encodings of rows and gradients.
     """
@@ -384,7 +384,7 @@ class VariableBatchPooledEmbeddingsAllToAll(_PooledModule):
     Args:
         pg: the process group.
         emb_dim_per_rank_per_feature: columns of each feature of each rank.
-        device: not needed.
+        device: ignored: outputs are on the device of the input.
         callbacks: functions that change the result, in this order.
         codecs: encodings of rows and gradients.
     """
@@ -448,7 +448,7 @@ class PooledEmbeddingsAllGather(_PooledModule):
 
 
 SequenceEmbeddingsAwaitable = Awaitable
-"""What the module below returns; the result is a tensor."""
+"""Type that the module below returns; its result is a tensor."""
 
 
 class SequenceEmbeddingsAllToAll(nn.Module):
@@ -457,7 +457,7 @@ class SequenceEmbeddingsAllToAll(nn.Module):
     Args:
         pg: the process group.
         features_per_rank: features that each rank looks up.
-        device: not needed.
+        device: ignored: outputs are on the device of the input.
         codecs: encodings of vectors and gradients.
     """
 

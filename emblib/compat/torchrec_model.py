@@ -28,6 +28,7 @@ from emblib.compat.torchrec_sharding import (
     Placing,
     ShardingEnv,
     ShardingPlan,
+    ShardingType,
     construct_module_sharding_plan,
     plan_of,
 )
@@ -72,12 +73,12 @@ def shard(
     """Return the sharded form of one collection.
 
     Args:
-        module: the collection.
+        module: collection to shard.
         plan: the sharding of each table, a `ParameterSharding` or the result of `row_wise()` etc.;
             or one such result for all tables.
         env: the ranks; by default all processes.
-        device: of the tables; by default that of the ranks.
-        sharder: by default that of the class.
+        device: device of the tables; None is the device of the ranks.
+        sharder: sharder of the module; None uses the default one of its class.
 
     Raises:
         TypeError: a module without a sharder.
@@ -103,7 +104,7 @@ def shard(
 
 
 def _as_it_is(parameter: ParameterSharding) -> Placing:
-    """Return a rule that gives a table the sharding that it has already."""
+    """Return a rule that keeps the present sharding of a table."""
     native = parameter.to_emblib()
     return Placing(lambda shape, world: native, parameter.compute_kernel)
 
@@ -122,9 +123,9 @@ def shard_modules(
         module: the model, which is modified; or one collection, whose sharded form is returned.
         env: the ranks, or the devices of this process for quantised collections; by default all
             processes.
-        device: of the tables; by default that of the ranks.
-        plan: by default a planner makes one.
-        sharders: by default those of all collections.
+        device: device of the tables; None is the device of the ranks.
+        plan: plan of all collections; None makes one with the default planner.
+        sharders: sharders by module class; None uses the default ones of all collections.
         init_params: whether other modules on the meta device are allocated and initialized.
     """
     env = ShardingEnv(RankGroup()) if env is None else env
@@ -226,20 +227,51 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             return super().wrap(module, ranks, {*ignored, *self.params_to_ignore})
 
 
+def shard_quant_model(
+    model: nn.Module,
+    world_size: int = 1,
+    compute_device: str = "cuda",
+    sharding_device: str = "meta",
+    sharders: Sequence[Any] | None = None,
+    device_memory_size: int | None = None,
+    constraints: Mapping[str, Any] | None = None,
+    ddr_cap: int | None = None,
+    sharding_plan: ShardingPlan | None = None,
+) -> tuple[nn.Module, ShardingPlan]:
+    """Put the quantised tables of a model on devices of this process, in place.
+
+    The rows are kept: `assign_weights_to_tbe` is not needed. `sharding_device` has no effect.
+
+    Raises:
+        ValueError: constraints that are not table-wise, or too little memory.
+    """
+    for name, constraint in (constraints or {}).items():
+        types = constraint.sharding_types
+        if types and ShardingType.TABLE_WISE.value not in types:
+            raise ValueError(
+                f"table {name}: the devices of one process take whole tables, got {types}"
+            )
+    capacity = ddr_cap if compute_device == "cpu" else device_memory_size
+    plan = local_plan(model, world_size, capacity) if sharding_plan is None else sharding_plan
+    env = ShardingEnv.from_local(world_size, 0)
+    sharded = shard_modules(model, env, torch.device(compute_device), plan, sharders)
+    return sharded, plan
+
+
 class DistributedModelParallel(sharding.DistributedModelParallel):
     """`emblib.sharding.DistributedModelParallel` with TorchRec's arguments.
 
     Args:
         module: the model, or one collection.
-        env: its ranks; left out, all processes.
-        device: where it is; left out, the device of the ranks.
-        plan: what a planner made; left out, one is made here.
-        sharders: with the optimizers in backward, and the wires.
+        env: ranks over which to shard; None is all processes.
+        device: device of the model; None is the device of the ranks.
+        plan: plan of a planner; None makes one here.
+        sharders: sharders, which carry the optimizers in backward and the communication codecs.
         init_data_parallel: whether the dense part is wrapped now; else by `init_data_parallel()`.
         init_parameters: whether dense modules on `meta` are allocated and initialized; tables
             always are.
         data_parallel_wrapper: `DefaultDataParallelWrapper(...)`, or a wrapping of emblib's.
-        model_tracker_configs: None.
+        model_tracker_configs: unsupported; anything but None raises ValueError.
     """
 
     def __init__(

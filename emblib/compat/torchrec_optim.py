@@ -76,9 +76,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         params: parameters or groups of them.
         lr: the learning rate.
         lr_decay: the rate of step t is `lr / (1 + (t - 1) * lr_decay)`.
-        weight_decay: added to the gradient, times the parameter.
-        initial_accumulator_value: of the sums.
-        eps: added to the root of the sum.
+        weight_decay: factor of the parameter that is added to the gradient.
+        initial_accumulator_value: initial value of the sums of squared gradients.
+        eps: constant that is added to the root of the sum.
         maximize: whether to ascend.
     """
 

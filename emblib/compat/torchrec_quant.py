@@ -53,11 +53,12 @@ class QuantEmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
     """A quantised `EmbeddingBagCollection` with TorchRec's arguments, for inference.
 
     Args:
-        tables: their configurations; the data type is INT8, INT4, or a float type.
+        tables: configurations of the tables; the data type is INT8, INT4, or a float type.
         is_weighted: whether batches have weights.
-        device: of the tables.
-        output_dtype: of the pooled rows.
-        register_tbes, row_alignment and the like: of FBGEMM's memory, without an effect here.
+        device: device of the tables.
+        output_dtype: dtype of the pooled output.
+        register_tbes, quant_state_dict_split_scale_bias, row_alignment, cache_features_order:
+            options of FBGEMM's memory; ignored.
 
     Raises:
         ValueError: `table_name_to_quantized_weights`.
@@ -176,8 +177,8 @@ class _OverDevices(nn.Module):
         module: the quantised collection.
         table_name_to_parameter_sharding: the device of each table, as the rank of `table_wise`.
         env: `ShardingEnv.from_local(world_size, rank)`.
-        fused_params: None.
-        device: the type of the devices, and where results go; by default that of `module`.
+        fused_params: unsupported; anything but None raises ValueError.
+        device: type of the devices, and device of the results; None is that of `module`.
     """
 
     is_leaf_of_traces: ClassVar[bool] = True
@@ -422,12 +423,12 @@ def quantize_embeddings(
 
     Args:
         module: the model, or one collection.
-        dtype: of the rows.
+        dtype: dtype of the stored rows.
         inplace: whether to change `module`; else a copy.
         additional_qconfig_spec_keys: further classes; `additional_mapping` has their quantised
             classes, which have `from_float`.
         additional_mapping: quantised classes by class.
-        output_dtype: of lookups.
+        output_dtype: dtype of the output of lookups.
         per_table_weight_dtype: dtypes of the rows of some tables, by name.
     """
     observer = torch.ao.quantization.PlaceholderObserver
@@ -486,39 +487,6 @@ def quantize_inference_model(
     )
 
 
-def shard_quant_model(
-    model: nn.Module,
-    world_size: int = 1,
-    compute_device: str = "cuda",
-    sharding_device: str = "meta",
-    sharders: Sequence[Any] | None = None,
-    device_memory_size: int | None = None,
-    constraints: Mapping[str, Any] | None = None,
-    ddr_cap: int | None = None,
-    sharding_plan: ShardingPlan | None = None,
-) -> tuple[nn.Module, ShardingPlan]:
-    """Put the quantised tables of a model on devices of this process, in place.
-
-    The rows are kept: `assign_weights_to_tbe` is not needed. `sharding_device` has no effect.
-
-    Raises:
-        ValueError: constraints that are not table-wise, or too little memory.
-    """
-    from emblib.compat.torchrec_model import shard_modules
-
-    for name, constraint in (constraints or {}).items():
-        types = constraint.sharding_types
-        if types and ShardingType.TABLE_WISE.value not in types:
-            raise ValueError(
-                f"table {name}: the devices of one process take whole tables, got {types}"
-            )
-    capacity = ddr_cap if compute_device == "cpu" else device_memory_size
-    plan = local_plan(model, world_size, capacity) if sharding_plan is None else sharding_plan
-    env = ShardingEnv.from_local(world_size, 0)
-    sharded = shard_modules(model, env, torch.device(compute_device), plan, sharders)
-    return sharded, plan
-
-
 def _quantised_tables(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each quantised table, its rows, and their scales and offsets, as views."""
     for part in model.modules():
@@ -551,14 +519,14 @@ def trim_torch_package_prefix_from_typename(typename: str) -> str:
 
 @dataclass
 class QualNameMetadata:
-    """What a serving layer must know of a submodule."""
+    """Metadata of a submodule for a serving layer."""
 
     need_preproc: bool
 
 
 @dataclass
 class BatchingMetadata:
-    """How a serving layer batches an input."""
+    """Metadata by which a serving layer batches an input."""
 
     type: str
     device: str
@@ -586,7 +554,7 @@ class PredictModule(nn.Module):
 
     Args:
         module: the model.
-        device: where its inputs are; left out, found at the first call.
+        device: device of the inputs; None takes it from the first call.
     """
 
     def __init__(self, module: nn.Module, device: str | None = None) -> None:

@@ -35,13 +35,13 @@ class _Interface(ABCMeta):
 
 
 class EmbeddingBagCollectionInterface(nn.Module, metaclass=_Interface):
-    """What embedding bag collections have in common, whether trained or quantised."""
+    """Interface of embedding bag collections, trained or quantised."""
 
     emblib_classes = (emblib_collections.EmbeddingBagCollection,)
 
 
 class EmbeddingCollectionInterface(nn.Module, metaclass=_Interface):
-    """What embedding collections have in common, whether trained or quantised."""
+    """Interface of embedding collections, trained or quantised."""
 
     emblib_classes = (emblib_collections.EmbeddingCollection,)
 
@@ -111,11 +111,11 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
     """An embedding bag collection whose backward updates the tables, with TorchRec's arguments.
 
     Args:
-        tables: their configurations.
+        tables: configurations of the tables.
         optimizer_type: a class that `apply_optimizer_in_backward` takes for tables.
-        optimizer_kwargs: its arguments.
+        optimizer_kwargs: arguments of the optimizer.
         is_weighted: whether batches have weights.
-        device: of the tables.
+        device: device of the tables.
         location: None: `storage` of each configuration selects the memory of the rows.
     """
 
@@ -204,7 +204,7 @@ def get_ec_index_dedup() -> bool:
 
 
 class EmbeddingBagCollectionContext:
-    """What a batch leaves between `input_dist` and `output_dist` of a sharded collection."""
+    """State of a batch between `input_dist` and `output_dist` of a sharded collection."""
 
     def __init__(self) -> None:
         self.received: Any = None
@@ -305,11 +305,12 @@ class ShardedEmbeddingBagCollection(  # type: ignore[misc]
         module: the collection.
         table_name_to_parameter_sharding: the plan.
         env: the ranks.
-        fused_params: of the optimizer in backward.
-        device: of the tables; by default that of the ranks.
-        qcomm_codecs_registry: what `get_qcomm_codecs_registry` returns.
-        module_fqn: not needed.
-        comm_precision, gradients, optimizer, shared: emblib's.
+        fused_params: parameters of the optimizer in backward.
+        device: device of the tables; None is the device of the ranks.
+        qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
+        module_fqn: ignored.
+        comm_precision, gradients, optimizer, shared: arguments of
+            `emblib.sharding.ShardedEmbeddingBagCollection`.
     """
 
     def __init__(
@@ -411,9 +412,9 @@ class ModuleSharder:
     """Base of sharders: the optimizer and the communication codecs of collections of one class.
 
     Args:
-        fused_params: of the optimizer in backward: `optimizer`, `learning_rate`, `eps`, ...; tables
-            that have one already keep theirs.
-        qcomm_codecs_registry: what `get_qcomm_codecs_registry` gives.
+        fused_params: parameters of the optimizer in backward: `optimizer`, `learning_rate`, `eps`,
+            ...; tables that already have an optimizer keep it.
+        qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
     """
 
     module_type: ClassVar[type[nn.Module]]
@@ -464,11 +465,11 @@ class ModuleSharder:
         return {name: parameters[0] for name, parameters in named.items() if parameters}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """All of them, on any device."""
+        """Return all sharding types, which any device supports."""
         return [kind.value for kind in ShardingType]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """All that train, on any device."""
+        """Return all kernels that train, which any device supports."""
         return [k.value for k in EmbeddingComputeKernel if k is not EmbeddingComputeKernel.QUANT]
 
     def storage_usage(

@@ -158,7 +158,7 @@ def validate_keyed_jagged_tensor(
 
 
 def maybe_td_to_kjt(features: Any, keys: Sequence[str] | None = None) -> KeyedJaggedTensor:
-    """Return a mapping of `torch.nested` tensors by feature as a batch; a batch as it is."""
+    """Convert `torch.nested` tensors by feature to a batch; return a batch unchanged."""
     if isinstance(features, Mapping) or hasattr(features, "batch_size"):
         names = list(features.keys() if keys is None else keys)
         return KeyedJaggedTensor.from_nested({name: features[name] for name in names})
@@ -195,7 +195,7 @@ class FeaturePositionWeightedModule(nn.Module):
 
     Args:
         max_feature_length: number of weights, the maximum length of a bag.
-        device: of the weights.
+        device: device of the weights.
     """
 
     def __init__(self, max_feature_length: int, device: torch.device | None = None) -> None:

@@ -396,7 +396,7 @@ class Admission(nn.Module):
         return self._counter_of(table).counts(self._exact_tables.index(table))
 
     def set_counts(self, table: int, keys: Tensor, counts: Tensor) -> None:
-        """Count a table's keys from these on, and forget what was counted; keys must differ.
+        """Replace the counts of a table; keys must be distinct.
 
         Where there are more keys than the counter holds, those with the lowest counts are left out.
         """
@@ -438,7 +438,7 @@ class Admission(nn.Module):
         _check_state("admission", state, self.state_dict())
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Become what `snapshot` was taken of."""
+        """Restore the counts that `snapshot` returned."""
         if self.counter is not None:
             self.counter.index.restore(snapshot["counter"])
         if self.sketches is not None:

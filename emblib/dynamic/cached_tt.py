@@ -89,16 +89,16 @@ class CachedTTEmbeddingBags(nn.Module):
 
     Args:
         tables: rows, dim, ranks, factors and name of each tensor train.
-        cache: which rows are stored.
-        optimizer: one of `emblib.optim`, of cores and of stored rows.
+        cache: rows to store and when to choose them again, see `TTCache`.
+        optimizer: optimizer of `emblib.optim`, for cores and stored rows.
         pooling: SUM, MEAN, or NONE for one vector per lookup.
         feature_tables: the table of each feature; by default feature i reads table i.
-        init: of the cores, as in `TableBatchedTTEmbeddingBags`.
+        init: initializer of the cores, as in `TableBatchedTTEmbeddingBags`.
         precision: dtypes of cores and stored rows (`weights`), output and optimizer state, and how
             updates are rounded, and how exact products of cores are on a GPU (`matmul`). What goes
             from rows into cores and back is rounded to nearest.
-        bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
-        device: of everything but spilled rows; not meta.
+        bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
+        device: device of everything but spilled rows; not meta.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
@@ -440,7 +440,7 @@ class CachedTTEmbeddingBags(nn.Module):
         """Store the most used rows from now on; rows that are stored already stay as they are.
 
         Args:
-            table: whose rows are chosen; None for all tables.
+            table: number of the table whose rows are chosen; None chooses those of all tables.
         """
         self._populate(range(len(self.tables)) if table is None else [table])
 
@@ -483,7 +483,7 @@ class CachedTTEmbeddingBags(nn.Module):
         return self.key_of_row[first:last]
 
     def _replace_rows(self, table: int, leaving: Tensor, new: Tensor) -> None:
-        """Remove stored rows, numbered within a table's, and store keys with what the cores make.
+        """Remove stored rows, by number within a table, and store keys with the rows of the cores.
 
         What the table is made of changes in one native call: cores, stored rows and whose they
         are. The index follows from these; it is made again if an interrupt comes before it.

@@ -376,7 +376,7 @@ class DynamicTable:
             yield number, location.module.state, location.index
 
     def _gather(self, method: str, value: T) -> list[T]:
-        """Return the values of all ranks, after comparing what they call."""
+        """Gather values of all ranks, after checking that all call the same method."""
         if self.ranks is None:
             return [value]
         answers = self.ranks.gather_objects((f"{method} of {self.name!r}", value))

@@ -403,7 +403,7 @@ class HashIndex(nn.Module):
         effects.once(hash.hash_grow_, index, buffers, layout, *keys, slots, offsets, admitted)
 
     def _prepare_growth(self, table: int, keys: int, rows: RowBuffers | None) -> None:
-        """Take the rows into use that a table needs to grow for a number of keys."""
+        """Enable the rows that a table needs to grow to a number of keys."""
         spec, before = self.specs[table], self.buckets(table)
         wanted = hash.wanted_buckets(keys, before, spec.max_buckets, spec.max_load_1024ths)
         if wanted > before:
@@ -495,7 +495,7 @@ class HashIndex(nn.Module):
         return self.entries[first : first + self.capacity(table)]
 
     def views_by_slot(self, table: int) -> list[Tensor]:
-        """Return what the index stores by slot of a table, except the tags, as views."""
+        """Return views of the per-slot tensors of a table, except the tags."""
         first = self._first_slots[table]
         views = [self.table_entries(table)]
         if self._inserted_at is not None:

@@ -267,7 +267,7 @@ class BatchReads(NamedTuple):
 
 
 class RowInitializer(nn.Module):
-    """Write the first values of new rows, and choose what keys without a row read.
+    """Write the initial values of new rows, and the values that keys without a row read.
 
     Args:
         layout: layout of the rows.
@@ -323,7 +323,7 @@ class RowInitializer(nn.Module):
         )
 
     def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:
-        """Return what the lookups of an inserted batch read."""
+        """Return the rows that the lookups of an inserted batch read."""
         slots = inserted.slots
         if self._reads_zeros or inserted.misses is None:
             return BatchReads(slots)
@@ -339,7 +339,7 @@ class RowInitializer(nn.Module):
         return BatchReads(slots.where(slots >= 0, 0), default_slots.to(torch.int32), rows)
 
     def reads_of_found(self, keys: Keys, slots: Tensor) -> BatchReads:
-        """Return what the lookups of a batch read whose keys were only searched."""
+        """Return the rows that the lookups of a batch read without insertion."""
         if self._reads_zeros:
             return BatchReads(slots)
         default_slots = torch.where(slots < 0, tables_of(keys), -1).to(torch.int32)

@@ -33,7 +33,7 @@ class KeyedCalls:
 
     Args:
         module: the tables, all in the memory of their device.
-        tiers: their weights, optimizer states and hyperparameters.
+        tiers: weights, optimizer states and hyperparameters of the tables.
     """
 
     def __init__(self, module: FusedTables, tiers: autograd.Tiers) -> None:
@@ -84,7 +84,7 @@ class KeyedCalls:
 
         Args:
             grad: the gradient of the output.
-            batch: what was looked up, with placeholders for its tensors.
+            batch: batch that was looked up, with placeholders for its tensors.
             slots: int64 `[L]`, where the rows are now; -1 for none.
             offsets: the offsets of the bags.
             sample_weights: float32 `[L]`, the factor of the gradient of each row.

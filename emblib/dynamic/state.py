@@ -62,7 +62,7 @@ class DynamicState:
         on_new_rows: functions of the rows that got new keys, numbered over all tables, which are
             called once these have first values; a copy has none.
         backing: the tier behind the tables; None for none.
-        last_batch: what became of the keys of the last training batch.
+        last_batch: slots and status of the keys of the last training batch.
         dropped_updates: int64 `[1]`, updates of keys that were evicted before their backward.
         adopt_hyperparams: a function that sees saved numbers before they replace `hyperparams`, and
             may refuse them.

@@ -15,7 +15,7 @@ class StoredTables(NamedTuple):
     """The stored rows of each table of a module.
 
     Attributes:
-        names: of the tables, `[T]`.
+        names: names of the tables, `[T]`.
         first_keys: the key of the first row of each table, and the number of keys, `[T + 1]`.
         views: `weight` and the optimizer states of each table, `[rows, ...]`.
     """

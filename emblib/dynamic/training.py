@@ -107,7 +107,7 @@ class BatchInsertion:
         return self._is_written or not self._effects.has_made(hash.hash_insert_)
 
     def run(self) -> InsertedBatch:
-        """Insert the batch, or do what is left of it."""
+        """Insert the batch, or the rest of it after an interruption."""
         if self._has_begun:  # from now on the caller may write to its tensor
             self._keys = self._keys._replace(ids=self._keys.ids.clone())
         self._has_begun = True

@@ -1,4 +1,4 @@
-"""Which rows of tensor trains are stored, what becomes of those that leave, and what is counted."""
+"""Options of a cache of rows in front of tensor trains, and its counters."""
 
 from __future__ import annotations
 
@@ -31,19 +31,24 @@ _INDEX_LOAD = 0.5  # at which every id finds a slot
 
 
 class RowEviction(Choice):
-    """What becomes of a row that leaves the cache."""
+    """Treatment of a row that leaves the cache.
+
+    Example:
+        >>> emblib.TTCache(rows=1_000, eviction=emblib.RowEviction.SPILL).eviction
+        <RowEviction.SPILL: 'spill'>
+    """
 
     PROJECT = "project"
     """The cores take on its values, as far as they can, by steps along their gradient."""
     SPILL = "spill"
     """Host memory keeps it with its optimizer state: it stays stored. See `TTCache`."""
     DROP = "drop"
-    """What it learned is lost: the row is again what the cores make of it (FBTT)."""
+    """Its updates are lost: lookups compute the row from the cores again (FBTT)."""
 
 
 @dataclass(frozen=True)
 class TTCache:
-    """Which rows of tensor trains are stored, and when that changes.
+    """Cache of the most used rows of tensor trains: its size and when its rows are chosen.
 
     With `SPILL` a row, once chosen, stays stored. Stored rows are a table in host memory (pinned,
     if the module is on a GPU) behind a cache of `rows` rows in the memory of the module:
@@ -59,8 +64,8 @@ class TTCache:
     rows without a count leave first, and of equally used ones the larger id.
 
     Args:
-        rows: stored per table, one number for all or one each.
-        eviction: what becomes of rows that leave.
+        rows: number of stored rows per table, one number for all or one each.
+        eviction: treatment of rows that leave the cache.
         counted: ids of all tables whose uses are counted, the least used lose their counts to
             others; by default 4 times the rows stored.
         every: training lookups after which the rows are chosen again; None: only `populate` does.
@@ -69,6 +74,14 @@ class TTCache:
 
     Raises:
         ValueError: a number below its minimum, `spill_rows` with another eviction.
+
+    Example:
+        >>> cache = emblib.TTCache(rows=2)  # chosen again only by `populate`
+        >>> bags = emblib.CachedTTEmbeddingBags([emblib.TTSpec(1_000, 16, (8, 8))], cache)
+        >>> pooled = bags(torch.tensor([3, 14, 3, 15, 14]), torch.tensor([0, 5]))
+        >>> bags.populate()
+        >>> bags.cached_ids(0)
+        tensor([ 3, 14])
     """
 
     rows: int | Sequence[int]
@@ -157,8 +170,8 @@ class TTCacheStats:
 
     Attributes:
         lookups: valid ids of training lookups.
-        hits: those whose row was stored, in the cache or spilled.
-        spill_hits: those whose row was spilled, when their batch was looked up.
+        hits: lookups whose row was stored, in the cache or spilled.
+        spill_hits: lookups whose row was spilled when their batch was looked up.
         evicted: rows that left to the cores; spilled ones did not.
         changed: sum of squares of what these had learned since they came.
         lost: sum of squares of what the cores did not take on.

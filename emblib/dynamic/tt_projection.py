@@ -26,14 +26,14 @@ def rows(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
 
 
 def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) -> Sequence[Tensor]:
-    """Return cores that come closer to making `values` of ids.
+    """Return cores whose rows of `ids` are closer to `values`.
 
     Each step is along the gradient of the squared error, as long as is best where rows are
     linear in the cores, and half that until the error falls.
 
     Args:
-        spec: of the table.
-        cores: of the table; they do not change.
+        spec: spec of the table.
+        cores: cores of the table; they do not change.
         ids: int64 `[n]`.
         values: float32 `[n, dim]`.
     """

@@ -27,6 +27,13 @@ class JaggedTensor:
     Raises:
         ValueError: neither lengths nor offsets, or sizes that do not match.
         TypeError: lengths or offsets that are not integers.
+
+    Example:
+        >>> bags = emblib.JaggedTensor(torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 0, 1]))
+        >>> bags.offsets()
+        tensor([0, 2, 2, 3])
+        >>> bags.to_dense()
+        [tensor([3, 1]), tensor([], dtype=torch.int64), tensor([4])]
     """
 
     __slots__ = ("__weakref__", "_lengths", "_offsets", "_values", "_weights")
@@ -328,6 +335,10 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
 
     Raises:
         ValueError: lengths that are not integers, or negative; reads the device.
+
+    Example:
+        >>> emblib.jagged.offsets_from_lengths(torch.tensor([2, 0, 1]))
+        tensor([0, 2, 2, 3])
     """
     if lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"lengths must be int32 or int64, got {lengths.dtype}")
@@ -338,7 +349,12 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
 
 
 def lengths_from_offsets(offsets: Tensor) -> Tensor:
-    """Return the lengths `[N]` of bags with `offsets` `[N + 1]`."""
+    """Return the lengths `[N]` of bags with `offsets` `[N + 1]`.
+
+    Example:
+        >>> emblib.jagged.lengths_from_offsets(torch.tensor([0, 2, 2, 3]))
+        tensor([2, 0, 1])
+    """
     return offsets.diff()
 
 

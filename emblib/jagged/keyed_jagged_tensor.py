@@ -63,7 +63,7 @@ class KeyedJaggedTensor:
         lengths: int32 or int64 `[F * B]`. One of lengths and offsets suffices; the other is
             computed on first use.
         offsets: int32 or int64 `[F * B + 1]`, from 0 to L.
-        stride: B; left out, the number of bags per key.
+        stride: batch size B; None computes it from the number of bags per key.
         stride_per_key_per_rank: bags `[F][R]` on the host, where features differ in them.
         inverse_indices: keys and int64 `[F, B]`, the bag of each feature and example.
         length_per_key: the values per feature, if the caller knows them: they are not read from
@@ -72,6 +72,17 @@ class KeyedJaggedTensor:
     Raises:
         ValueError: neither lengths nor offsets, or sizes that do not match.
         TypeError: lengths or offsets that are not integers.
+
+    Example:
+        >>> batch = emblib.KeyedJaggedTensor(  # 2 features of 2 samples: 4 bags
+        ...     ["user", "item"], torch.tensor([7, 8, 3, 1, 4]), lengths=torch.tensor([1, 1, 3, 0])
+        ... )
+        >>> batch.stride(), batch.length_per_key()
+        (2, [2, 3])
+        >>> batch["item"].lengths()
+        tensor([3, 0])
+        >>> batch.permute([1])
+        KeyedJaggedTensor(['item'], 2 bags each, [3] torch.int64, cpu)
     """
 
     __slots__ = (

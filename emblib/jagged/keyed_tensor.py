@@ -26,6 +26,14 @@ class KeyedTensor:
 
     Raises:
         ValueError: not one length per key.
+
+    Example:
+        >>> pooled = emblib.KeyedTensor(["user", "item"], [2, 3], torch.arange(10.0).view(2, 5))
+        >>> pooled["item"]
+        tensor([[2., 3., 4.],
+                [7., 8., 9.]])
+        >>> emblib.KeyedTensor.regroup([pooled], [["item", "user"]])[0].shape
+        torch.Size([2, 5])
     """
 
     __slots__ = (
@@ -196,6 +204,12 @@ class KTRegroupAsDict(nn.Module):
     Args:
         groups: the keys of each group.
         keys: the name of each group.
+
+    Example:
+        >>> pooled = emblib.KeyedTensor(["user", "item", "ad"], [2, 3, 1], torch.rand(4, 6))
+        >>> regroup = emblib.KTRegroupAsDict([["user"], ["item", "ad"]], ["left", "right"])
+        >>> {name: tuple(tensor.shape) for name, tensor in regroup([pooled]).items()}
+        {'left': (4, 2), 'right': (4, 4)}
     """
 
     def __init__(self, groups: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
@@ -385,7 +399,7 @@ def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
 
 
 class _NodeType(NamedTuple):
-    """How the objects of one class are taken apart into leaves and a context, and made again."""
+    """Functions that split objects of one class into leaves and a context, and rebuild them."""
 
     kind: type
     take: Callable[[Any], Flattened]

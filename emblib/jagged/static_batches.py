@@ -56,14 +56,14 @@ class BatchPart(NamedTuple):
 
 
 class _Fixed(NamedTuple):
-    """What a batch has besides tensors: the type of a leaf, keys of features, or a value."""
+    """The fixed part of a leaf of a batch: its type, the keys of features, or a value."""
 
     kind: str
     value: Any
 
 
 class BatchLayout:
-    """What all batches have in common: the tree, and of each leaf all but the number of ids."""
+    """Layout that all batches share: the tree, and all of each leaf but the number of ids."""
 
     def __init__(self, tree: Any, leaves: Sequence[Any]) -> None:
         self.tree = tree
@@ -243,7 +243,7 @@ class StagingRing:
 
 
 def _fixed(leaf: Any, number: int) -> _Fixed:
-    """Return what is fixed of a leaf.
+    """Return the fixed part of a leaf.
 
     Raises:
         TypeError: a leaf that may contain tensors, which a graph would not see.

@@ -80,7 +80,7 @@ MEASURED: dict[str, Curve] = {
 EVICTED = 0.9  # of what a lookup tells is lost where its id has no row, measured likewise
 
 METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
-"""What `plan_memory` chooses from by default, besides tables as they are."""
+"""Methods that `plan_memory` chooses from by default, besides tables as they are."""
 
 _MEASURED_ROWS = 9065  # of the largest table of MEASURED
 # The bytes of a train grow with the square of its ranks, so steps are at most 5/4; large ranks are
@@ -96,13 +96,18 @@ class BackingMemory:
     """Slower memory, in which tables may be stored behind a cache in device memory.
 
     Args:
-        nbytes: of all such tables and their optimizer states: of host memory where the device is
-            "cuda", of a disk where it is "cpu".
-        directory: of the files on a disk; each table has a directory in it.
+        nbytes: bytes for all such tables and their optimizer states: of host memory where the
+            device is "cuda", of a disk where it is "cpu".
+        directory: directory for the files on a disk; each table gets a subdirectory.
         min_hit_rate: the least expected share of lookups that a cache must serve, 0 to 1.
 
     Raises:
         TypeError, ValueError: a wrong number.
+
+    Example:
+        >>> backing = emblib.BackingMemory(nbytes=1 << 33, directory="tables", min_hit_rate=0.8)
+        >>> backing.nbytes
+        8589934592
     """
 
     nbytes: int
@@ -117,13 +122,22 @@ class BackingMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How each of a model's tables is stored; `str()` shows it table by table.
+    """Plan of how each table of a model is stored; `str()` shows it table by table.
 
     Attributes:
-        choices: one per table, in the order given.
+        choices: one choice per table, in the order given.
         budget: bytes that were allowed.
-        assumptions: what the plan takes for granted, a sentence each.
+        assumptions: assumptions of the plan, one sentence each.
         backing: memory behind caches that was allowed.
+
+    Example:
+        >>> user = emblib.EmbeddingBagConfig(1_000_000, 64, "user")
+        >>> day = emblib.EmbeddingBagConfig(100, 64, "day")
+        >>> plan = emblib.plan_memory([user, day], 1 << 26, optimizer=emblib.optim.SGD(0.1))
+        >>> plan.nbytes <= plan.budget
+        True
+        >>> [config.storage.plan_name for config in plan.configs]
+        ['Narrow', 'Plain']
     """
 
     choices: tuple[MemoryChoice, ...]
@@ -221,11 +235,11 @@ def plan_memory(
         budget: bytes of device memory for all tables and their optimizer states.
         trace: recorded lookups; their tables are found by name, or by `path.name` as
             `TraceRecorder` calls them. Without it ids are taken to be Zipf-distributed.
-        optimizer: of the tables, if `tables` is not a model and they have none.
+        optimizer: optimizer of the tables, if `tables` is not a model and they have none.
         serving: 8 or 4: the budget is of a model that is served with rows of that many bits, where
             rows are stored; methods that compute rows keep their own. Left out: of training.
-        methods: that may be chosen, of `METHODS`, "evicting", which makes a hash table by key, and
-            "cached"; left out, `METHODS`, and "cached" if there is `backing`.
+        methods: names of the methods to choose from: those of `METHODS`, "evicting", which makes a
+            hash table by key, and "cached". None is `METHODS`, plus "cached" if there is `backing`.
         losses: measured losses of your own, by method, in place of `MEASURED`.
         importance: factors of the losses of tables, by name or `path.name`; by default 1 per table.
         device: "cpu" or "cuda", where the tables will be.
@@ -242,8 +256,9 @@ def plan_memory(
             model with `SharedTables`, which stay dense.
 
     Example:
-        >>> tables = [EmbeddingBagConfig(10**7, 64, "user"), EmbeddingBagConfig(10**5, 64, "item")]
-        >>> plan = emblib.plan_memory(tables, 1 << 28, optimizer=emblib.optim.SGD(lr=0.1))
+        >>> user = emblib.EmbeddingBagConfig(10_000_000, 64, "user")
+        >>> item = emblib.EmbeddingBagConfig(100_000, 64, "item")
+        >>> plan = emblib.plan_memory([user, item], 1 << 28, optimizer=emblib.optim.SGD(lr=0.1))
         >>> [choice.method for choice in plan.choices]
         ['tensor_train', 'as it is']
     """
@@ -274,7 +289,7 @@ def _described_tables(
     losses: Mapping[str, Curve] | None,
     backing: BackingMemory | None,
 ) -> list[_Table]:
-    """Return what the methods need to know of each table."""
+    """Return the description of each table for the methods."""
     planned = frozenset(f"{path}.{config.name}" for path, config, _ in found)
     curves = {**MEASURED, **(losses or {})}
     counts = [
@@ -455,7 +470,7 @@ def _at(curve: Curve, x: float) -> float:
 def _candidates(
     table: _Table, methods: Sequence[str], serving: int | None, device: str
 ) -> list[MemoryChoice]:
-    """Return the choices for a table that no smaller one is as good as, the largest first."""
+    """Return the Pareto-optimal choices for a table, the largest first."""
 
     def choice(method: str, option: _Option) -> MemoryChoice:
         sizes = _nbytes(table, option.config, serving, device)
@@ -532,7 +547,7 @@ def _assumptions(
     losses: Mapping[str, Curve] | None,
     serving: int | None,
 ) -> Iterator[str]:
-    """Yield what a plan takes for granted."""
+    """Yield the assumptions of a plan."""
     assumed = [table.name for table in tables if table.is_assumed]
     if assumed:
         yield (

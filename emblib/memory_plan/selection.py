@@ -31,6 +31,14 @@ class BudgetError(ValueError):
 
     Attributes:
         short: bytes missing.
+
+    Example:
+        >>> tables = [emblib.EmbeddingBagConfig(10_000, 64, "item")]
+        >>> try:
+        ...     emblib.plan_memory(tables, 1_000)
+        ... except emblib.BudgetError as error:
+        ...     print(f"{error.short:,} bytes are missing")
+        24 bytes are missing
     """
 
     def __init__(self, message: str, short: int = 0) -> None:
@@ -43,21 +51,30 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """How one table is stored.
+    """The storage that a plan chose for one table.
 
     Attributes:
-        path: of the collection that has the table, empty for a configuration given alone.
+        path: path of the collection that has the table; empty for a configuration given alone.
         before: the configuration that was given.
         config: the configuration that was chosen.
         method: "as it is", or one of the methods.
-        nbytes: of the table in device memory, optimizer states included, or as served.
-        plain_nbytes: likewise, of the table as it was given.
-        loss: of the table, 0 to 1.
-        importance: of the table, by which its loss counts.
+        nbytes: bytes of the table in device memory, with optimizer states, or as served.
+        plain_nbytes: bytes of the table as it was given, counted like `nbytes`.
+        loss: estimated loss of quality of the table, 0 to 1.
+        importance: weight of the loss of this table in the total.
         why: the choices next to this one, in a sentence.
-        backing_nbytes: of the table in host memory or on disk.
+        backing_nbytes: bytes of the table in host memory or on disk.
         hit_rate: the expected share of lookups that a cache serves; 1 for a table without one.
         lookups: the table's share of all lookups.
+
+    Example:
+        >>> user = emblib.EmbeddingBagConfig(1_000_000, 64, "user")
+        >>> day = emblib.EmbeddingBagConfig(100, 64, "day")
+        >>> plan = emblib.plan_memory([user, day], 1 << 26, optimizer=emblib.optim.SGD(0.1))
+        >>> for choice in plan.choices:
+        ...     print(choice.config.name, choice.method, choice.nbytes <= choice.plain_nbytes)
+        user narrow True
+        day as it is True
     """
 
     path: str
@@ -135,7 +152,7 @@ def totals(options: Options, picked: Sequence[int]) -> tuple[int, int]:
 
 
 def _smallest(options: Options, limits: Limits) -> list[int]:
-    """Return choices that take little device memory, and no more of the other than is allowed."""
+    """Return choices with little device memory, and with allowed amounts of backing memory."""
     picked = [len(choices) - 1 for choices in options]
     nbytes, backing = totals(options, picked)
     while limits.backing is not None and backing > limits.backing:

@@ -60,8 +60,6 @@ class Lookup(NamedTuple):
     total_rows: int
     output_dim: int
     slots: Tensor | None = None
-    sample_features: Tensor | None = None
-    """`features` for the gradient of the sample weights; None uses `features`."""
     trained_features: Tensor | None = None
     """`features` for the update; None uses `features`."""
     hooks: UpdateHooks | None = None
@@ -237,7 +235,7 @@ class Contribution(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a backward is to do: update the rows, and form the gradient of the sample weights."""
+    """Tasks of a backward: update the rows, form the gradient of the sample weights."""
 
     update: bool = True
     sample_grad: bool = False
@@ -256,12 +254,12 @@ def update_in_backward(
 
     Args:
         tiers: the memory of the module.
-        rule: of the update.
+        rule: update rule of the optimizer.
         batch: looked up in forward.
-        row_weights: by which the gradient of each lookup is scaled.
-        grad: of the output.
-        scale: of a `GradScaler`, if the gradient is scaled.
-        wanted: what to do.
+        row_weights: factors of the gradient, one per lookup; None is 1.
+        grad: gradient of the output.
+        scale: scale of a `GradScaler`; None if the gradient is not scaled.
+        wanted: gradients and updates to compute.
     """
     is_finite = overflow = None
     if scale is not None:
@@ -387,7 +385,7 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 class WeightOffset(NamedTuple):
-    """Where a table lies in the weights of a module: first element, first row, size."""
+    """Location of a table in the weights of a module: first element, first row, size."""
 
     begin: int
     first_row: int
@@ -496,8 +494,8 @@ def _sparse_grad(
         unique = int(groups.count)
     elif not groups.count.is_cuda and unique != int(groups.count):
         raise ValueError(
-            f"total_unique_indices must be the number of distinct rows of the batch, "
-            f"{int(groups.count)}, got {unique}; omit it to have them counted"
+            "num_distinct_rows must be the number of distinct rows of the batch, "
+            f"{int(groups.count)}, got {unique}; with None they are counted"
         )
     return _rows_of_gradient(groups.rows[:unique], values[:unique].to(ctx.dtype), ctx.shape)
 
@@ -658,11 +656,10 @@ def _update_call(
 
 
 def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) -> Tensor:
-    features = batch.features if batch.sample_features is None else batch.sample_features
     return tbe.tbe_sample_weight_grad(
         grad,
         _readable(weights, batch),
-        features,
+        batch.features,
         batch.indices,
         batch.offsets,
         batch.slots,

@@ -72,7 +72,7 @@ class JointStep:
         return self._anchor
 
     def of_backward(self) -> GradientSum:
-        """Return what lookups that are made now add their gradients to."""
+        """Return the sum to which present lookups add their gradients."""
         task = _outer_task.get()
         return self if task is None else _OuterStep(self, task)
 
@@ -155,10 +155,10 @@ def apply_contributions(
 
     Args:
         tiers: the memory of the table.
-        optimizer: of the table.
-        contributions: the lookups.
+        optimizer: optimizer of the table.
+        contributions: lookups with their gradients.
         feature: a row of `features` of the table, which is the only one of its module.
-        locate: returns where rows are now.
+        locate: function that returns the present locations of rows.
 
     Returns:
         0, or infinity for scaled gradients that are not finite; None if they are not scaled.

@@ -1,4 +1,4 @@
-"""Several native calls that no interrupt comes between.
+"""Sequences of native calls that no interrupt can separate.
 
 Python raises the exception of a signal, such as KeyboardInterrupt for Ctrl-C, between two bytecodes
 of its main thread. What a bytecode calls in C runs to its end. So state that takes two native calls
@@ -20,16 +20,16 @@ def native(op: Any) -> Callable[..., Any]:
 
 
 def in_one_call(*calls: partial[Any]) -> None:
-    """Make calls of C functions one after the other; they are all made, none, or one has raised."""
+    """Make calls of C functions in order: all of them, none, or all up to one that raises."""
     list(map(call, calls))
 
 
 def count_step(step: Tensor, counted: Tensor | int, *updates: partial[Any]) -> None:
-    """Count a step, a scalar, and make the updates that read it; all or nothing.
+    """Increment a scalar step and make the updates that read it, all or nothing.
 
     Args:
         step: changed in place. The updates read one more than it is, also where they change no row.
-        counted: what is added in the end: 1, or a tensor with 0 for a step that is not made.
+        counted: number that is added to the step: 1, or a tensor with 0 for a step that is skipped.
         updates: calls of `native` ops, which check their arguments before they write.
     """
     calls = [partial(step.add_, 1), *updates]

@@ -56,7 +56,7 @@ _ops = torch.ops.emblib
 
 
 class Routing(NamedTuple):
-    """What goes where, for one layout of units and one set of batch sizes."""
+    """Routing of ids to ranks, for one layout of units and one set of batch sizes."""
 
     first_bags: Tensor
     features: Tensor

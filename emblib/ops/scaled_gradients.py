@@ -1,4 +1,4 @@
-"""Gradients that a `torch.amp.GradScaler` has scaled: what an update in backward does about them.
+"""Gradients that a `torch.amp.GradScaler` has scaled, in updates during backward.
 
 A scaler multiplies the loss, divides the gradients of the parameters by the same number before the
 optimizer steps, and skips steps whose gradients are not finite. Tables that are updated in backward
@@ -37,7 +37,7 @@ _Scalers = dict[int, _Scaler]
 
 
 class _Scaled:
-    """The scale of a backward, and whether gradients elsewhere are finite, if that is known."""
+    """The scale of a backward, and whether other gradients are finite, if that is known."""
 
     def __init__(self, scale: Tensor) -> None:
         self.scale = scale
@@ -137,14 +137,14 @@ def _mark(loss: Tensor, scaled: Callable[[], _Scaled]) -> None:
 
 
 def mark_nested(output: Tensor) -> None:
-    """Note that a backward from `output`, within the running one, has the same scale."""
+    """Record that a nested backward from `output` has the scale of the running one."""
     outer = _of_this_backward()
     if outer is not None:
         _mark(output, lambda: outer)
 
 
 def note_finite(is_finite: Tensor) -> None:
-    """Note whether gradients elsewhere that belong to the running backward are finite, a scalar.
+    """Record whether other gradients of the running backward are finite, a scalar.
 
     Updates from here on are skipped where they are not.
     """

@@ -653,7 +653,7 @@ def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:
 
 
 def _save(ctx: Any, made: Made, sample_weights: Tensor | None, cores: Sequence[Tensor]) -> None:
-    """Save what backward reads."""
+    """Save the tensors that backward reads."""
     ctx.save_for_backward(*made.groups, *made.plan, *made[2:], sample_weights, *cores)
 
 

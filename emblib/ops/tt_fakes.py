@@ -1,4 +1,4 @@
-"""Shapes and dtypes of what the tensor-train ops return, for tracing and compiled graphs."""
+"""Shapes and dtypes of the results of tensor-train ops, for tracing and compiled graphs."""
 
 import math
 from collections.abc import Sequence

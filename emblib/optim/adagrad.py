@@ -29,6 +29,11 @@ def decode_steps(prev_iter: Tensor) -> Tensor:
 
     Up to 2^24 the float32 values are the steps; from there on each step is the next float, so that
     one float per row counts exactly.
+
+    Example:
+        >>> prev_iter = emblib.optim.encode_steps(torch.tensor([3, 1 << 25]))
+        >>> emblib.optim.decode_steps(prev_iter)
+        tensor([       3, 33554432])
     """
     code = prev_iter.to(torch.float32)
     beyond = (code.view(torch.int32) - _BITS_OF_LAST_PLAIN).clamp(min=0)
@@ -36,7 +41,12 @@ def decode_steps(prev_iter: Tensor) -> Tensor:
 
 
 def encode_steps(steps: Tensor) -> Tensor:
-    """Return the float32 state `prev_iter` of steps >= 0, see `decode_steps`."""
+    """Return the float32 state `prev_iter` of steps >= 0, see `decode_steps`.
+
+    Example:
+        >>> emblib.optim.encode_steps(torch.tensor([3]))
+        tensor([3.])
+    """
     bits = (steps.clamp(_LAST_PLAIN, LAST_STEP) - _LAST_PLAIN + _BITS_OF_LAST_PLAIN).to(torch.int32)
     return torch.where(steps <= _LAST_PLAIN, steps.to(torch.float32), bits.view(torch.float32))
 
@@ -47,6 +57,11 @@ class TailRate(Choice):
     EQUAL changes nothing; RAISED multiplies by `(largest / (c + 1)) ** bound`, within [1, 10];
     LOWERED by `((c + 1) / largest) ** bound`, within [0.1, 1]; BY_COUNT uses
     `lr / (sqrt(bound * c) + eps)`.
+
+    Example:
+        >>> counter = emblib.optim.Counter(tail=emblib.optim.TailRate.BY_COUNT, threshold=10)
+        >>> emblib.optim.RowwiseAdagrad(0.1, counter=counter).counter.tail
+        <TailRate.BY_COUNT: 'of_count'>
     """
 
     EQUAL = "equal"
@@ -57,7 +72,12 @@ class TailRate(Choice):
 
 @dataclass(frozen=True)
 class RelativeThreshold:
-    """A threshold relative to the largest count."""
+    """A threshold relative to the largest count.
+
+    Example:
+        >>> emblib.optim.Counter(threshold=emblib.optim.RelativeThreshold(0.5)).threshold
+        RelativeThreshold(fraction_of_largest=0.5)
+    """
 
     fraction_of_largest: float
 
@@ -74,6 +94,11 @@ class Counter:
         tail: learning rate of the rows above the threshold.
         threshold: a count, or a `RelativeThreshold` of the largest.
         update_every: steps between updates of the largest count.
+
+    Example:
+        >>> counter = emblib.optim.Counter(halflife=1_000, tail=emblib.optim.TailRate.BY_COUNT)
+        >>> [state.name for state in emblib.optim.RowwiseAdagrad(0.1, counter=counter).states]
+        ['sum', 'prev_iter', 'row_counter']
     """
 
     halflife: float = -1.0
@@ -116,6 +141,11 @@ class CowClip:
     """Clip the gradient of a row to `count * max(coefficient * norm of the row, lower_bound)`.
 
     `halflife` is that of the count, as in `Counter` (Zheng et al., "CowClip", 2022).
+
+    Example:
+        >>> clip = emblib.optim.CowClip(coefficient=1.0, lower_bound=1e-4)
+        >>> [state.name for state in emblib.optim.RowwiseAdagrad(0.1, counter=clip).states]
+        ['sum', 'prev_iter', 'row_counter']
     """
 
     halflife: float = -1.0
@@ -132,9 +162,14 @@ class GlobalDecay:
     """Decoupled decay of all rows at every step, applied when a row is seen again.
 
     Args:
-        rate: of the decay.
+        rate: rate of the decay.
         start: the first step with decay.
         lower_bound: the minimum of the combined factor of missed steps, at most 1.
+
+    Example:
+        >>> decay = emblib.optim.GlobalDecay(rate=1e-3)
+        >>> [state.name for state in emblib.optim.RowwiseAdagrad(0.1, global_decay=decay).states]
+        ['sum', 'prev_iter']
     """
 
     rate: float
@@ -167,7 +202,16 @@ class GlobalDecay:
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """`s += g*g; w -= lr * g / (sqrt(s) + eps)`, element by element (Duchi et al., 2011)."""
+    """`s += g*g; w -= lr * g / (sqrt(s) + eps)`, element by element (Duchi et al., 2011).
+
+    Example:
+        >>> optimizer = emblib.optim.Adagrad(lr=0.5)
+        >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(4, 2)], optimizer)
+        >>> weight = bags.table_weights()[0].fill_(1)
+        >>> (7 * bags(torch.tensor([2]), torch.tensor([0, 1])).sum()).backward()  # sqrt(s) = 7
+        >>> weight[2]
+        tensor([0.5000, 0.5000])
+    """
 
     eps: float = 1e-8
 
@@ -191,11 +235,17 @@ class RowwiseAdagrad(Optimizer):
     """`s += mean(g*g); w -= lr * g / (sqrt(s) + eps)`, one `s` per row (FBGEMM's default).
 
     Args:
-        eps: added to the root.
+        eps: constant that is added to the root.
         counter: None, or how steps and decay depend on the count of a row.
         max_norm: > 0: rows are scaled to at most this norm after their step.
         global_decay: None, or a decay that includes rarely seen rows; then
             `weight_decay` and `counter` must be None.
+
+    Example:
+        >>> optimizer = emblib.optim.RowwiseAdagrad(0.1, max_norm=1.0)
+        >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(1_000, 64)], optimizer)
+        >>> bags.nbytes()["weights"] // bags.nbytes()["optimizer_state"]  # one number per row
+        64
     """
 
     eps: float = 1e-8
@@ -281,7 +331,13 @@ class RowwiseAdagrad(Optimizer):
 
 
 class EmaReset(Choice):
-    """Whether to KEEP or CLEAR the moving average after it took in the weights."""
+    """Treatment of the moving average after it replaced the weights: KEEP or CLEAR it.
+
+    Example:
+        >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, slow=emblib.optim.EmaReset.CLEAR)
+        >>> optimizer.slow
+        <EmaReset.CLEAR: 'clear'>
+    """
 
     KEEP = "keep"
     CLEAR = "clear"
@@ -292,12 +348,17 @@ class EnsembleRowwiseAdagrad(Optimizer):
     """Row-wise Adagrad with a moving average of the weights that periodically replaces them.
 
     Args:
-        eps: added to the root.
+        eps: constant that is added to the root.
         average_every: steps between updates of the average.
         swap_every: steps between replacements of the weights by the average.
-        start: up to this step the average is a copy of the weights.
+        start: last step at which the average is a copy of the weights.
         keep: weight of the old average in an update.
         slow: whether the average is cleared afterwards.
+
+    Example:
+        >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, swap_every=1_000)
+        >>> [state.name for state in optimizer.states]
+        ['sparse_ema', 'sum']
     """
 
     eps: float = 1e-8

@@ -15,6 +15,10 @@ class Adam(Optimizer):
 
     With `m` and `v` the moments without bias: `w -= lr * m / (sqrt(v) + eps)`. `Decoupled(rate)`
     makes it AdamW.
+
+    Example:
+        >>> [state.name for state in emblib.optim.Adam(lr=0.01, betas=(0.9, 0.99)).states]
+        ['exp_avg', 'exp_avg_sq']
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -39,7 +43,12 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class PartialRowwiseAdam(Adam):
-    """Adam whose second moment is one number per row, of the mean of `g*g`."""
+    """Adam whose second moment is one number per row, of the mean of `g*g`.
+
+    Example:
+        >>> [(state.name, state.per_row) for state in emblib.optim.PartialRowwiseAdam(0.01).states]
+        [('exp_avg', False), ('exp_avg_sq', True)]
+    """
 
     functor: ClassVar[str] = "partial_rowwise_adam"
     kept: ClassVar[tuple[State, ...]] = _PARTIAL
@@ -51,6 +60,10 @@ class LAMB(Optimizer):
 
     `r = m / (sqrt(v) + eps) + rate * w; w -= lr * |w| / |r| * r`, with the rate of
     `weight_decay=Decoupled(rate)`; where a norm is zero the ratio is 1.
+
+    Example:
+        >>> [state.name for state in emblib.optim.LAMB(lr=0.01).states]
+        ['exp_avg', 'exp_avg_sq']
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -80,7 +93,12 @@ class LAMB(Optimizer):
 
 @dataclass(frozen=True)
 class PartialRowwiseLAMB(LAMB):
-    """LAMB whose second moment is one number per row, of the mean of `g*g`."""
+    """LAMB whose second moment is one number per row, of the mean of `g*g`.
+
+    Example:
+        >>> [(state.name, state.per_row) for state in emblib.optim.PartialRowwiseLAMB(0.01).states]
+        [('exp_avg', False), ('exp_avg_sq', True)]
+    """
 
     functor: ClassVar[str] = "partial_rowwise_lamb"
     kept: ClassVar[tuple[State, ...]] = _PARTIAL

@@ -14,7 +14,12 @@ from emblib.specs import Choice, brief
 
 @dataclass(frozen=True)
 class State:
-    """One state tensor: `per_row` has one entry per row, otherwise it is as long as the row."""
+    """One state tensor: `per_row` has one entry per row, otherwise it is as long as the row.
+
+    Example:
+        >>> emblib.optim.Adam(0.01).states
+        (State(name='exp_avg', per_row=False), State(name='exp_avg_sq', per_row=False))
+    """
 
     name: str
     per_row: bool = False
@@ -22,7 +27,12 @@ class State:
 
 @dataclass(frozen=True)
 class L2:
-    """Coupled weight decay: the gradient becomes `g + rate * w` before any other computation."""
+    """Coupled weight decay: the gradient becomes `g + rate * w` before any other computation.
+
+    Example:
+        >>> emblib.optim.SGD(0.1, weight_decay=emblib.optim.L2(1e-4)).weight_decay
+        L2(rate=0.0001)
+    """
 
     rate: float
 
@@ -32,7 +42,12 @@ class L2:
 
 @dataclass(frozen=True)
 class Decoupled:
-    """Decoupled weight decay: `w -= lr * rate * w`, outside the step (LAMB: in its ratio)."""
+    """Decoupled weight decay: `w -= lr * rate * w`, outside the step (LAMB: in its ratio).
+
+    Example:
+        >>> emblib.optim.Adam(0.01, weight_decay=emblib.optim.Decoupled(1e-2)).weight_decay
+        Decoupled(rate=0.01)
+    """
 
     rate: float
 
@@ -46,6 +61,12 @@ class AdagradW:
 
     A row that is seen again after n steps is decayed n times. With `Counter(halflife=-1)` the step
     grows with the square root of the count, with -2 with the count itself, up to `Counter.bound`.
+
+    Example:
+        >>> counter = emblib.optim.Counter()
+        >>> decay = emblib.optim.AdagradW(1e-2)
+        >>> emblib.optim.RowwiseAdagrad(0.1, counter=counter, weight_decay=decay).weight_decay
+        AdagradW(rate=0.01)
     """
 
     rate: float
@@ -58,7 +79,18 @@ WeightDecay = L2 | Decoupled | AdagradW
 
 
 class Gradient(Choice):
-    """The form of a gradient of a table: SPARSE has the rows of the batch, DENSE all rows."""
+    """The form of a gradient of a table: SPARSE has the rows of the batch, DENSE all rows.
+
+    Example:
+        >>> dense = emblib.optim.External(gradient=emblib.optim.Gradient.DENSE)
+        >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(4, 2)], dense)
+        >>> bags(torch.tensor([2]), torch.tensor([0, 1])).sum().backward()
+        >>> bags.weights.grad
+        tensor([[0., 0.],
+                [0., 0.],
+                [1., 1.],
+                [0., 0.]])
+    """
 
     SPARSE = "sparse"
     DENSE = "dense"
@@ -76,6 +108,10 @@ class Optimizer:
             parameter of each table, as `nn.EmbeddingBag(sparse=True)` does, which the `step` of
             `FusedOptimizer` applies: gradients can be accumulated, unscaled and clipped before.
         maximize: negate the gradient, before weight decay, as `torch.optim` does.
+
+    Example:
+        >>> emblib.optim.SGD(0.1, max_gradient=1.0, deferred=True)
+        SGD(lr=0.1, weight_decay=None, max_gradient=1.0, deferred=True, maximize=False)
     """
 
     lr: float
@@ -173,13 +209,30 @@ def check_number(name: str, value: float) -> None:
 
 
 def check_learning_rate(lr: float) -> None:
-    """Raise ValueError unless `lr` is a number >= 0 that is finite in float32."""
+    """Raise ValueError unless `lr` is a number >= 0 that is finite in float32.
+
+    Example:
+        >>> emblib.optim.check_learning_rate(-1.0)
+        Traceback (most recent call last):
+            ...
+        ValueError: the learning rate must be a finite number >= 0, got -1.0
+    """
     check_number("the learning rate", lr)
 
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """`w -= lr * g`, once per distinct row."""
+    """`w -= lr * g`, once per distinct row.
+
+    Example:
+        >>> optimizer = emblib.optim.SGD(lr=0.5)
+        >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(4, 2)], optimizer)
+        >>> weight = bags.table_weights()[0].fill_(1)
+        >>> bags(torch.tensor([2]), torch.tensor([0, 1])).sum().backward()  # a gradient of ones
+        >>> weight[1:3]
+        tensor([[1.0000, 1.0000],
+                [0.5000, 0.5000]])
+    """
 
     functor: ClassVar[str] = "sgd"
 
@@ -190,6 +243,10 @@ class LARS(Optimizer):
 
     `a = lr * eta * |w| / (|g| + rate * |w|); m = momentum * m + a * (g + rate * w); w -= m`, with
     the rate of `weight_decay=L2(rate)`. A row of zeros, which has no ratio, takes `a = lr`.
+
+    Example:
+        >>> emblib.optim.LARS(lr=0.1, momentum=0.9).states
+        (State(name='momentum_buffer', per_row=False),)
     """
 
     momentum: float = 0.9
@@ -226,10 +283,14 @@ class FTRL(Optimizer):
     element whose gradient is 0 does not change. The weight decay is `l2`.
 
     Args:
-        beta: added to the root: the smaller, the larger the first steps. With 0, `l1` and `l2` 0,
-            the first step keeps the initial value; otherwise it shrinks it.
+        beta: constant that is added to the root: the smaller, the larger the first steps. With 0,
+            `l1` and `l2` 0, the first step keeps the initial value; otherwise it shrinks it.
         l1: the threshold (>= 0).
         l2: the ridge penalty (>= 0).
+
+    Example:
+        >>> emblib.optim.FTRL(lr=0.1, l1=0.01).states
+        (State(name='sum', per_row=False), State(name='linear', per_row=False))
     """
 
     beta: float = 0.0
@@ -255,7 +316,15 @@ class FTRL(Optimizer):
 
 @dataclass(frozen=True)
 class External(Optimizer):
-    """No fused update: backward leaves a gradient for an optimizer of `torch.optim`."""
+    """No fused update: backward leaves a gradient for an optimizer of `torch.optim`.
+
+    Example:
+        >>> optimizer = emblib.optim.External()
+        >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(4, 2)], optimizer)
+        >>> bags(torch.tensor([2]), torch.tensor([0, 1])).sum().backward()
+        >>> bags.weights.grad.is_sparse
+        True
+    """
 
     lr: float = 0.0
     gradient: Gradient = Gradient.SPARSE
@@ -292,5 +361,10 @@ NO_UPDATE = External(gradient=Gradient.DENSE)
 
 
 def description(optimizer: Optimizer) -> str:
-    """Return an optimizer as error messages name it."""
+    """Return an optimizer as error messages name it.
+
+    Example:
+        >>> emblib.optim.description(emblib.optim.SGD(0.1))
+        'SGD(lr=0.1)'
+    """
     return "no optimizer (the default)" if optimizer is NO_UPDATE else brief(optimizer)

@@ -199,7 +199,7 @@ class HashModel:
         return slots
 
     def misses(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[Miss]]:
-        """Return per table the distinct keys without a slot, by the position they come first."""
+        """Return the distinct keys without a slot, per table, in order of first occurrence."""
         found: list[dict[int, Miss]] = [{} for _ in self.tables]
         for position, ((t, key), slot, count) in enumerate(zip(batch, slots, counts, strict=True)):
             if slot < 0:
@@ -254,7 +254,7 @@ class HashModel:
         *,
         evict: bool,
     ) -> None:
-        """Give half of what a bucket has to the keys that chose it, in order, at least one slot."""
+        """Assign half of a bucket's usable slots, rounded up, to its keys in order."""
         room = len(self._older(table, bucket)) if evict else table.bucket(bucket).count(None)
         left = (room + 1) // 2
         for new in chosen:
@@ -283,7 +283,7 @@ class HashModel:
         return min(ranked)[1], True
 
     def _fill(self, table: ReferenceHashTable, number: int, new: tuple[Miss, HashEntry]) -> bool:
-        """Put the new into the lowest empty slot of the bucket; False if there is none."""
+        """Insert the new key into the lowest empty slot of a bucket; return False if it is full."""
         miss, entry = new
         if None not in table.bucket(number):
             return False
@@ -292,7 +292,7 @@ class HashModel:
         return True
 
     def _replace(self, table: ReferenceHashTable, number: int, new: tuple[Miss, HashEntry]) -> bool:
-        """Evict an entry of the bucket, as it is now, for the new; False if refused."""
+        """Replace an entry of the bucket by the new key; return False if the key is refused."""
         miss, entry = new
         candidate = self._candidate(table, number)
         if candidate is None or self._gives_up(entry, self._rank(candidate)):

@@ -1,4 +1,4 @@
-"""Routing in plain PyTorch: ids to the holders of their rows, and what those pooled back together.
+"""Routing in plain PyTorch: ids to the ranks of their rows, and the pooled rows back.
 
 The arguments are those of `emblib.ops.route`, whose docstring gives shapes and terms. The loops run
 over features, blocks and segments, never over ids.

@@ -108,8 +108,8 @@ def start_all_to_all(
         sizes: elements of the message to each rank.
         received_sizes: elements of the message from each rank.
         ranks: the ranks, which all make this call.
-        received: where to write the messages, in rank order; allocated if left out.
-        content: what is sent, which all ranks must agree about.
+        received: buffer for the messages, in rank order; allocated if left out.
+        content: kind of the message, which all ranks must agree about.
         has_header: False where no other collective uses the process group, so that no rank waits
             for the others here.
 
@@ -220,7 +220,7 @@ def start_all_to_alls(
     Args:
         messages: the messages; all ranks pass equally many.
         ranks: the ranks, which all make this call.
-        content: what is sent.
+        content: kind of the messages.
         is_merged: whether all messages are copied into one collective, which pays where they are
             small. All ranks decide alike.
     """
@@ -364,7 +364,7 @@ class Headers:
         nbytes: `nbytes[r]` is the number of bytes that this rank sends to rank r.
         received_nbytes: the number of bytes that it expects from each rank.
         ranks: the ranks, in host memory.
-        numbers: what other ranks learn from the header, if it fits in `ROOM` numbers.
+        numbers: numbers for the other ranks to read in the header, if they fit in `ROOM` numbers.
     """
 
     ROOM = 124

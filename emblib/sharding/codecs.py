@@ -48,7 +48,7 @@ class Codec(ABC):
 
     @property
     def is_identity(self) -> bool:
-        """Whether values are sent unchanged."""
+        """Return whether values are sent unchanged."""
         return False
 
     @abstractmethod
@@ -78,7 +78,12 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class FP32(Codec):
-    """Send values unchanged: float32, or the dtype of the tables' output."""
+    """Send values unchanged: float32, or the dtype of the tables' output.
+
+    Example:
+        >>> emblib.sharding.CommPrecision(forward=emblib.sharding.FP32()).forward
+        FP32()
+    """
 
     @property
     def is_identity(self) -> bool:
@@ -116,7 +121,14 @@ class _HalfPrecision(Codec):
 
 @dataclass(frozen=True)
 class BF16(_HalfPrecision):
-    """Send bfloat16: the range of float32 with 8 bits of precision."""
+    """Send bfloat16: the range of float32 with 8 bits of precision.
+
+    Example:
+        >>> codec = emblib.sharding.BF16()
+        >>> sent = codec.encode(torch.tensor([1.0, 0.5, 0.25, 1e-3]), [4])
+        >>> sent.dtype, codec.decode(sent, [4], torch.float32)
+        (torch.bfloat16, tensor([1.0000e+00, 5.0000e-01, 2.5000e-01, 9.9945e-04]))
+    """
 
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Implement `Codec`."""
@@ -142,6 +154,12 @@ class FP16(_HalfPrecision):
 
     `loss_scale`, preferably a power of two, multiplies the values that are sent: a large one keeps
     small gradients from becoming 0.
+
+    Example:
+        >>> codec = emblib.sharding.FP16()
+        >>> sent = codec.encode(torch.tensor([1.0, 0.5, 0.25, 1e-3]), [4])
+        >>> sent.dtype, codec.decode(sent, [4], torch.float32)
+        (torch.float16, tensor([1.0000, 0.5000, 0.2500, 0.0010]))
     """
 
     loss_scale: float = 1.0
@@ -251,7 +269,14 @@ class _ScaledRows(Codec):
 
 @dataclass(frozen=True)
 class INT8(_ScaledRows):
-    """Send integers from -127 to 127, which the scale of their row multiplies."""
+    """Send integers from -127 to 127, which the scale of their row multiplies.
+
+    Example:
+        >>> codec = emblib.sharding.INT8(row_dim=4)
+        >>> sent = codec.encode(torch.tensor([1.0, 0.5, 0.25, 1e-3]), [4])
+        >>> sent.dtype, codec.decode(sent, [4], torch.float32)
+        (torch.uint8, tensor([1.0000, 0.5039, 0.2520, 0.0000]))
+    """
 
     @property
     def _largest(self) -> float:
@@ -276,7 +301,14 @@ class FP8Format(Choice):
 
 @dataclass(frozen=True)
 class FP8(_ScaledRows):
-    """Send 8-bit floats, which the scale of their row multiplies: small values stay distinct."""
+    """Send 8-bit floats, which the scale of their row multiplies: small values stay distinct.
+
+    Example:
+        >>> codec = emblib.sharding.FP8(row_dim=4)
+        >>> sent = codec.encode(torch.tensor([1.0, 0.5, 0.25, 1e-3]), [4])
+        >>> sent.dtype, codec.decode(sent, [4], torch.float32)
+        (torch.uint8, tensor([1.0000e+00, 5.0000e-01, 2.5000e-01, 9.7656e-04]))
+    """
 
     format: FP8Format | str = FP8Format.E4M3
 
@@ -307,6 +339,10 @@ class CommPrecision:
     """The codecs of the messages between ranks: of rows (`forward`) and of gradients (`backward`).
 
     Sums are float32 whatever the codec. Ids are always sent as they are.
+
+    Example:
+        >>> emblib.sharding.CommPrecision(emblib.sharding.FP16(), emblib.sharding.BF16())
+        CommPrecision(forward=FP16(loss_scale=1.0), backward=BF16())
     """
 
     forward: Codec = field(default=FP32())

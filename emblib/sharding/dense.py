@@ -25,6 +25,10 @@ class DDP:
 
     Raises:
         ValueError: another `gradient_dtype`.
+
+    Example:
+        >>> emblib.sharding.DDP(gradient_dtype=torch.bfloat16).gradient_dtype
+        torch.bfloat16
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +78,10 @@ class FullyShard:
 
     `blocks` returns the submodules that are gathered one at a time, in the order of use; without
     it the dense part is gathered as a whole. `options` are further arguments of `fully_shard`.
+
+    Example:
+        >>> emblib.sharding.FullyShard(options={"reshard_after_forward": False}).options
+        {'reshard_after_forward': False}
     """
 
     blocks: Callable[[nn.Module], Iterable[nn.Module]] | None = None
@@ -95,7 +103,7 @@ class FullyShard:
 
 
 Wrapping = DDP | FullyShard
-"""How the dense part is distributed over the ranks."""
+"""Distribution of the dense part over the ranks."""
 
 _BY_NAME: dict[str, Wrapping | None] = {"ddp": DDP(), "fully_shard": FullyShard(), "none": None}
 

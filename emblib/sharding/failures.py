@@ -47,7 +47,13 @@ _num_blocks: Counter[str] = Counter()  # blocks entered per group so far, the sa
 
 
 class RankFailure(RuntimeError):
-    """Ranks died, failed or stopped their heartbeat; `ranks` are their numbers."""
+    """Ranks died, failed or stopped their heartbeat; `ranks` are their numbers.
+
+    Example:
+        >>> error = emblib.sharding.RankFailure("rank 3 sent no heartbeat for 10 s", ranks=(3,))
+        >>> error.ranks
+        (3,)
+    """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -75,6 +81,10 @@ class detect_rank_failures:
     Raises:
         ValueError: the timeout is shorter than two intervals.
         RankFailure: a collective failed, and other ranks are at fault.
+
+    Example:
+        >>> with emblib.sharding.detect_rank_failures(emblib.sharding.RankGroup.single()):
+        ...     pass  # train here
     """
 
     def __init__(
@@ -368,6 +378,11 @@ def init_distributed(
     Raises:
         RankFailure: a collective failed, and other ranks are at fault.
         TimeoutError: some ranks did not start in time.
+
+    Example:
+        >>> with emblib.sharding.init_distributed() as ranks:  # one process, without torchrun
+        ...     print(ranks.rank, ranks.size)
+        0 1
     """
     joins = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if joins:

@@ -8,18 +8,13 @@ they gather the descriptions, and the error names the table, the value and the r
 
 from __future__ import annotations
 
-import dis
 import functools
 import hashlib
-import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -36,14 +31,12 @@ Description = Mapping[str, Mapping[str, Any]]
 """{what is described: {name: value}}, e.g. {"table item": {"num_embeddings": 1000}}."""
 
 _Leaves = dict[str, dict[str, str]]
-_Used = frozenset[str] | None
 _MAX_DIFFERENCES = 10
 _MAX_CHARACTERS = 200
 # Directories of DISK tables and GPUs of DDP: every rank has its own.
 _OF_ONE_RANK = {"directory", "device_ids", "output_device"}
-_DEVICE = re.compile(r"^(cuda|cpu|xpu|mps):\d+$")
 _MAX_DEPTH = 8  # of parts in parts
-_MAX_VALUES = 16  # of a tensor that a function reads; of a larger one the shape is compared
+_MAX_VALUES = 16  # of a tensor; of a larger one the shape is compared
 
 
 def agree(
@@ -58,8 +51,8 @@ def agree(
     Args:
         ranks: the processes.
         prepare: the local work. It must not communicate, since it may have failed on other ranks.
-        describe: returns what must be the same on all ranks, given the result of `prepare`, or
-            None where that failed: a difference between ranks may be the reason.
+        describe: function that returns what must be the same on all ranks, given the result of
+            `prepare`, or None where that failed: a difference between ranks may be the reason.
 
     Raises:
         ValueError: the descriptions differ; the message is the same on all ranks.
@@ -209,10 +202,10 @@ def collection_description(
 
     Args:
         source: the collection.
-        configs: of its tables, with the optimizers that they will have.
+        configs: configurations of its tables, with the optimizers that they will have.
         plan: the sharding of each table, by name; None without a valid plan.
-        optimizer: of tables whose configuration has none.
-        path: of the collection in the model; without it, errors name tables only.
+        optimizer: optimizer of tables whose configuration has none.
+        path: path of the collection in the model; without it, errors name tables only.
     """
     where = f" of {path}" if path else ""
     description: dict[str, dict[str, Any]] = {
@@ -267,169 +260,44 @@ def _leaves(description: Description) -> _Leaves:
     }
 
 
-def _texts(
-    name: str, value: Any, used: _Used = None, outer: frozenset[int] = frozenset()
-) -> Iterator[tuple[str, str]]:
+def _texts(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield the texts of a value and of its parts.
 
+    Functions are compared by module and qualified name, other objects by class and fields.
+
     Args:
-        name: of the value, with dots.
-        value: what is described.
-        used: the names in the code that reads the value; None for all.
-        outer: the ids of the objects that contain the value; a function may refer to itself.
+        name: name of the value, with dots.
+        value: value to describe.
+        depth: number of values that contain this one; a value may contain itself.
     """
     if name.rpartition(".")[2] in _OF_ONE_RANK or isinstance(value, Path):
         yield name, str(None if value is None else "given")
         return
-    if id(value) in outer:
-        yield name, type(value).__name__
-        return
-    parts = _parts(value, used) if len(outer) < _MAX_DEPTH else []
     if not isinstance(value, Mapping):
-        yield name, _text(value, is_read_by_code=used is not None)
-    for key, part, names in parts:
-        yield from _texts(f"{name}.{key}", part, names, outer | {id(value)})
+        yield name, _text(value)
+    for key, part in _parts(value) if depth < _MAX_DEPTH else ():
+        yield from _texts(f"{name}.{key}", part, depth + 1)
 
 
-def _parts(value: Any, used: _Used) -> list[tuple[Any, Any, _Used]]:
-    """Return (name, part, names in the code that reads it) of the parts that a text leaves out."""
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """Return name and value of the parts that the text of a value leaves out."""
     if isinstance(value, Mapping):
-        return [(key, one, used) for key, one in _named(dict(value), used).items()]
+        return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
-        attributes = {f.name: getattr(value, f.name) for f in fields(value)}
-        return [(key, one, used) for key, one in _named(attributes, used).items()]
-    if isinstance(value, list | tuple | set | frozenset):
-        if isinstance(value, list | tuple) and any(map(_has_parts, value)):
-            return [(i, one, used) for i, one in enumerate(value)]
-        return []
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, list | tuple) and any(map(_has_parts, value)):
+        return list(enumerate(value))
     if isinstance(value, functools.partial):
-        attributes = {"args": list(value.args), "keywords": value.keywords}
-        return [*_parts(value.func, used), *((key, one, None) for key, one in attributes.items())]
-    if callable(value):
-        return _parts_of_callable(value)
-    if used is None or _plain_text(value) is not None:
-        return []
-    return [(key, one, used) for key, one in _attributes(value).items() if key in used]
+        return [*_parts(value.func), ("args", list(value.args)), ("keywords", value.keywords)]
+    return []
 
 
 def _has_parts(value: Any) -> bool:
-    return isinstance(value, list | tuple | Mapping) or bool(_parts(value, None))
+    return isinstance(value, list | tuple | Mapping) or bool(_parts(value))
 
 
-def _named(values: dict[Any, Any], used: _Used) -> dict[Any, Any]:
-    """Return the entries that the code names, or all of them if it names none."""
-    return {key: one for key, one in values.items() if used and key in used} or values
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    return dict(getattr(value, "__dict__", {}))
-
-
-# Functions
-
-
-def _parts_of_callable(value: Any) -> list[tuple[Any, Any, _Used]]:
-    """Return the code of a function, method or callable object, and the values that it reads.
-
-    Functions of one name may differ: lambdas, closures, objects with other attributes. Attributes,
-    entries and globals count only if the code names them, so that ranks may differ in others, such
-    as unrelated arguments of the program. The versions of torch and emblib are compared elsewhere.
-    """
-    function, owner = value, None
-    if isinstance(value, MethodType):
-        function, owner = value.__func__, value.__self__
-    elif not hasattr(value, "__qualname__"):
-        function, owner = inspect.getattr_static(type(value), "__call__"), value
-    if not isinstance(function, FunctionType) or (
-        owner is None and not function.__closure__ and _is_of_library(function)
-    ):
-        return []
-    codes = _codes(function, None if owner is None else type(owner))
-    used = frozenset(name for code in codes for name in _names(code))
-    read: dict[str, Any] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # the cell is still empty
-            read[name] = cell.cell_contents
-    for name in sorted(set().union(*map(_globals_read_by, codes)) & function.__globals__.keys()):
-        one = function.__globals__[name]
-        # Modules, classes and functions are compared as sources, not by name.
-        if not callable(one) and not isinstance(one, ModuleType):
-            read[name] = one
-    if owner is not None and not isinstance(owner, type):
-        read.update((key, one) for key, one in _attributes(owner).items() if key in used)
-    return [
-        ("code", _digest_of_codes(codes), None),
-        ("defaults", list(function.__defaults__ or ()), used),
-        ("keyword_defaults", function.__kwdefaults__ or {}, None),
-        *((name, one, used) for name, one in read.items()),
-    ]
-
-
-def _is_of_library(function: FunctionType) -> bool:
-    return function.__module__.partition(".")[0] in {"torch", "emblib"}
-
-
-def _codes(function: FunctionType, kind: type | None) -> list[CodeType]:
-    """Return the code of a function, of its inner functions, and of functions that it names.
-
-    The latter are functions of its module, and methods of `kind` that are defined there.
-    """
-    codes: list[CodeType] = []
-    waiting = [function.__code__]
-    while waiting:
-        code = waiting.pop()
-        if any(code is other for other in codes):
-            continue
-        codes.append(code)
-        waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        named = [function.__globals__.get(name) for name in sorted(_globals_read_by(code))]
-        if kind is not None:
-            named += [inspect.getattr_static(kind, name, None) for name in code.co_names]
-        for one in named:
-            other = getattr(one, "fget", None) or getattr(one, "__func__", one)
-            if isinstance(other, FunctionType) and other.__module__ == function.__module__:
-                waiting.append(other.__code__)
-    return codes
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    yield from (constant for constant in code.co_consts if isinstance(constant, str))
-
-
-def _globals_read_by(code: CodeType) -> set[str]:
-    instructions = dis.get_instructions(code)
-    return {one.argval for one in instructions if one.opname == "LOAD_GLOBAL"}
-
-
-def _digest_of_codes(codes: Sequence[CodeType]) -> str:
-    """Return a digest of what the code does, without files and line numbers."""
-    digest = hashlib.sha256()
-    for code in codes:
-        constants = [
-            "code" if isinstance(constant, CodeType) else f"{type(constant)}{_text(constant)}"
-            for constant in code.co_consts
-        ]
-        names = (code.co_names, code.co_freevars, code.co_cellvars, code.co_varnames)
-        arguments = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
-        digest.update(code.co_code)
-        digest.update(repr((constants, names, arguments, code.co_flags)).encode())
-    return f"{digest.hexdigest()[:16]} of Python {sys.version_info[0]}.{sys.version_info[1]}"
-
-
-def _text(value: Any, *, is_read_by_code: bool = False) -> str:
+def _text(value: Any) -> str:
     """Return a text that is the same in two processes for the same value."""
-    text = _plain_text(value)
-    if text is None:
-        text = repr(value)
-        # The attributes that code reads are compared instead: the repr of a logger has its level,
-        # which may differ.
-        return type(value).__name__ if is_read_by_code or " at 0x" in text else text
-    # Every rank has its own device, by its number.
-    return _DEVICE.sub(r"\1", text) if is_read_by_code and isinstance(value, str) else text
-
-
-def _plain_text(value: Any) -> str | None:
     if isinstance(value, str):
         return value
     if isinstance(value, Enum):
@@ -449,11 +317,8 @@ def _plain_text(value: Any) -> str | None:
         return value.type
     if is_dataclass(value):
         return type(value).__name__
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if isinstance(value, bool | int | float | complex | bytes | torch.dtype | None):
-        return repr(value)
-    return None
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
 
 
 def _digest(leaves: _Leaves) -> str:

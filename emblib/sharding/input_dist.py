@@ -50,11 +50,11 @@ class LocalBatch(NamedTuple):
     Attributes:
         ids: the ids of all bags, `[L]`.
         lengths: ids per bag.
-        offsets: where the ids of each bag begin, and the end of the last one.
+        offsets: begin of the ids of each bag, and the end of the last one.
         weights: float32, one per id; None for unweighted lookups.
         bags: number of bags per feature.
         is_variable: whether features may differ in their number of bags.
-        inverse: per feature, the bag of each example of the batch; None where bag i is example i.
+        inverse: bag of each example of the batch, per feature; None where bag i is example i.
         counts: int64, the uses that each id stands for; None for one each.
     """
 
@@ -94,7 +94,7 @@ class OutgoingBatch(NamedTuple):
         weights: None once sent, or for unweighted lookups.
         positions: position of each id in the batch of this rank; None where whole features are
             sent, and once sent if rows are pooled.
-        unit_starts: where the ids of each unit begin, and where those of the last one end.
+        unit_starts: begin of the ids of each unit, and the end of the last one.
         unit_bags: number of bags per unit. With `rows`, bags without ids for the unit are not sent.
         rows: int32 `[U * B]`: `rows[u * B + b]` is the row that unit u returns for bag b, -1 for
             none; None where every bag is sent.
@@ -125,9 +125,9 @@ class IncomingBatch(NamedTuple):
 
     Attributes:
         inputs: the batch of this rank.
-        sent: what this rank sent; None where the world is this rank alone.
+        sent: the batch that this rank sent; None where the world is this rank alone.
         ids: the ids of all bags, `[L]`.
-        offsets: where the ids of each bag begin, and the end of the last one.
+        offsets: begin of the ids of each bag, and the end of the last one.
         weights: float32, one per id; None for unweighted lookups.
         bags: `bags[u][r]` is the number of bags of unit u from rank r. Units of replicated tables
             come last, where their ids are sent at all.

@@ -88,9 +88,9 @@ class NodeSums(NamedTuple):
     node, as `table_row_wise` and `grid` divide them.
 
     Attributes:
-        direct: per rank, its other units, in the order of its layout.
-        nodes: per node, the sums as units that no rank has: rank and part are -1.
-        units: per rank, the positions of its units for each sum of its node, in the order of rows.
+        direct: other units of each rank, in the order of its layout.
+        nodes: sums of each node, as units that no rank has: rank and part are -1.
+        units: positions of the units of each rank for each sum of its node, in the order of rows.
     """
 
     direct: tuple[RankLayout, ...]

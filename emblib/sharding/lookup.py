@@ -27,7 +27,7 @@ from emblib.tables.recomputation import running_forward
 
 
 class Inputs(NamedTuple):
-    """What a collection sends of a batch, and what becomes of the received batches.
+    """Messages that a collection sends for a batch, and its use of the received ones.
 
     A batch that stays on this rank is an awaitable of itself.
     """
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The lookups of a collection, and what becomes of their outputs.
+    """The lookups of a collection, and the use of their outputs.
 
     A lookup whose rows stay on this rank is its output.
     """

@@ -56,7 +56,7 @@ class DistributedModelParallel(nn.Module):
             one.
         planner: a `Planner`, which runs on rank 0; by default one of this machine for batches of
             `BATCH_SIZE` examples.
-        optimizer: for tables whose configuration has none, fused into the backward pass.
+        optimizer: optimizer of tables whose configuration has none, fused into the backward pass.
         wrap: how the dense part is parallelized: "ddp", "fully_shard", "none", or `DDP(...)` or
             `FullyShard(...)` with options.
         comm_precision: the codecs of values sent between ranks.
@@ -65,6 +65,18 @@ class DistributedModelParallel(nn.Module):
         init_parameters: whether dense modules on the meta device are allocated and initialized. If
             not, they stay there for the caller, and are not wrapped: pass `wrap="none"`, and call
             `wrap_dense` later.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> model = emblib.sharding.DistributedModelParallel(
+        ...     torch.nn.Sequential(bags),
+        ...     emblib.sharding.RankGroup.single(),  # under torchrun: init_distributed()
+        ...     plan={"0": {"item": emblib.sharding.row_wise()}},
+        ...     optimizer=emblib.optim.RowwiseAdagrad(0.02),
+        ... )
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> model(batch).values().shape
+        torch.Size([1, 4])
     """
 
     wraps_module = True

@@ -76,8 +76,8 @@ class OutputStep(ABC):
     Attributes:
         local: the rows that this rank looked up for all ranks.
         replica_rows: the rows of replicated tables for the batch of this rank.
-        gradient_sink: gets the gradients of replicated tables' rows of all ranks in backward, see
-            `ReplicatedTables.gradient_sink`.
+        gradient_sink: tensor that gets the gradients of replicated tables' rows of all ranks in
+            backward, see `ReplicatedTables.gradient_sink`.
         replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
             a `gradient_sink`.
         is_small: whether the rows may travel with those of other lookups, see `IncomingBatch`.
@@ -270,10 +270,10 @@ class _RowsInFlight:
 
 
 class _Scaling:
-    """What ranks agree about where a `GradScaler` has scaled their losses, in one backward.
+    """Agreement of the ranks about the scale of a `GradScaler` in one backward.
 
     Args:
-        scale: of this rank.
+        scale: scale of this rank.
         ranks: the processes.
     """
 
@@ -364,7 +364,7 @@ class _OutputNode(torch.autograd.Function):
 
 
 class _Packing(NamedTuple):
-    """How the rows of this rank are ordered for sending, for one set of batch sizes.
+    """Order in which the rows of this rank are sent, for one set of batch sizes.
 
     The rows for single ranks come first, then those that the node sums: for each local rank k, the
     bags of the ranks with local number k, node after node.

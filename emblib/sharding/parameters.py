@@ -144,6 +144,14 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, the same on all ranks.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> model.weight.grad = torch.tensor([[3.0, 4.0]])
+        >>> float(emblib.sharding.clip_grad_norm_(model, max_norm=1.0))
+        5.0
+        >>> model.weight.grad
+        tensor([[0.6000, 0.8000]])
     """
     peers = None
     if isinstance(parameters, nn.Module):

@@ -44,6 +44,18 @@ class ShardingPlan:
     """The plan of each collection by its path in the model, for a world of a given size.
 
     `str(plan)` is a table to read; `save` and `load` store the plan as JSON.
+
+    Example:
+        >>> model = torch.nn.Sequential(
+        ...     emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        ... )
+        >>> world = emblib.sharding.World(size=2, local_size=2)
+        >>> rules = {"item": emblib.sharding.row_wise()}
+        >>> tables = emblib.sharding.construct_module_plan(model[0], rules, world)
+        >>> plan = emblib.sharding.ShardingPlan({"0": tables}, world)
+        >>> plan.save("plan.json")
+        >>> emblib.sharding.ShardingPlan.load("plan.json") == plan
+        True
     """
 
     modules: Mapping[str, ModulePlan]

@@ -40,6 +40,11 @@ class RankGroup:
             `with init_distributed()` does, or use `RankGroup.single()`.
         ValueError: `local_size` does not divide the number of ranks, or this process is not in
             the group.
+
+    Example:
+        >>> ranks = emblib.sharding.RankGroup.single()
+        >>> ranks.rank, ranks.size, ranks.local_size
+        (0, 1, 1)
     """
 
     rank: int

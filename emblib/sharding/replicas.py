@@ -36,9 +36,9 @@ class ReplicatedModelParallel(DistributedModelParallel):
     Args:
         module: the model, as for `DistributedModelParallel`. All tables need a fused optimizer.
         mesh: a `DeviceMesh` of all processes, `[replicas, shards]`.
-        plan: of the ranks of one group, as for `DistributedModelParallel`.
-        planner: as there; it plans for the ranks of a group.
-        optimizer: for tables whose configuration has none.
+        plan: plan of the ranks of one group, as for `DistributedModelParallel`.
+        planner: planner, as for `DistributedModelParallel`; it plans for the ranks of a group.
+        optimizer: optimizer of tables whose configuration has none.
         wrap: how the dense part is distributed over all ranks.
         comm_precision: the codecs of values sent between the ranks of a group.
         gradients: whether table gradients are the mean over the ranks of a group, or the sum.
@@ -46,7 +46,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
     Attributes:
         ranks: the group of this rank, which shares a replica of the tables.
-        all_ranks: all processes.
+        all_ranks: group of all processes.
         replicas: the ranks with the same shards as this one, one per group.
 
     Raises:
@@ -54,12 +54,15 @@ class ReplicatedModelParallel(DistributedModelParallel):
             without a fused optimizer; replicas that differ in their shards.
 
     Example:
-        >>> mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicas", "shards"))
-        >>> model = ReplicatedModelParallel(model, mesh, optimizer=optim.RowwiseAdagrad(0.02))
-        >>> for step, batch in enumerate(loader):
-        ...     train(model, batch)
-        ...     if step % 16 == 15:
-        ...         model.sync()
+        >>> store = torch.distributed.HashStore()  # one process; under torchrun: init_distributed()
+        >>> torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+        >>> names = ("replicas", "shards")
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> optimizer = emblib.optim.SGD(0.1)
+        >>> model = emblib.sharding.ReplicatedModelParallel(bags, mesh, optimizer=optimizer)
+        >>> model.sync()  # every few steps
+        >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
     @property
     def dense_ranks(self) -> RankGroup:
-        """All ranks: they average the gradients of the dense part."""
+        """Return all ranks: they average the gradients of the dense part."""
         return self.all_ranks
 
     @torch.no_grad()

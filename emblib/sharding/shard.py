@@ -34,7 +34,13 @@ Rules = Mapping[str, Mapping[str, Rule | ParameterSharding]]
 
 
 def collections_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the collections of a model, including subclasses, by the first path of each."""
+    """Return the collections of a model, including subclasses, by the first path of each.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> list(emblib.sharding.collections_of(torch.nn.Sequential(bags, torch.nn.Linear(4, 1))))
+        ['0']
+    """
     kinds = tuple(SHARDED)
     return {path: part for path, part in module.named_modules() if isinstance(part, kinds)}
 
@@ -47,6 +53,13 @@ def construct_module_plan(
     Raises:
         ValueError: a table without a rule, a rule without a table, or shards that do not fit.
         TypeError: what is no rule.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> world = emblib.sharding.World(size=2, local_size=2)
+        >>> rules = {"item": emblib.sharding.row_wise()}
+        >>> emblib.sharding.construct_module_plan(bags, rules, world)["item"].shards[1].rows
+        (4, 8)
     """
     return module_plan(_configs(collection), rules, world)
 
@@ -73,7 +86,8 @@ def shard(
             itself is "". A collection with several paths is named by one of them and replaced at
             all.
         ranks: the processes; by default all.
-        optimizer: for tables whose configuration has none; by default that of their collection.
+        optimizer: optimizer of tables whose configuration has none; None is that of their
+            collection.
         comm_precision: codecs of rows and gradients in transit.
         gradients: whether gradients of tables are the mean or the sum over ranks.
 
@@ -84,6 +98,15 @@ def shard(
         TypeError: a collection that the sharded form could not replace: methods changed by a
             subclass or on the instance, additional modules or parameters, hooks.
         RuntimeError: another rank failed.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> model = torch.nn.Sequential(bags)
+        >>> ranks = emblib.sharding.RankGroup.single()  # under torchrun: init_distributed()
+        >>> rules = {"0": {"item": emblib.sharding.row_wise()}}
+        >>> model = emblib.sharding.shard(model, rules, ranks, optimizer=emblib.optim.SGD(0.1))
+        >>> type(model[0]).__name__
+        'ShardedEmbeddingBagCollection'
     """
     ranks = RankGroup.from_value(ranks)
     chosen = fingerprint.agree(
@@ -185,7 +208,7 @@ def _description(
     chosen: list[_Chosen] | None,
     optimizer: Optimizer | None,
 ) -> dict[str, dict[str, Any]]:
-    """Describe the collections that a plan names; those of them that there are, if it is wrong."""
+    """Describe the collections that a plan names; of a wrong plan, those that exist."""
     modules = _modules_of(plan)
     paths, plans = _paths_of(module, modules), {one.path: one.plan for one in chosen or ()}
     description: dict[str, dict[str, Any]] = {
@@ -275,7 +298,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
-    """Raise TypeError for what was put on a collection and its sharded form would lack."""
+    """Raise TypeError for attributes of a collection that its sharded form would lack."""
     where = f"the collection{f' at {path!r}' if path else ''}"
     methods = sorted(name for name in vars(source) if isfunction(getattr(base, name, None)))
     if methods:
@@ -305,7 +328,7 @@ def _configs(collection: Any) -> Any:
 
 
 def _modules_of(plan: Any) -> Mapping[str, Any]:
-    """Return {path of a collection: what a plan says of its tables}."""
+    """Return the plan of the tables of each collection, by its path."""
     modules = plan.modules if isinstance(plan, ShardingPlan) else plan
     if not isinstance(modules, Mapping) or not all(isinstance(path, str) for path in modules):
         raise TypeError(

@@ -67,8 +67,17 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         ranks: the processes; by default all.
         comm_precision: the codecs of rows and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: for tables whose configuration has none; by default that of `source`.
+        optimizer: optimizer of tables whose configuration has none; None is that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> sharded = emblib.sharding.ShardedEmbeddingBagCollection(
+        ...     bags, {"item": emblib.sharding.row_wise()}, emblib.sharding.RankGroup.single()
+        ... )
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> torch.equal(sharded(batch).values(), bags(batch).values())
+        True
     """
 
     handles_name = "embedding_bags"
@@ -219,7 +228,7 @@ class _CopyTables(NamedTuple):
     Attributes:
         targets: `[spans, 7]`, where each span of columns goes in the output.
         sources: `[sources, 3]`, where the rows that are added up for a span begin.
-        rows: see `OutgoingBatch.rows`.
+        rows: rows, see `OutgoingBatch.rows`.
         received_sizes: elements received from each rank, then from each node that sums rows.
         num_replicated: elements of the rows of replicated tables, which follow the received ones.
         num_outputs: elements of the output.
@@ -243,14 +252,14 @@ class _Span(NamedTuple):
 
 
 class _Sources:
-    """What rows are received of: all ranks; or ranks, then nodes that sum rows.
+    """Senders of the received rows: all ranks; or ranks, then nodes that sum rows.
 
     Attributes:
         layouts: the layout of each.
         all_layouts: these, then that of the replicated tables.
         spans: how they make up the columns of the output.
         widths: the columns of each unit of each.
-        columns: where the columns of each unit begin in the rows of its source.
+        columns: first column of each unit in the rows of its source.
     """
 
     def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
@@ -328,7 +337,8 @@ class PooledOutputDist(nn.Module):
         Args:
             local: rows of this rank's units for the bags of all ranks.
             replica_rows: rows of the replicated tables for the bags of this rank.
-            gradient_sink: gets the gradients of replicated tables' rows of all ranks in backward.
+            gradient_sink: tensor that gets the gradients of replicated tables' rows of all ranks in
+                backward.
             received: the batch.
 
         Its output is `[B, columns]`, or flat where features differ in batch size.
@@ -515,7 +525,7 @@ class PooledOutputDist(nn.Module):
 
 
 class _PooledRoute(NamedTuple):
-    """How the rows of a batch are sent: `sent` elements to each rank, for an output of `shape`."""
+    """Route of the rows of a batch: `sent` elements to each rank, for an output of `shape`."""
 
     tables: _CopyTables
     lengths: Tensor | None

@@ -58,7 +58,7 @@ Rows = tuple[Tensor, Tensor | None]
 
 
 class VectorFormat(NamedTuple):
-    """How vectors are sent: under these codecs, in slices of `width` columns."""
+    """Format of sent vectors: their codecs, in slices of `width` columns."""
 
     comm_precision: CommPrecision
     width: int
@@ -186,7 +186,7 @@ class SequenceTables(ShardedTables):
         )
 
     def _pieces_of(self, index: Tensor, received: IncomingBatch) -> tuple[Tensor, list[int]]:
-        """Where the pieces of vectors go, for ids that were at `index`; and pieces by rank."""
+        """Return the targets of the vector slices of ids at `index`, and the slices per rank."""
         sent = received.sent
         assert sent is not None
         starts = torch.as_tensor(sent.unit_starts, device=index.device)
@@ -328,12 +328,21 @@ class ShardedEmbeddingCollection(StateOfTables):
         ranks: the processes; by default all.
         comm_precision: the codecs of vectors and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: for tables whose configuration has none; by default that of `source`.
+        optimizer: optimizer of tables whose configuration has none; None is that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
         dedup: whether each id of a feature is sent once per batch, and its vector returned once.
             It saves messages where ids repeat within the batch of a rank; the gradients of equal
             ids are added up before they are sent. Hash tables that count uses, for eviction or
             admission, get the number of times each id was there, 8 bytes per distinct id.
+
+    Example:
+        >>> history = emblib.EmbeddingCollection([emblib.EmbeddingConfig(8, 4, "item")])
+        >>> sharded = emblib.sharding.ShardedEmbeddingCollection(
+        ...     history, {"item": emblib.sharding.row_wise()}, emblib.sharding.RankGroup.single()
+        ... )
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> torch.equal(sharded(batch)["item"].values(), history(batch)["item"].values())
+        True
     """
 
     handles_name = "embeddings"

@@ -205,7 +205,7 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
     Args:
         groups: shards of tables.
         source: the whole tables.
-        blocks: for keyed tables, (number, count) of the block of keys that a shard owns.
+        blocks: (number, count) of the block of keys that a shard owns, for keyed tables.
     """
     if source.device.type == "meta":
         return
@@ -246,10 +246,14 @@ Result = TypeVar("Result")
 
 
 class GradientReduction(Choice):
-    """How the gradients of a table are reduced over ranks.
+    """Reduction of the gradients of a table over ranks.
 
     MEAN divides by the number of ranks, as `DistributedDataParallel` does for dense parameters: a
     step minimizes the mean of the losses of all ranks. SUM does not divide.
+
+    Example:
+        >>> emblib.sharding.GradientReduction("sum")
+        <GradientReduction.SUM: 'sum'>
     """
 
     MEAN = "mean"
@@ -340,7 +344,7 @@ class ShardedTables(nn.Module):
         plan: the sharding of each table, by name.
         ranks: the processes.
         pooled: whether rows are pooled.
-        optimizer: for tables whose configuration has none.
+        optimizer: optimizer of tables whose configuration has none.
         gradients: how table gradients are reduced over ranks.
         shared: the shards of tables that other collections read too.
     """
@@ -511,7 +515,7 @@ class ShardedTables(nn.Module):
 
         Args:
             features: the batch; None for a rank that has none.
-            counts: by feature, int64, the uses that each id stands for; None for one each.
+            counts: uses that each id stands for, int64 by feature; None is one each.
         """
         if features is None:
             return InputRequest(self._input_dist, None)

@@ -20,7 +20,12 @@ Span = tuple[int, int]
 
 
 class Shard(NamedTuple):
-    """The slice `[rows[0]:rows[1], columns[0]:columns[1]]` of a table, stored on `rank`."""
+    """The slice `[rows[0]:rows[1], columns[0]:columns[1]]` of a table, stored on `rank`.
+
+    Example:
+        >>> emblib.sharding.Shard(rank=1, rows=(500, 1_000), columns=(0, 16)).shape
+        (500, 16)
+    """
 
     rank: int
     rows: Span
@@ -33,7 +38,12 @@ class Shard(NamedTuple):
 
 
 class World(NamedTuple):
-    """The number of ranks, and of ranks per node: rank r is on node r // local_size."""
+    """The number of ranks, and of ranks per node: rank r is on node r // local_size.
+
+    Example:
+        >>> emblib.sharding.World(size=16, local_size=8).ranks_of(node=1)
+        (8, 9, 10, 11, 12, 13, 14, 15)
+    """
 
     size: int
     local_size: int
@@ -55,7 +65,7 @@ class World(NamedTuple):
 
 
 class TableShape(NamedTuple):
-    """Rows and columns of a table, and of what they are multiples where it may be cut."""
+    """Rows and columns of a table, and the units at whose multiples it may be cut."""
 
     rows: int
     columns: int
@@ -64,7 +74,12 @@ class TableShape(NamedTuple):
 
 
 class ShardingType(Choice):
-    """The named ways to shard a table."""
+    """The named ways to shard a table.
+
+    Example:
+        >>> emblib.sharding.ShardingType("row_wise")
+        <ShardingType.ROW_WISE: 'row_wise'>
+    """
 
     DATA_PARALLEL = "data_parallel"
     TABLE_WISE = "table_wise"
@@ -78,13 +93,20 @@ class ShardingType(Choice):
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How one table is spread: its shards, or none where every rank has a copy (DATA_PARALLEL).
+    """Sharding of one table: its shards, or none where every rank has a copy (DATA_PARALLEL).
 
     Args:
         type: the name of the way; what counts are the shards.
         shards: rectangles that tile the table; a rank may have several.
         storage: None for the storage of the table's own configuration, or another one, e.g.
             `Dense(Placement.MANAGED_CACHING)`.
+
+    Example:
+        >>> left = emblib.sharding.Shard(rank=0, rows=(0, 8), columns=(0, 2))
+        >>> right = emblib.sharding.Shard(rank=3, rows=(0, 8), columns=(2, 4))
+        >>> kind = emblib.sharding.ShardingType.COLUMN_WISE
+        >>> emblib.sharding.ParameterSharding(kind, (left, right)).ranks
+        (0, 3)
     """
 
     type: ShardingType
@@ -98,7 +120,7 @@ class ParameterSharding:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank has a replica."""
+        """Return whether every rank has a replica."""
         return self.type is ShardingType.DATA_PARALLEL
 
     def check(self, name: str, shape: TableShape, world_size: int) -> None:
@@ -119,16 +141,34 @@ class ParameterSharding:
 
 
 Rule = Callable[[TableShape, World], ParameterSharding]
-"""What the functions below return: makes the sharding of a table of some shape in some world."""
+"""Function that makes the sharding of a table from its shape and the world."""
 
 
 def data_parallel() -> Rule:
-    """Replicate the table on every rank."""
+    """Replicate the table on every rank.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "country")])
+        >>> world = emblib.sharding.World(size=4, local_size=2)
+        >>> rules = {"country": emblib.sharding.data_parallel()}
+        >>> emblib.sharding.construct_module_plan(bags, rules, world)["country"].is_replicated
+        True
+    """
     return lambda shape, world: ParameterSharding(ShardingType.DATA_PARALLEL)
 
 
 def table_wise(rank: int) -> Rule:
-    """Store the whole table on one rank."""
+    """Store the whole table on one rank.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
+        >>> rules = {"item": emblib.sharding.table_wise(1)}
+        >>> world = emblib.sharding.World(size=4, local_size=2)
+        >>> plan = emblib.sharding.construct_module_plan(bags, rules, world)
+        >>> for shard in plan["item"].shards:
+        ...     print(shard.rank, shard.rows, shard.columns)
+        1 (0, 8) (0, 8)
+    """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         return ParameterSharding(ShardingType.TABLE_WISE, (Shard(rank, *_whole(shape)),))
@@ -137,7 +177,20 @@ def table_wise(rank: int) -> Rule:
 
 
 def row_wise(ranks: Sequence[int] | None = None) -> Rule:
-    """Split the table into blocks of rows on `ranks`, by default on all."""
+    """Split the table into blocks of rows on `ranks`, by default on all.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
+        >>> rules = {"item": emblib.sharding.row_wise()}
+        >>> world = emblib.sharding.World(size=4, local_size=2)
+        >>> plan = emblib.sharding.construct_module_plan(bags, rules, world)
+        >>> for shard in plan["item"].shards:
+        ...     print(shard.rank, shard.rows, shard.columns)
+        0 (0, 2) (0, 8)
+        1 (2, 4) (0, 8)
+        2 (4, 6) (0, 8)
+        3 (6, 8) (0, 8)
+    """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         return ParameterSharding(ShardingType.ROW_WISE, _by_rows(shape, _ranks(ranks, world)))
@@ -149,6 +202,16 @@ def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | No
     """Split the table into blocks of columns on `ranks`, by default on all.
 
     `sizes` are the columns per rank; by default blocks are as equal as possible.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
+        >>> rules = {"item": emblib.sharding.column_wise(ranks=[0, 1])}
+        >>> world = emblib.sharding.World(size=4, local_size=2)
+        >>> plan = emblib.sharding.construct_module_plan(bags, rules, world)
+        >>> for shard in plan["item"].shards:
+        ...     print(shard.rank, shard.rows, shard.columns)
+        0 (0, 8) (0, 4)
+        1 (0, 8) (4, 8)
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
@@ -159,7 +222,18 @@ def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | No
 
 
 def table_row_wise(node: int) -> Rule:
-    """Split the table into blocks of rows on the ranks of one node."""
+    """Split the table into blocks of rows on the ranks of one node.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
+        >>> rules = {"item": emblib.sharding.table_row_wise(node=1)}
+        >>> world = emblib.sharding.World(size=4, local_size=2)
+        >>> plan = emblib.sharding.construct_module_plan(bags, rules, world)
+        >>> for shard in plan["item"].shards:
+        ...     print(shard.rank, shard.rows, shard.columns)
+        2 (0, 4) (0, 8)
+        3 (4, 8) (0, 8)
+    """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         return ParameterSharding(ShardingType.TABLE_ROW_WISE, _by_rows(shape, world.ranks_of(node)))
@@ -168,7 +242,18 @@ def table_row_wise(node: int) -> Rule:
 
 
 def table_column_wise(node: int) -> Rule:
-    """Split the table into blocks of columns on the ranks of one node."""
+    """Split the table into blocks of columns on the ranks of one node.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
+        >>> rules = {"item": emblib.sharding.table_column_wise(node=1)}
+        >>> world = emblib.sharding.World(size=4, local_size=2)
+        >>> plan = emblib.sharding.construct_module_plan(bags, rules, world)
+        >>> for shard in plan["item"].shards:
+        ...     print(shard.rank, shard.rows, shard.columns)
+        2 (0, 8) (0, 4)
+        3 (0, 8) (4, 8)
+    """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         shards = _by_columns(shape, world.ranks_of(node))
@@ -181,6 +266,18 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
     """Split the table into blocks of columns, one per node, and each by rows on the node's ranks.
 
     `nodes` are all nodes by default.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
+        >>> rules = {"item": emblib.sharding.grid()}
+        >>> world = emblib.sharding.World(size=4, local_size=2)
+        >>> plan = emblib.sharding.construct_module_plan(bags, rules, world)
+        >>> for shard in plan["item"].shards:
+        ...     print(shard.rank, shard.rows, shard.columns)
+        0 (0, 4) (0, 4)
+        1 (4, 8) (0, 4)
+        2 (0, 4) (4, 8)
+        3 (4, 8) (4, 8)
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
@@ -197,7 +294,17 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
 
 
 def custom(shards: Sequence[Shard]) -> Rule:
-    """Use any shards that tile the table."""
+    """Use any shards that tile the table.
+
+    Example:
+        >>> left = emblib.sharding.Shard(rank=0, rows=(0, 8), columns=(0, 3))
+        >>> right = emblib.sharding.Shard(rank=1, rows=(0, 8), columns=(3, 4))
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> world = emblib.sharding.World(size=2, local_size=2)
+        >>> rules = {"item": emblib.sharding.custom([left, right])}
+        >>> emblib.sharding.construct_module_plan(bags, rules, world)["item"].ranks
+        (0, 1)
+    """
     given = tuple(Shard(*shard) for shard in shards)
     return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, given)
 

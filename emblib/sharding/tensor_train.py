@@ -38,7 +38,7 @@ class SharedCores:
     call on a rank exchanges gradients with the other ranks.
 
     Args:
-        name: of the table.
+        name: name of the table.
         ranks: the processes.
         owners: the ranks that store shards.
         num_shards: the number of shards on this rank.
@@ -132,7 +132,7 @@ def share_cores(
     Args:
         groups: the tables of this rank.
         parts: the shards, in the order of the slices of `groups`.
-        configs: of all tables.
+        configs: configurations of all tables.
         plan: the sharding of each table, by name.
         ranks: the processes.
 

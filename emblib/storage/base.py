@@ -1,4 +1,4 @@
-"""How a table is stored: the interface that every kind of storage implements.
+"""Storage kinds: the interface that every way to store a table implements.
 
 A `Storage` describes how the rows of one table are kept and answers every question about it. A
 collection asks it to group tables, to make the module and the handles, and for views of the memory;
@@ -88,6 +88,11 @@ class TableSlice:
     The rows of a hash table are capacity for keys, not a range of keys: `shard` is (number, count)
     of the block of keys of a shard, None for a table that is not sharded. A tensor train can be cut
     only between slices of its first core, see `emblib.storage.TensorTrain`.
+
+    Example:
+        >>> table = emblib.EmbeddingBagConfig(1_000, 16, "item")
+        >>> emblib.storage.TableSlice(table, rows=(0, 500), columns=(0, 16)).dim
+        16
     """
 
     config: TableDescription
@@ -208,7 +213,13 @@ def stored_as(part: TableSlice) -> Precision:
 
 
 class CutUnits(NamedTuple):
-    """Where a table may be cut: at multiples of `rows` rows and of `columns` columns."""
+    """Granularity of cuts: at multiples of `rows` rows and of `columns` columns.
+
+    Example:
+        >>> dense = emblib.storage.Dense()
+        >>> dense.cut_units(emblib.EmbeddingBagConfig(1_000, 16, "item"))
+        CutUnits(rows=1, columns=1)
+    """
 
     rows: int = 1
     columns: int = 1
@@ -218,8 +229,8 @@ class TensorLayout(NamedTuple):
     """One tensor of a table in a checkpoint.
 
     Args:
-        size: of the tensor of the whole table, `[rows, width]`.
-        dtype: of its elements.
+        size: size of the tensor of the whole table, `[rows, width]`.
+        dtype: dtype of its elements.
         region: maps rows and columns of a slice of the table to rows and columns of this tensor;
             None for a tensor that every slice has in full.
     """
@@ -235,7 +246,12 @@ def same_region(rows: Span, columns: Span) -> tuple[Span, Span]:
 
 
 class MemoryBytes(NamedTuple):
-    """Bytes of the three memories that a table can be in."""
+    """Bytes of the three memories that a table can be in.
+
+    Example:
+        >>> emblib.storage.MemoryBytes(device=1 << 20, host=1 << 30)
+        MemoryBytes(device=1048576, host=1073741824, disk=0)
+    """
 
     device: float
     host: float = 0
@@ -247,7 +263,7 @@ class MemoryBytes(NamedTuple):
 
 
 class Rates(Protocol):
-    """What the planner's cost model tells a storage: times of a machine, in nanoseconds."""
+    """Times of a machine, in nanoseconds, from the planner's cost model."""
 
     @property
     def device(self) -> str:
@@ -328,9 +344,9 @@ class Storage:
         """Return a key that is equal for slices that can share a module.
 
         Args:
-            part: a slice.
-            number: its number among the slices of a rank; in the key, it keeps the slice alone.
-            optimizer: of the slice.
+            part: slice of a table.
+            number: number of the slice among the slices of a rank; a key with it is unique.
+            optimizer: optimizer of the slice.
             pooling: SUM or MEAN; NONE for one vector per id.
         """
         return number
@@ -348,11 +364,11 @@ class Storage:
 
         Args:
             parts: the slices.
-            reads: for each feature of the module, the slice that it reads.
-            optimizer: of the slices.
+            reads: index into `slices` for each feature of the module.
+            optimizer: optimizer of the slices.
             pooling: SUM or MEAN; NONE for one vector per id.
-            seeds: of the initial values, one per slice.
-            device: of the memory; may be meta.
+            seeds: seeds of the initial values, one per slice.
+            device: device of the memory; may be meta.
         """
         raise NotImplementedError
 
@@ -393,7 +409,8 @@ class Storage:
             part: the slice that `target` has.
             source: the whole table, of the same storage.
             target: the table to write.
-            key_block: for keyed storage, (number, count) of the block of keys that `target` owns.
+            key_block: (number, count) of the block of keys that `target` owns; only for keyed
+                storage.
         """
         views, targets = source.views(), target.views()
         for name in targets.keys() & views.keys():
@@ -427,13 +444,13 @@ class Storage:
     # Planner
 
     def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-        """Return the bytes that a slice takes, batches apart.
+        """Return the bytes of a slice, without those of batches.
 
         Without an optimizer, or with one whose gradients are dense, the gradient counts as well.
 
         Args:
             part: the slice.
-            optimizer: of the table, if there is one.
+            optimizer: optimizer of the table; None counts no states.
             device: "cpu" or "cuda".
         """
         itemsize = part.config.data_type.itemsize
@@ -490,7 +507,12 @@ def register(storage: Registered) -> Registered:
 
 
 def kinds() -> dict[str, type[Storage]]:
-    """Return the registered kinds of storage by `plan_name`."""
+    """Return the registered kinds of storage by `plan_name`.
+
+    Example:
+        >>> emblib.storage.kinds()["Hashed"] is emblib.storage.Hashed
+        True
+    """
     return dict(_registry)
 
 
@@ -519,7 +541,7 @@ def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
 
 
 def dense_gradient_ns(part: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
-    """Return the nanoseconds to make a dense gradient, which a table without optimizer has."""
+    """Return the nanoseconds that forming a dense gradient takes, for a table without optimizer."""
     if optimizer is not None:
         return 0.0
     itemsize = part.config.data_type.itemsize

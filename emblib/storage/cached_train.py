@@ -307,9 +307,12 @@ class CachedTTHandle(TTHandle):
     state dict fit. Without `cache.keys` the table has no stored rows.
 
     Example:
-        >>> train = collection.handles()["query"]
+        >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100))
+        >>> table = emblib.EmbeddingBagConfig(1_000, 16, "query", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table], optimizer=emblib.optim.SGD(0.1))
+        >>> train = bags.handles()["query"]
         >>> train.populate()  # store the rows that were used most
-        >>> train.cache_stats().hit_rate
+        >>> train.cache_stats().hit_rate  # nothing was looked up so far
         nan
     """
 
@@ -359,7 +362,7 @@ class CachedTTHandle(TTHandle):
         return views(self._cached[0])[self.index]
 
     def dense_rows(self) -> Tensor:
-        """Return all rows `[rows, dim]`: the stored ones, and what the cores make of others."""
+        """Return all rows `[rows, dim]`: stored ones, and the others computed from the cores."""
         return self.bags.to_dense(self.index)
 
     def dense_blocks(self) -> Iterator[Tensor]:
@@ -446,7 +449,7 @@ class StoredRowsHandle(DenseHandle):
             super().adopt(other)
 
     def clear(self) -> None:
-        """Remove all stored rows; what they learned is lost."""
+        """Remove all stored rows, losing their updates."""
         if is_made(self._cached[0]):
             bags = self._cached[0]
             bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
@@ -552,7 +555,7 @@ class StoredRowsHandle(DenseHandle):
 
 
 class CountsHandle(nn.Module):
-    """How often the ids of a cached train were looked up; its state dict has them by `keys`."""
+    """Number of lookups per id of a cached train; its state dict has them by `keys`."""
 
     def __init__(self, module: Any, index: int) -> None:
         super().__init__()

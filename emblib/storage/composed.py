@@ -46,7 +46,12 @@ from emblib.tables.base import check_bounds, variable_batch
 
 
 class Combine(Choice):
-    """How a row is made of the rows that its id reads."""
+    """Operation that makes a row of the rows that its id reads.
+
+    Example:
+        >>> emblib.storage.QuotientRemainder(4_000, "add").combine
+        <Combine.ADD: 'add'>
+    """
 
     ADD = "add"
     """Their sum."""
@@ -61,9 +66,9 @@ class Component(NamedTuple):
     """A dense table that ids share.
 
     Args:
-        name: of its parameter.
-        rows: of the table.
-        scale: its initial values are uniform within `scale` times the bounds of the table.
+        name: name of its parameter.
+        rows: number of rows.
+        scale: factor of the bounds of its uniform initial values, relative to those of the table.
     """
 
     name: str
@@ -103,7 +108,7 @@ class ComposedStorage(Storage):
         Args:
             ids: int64 `[L]`.
             numbers: int64 `[n, L]` or `[n, 1]`, `numbers()` of the table of each id.
-            count: of rows that an id reads.
+            count: number of rows that an id reads.
         """
         raise NotImplementedError
 

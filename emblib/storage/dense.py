@@ -50,7 +50,17 @@ class Dense(Storage):
 
     Args:
         placement: the memory of the rows.
-        cache: of a placement that has one; tables of one collection with equal caches share it.
+        cache: cache of a placement that has one; tables of one collection with equal caches share
+            it.
+
+    Example:
+        >>> placement = emblib.Placement.MANAGED_CACHING
+        >>> storage = emblib.storage.Dense(placement, emblib.CacheConfig(load_factor=0.2))
+        >>> table = emblib.EmbeddingBagConfig(1_000, 16, "item", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table], optimizer=emblib.optim.SGD(0.1))
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> bags(batch).values().shape
+        torch.Size([1, 16])
     """
 
     placement: Placement = Placement.DEVICE

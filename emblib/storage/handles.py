@@ -34,6 +34,12 @@ class TableHandle(nn.Module):
     views of it. With a fused optimizer they require a gradient and never get one: backward applies
     it at once. `_in_backward_optimizers` on a parameter tells this to code that collects parameters
     for an optimizer.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(1_000, 16, "item")])
+        >>> handle = bags.handles()["item"]
+        >>> {name: tuple(view.shape) for name, view in handle.views().items()}
+        {'weight': (1000, 16)}
     """
 
     name = ""

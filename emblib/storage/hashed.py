@@ -22,7 +22,12 @@ _MOST_SEEDS = 2**56
 
 
 class RowHash(Choice):
-    """Which row an id reads first."""
+    """Function that selects the first row of an id.
+
+    Example:
+        >>> emblib.storage.Hashed(500_000, hash=emblib.storage.RowHash.REMAINDER).hash
+        <RowHash.REMAINDER: 'remainder'>
+    """
 
     MIXED = "mixed"
     """A hash of the id: every id shares its row with some other ids."""
@@ -36,13 +41,18 @@ class Hashed(ComposedStorage):
     """`rows` rows, which ids share; an id's row is the sum of those that its functions select.
 
     Args:
-        rows: stored.
-        functions: by which an id selects a row each; those after the first are mixed ones.
+        rows: number of stored rows.
+        functions: number of rows that an id reads and adds; `hash` selects the first one, mixed
+            hash functions the others.
         hash: the first function.
-        seed: of the mixed functions.
+        seed: seed of the mixed functions.
 
     Example:
-        >>> emblib.EmbeddingBagConfig(10_000_000, 64, "user", storage=storage.Hashed(500_000))
+        >>> storage = emblib.storage.Hashed(rows=500, functions=2)
+        >>> table = emblib.EmbeddingBagConfig(10_000, 16, "user", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table])
+        >>> sum(parameter.numel() for parameter in bags.parameters())  # instead of 160,000
+        8000
     """
 
     rows: int

@@ -21,10 +21,13 @@ class Narrow(ComposedStorage):
     """Rows of `columns` values, followed by zeros up to the dim of the table.
 
     Args:
-        columns: stored; fewer than the dim.
+        columns: number of stored columns; fewer than the dim.
 
     Example:
-        >>> emblib.EmbeddingBagConfig(10_000_000, 64, "user", storage=storage.Narrow(16))
+        >>> table = emblib.EmbeddingBagConfig(10_000, 64, "user", storage=emblib.storage.Narrow(16))
+        >>> bags = emblib.EmbeddingBagCollection([table])
+        >>> sum(parameter.numel() for parameter in bags.parameters())  # instead of 640,000
+        160000
     """
 
     columns: int

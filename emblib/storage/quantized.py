@@ -34,7 +34,14 @@ _ROWS = 1 << 16  # rows that are drawn as floats at a time
 
 @dataclass(frozen=True)
 class Quantized(Storage):
-    """Rows of 8 or 4 bits per value, with a scale and an offset per row; they cannot be trained."""
+    """Rows of 8 or 4 bits per value, with a scale and an offset per row; they cannot be trained.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(1_000, 16, "item")])
+        >>> served = bags.quantized(bits=4)
+        >>> served.embedding_bag_configs()[0].storage
+        Quantized(bits=4)
+    """
 
     bits: int = 8
 

@@ -22,11 +22,15 @@ class QuotientRemainder(ComposedStorage):
     """`ceil(num_embeddings / divisor)` rows by the quotient of an id, `divisor` by its remainder.
 
     Args:
-        divisor: of the ids. The square root of their number needs least memory.
+        divisor: divisor of the ids; the square root of `num_embeddings` needs least memory.
         combine: "multiply", "add" or "concatenate", which makes a row of the two, see `Combine`.
 
     Example:
-        >>> storage.QuotientRemainder(4000, "multiply")  # of 10,000,000 ids: 6,500 rows
+        >>> storage = emblib.storage.QuotientRemainder(100, "multiply")
+        >>> table = emblib.EmbeddingBagConfig(10_000, 16, "user", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table])
+        >>> sum(parameter.numel() for parameter in bags.parameters())  # 100 + 100 rows
+        3200
     """
 
     divisor: int
@@ -48,15 +52,15 @@ class QuotientRemainder(ComposedStorage):
 
         Args:
             num_embeddings: the ids of the table.
-            share: of the rows of a table with one row per id, in (0, 1].
-            combine: see `QuotientRemainder`.
+            share: fraction of the rows of a table with one row per id, in (0, 1].
+            combine: combination of the two rows, see `QuotientRemainder`.
 
         Raises:
             ValueError: `share` is not in (0, 1], or two parts need more rows, at least
                 `2 * sqrt(num_embeddings)`.
 
         Example:
-            >>> storage.QuotientRemainder.for_share(10_000, 0.25).divisor
+            >>> emblib.storage.QuotientRemainder.for_share(10_000, 0.25).divisor
             2495
         """
         num_embeddings = check_count("num_embeddings", num_embeddings)

@@ -49,20 +49,25 @@ class TensorTrain(Storage):
 
     Args:
         ranks: inner ranks, one fewer than cores.
-        row_factors: of the rows; left out, chosen by `emblib.tt.shapes`. One of them may be -1,
-            which follows from the number of rows and the others.
-        dim_factors: of the row length, likewise.
+        row_factors: factors of the number of rows; () lets `emblib.tt.shapes` choose them. One of
+            them may be -1, which follows from the number of rows and the others.
+        dim_factors: factors of the row length; () lets `emblib.tt.shapes` choose them.
         init: distribution of the initial values, as in `TTEmbeddingBag`.
-        ids: which row an id has, see `TTSpec`. A table of permuted ids is not cut by rows.
-        seed: of the permutation.
-        cache: of the most used rows, which are stored as they are, see `TTCache`; its `rows` and
-            `spill_rows` are one number. None stores no rows. Tables whose caches agree in
+        ids: order of the ids in the train, see `TTSpec`. A table of permuted ids is not cut by
+            rows.
+        seed: seed of the permutation.
+        cache: cache of the most used rows, which are stored as they are, see `TTCache`; its `rows`
+            and `spill_rows` are one number each. None stores no rows. Tables whose caches agree in
             `eviction` and `every` share a module and the memory of their counts. Such a table is
             not sharded.
         matmul: how exact products of cores are on a GPU, see `MatmulPrecision`.
 
     Example:
-        >>> storage.TensorTrain((32, 32), cache=emblib.TTCache(10_000, every=1000))
+        >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100, every=1_000))
+        >>> table = emblib.EmbeddingBagConfig(10_000, 16, "query", storage=storage)
+        >>> bags = emblib.EmbeddingBagCollection([table], optimizer=emblib.optim.SGD(0.1))
+        >>> sum(core.numel() for core in bags.handles()["query"].cores)  # instead of 160,000
+        3840
     """
 
     ranks: tuple[int, ...]
@@ -101,11 +106,13 @@ class TensorTrain(Storage):
         dimensions). It is a train of two cores: `cores.0` are the short rows, `cores.1` the matrix.
 
         Args:
-            columns: stored per row, at most the dim.
-            init: of both; by default the matrix keeps the length of the short rows.
+            columns: number of stored columns per row, at most the dim.
+            init: initializer of both parts; the default keeps the length of the short rows in the
+                matrix.
 
         Example:
-            >>> storage.TensorTrain.projected(16)  # a quarter of the bytes at dim 64
+            >>> emblib.storage.TensorTrain.projected(columns=16).ranks
+            (16,)
         """
         return cls((check_count("columns", columns),), (-1, 1), (1, -1), init)
 
@@ -289,7 +296,7 @@ class TensorTrain(Storage):
     def copy_slice(
         self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
     ) -> None:
-        """Copy what the slice has of the cores of `source`, and of their optimizer states."""
+        """Copy the slice's part of the cores of `source` and of their optimizer states."""
         views, targets = source.views(), target.views()
         stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
         for stem in stems:

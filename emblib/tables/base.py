@@ -1,4 +1,4 @@
-"""What the modules of tables share: `FusedTables`, their base, and functions of batches and states.
+"""Shared parts of the table modules: the base class `FusedTables`, functions of batches and states.
 
 `FusedTables` has features, optimizer and hyperparameters of a module; `check_bounds` checks the
 indices and offsets of a batch.
@@ -650,7 +650,7 @@ def variable_batch(
         batch_sizes: `[F][ranks]` numbers of bags.
         dims: `[F]` elements per bag.
         num_bags: the sum of `batch_sizes`.
-        device: of the layout.
+        device: device of the layout.
 
     Raises:
         ValueError: not one list per feature, lists of different lengths, a negative size, or sizes

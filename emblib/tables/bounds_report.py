@@ -62,7 +62,7 @@ def first_violation(
     """Return a phrase that names the first invalid index of a batch on the CPU.
 
     Args:
-        module: whose features and tables are named.
+        module: module whose features and tables are named in the message.
         indices: `[L]`, of which at least one is invalid; else the phrase is empty.
         offsets: `[bags + 1]`, repaired.
         features: `[F, columns]`, see `FeatureColumn`.
@@ -145,7 +145,7 @@ class BoundsReport:
         self._checks += 1
 
     def poll(self) -> None:
-        """Warn of what the last copy found, if it is complete."""
+        """Warn of the violations in the last copy from the device, if it is complete."""
         copy = self._copy  # another thread may finish it
         if copy is not None and copy[1].query():
             self._finish(copy[0])
@@ -192,10 +192,12 @@ def report_bounds_violations(model: nn.Module) -> None:
     warns. Call this where the host waits anyway, for example once per epoch.
 
     Args:
-        model: whose tables, at any depth, are reported, one warning per module with violations.
+        model: model whose tables, at any depth, are reported, with one warning per module with
+            violations.
 
     Example:
-        >>> emblib.report_bounds_violations(model)
+        >>> model = torch.nn.Sequential(emblib.TableBatchedEmbeddingBags([emblib.TableSpec(10, 4)]))
+        >>> emblib.report_bounds_violations(model)  # there were none
     """
     for module in dict.fromkeys(_table_modules(model)):
         counts = getattr(module, "bounds_violations", None)

@@ -342,7 +342,7 @@ class Prefetcher:
         *,
         training: bool,
     ) -> Tensor:
-        """Return what `read` makes of the batch with the slots of its lookups.
+        """Call `read` with the batch and the slots of its lookups.
 
         The `hooks` of the batch keep it in flight. A prefetched one stays the next of the queue
         until it has been read. Without gradients, a batch that is not the next prefetched one is
@@ -496,7 +496,7 @@ class Prefetcher:
         return row_slots
 
     def fetch_later(self, number: int) -> None:
-        """Fetch, on the current stream, what prefetches up to a ticket have left for later.
+        """Fetch, on the current stream, the rows that prefetches up to a ticket deferred.
 
         All updates that were enqueued come first. The others look up their rows again.
         """
@@ -570,7 +570,7 @@ class Prefetcher:
         return ticket
 
     def leave(self, ticket: _Ticket) -> None:
-        """End a batch; a second time does nothing."""
+        """End a batch; repeated calls do nothing."""
         self.cache.leave(ticket.number)
         self._tickets.pop(ticket.number, None)
 
@@ -619,7 +619,7 @@ class Prefetcher:
                 disk.commit(tiers.hyperparams.tolist())
 
     def settle(self) -> None:
-        """Make the current stream wait for all prefetches, and fetch what they left for later."""
+        """Make the current stream wait for all prefetches, and fetch rows that they deferred."""
         self.wait_for_prefetch()
         self.fetch_later(self.cache.last_ticket)
 

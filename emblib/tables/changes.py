@@ -1,4 +1,4 @@
-"""Changes of a module that are made completely or not at all, whatever exception interrupts them.
+"""Atomic changes of a module: completed after any exception that interrupts them, or not begun.
 
 Ctrl-C, a lack of memory or an error of a callback can end a call between any two lines. A change of
 several tensors is therefore a function that can run again from its start and then completes the
@@ -22,9 +22,9 @@ class Change(Generic[_R]):
     """A change that running again completes.
 
     Args:
-        make: makes the change and returns its result.
-        is_optional: returns whether the change may stay as it is: nothing was changed yet that
-            needs the rest of it.
+        make: function that makes the change and returns its result.
+        is_optional: function that returns whether the change may stay as it is, because nothing was
+            changed yet that needs the rest of it.
     """
 
     def __init__(self, make: Callable[[], _R], is_optional: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ class Change(Generic[_R]):
         self._frame: FrameType | None = None
 
     def run(self) -> _R:
-        """Make the change, or what is left of it."""
+        """Make the change, or the rest of it after an interruption."""
         self.has_begun = True
         self._frame = sys._getframe()
         result = self._make()
@@ -49,7 +49,7 @@ class Change(Generic[_R]):
 
 
 class CompletingLock(ModuleLock):  # type: ignore[misc]  # as ModuleLock
-    """The lock of a module that completes interrupted changes of what it protects."""
+    """The lock of a module, which completes interrupted changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class CompletingLock(ModuleLock):  # type: ignore[misc]  # as ModuleLock
 
 
 class _ChangingLock(CompletingLock):  # type: ignore[misc]
-    """A lock during a change, or after one that was interrupted: entering it makes the rest.
+    """A lock during a change or after an interrupted one, which entering it completes.
 
     Other locks are entered as `ModuleLock` is; so a change costs calls without one nothing.
     """

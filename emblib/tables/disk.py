@@ -87,20 +87,22 @@ class DiskStore:
     tensors can be read there.
 
     Args:
-        directory: created if it is missing, with its parents; must be empty or hold this store.
+        directory: directory of the files, created with its parents if it is missing; must be empty
+            or hold this store.
         tables: rows, dim and name of each; table t begins where table t-1 ends.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         states: optimizer states, float32 if `per_row`.
-        state_dtype: of the states that are as long as a row.
-        verify: when pages are verified against their checksums.
+        state_dtype: dtype of the states that are as long as a row.
+        verify: time at which pages are verified against their checksums.
 
     Attributes:
         created: whether the store is new, all zeros; true until its first commit.
         weights: `[sum rows * dim]`.
-        states: in the order given, `[sum rows]` if `per_row`, else as long as the weights.
+        states: optimizer states in the order given, `[sum rows]` if `per_row`, else as long as the
+            weights.
         user_tensors: weights, then states, as separate tensors over the same memory. A commit
             detects writes to them without `protect` by their versions.
-        committed_numbers: of the last commit; empty if there was none.
+        committed_numbers: numbers of the last commit; empty if there was none.
 
     Raises:
         BlockingIOError: the store is open elsewhere, in this process or another one.
@@ -241,7 +243,7 @@ class DiskStore:
         """Verify the pages of rows that are about to be read, unless verified before.
 
         Args:
-            rows: as of `protect`.
+            rows: rows as `protect` takes them.
 
         Raises:
             ChecksumError: a page is not as the last commit left it.
@@ -288,7 +290,7 @@ class DiskStore:
                 yield index, rows[start:end] - self._blocks[index].first
 
     def protect(self, rows: Tensor) -> None:
-        """Journal rows that are about to be overwritten, as they are at the last commit.
+        """Journal the committed values of rows that are about to be overwritten.
 
         A row is journaled once per epoch; rows already in the journal cost one byte read each.
 
@@ -343,7 +345,7 @@ class DiskStore:
             self._finish(self._committing)
 
     def _finish(self, commit: "_Commit") -> None:
-        """Start the epoch after a commit, which is in the file; doing it again comes to the same.
+        """Start the epoch after a commit that is in the file; repeating it changes nothing.
 
         Until this is done a journal would lead back to the commit before.
         """
@@ -491,7 +493,7 @@ def _sums_file(file: MappedFile) -> MappedFile:
 
 
 def _describe(tables: Sequence[TableSpec], widths: Sequence[int], begin: int, end: int) -> str:
-    """Which rows lie in bytes `[begin, end)` of a file; `widths` are the tables' bytes per row."""
+    """Return a text for the rows in bytes `[begin, end)` of a file; `widths` are bytes per row."""
     found, at = [], 0
     for spec, width in zip(tables, widths, strict=True):
         size = spec.rows * width

@@ -152,7 +152,7 @@ def sync_map(mapped: mmap.mmap, path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Return when the names in a directory, as they are now, are on the disk."""
+    """Wait until the present names in a directory are on the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         _fsync(handle, directory)
@@ -189,7 +189,7 @@ def unseal(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_checksum(content: dict[str, Any]) -> int:
-    """Return the CRC-32 of what JSON makes of `content`, whatever the order of its keys."""
+    """Return the CRC-32 of `content` as JSON with sorted keys."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
@@ -261,7 +261,7 @@ def zeros(count: int) -> Tensor:
 
 
 def make_directory(directory: Path, what: str) -> None:
-    """With its parents, unless it is there; `what` is to be in it, as errors say it."""
+    """Create a directory and its parents if missing; `what` names its content in errors."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -284,7 +284,7 @@ def refuse_strangers(directory: Path, what: str, known: str) -> None:
 
 
 def lock(path: Path, what: str, way_out: str = "end it, or delete the module that has them") -> int:
-    """Lock a file exclusively and return its handle; `what` names what it protects."""
+    """Lock a file exclusively and return its handle; `what` names its content in errors."""
     try:
         handle = open_fresh(path, os.O_RDWR)
     except OSError as error:
@@ -326,9 +326,9 @@ def replacing(path: Path, fresh: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` on leaving, completely synced to the disk.
 
     Args:
-        path: of the file that is replaced.
-        fresh: what it is called until then; by default a name that is the same every time, for
-            directories that have one writer.
+        path: path of the file that is replaced.
+        fresh: path of the new file until then; None is a name that is the same every time, for
+            directories with a single writer.
 
     Raises:
         OSError: it could not be written; `path` is what it was.
@@ -429,7 +429,7 @@ def check_archive(path: str | Path) -> None:
 
 
 def replace_json(path: Path, content: dict[str, Any]) -> None:
-    """Have a file hold `content`, or what it held."""
+    """Write `content` into a file, which keeps its old content if that fails."""
     with replacing(path) as file:
         file.write(json.dumps(content, indent=1).encode())
 
@@ -457,7 +457,7 @@ _closed_by_forks: "weakref.WeakSet[Closable]" = weakref.WeakSet()
 
 
 def close_in_forks(store: Closable) -> None:
-    """Close a store in forked processes: they would keep its lock beyond their parent's end."""
+    """Close a store in forked processes, which would hold its lock after their parent's exit."""
     _closed_by_forks.add(store)
 
 

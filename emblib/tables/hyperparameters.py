@@ -1,4 +1,4 @@
-"""Hyperparameters of tables under the names of `torch.optim`, and who follows their changes."""
+"""Hyperparameters of tables under the names of `torch.optim`, and observers of their changes."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -82,7 +82,7 @@ def replaced(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
 
 
 def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
-    """Change fields of the optimizer of a module; step and learning rate go on.
+    """Change fields of the optimizer of a module; step and learning rate stay.
 
     Raises:
         TypeError: no such field.
@@ -157,7 +157,7 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def changes_of_group(optimizer: Optimizer, given: Mapping[str, Any]) -> GroupChanges:
-    """Convert entries of a parameter group; those without a meaning to tables are kept as given.
+    """Convert entries of a parameter group; return those that tables do not know unchanged.
 
     Raises:
         ValueError: an entry that would have an effect in `torch.optim`, but none on these tables.

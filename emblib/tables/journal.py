@@ -129,16 +129,16 @@ class Journal:
         return at
 
     def clear(self) -> None:
-        """Forget all records: a commit has made them void, or they have been rolled back."""
+        """Delete all records, after a commit or after rolling them back."""
         self._end = 0
         durable_files.resize(self._handle, 0)
 
     def close(self) -> None:
-        """Close the file; what it holds stays."""
+        """Close the file, which keeps its content."""
         os.close(self._handle)
 
     def roll_back(self, epoch: int) -> bool:
-        """Write back what the rows were at commit `epoch`; False if they did not change since.
+        """Restore the rows of commit `epoch`; return False if they did not change since.
 
         Everything is read and verified before the first row is written. Doing it again, after it
         was cut short, comes to the same.

@@ -31,7 +31,7 @@ class ModuleLock(_thread.RLock):  # type: ignore[misc]  # final in typeshed alon
         call_in_forks(self)
 
     def after_fork(self) -> None:
-        """Find out whether the thread that forked may go on with what is protected."""
+        """Make the lock raise from now on if another thread held it when the process forked."""
         if self.acquire(blocking=False):
             self.release()
         else:
@@ -72,7 +72,7 @@ def atomic(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
 
 
 class Forked(Protocol):
-    """What has something to do in a forked process before anything else happens there."""
+    """Object that must act in a forked process before anything else happens there."""
 
     def after_fork(self) -> None:
         """Update this object in the forked process."""

@@ -1,4 +1,4 @@
-"""Checksums of the pages of a store's files, as the last commit left them.
+"""Checksums of the pages of a store's files at the last commit.
 
 `<file>.crc` holds a CRC-32 for every 4096 bytes of `<file>`. A commit replaces those of the pages
 that changed; their old ones go to the journal first, like rows. The manifest of the store holds the
@@ -158,7 +158,7 @@ class PageSums:
         )
 
     def check_root(self, expected: int) -> None:
-        """Verify the checksums themselves, against what the manifest says of them."""
+        """Verify the checksums themselves against the manifest."""
         if self.root(self.length) != expected:
             raise ChecksumError(
                 f"{self.path}{SUFFIX} is damaged: it is not as the last flush left it, so no row "
@@ -166,7 +166,7 @@ class PageSums:
             )
 
     def accept_all(self) -> None:
-        """Accept all pages as they are; the next commit recomputes their checksums."""
+        """Accept the present content of all pages; the next commit recomputes their checksums."""
         self.all_known = self._all_changed = True
 
     def change(self, pages: Tensor) -> None:
@@ -220,7 +220,7 @@ class PageSums:
         self._changed, self._journaled = (zeros(self.sums.shape[0]) for _ in range(2))
 
     def _sums_of(self, pages: Tensor, length: int, *, skip_holes: bool = False) -> Tensor:
-        """Return the checksums of pages as they are now, uint8 `[n, 4]`."""
+        """Return the checksums of the present content of pages, uint8 `[n, 4]`."""
         if not pages.numel():
             return torch.empty(0, WIDTH, dtype=torch.uint8)
         data = self._data[:length]

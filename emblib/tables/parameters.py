@@ -1,4 +1,4 @@
-"""Parameters of tables that backward updates: what is done to them reaches the table, or raises."""
+"""Parameters of tables that backward updates: each change reaches the table, or raises."""
 
 import sys
 import time
@@ -259,7 +259,7 @@ def _sync_with_cache(
 
 
 def _cached_values(owner: Any, alias: Tensor) -> Tensor:
-    """Return an alias of a cached view as one that syncs too."""
+    """Return an alias of a cached view that syncs with the cache, too."""
     values = alias.as_subclass(CachedValues)
     values.owner = owner
     return values
@@ -370,7 +370,7 @@ def _is_of_bare_module(parameter: Any) -> bool:
 
 
 def refuse_gradients(parameter: nn.Parameter) -> None:
-    """Make a backward raise in which a gradient arrives at a table that backward updates.
+    """Raise in backward if a gradient arrives at a table that backward updates.
 
     Lookups give it none, so it is of a penalty on the weights, or of weights that another module
     uses too, and would be dropped.
@@ -458,7 +458,7 @@ def check_not_replicated(buffer: Tensor) -> None:
     """Raise RuntimeError where `DistributedDataParallel` replicates tables that backward updates.
 
     Args:
-        buffer: of the module of the tables; DDP has it unless the module is ignored.
+        buffer: buffer of the module of the tables; DDP broadcasts it unless the module is ignored.
     """
     if torch.compiler.is_compiling():
         return
@@ -535,7 +535,7 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
 
 
 def are_replaced(parameters: Iterable[Any]) -> bool:
-    """Return whether one of these parameters has been replaced by one that is not a table's."""
+    """Return whether one of these parameters has been replaced by an ordinary one."""
     if torch.compiler.is_compiling():
         return False
     return any(not isinstance(parameter, TableParameter) for parameter in parameters)

@@ -56,14 +56,23 @@ class QuantizedEmbeddingBags(nn.Module):
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         output_dtype: float32, float16 or bfloat16.
-        bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
-        device: where the kernels run.
+        bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
+        device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
     Raises:
         ValueError: other bits, another placement, equal table names, different dims without
             pooling, or features of missing tables.
+
+    Example:
+        >>> trained = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(1_000, 64, "item")])
+        >>> served = emblib.QuantizedEmbeddingBags.from_float(trained, bits=8)
+        >>> ids, offsets = torch.tensor([3, 14, 15]), torch.tensor([0, 2, 3])
+        >>> bool(torch.allclose(served(ids, offsets), trained(ids, offsets), atol=1e-3))
+        True
+        >>> sum(served.nbytes().values()), trained.nbytes()["weights"]
+        (68032, 256000)
     """
 
     packed: Tensor
@@ -174,11 +183,11 @@ class QuantizedEmbeddingBags(nn.Module):
                 or `nn.Embedding` (pooling NONE), whose tables, features and pooling are kept; a
                 matrix `[R, D]`, or several by name, which are pooled by SUM.
             bits: 8 or 4.
-            output_dtype: by default that of the source's output, or float32.
-            bounds_check: as in the constructor.
-            device: by default that of the source.
-            include_last_offset: as in the constructor; by default that of a source whose bags are
-                delimited by offsets, else True.
+            output_dtype: dtype of the output; None is that of the source's output, or float32.
+            bounds_check: reaction to invalid input, as in the constructor.
+            device: device of the copy; None is that of the source.
+            include_last_offset: form of the offsets, as in the constructor; None is that of a
+                source whose bags are delimited by offsets, else True.
 
         Raises:
             TypeError: another source.
@@ -437,8 +446,8 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
     Args:
         values: the numbers, uint8 `[rows, bytes]`.
         scales: scale and offset of each row, float32 `[rows, 2]`.
-        dim: of a row.
-        bits: of a number.
+        dim: number of values of a row.
+        bits: bits per value.
 
     Raises:
         ValueError: the tensors are of another table, or their values exceed the range of float16.

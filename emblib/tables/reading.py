@@ -16,12 +16,12 @@ from emblib.tables.memory import TableOffset
 
 
 class TableReading(NamedTuple):
-    """How features read the only table of a module.
+    """Reading of the only table of a module by some features, with their pooling.
 
     Args:
         features: `[F, columns]`, see `emblib.columns.FeatureColumn`.
         dim: columns of the table.
-        pooling: of the features.
+        pooling: pooling of the features.
         joint: adds up the gradients of the table, if backward updates it.
     """
 
@@ -50,11 +50,3 @@ class TableReading(NamedTuple):
         dims = [self.dim] * len(self.features)
         layout, elements = variable_batch(batch_sizes, dims, max(len(offsets) - 1, 0), device)
         return layout, output_dim if unpooled else elements
-
-
-class LookupArgs(NamedTuple):
-    """The optional arguments of `TableBatchedEmbeddingBags.forward`."""
-
-    sample_weights: Tensor | None
-    feature_requires_grad: Tensor | None
-    unique: int | None

@@ -1,4 +1,4 @@
-"""Forwards that activation checkpointing repeats: what they change besides their output.
+"""Side effects of forwards that activation checkpointing repeats.
 
 `torch.utils.checkpoint` runs a function in forward and again in backward. The output of a lookup
 may be computed twice, but a key must be inserted, an id counted and a warning given once. So a
@@ -89,7 +89,7 @@ class RunningForward:
 
 
 class _Region:
-    """What the lookups of a checkpointed region noted, by owner in the order of its calls."""
+    """Notes of the lookups of a checkpointed region, by owner in the order of its calls."""
 
     def __init__(self) -> None:
         self.values: weakref.WeakKeyDictionary[object, list[Any]] = weakref.WeakKeyDictionary()
@@ -110,7 +110,7 @@ class _Region:
 
 
 def _region_of(holder: Any) -> _Region:
-    """Return the region that torch's object of a region stands for."""
+    """Return the region of torch's checkpointing object."""
     region: _Region = vars(holder).setdefault("_emblib_region", _Region())
     return region
 

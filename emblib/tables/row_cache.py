@@ -293,11 +293,11 @@ class RowCache(nn.Module):
         """Return the call that starts a batch and fetches its rows: `enter` and `fetch` in one op.
 
         Args:
-            ticket: of the batch; its rows are not evicted from now on.
+            ticket: ticket of the batch; its rows are not evicted from now on.
             tiers: the memory of the tables.
             batch: the lookups.
             check: the check of the batch on the way.
-            postpones: on a GPU, whether rows that the update of an earlier batch in flight may
+            postpones: whether, on a GPU, rows that the update of an earlier batch in flight may
                 write to in their tables are left for `fetch_later`.
         """
         self._in_flight.add(ticket)
@@ -333,9 +333,9 @@ class RowCache(nn.Module):
         Args:
             tiers: the memory of the tables.
             passes: the rows of each pass.
-            later: on a GPU, per pass the list that gets those rows that the update of an earlier
-                batch in flight may write to in their tables; `fetch_later` fetches them. Without
-                such lists all rows are fetched.
+            later: list per pass, on a GPU, that gets the rows that the update of an earlier batch
+                in flight may write to in their tables; `fetch_later` fetches them. Without such
+                lists all rows are fetched.
 
         Returns:
             `row_slots` of each pass.

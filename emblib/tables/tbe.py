@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
-from emblib.tables.reading import LookupArgs, TableReading
+from emblib.tables.reading import TableReading
 from emblib.tables.recomputation import trains_first
 from emblib.tables.reporting import Reporting, StatsReporter
 from emblib.tables.row_cache import CacheStats, RowCache
@@ -56,14 +56,14 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     Args:
         tables: rows, dim, name and placement of each table.
-        optimizer: one of `emblib.optim`. Without one, backward leaves dense gradients for an
-            optimizer of `torch.optim`, as `optim.External(gradient=Gradient.DENSE)` does.
+        optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
+            `torch.optim`, as `optim.External(gradient=Gradient.DENSE)` does.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
-        bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
-        cache: of the MANAGED_CACHING and DISK tables; unused without such tables.
-        device: where the kernels run.
+        bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
+        cache: cache of the MANAGED_CACHING and DISK tables; unused without such tables.
+        device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
@@ -71,12 +71,14 @@ class TableBatchedEmbeddingBags(FusedTables):
     from their last `flush`.
 
     Example:
-        >>> tables = emblib.TableBatchedEmbeddingBags(
-        ...     [emblib.TableSpec(1000, 64), emblib.TableSpec(500, 32)], emblib.optim.Adagrad(0.1)
-        ... )
+        >>> tables = [emblib.TableSpec(rows=1_000, dim=64), emblib.TableSpec(rows=500, dim=32)]
+        >>> bags = emblib.TableBatchedEmbeddingBags(tables, emblib.optim.Adagrad(0.1))
         >>> indices = torch.tensor([3, 14, 15, 92])
-        >>> tables(indices, torch.tensor([0, 2, 3, 3, 4])).shape  # 2 features x 2 samples
+        >>> offsets = torch.tensor([0, 2, 3, 3, 4])  # 2 features x 2 samples
+        >>> pooled = bags(indices, offsets)
+        >>> pooled.shape
         torch.Size([2, 96])
+        >>> pooled.sum().backward()  # updates the 4 rows
     """
 
     tables: tuple[TableSpec, ...]
@@ -84,6 +86,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         TableSpec, "TableSpec(rows=1000, dim=64)", "for a TTSpec use TTEmbeddingBag"
     )
     has_parameter_per_table = False
+    num_distinct_rows: int | None = None
+    """Number of distinct rows of the next batch, if the caller knows it: the sparse gradients of
+    `External` then need no read from the device. A wrong number raises ValueError on the CPU."""
     row_cache: RowCache | None
     state_prev_iter: Tensor  # of GlobalDecay
     _memory: Memory
@@ -195,8 +200,6 @@ class TableBatchedEmbeddingBags(FusedTables):
         per_sample_weights: Tensor | None = None,
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
-        feature_requires_grad: Tensor | None = None,
-        total_unique_indices: int | None = None,
     ) -> Tensor:
         """Pool embeddings to `[B, sum D]`, or `[L, D]` for pooling NONE, in `precision.output`.
 
@@ -208,35 +211,30 @@ class TableBatchedEmbeddingBags(FusedTables):
             batch_sizes: `[F][ranks]` if features differ in batch size: the bags of feature f from
                 rank r, in rank order. `offsets` then has one entry per bag plus one, and the output
                 is one vector: rank by rank, feature by feature, bag by bag.
-            feature_requires_grad: `[F]`; features with 0 give `per_sample_weights` no gradient.
-                Their rows are trained nevertheless.
-            total_unique_indices: for External(SPARSE), the number of distinct rows of the batch, if
-                known: the gradient then needs no read from the device.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
         refuse_tangents("per_sample_weights", per_sample_weights)
-        is_short = batch_sizes is None and feature_requires_grad is None
-        if is_short and not torch.compiler.is_compiling():
+        if batch_sizes is None and not torch.compiler.is_compiling():
             calls = self._current_calls()
             if calls.take(self, indices, offsets, per_sample_weights):
                 return calls(self, indices, offsets, per_sample_weights)
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
-        args = LookupArgs(per_sample_weights, feature_requires_grad, total_unique_indices)
+        batch_id = BatchId(indices, offsets)
         if torch.compiler.is_compiling() and self._breaks_graphs():
-            return self._look_up_eagerly(BatchId(indices, offsets), batch_sizes, args)
+            return self._look_up_eagerly(batch_id, batch_sizes, per_sample_weights)
         if self._reporting is None or torch.compiler.is_compiling():
-            return self._look_up(BatchId(indices, offsets), batch_sizes, args)
+            return self._look_up(batch_id, batch_sizes, per_sample_weights)
         with self._reporting.timed("tbe.forward_time", indices.device):
-            out = self._look_up(BatchId(indices, offsets), batch_sizes, args)
+            out = self._look_up(batch_id, batch_sizes, per_sample_weights)
         self._report(indices)
         return out
 
     def _prepare_calls(self) -> ShortCalls:
-        """Prepare calls of the module as it is now."""
+        """Prepare calls of the module in its present state."""
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
         cache = self._prefetcher
@@ -324,7 +322,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
     ) -> Tensor:
         """Look up a batch in the only table, with other features and pooling, see `joint_step`."""
-        return self._look_up(batch_id, batch_sizes, LookupArgs(sample_weights, None, None), reading)
+        return self._look_up(batch_id, batch_sizes, sample_weights, reading)
 
     @atomic
     def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
@@ -343,20 +341,15 @@ class TableBatchedEmbeddingBags(FusedTables):
         self,
         batch_id: BatchId,
         batch_sizes: Sequence[Sequence[int]] | None,
-        args: LookupArgs,
+        sample_weights: Tensor | None,
         reading: TableReading | None = None,
     ) -> Tensor:
-        batch = self._batch(*batch_id, batch_sizes, reading)
-        if args.feature_requires_grad is not None:
-            masked = self._masked_features(args.feature_requires_grad)
-            batch = batch._replace(sample_features=masked)
-        sample_weights, tiers = args.sample_weights, self._tiers()
+        batch, tiers = self._batch(*batch_id, batch_sizes, reading), self._tiers()
         if self._is_periodic and self._begins_step(batch):
             with self._lock:
                 self._before_forward(tiers)
-        read: Callable[..., Tensor] = self._read
-        if not autograd.updates_in_backward(self.optimizer):
-            read = partial(self._read_for_gradients, unique=args.unique)
+        updates = autograd.updates_in_backward(self.optimizer)
+        read = self._read if updates else self._read_for_gradients
         if self._prefetcher is not None:
             read_slots = partial(read, tiers, sample_weights=sample_weights)
             return self._prefetcher.look_up(
@@ -365,12 +358,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return read(tiers, batch, sample_weights)
 
     def _read_for_gradients(
-        self,
-        tiers: autograd.Tiers,
-        batch: autograd.Lookup,
-        sample_weights: Tensor | None,
-        *,
-        unique: int | None,
+        self, tiers: autograd.Tiers, batch: autograd.Lookup, sample_weights: Tensor | None
     ) -> Tensor:
         """Look up a batch whose backward leaves gradients on the parameters."""
         trained, offsets = self._gradient_parameters()
@@ -384,7 +372,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             self.optimizer,
             sample_weights,
             self.output_dtype,
-            unique,
+            self.num_distinct_rows,
             offsets,
             tiers.weights[1:],
         )
@@ -422,21 +410,12 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Return the parameters that backward leaves gradients on, and where they lie."""
         return [self.weights], None
 
-    def _masked_features(self, requires_grad: Tensor) -> Tensor:
-        """Return `features` without rows where no gradient is wanted; these are skipped."""
-        if requires_grad.shape != (len(self.feature_tables),):
-            raise ValueError(
-                "feature_requires_grad must have one entry per feature = "
-                f"{len(self.feature_tables)}, got shape {tuple(requires_grad.shape)}"
-            )
-        masked = self.features.clone()
-        masked[:, FeatureColumn.ROWS] *= (requires_grad != 0).to(masked)
-        return masked
-
     def _trained_features(self) -> Tensor:
         """Return `features` without rows for frozen tables: their lookups are not grouped."""
-        trained = [float(t not in self._untrained) for t in self.feature_tables]
-        return self._masked_features(torch.tensor(trained, device=self.features.device))
+        trained = [t not in self._untrained for t in self.feature_tables]
+        features = self.features.clone()
+        features[:, FeatureColumn.ROWS] *= torch.tensor(trained, device=features.device)
+        return features
 
     def _breaks_graphs(self) -> bool:
         """Return whether a lookup needs Python state: see `_look_up_eagerly`."""
@@ -445,7 +424,10 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @graph_break
     def _look_up_eagerly(
-        self, batch_id: BatchId, batch_sizes: Sequence[Sequence[int]] | None, args: LookupArgs
+        self,
+        batch_id: BatchId,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        sample_weights: Tensor | None,
     ) -> Tensor:
         """Look up outside compiled graphs: a cache has Python state and moves rows.
 
@@ -453,7 +435,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         Optimizers with a periodic part count forwards in Python; the length of a sparse gradient is
         the number of distinct rows, which no graph knows.
         """
-        return self._look_up(batch_id, batch_sizes, args)
+        return self._look_up(batch_id, batch_sizes, sample_weights)
 
     def _before_forward(self, tiers: autograd.Tiers) -> None:
         if self.hyperparams.is_cuda and torch.cuda.is_current_stream_capturing():

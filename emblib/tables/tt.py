@@ -79,8 +79,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     Args:
         tables: rows, dim, ranks, factors and name of each table.
-        optimizer: one of `emblib.optim`; its "row" is the row of a core. Without one, backward
-            leaves dense gradients for an optimizer of `torch.optim`.
+        optimizer: optimizer of `emblib.optim`; its "row" is the row of a core. None leaves dense
+            gradients for an optimizer of `torch.optim`.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
@@ -90,8 +90,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         precision: dtypes of cores (`weights`), output and optimizer state, how updates of cores are
             rounded, and how exact products are on a GPU (`matmul`); rows and sums are float32 in
             any case. On the CPU products are float32 whatever `matmul` says, which is logged.
-        bounds_check: what happens to invalid indices and offsets, see `BoundsCheck`.
-        device: of the cores.
+        bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
+        device: device of the cores; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
@@ -483,7 +483,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> list[TTWork]:
-        """Return what a batch costs each table: distinct rows and halves, and multiply-adds.
+        """Return the work of a batch per table: distinct rows and halves, and multiply-adds.
 
         The arguments are those of `forward`. On a GPU the host waits.
         """
@@ -539,7 +539,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
     Args:
         spec: rows, dim, ranks and factors.
-        optimizer, pooling, init, precision, bounds_check, device, include_last_offset: as in
+        optimizer, pooling, init, precision, bounds_check, device, include_last_offset: arguments of
             `TableBatchedTTEmbeddingBags`.
 
     Example:
@@ -593,21 +593,24 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
         Args:
             weight: `[rows, dim]`, of any floating dtype, e.g. that of a trained `nn.EmbeddingBag`.
-            optimizer: as in the constructor.
+            optimizer: optimizer, as the constructor takes it.
             spec: factors of rows and dim; with none of the next three its ranks as well.
             ranks: the inner ranks.
             error: the largest relative error, from which the ranks follow.
-            nbytes: of the cores, from which the ranks follow.
+            nbytes: bytes of the cores, from which the ranks follow.
             counts: accesses of each row, by which their errors are weighted.
-            options: as in the constructor; `device` is by default that of `weight`. Cores of
-                `precision.weights` in 16 bits are rounded to nearest, which the logged error has.
+            options: further arguments of the constructor; `device` is by default that of `weight`.
+                Cores whose `precision.weights` has 16 bits are rounded to nearest, and the logged
+                error includes it.
 
         Raises:
             ValueError: not one of `ranks`, `error` and `nbytes`; a wrong shape.
 
         Example:
-            >>> trained = torch.nn.EmbeddingBag(1000, 16)
+            >>> trained = torch.nn.EmbeddingBag(1_000, 16)
             >>> bag = emblib.TTEmbeddingBag.from_dense(trained.weight, ranks=(16, 16))
+            >>> bag(torch.tensor([[3, 14]])).shape
+            torch.Size([1, 16])
         """
         dtype = getattr(options.get("precision"), "weights", torch.float32)
         made = decompose(

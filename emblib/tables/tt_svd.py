@@ -30,11 +30,11 @@ _RIDGE = 1e-6  # of the mean squared regressor, where few counted rows determine
 
 
 class Decomposition(NamedTuple):
-    """Cores of a table, float32 `[p_k, R_k * q_k * R_{k+1}]`, and what they lose.
+    """Cores of a table, float32 `[p_k, R_k * q_k * R_{k+1}]`, and their errors.
 
     Attributes:
         spec: the table, with the ranks that were chosen.
-        cores: its cores.
+        cores: cores of the train.
         error: the norm of the difference to the table, relative to the norm of the table.
         hot_error: the same for the 1% of rows with the most accesses, if there were counts.
     """
@@ -65,10 +65,10 @@ def decompose(
         ranks: the inner ranks; those that the cores cannot use are lowered.
         error: a relative error; the ranks are the smallest whose cuts stay below it together.
             Rounding the cores to 16 bits adds to it.
-        nbytes: of the cores in `dtype`; the ranks are the largest equal ones that fit.
+        nbytes: bytes of the cores in `dtype`; the ranks are the largest equal ones that fit.
         counts: accesses of each row `[rows]`: the first and the last core are then fitted so that
             the squared errors of rows, weighted by these, are smallest.
-        dtype: to which the values of the cores are rounded: float32, float16 or bfloat16.
+        dtype: dtype to which the values of the cores are rounded: float32, float16 or bfloat16.
 
     Raises:
         ValueError: not one of the sizes, or of a wrong shape; another dtype.
@@ -76,8 +76,8 @@ def decompose(
     Source: Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 33 (2011).
 
     Example:
-        >>> weight = torch.randn(500, 16)
-        >>> emblib.tables.tt_svd.decompose(weight, error=0.5).error <= 0.5
+        >>> from emblib.tables.tt_svd import decompose
+        >>> decompose(torch.randn(500, 16), error=0.5).error <= 0.5
         True
     """
     _check(weight, spec, ranks, error, nbytes, counts)
@@ -220,7 +220,7 @@ class _Cuts:
 
 
 def _gram(matrix: Tensor) -> Tensor:
-    """Return `matrix @ matrix.T` in float64, a block of columns at a time."""
+    """Return `matrix @ matrix.T` in float64, computed by blocks of columns."""
     gram = torch.zeros(matrix.size(0), matrix.size(0), dtype=torch.float64, device=matrix.device)
     width = max(1, _CHUNK_BYTES // (8 * matrix.size(0)))
     for block in matrix.split(width, dim=1):

@@ -18,7 +18,12 @@ INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)  # narrowest fir
 
 @dataclass(frozen=True)
 class TracedFeature:
-    """A feature of a trace: its name, its table, and the table's size (0: unknown)."""
+    """A feature of a trace: its name, its table, and the table's size (0: unknown).
+
+    Example:
+        >>> emblib.TracedFeature("seen", table="item", rows=1_000)
+        TracedFeature(name='seen', table='item', rows=1000, dim=0)
+    """
 
     name: str
     table: str
@@ -31,6 +36,16 @@ class LookupTrace:
     """Lookups of F features: sample n of feature f looked up the next `lengths[f][n]` of `ids[f]`.
 
     Features may have different numbers of samples, where modules are not called equally often.
+
+    Example:
+        >>> trace = emblib.LookupTrace(  # one feature of two samples
+        ...     (emblib.TracedFeature("seen", "item", 1_000),),
+        ...     ids=(torch.tensor([3, 1, 4]),),
+        ...     lengths=(torch.tensor([2, 1]),),
+        ... )
+        >>> digest = trace.save("lookups.pt")
+        >>> emblib.LookupTrace.load("lookups.pt").ids[0][:]
+        tensor([3, 1, 4])
     """
 
     features: tuple[TracedFeature, ...]
@@ -128,7 +143,13 @@ class _Lengths(NamedTuple):
 
 
 def sha256(path: str | Path) -> str:
-    """Return the SHA-256 of a file's bytes, 64 hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, 64 hexadecimal digits.
+
+    Example:
+        >>> _ = open("lookups.pt", "wb").write(b"")
+        >>> emblib.trace.sha256("lookups.pt")[:12]
+        'e3b0c44298fc'
+    """
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

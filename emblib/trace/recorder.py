@@ -241,6 +241,13 @@ class TraceRecorder:
     Raises:
         ValueError: no module, or a negative number of calls.
         TypeError: an argument that is not a module.
+
+    Example:
+        >>> model = torch.nn.ModuleDict({"item": torch.nn.EmbeddingBag(1_000, 16)})
+        >>> with emblib.TraceRecorder(model) as recorder:
+        ...     pooled = model["item"](torch.tensor([[3, 1], [4, 1]]))
+        >>> recorder.trace.features[0].name, recorder.trace.ids[0].tolist()
+        ('item', [3, 1, 4, 1])
     """
 
     def __init__(self, *modules: nn.Module, calls: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""How unevenly the ids of a table are looked up, and what follows for tables of fewer rows."""
+"""Skew of the lookups of a table, and its consequences for tables of fewer rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST = 1e-60  # of its factors; products of smaller ones are denormal numbers,
 
 @dataclass(frozen=True, eq=False)
 class IdSkew:
-    """How unevenly the ids of a table are looked up.
+    """Distribution of the lookups of a table over its ids.
 
     Args:
         shares: ids of about equal frequency are a group; the fraction of all lookups that one id of
@@ -79,7 +79,7 @@ class IdSkew:
         return float((sizes * shares) @ -torch.expm1(-shares * high))
 
     def shared(self, rows: int) -> float:
-        """Return the share of a row's updates that other ids make, where a hash gives `rows`.
+        """Return the share of a row's updates that come from other ids, with a hash to `rows`.
 
         The expectation over lookups and hashes of o / (s + o), for an id of share s in whose row
         others have o. It follows from 1 / (s + o), the integral of exp(-(s + o) t) over t, and the

@@ -1,1 +1,1 @@
-"""Tensor-train mathematics without modules: how a table is cut into factors."""
+"""Tensor-train mathematics without modules: factors of tables, and work of lookups."""

@@ -1,4 +1,4 @@
-"""How much a batch of lookups costs a tensor train: the multiply-adds of its products.
+"""Work of a batch of lookups in a tensor train: the multiply-adds of its products.
 
 A row is the product of a left and a right half, which rows share: with cores G_0, G_1, ... the left
 half is G_0 G_1 (G_0 alone of two cores), the right half the rest. A batch makes each distinct half
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 
 class TTWork(NamedTuple):
-    """What lookups of one table cost.
+    """Work of a batch of lookups in one table.
 
     Attributes:
-        rows: distinct rows.
+        rows: number of distinct rows.
         lefts, rights: distinct halves of these.
         forward, backward: multiply-adds of the products; sums of bags and updates are not counted.
 

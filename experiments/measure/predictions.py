@@ -46,12 +46,13 @@ class TimedSteps:
     """Steps of one kind: their batches and what was measured of them.
 
     Attributes:
-        module: whose steps they are.
+        module: module whose steps are timed.
         batches: taken in turns.
-        terms: what a batch needs of the cores, mean over the batches; as `TERMS`.
-        added: likewise of the cache, as `CACHE_TERMS`; empty without one.
+        terms: work of a batch on the cores, mean over the batches; columns as `TERMS`.
+        added: work of a batch on the cache, as `CACHE_TERMS`, mean over the batches; empty without
+            a cache.
         known: facts for the record; empty for steps that constants are fitted to.
-        samples: (round, seconds).
+        samples: samples of the step time: (round, seconds).
     """
 
     module: Any

@@ -32,13 +32,13 @@ class Clicks:
     """Samples in the order train, validation, test.
 
     Attributes:
-        name: of the data.
-        title: what they are and what is predicted, for the report.
+        name: name of the data set.
+        title: description of the samples and of the predicted label, for the report.
         rows: ids of each field.
         ids: int64 `[N, F]`.
         numbers: float32 `[N, C]`, standardised over the training samples.
         labels: float32 `[N]`, 0 or 1.
-        ends: where the training samples end, and where those of validation end.
+        ends: end of the training samples and end of the validation samples.
         chances: the probability by which each label was drawn, where it is known.
     """
 

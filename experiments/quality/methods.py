@@ -31,12 +31,12 @@ class MethodTask:
     """What a method makes small, and how it is trained.
 
     Attributes:
-        rows: of each table.
-        dim: of a row.
+        rows: number of rows of each table.
+        dim: dim of a row.
         share: bytes allowed, as a share of those of the plain tables; of each table alike.
         rate: learning rate of Adagrad.
         counts: how often each id occurs in the training samples, table by table.
-        trained: returns the rows of the plain tables after training.
+        trained: function that returns the rows of the plain tables after training.
     """
 
     rows: tuple[int, ...]
@@ -70,9 +70,9 @@ class Rows(nn.Module):
     """Base of the methods: gives the rows of K fields.
 
     Attributes:
-        optimizers: of what backward does not update by itself.
-        trained_bytes: of the parameters, optimizer states apart.
-        served_bytes: of the parameters with dense rows quantised to 8 bits.
+        optimizers: optimizers of the parameters that backward does not update.
+        trained_bytes: bytes of the parameters, without optimizer states.
+        served_bytes: bytes of the parameters with dense rows quantised to 8 bits.
     """
 
     def __init__(self, task: MethodTask) -> None:

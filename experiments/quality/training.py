@@ -23,12 +23,13 @@ class TrainingPlan:
     """How a model is trained.
 
     Attributes:
-        dim: of rows.
+        dim: dim of rows.
         batch: samples of a step.
-        epochs: at most; the one of the least loss on the validation samples counts.
+        epochs: maximum number of epochs; the epoch with the least loss on the validation samples
+            counts.
         rates: learning rates of tables to choose from, likewise.
         large: share of all rows from which on a table is made smaller.
-        seed: of initial values and the order of samples.
+        seed: seed of initial values and of the order of samples.
     """
 
     dim: int

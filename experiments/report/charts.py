@@ -145,7 +145,7 @@ def curves(
         lines: The curves; those with a label are named.
         x: The horizontal scale.
         y: The vertical scale.
-        names: Where to write names: a location of a legend, "outside" (a legend right of the
+        names: position of the names: a location of a legend, "outside" (a legend right of the
             panel), "ends" (at the right end of each curve), "points" (next to each named point) or
             "" (nowhere).
         columns: Columns of the legend.

@@ -85,10 +85,11 @@ class Table:
         """Return a table with a line per row.
 
         Args:
-            rows: What the columns are functions of; the rows of a frame are Series.
+            rows: rows of the table, which the functions of the columns take; the rows of a frame
+                are Series.
             columns: Heading -> function of a row, or the name of an entry with its words.
-            names: If positive, rows have a status. Of a row whose status is not "ok" only this
-                many columns are shown, then its status.
+            names: number of columns to show of a row whose status is not "ok", before its status; 0
+                if rows have no status.
         """
         lines = []
         for row in (r for _, r in rows.iterrows()) if isinstance(rows, pd.DataFrame) else rows:

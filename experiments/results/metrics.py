@@ -104,7 +104,7 @@ def phase_rows(
     """Return a row per arm, mode and phase of the cells of a kind, all processes together.
 
     Args:
-        records: Of a run, of all kinds.
+        records: records of a run, of all kinds.
         kind: The kind whose cells count.
         baseline_of: The arm that the arm of a record is compared with.
         row_of: Makes a row of a group, its phase, its baseline's group, and the run's spread.

@@ -142,7 +142,7 @@ class ProcessSpread:
 
     Attributes:
         spread: the standard deviation of the logs within comparisons.
-        freedom: its degrees of freedom: the processes of each comparison less one, summed.
+        freedom: degrees of freedom: the number of processes of each comparison less one, summed.
     """
 
     spread: float

@@ -17,7 +17,7 @@ from emblib import (
     StochasticRounding,
     optim,
 )
-from emblib.compat import dynamicemb, dynamicemb_option_list
+from emblib.compat import dynamicemb
 from emblib.compat.dynamicemb import (
     BUCKET_ALIGNMENT,
     MAX_BUCKET_CAPACITY,
@@ -37,6 +37,7 @@ from emblib.compat.dynamicemb import (
 )
 from emblib.compat.fbgemm_types import CowClipDefinition
 from emblib.init import Constant, KeyModulo, Normal, TruncatedNormal, Uniform
+from scripts.docs import dynamicemb_option_list
 from tests.compat.dynamicemb_cases import look_up, one_table, options
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "dynamicemb.md"
@@ -45,7 +46,7 @@ Mode, Score, Evict = DynamicEmbInitializerMode, DynamicEmbScoreStrategy, Dynamic
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == dynamicemb_option_list.page(), (
-        "write it again: python -m emblib.compat.dynamicemb_option_list docs/dynamicemb.md"
+        "write it again: python -m scripts.docs.dynamicemb_option_list docs/dynamicemb.md"
     )
 
 

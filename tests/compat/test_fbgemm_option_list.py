@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from emblib.compat import fbgemm as ours
-from emblib.compat import fbgemm_arguments, fbgemm_option_list
+from emblib.compat import fbgemm_arguments
+from scripts.docs import fbgemm_option_list
 from tests.compat.peer import fbgemm
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
@@ -15,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == fbgemm_option_list.page(), (
-        "write it again: python -m emblib.compat.fbgemm_option_list docs/options.md"
+        "write it again: python -m scripts.docs.fbgemm_option_list docs/options.md"
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from emblib.compat import fbtt, fbtt_option_list
+from emblib.compat import fbtt
 from emblib.compat.fbtt import (
     DISTRIBUTIONS,
     OptimType,
@@ -23,6 +23,7 @@ from emblib.compat.fbtt import (
     suggested_tt_shapes,
     tt_matrix_to_full,
 )
+from scripts.docs import fbtt_option_list
 
 PAGE = Path(__file__).parents[2] / "docs/fbtt.md"
 
@@ -492,7 +493,7 @@ def test_wrong_arguments() -> None:
 
 def test_the_page_is_up_to_date_and_explains_every_name() -> None:
     assert PAGE.read_text() == fbtt_option_list.page(), (
-        "write it again: python -m emblib.compat.fbtt_option_list docs/fbtt.md"
+        "write it again: python -m scripts.docs.fbtt_option_list docs/fbtt.md"
     )
     explained = fbtt_option_list.names()
     arguments = set(inspect.signature(TableBatchedTTEmbeddingBag).parameters)

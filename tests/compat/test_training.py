@@ -104,6 +104,31 @@ def test_state_names(optimizer: str, options: dict[str, Any], keys: list[str]) -
     assert module.get_optimizer_buffer("momentum1_host").data_ptr() == split[0][0].data_ptr()
 
 
+@pytest.mark.parametrize("sizes", [None, [[1, 1], [2, 0]]])
+def test_features_without_gradient_still_train(sizes: list[list[int]] | None) -> None:
+    def train(wanted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        module = make(optimizer=OptimType.EXACT_SGD, learning_rate=0.5)
+        weights = torch.ones(len(INDICES), requires_grad=True)
+        options = {
+            "feature_requires_grad": wanted,
+            "batch_size_per_feature_per_rank": sizes,
+        }
+        output = module(INDICES, offsets, weights, **options)
+        output.backward(torch.arange(output.numel()).view_as(output).float())
+        assert weights.grad is not None
+        return weights.grad, torch.cat(module.split_embedding_weights())
+
+    offsets = torch.tensor([0, 2, 5, 5, len(INDICES)])
+    gradient, rows = train(None)
+    masked, masked_rows = train(torch.tensor([0, 1]))
+    assert gradient[:5].all()
+    assert not masked[:5].any()
+    assert torch.equal(masked[5:], gradient[5:])
+    assert torch.equal(masked_rows, rows)
+    with pytest.raises(ValueError, match=r"one entry per feature = 2, got shape \(3,\)"):
+        train(torch.ones(3))
+
+
 def test_no_optimizer_leaves_a_sparse_gradient() -> None:
     module = make(optimizer=OptimType.NONE)
     distinct = 3 + 5

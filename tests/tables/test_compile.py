@@ -413,7 +413,7 @@ assert module.step == 2
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_options_of_forward_and_precision() -> None:
+def test_options_of_precision() -> None:
     def module() -> TableBatchedEmbeddingBags:
         torch.manual_seed(0)
         precision = Precision(
@@ -429,8 +429,7 @@ def test_options_of_forward_and_precision() -> None:
     case = replace(PLAIN, weighted=True)
     twins = Twins(module, dynamic=True)
     for seed in range(3):
-        wanted = torch.tensor([seed % 2, 1])
-        twins.step(*batch(case, seed), feature_requires_grad=wanted)
+        twins.step(*batch(case, seed))
     twins.check_same()
     assert twins.graphs == 1
 

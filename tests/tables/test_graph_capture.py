@@ -66,16 +66,14 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_of(
-    case: Case, optimizer: optim.Optimizer, device: torch.device, **options: Any
-) -> Callable[[], None]:
+def step_of(case: Case, optimizer: optim.Optimizer, device: torch.device) -> Callable[[], None]:
     """Return forward and backward of one step."""
     module = case.module(optimizer, device.type)
     indices, offsets, weights = case.batch_of(device.type)
     if weights is not None:
         weights.requires_grad_()
-    grad = torch.ones_like(module(indices, offsets, weights, **options))
-    return lambda: module(indices, offsets, weights, **options).backward(grad)
+    grad = torch.ones_like(module(indices, offsets, weights))
+    return lambda: module(indices, offsets, weights).backward(grad)
 
 
 def operations(step: Callable[[], object]) -> Operations:
@@ -107,12 +105,6 @@ def test_no_step_waits_for_the_device(optimizer: str, device: torch.device) -> N
 @pytest.mark.parametrize("case", ["plain", "none", "mean", "mixed_dims", "fp16", "invalid"])
 def test_no_kind_of_lookup_waits_for_the_device(case: str, device: torch.device) -> None:
     assert not waits(step_of(CASES[case], optim.Adam(0.1, max_gradient=1.0), device), device)
-
-
-def test_options_that_do_not_wait_for_the_device(device: torch.device) -> None:
-    case = replace(PLAIN, weighted=True)
-    wanted = torch.tensor([1, 0], device=device)
-    assert not waits(step_of(case, optim.SGD(0.1), device, feature_requires_grad=wanted), device)
 
 
 def test_new_numbers_do_not_wait_for_the_device(device: torch.device) -> None:

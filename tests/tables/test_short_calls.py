@@ -313,10 +313,6 @@ def _reported(module: TableBatchedEmbeddingBags) -> Tensor:
     return module(*BATCH)
 
 
-def _some_features(module: TableBatchedEmbeddingBags) -> Tensor:
-    return module(*BATCH, feature_requires_grad=torch.tensor([1, 0]))
-
-
 def _sizes_of_batches(module: TableBatchedEmbeddingBags) -> Tensor:
     return module(*BATCH, batch_sizes=[[2], [2]])
 
@@ -326,7 +322,6 @@ LONG_CALLS = [
     _one_table_frozen,
     _for_update,
     _reported,
-    _some_features,
     _sizes_of_batches,
 ]
 

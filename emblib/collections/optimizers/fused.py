@@ -455,7 +455,7 @@ def apply_optimizer_in_backward(
     Args:
         optimizer: a class of `torch.optim` (for tables SGD, Adagrad, Adam or AdamW), or an
             optimizer of `emblib.optim`, or a class of those.
-        params: the parameters.
+        params: parameters to update in backward.
         optimizer_kwargs: arguments of the class.
 
     Raises:

@@ -111,7 +111,7 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
     are matched by their position in their group. A state dict by name is returned as it is.
 
     Args:
-        state_dict: of a `KeyedOptimizer` or of `torch.optim`.
+        state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
         names: the names of the parameters of each group.
 
     Raises:
@@ -230,7 +230,7 @@ class OptimizerWrapper(KeyedOptimizer):
 
 
 class GradientClipping(Choice):
-    """What to clip: the NORM of all gradients together, each VALUE, or nothing (NONE)."""
+    """Quantity to clip: the NORM of all gradients together, each VALUE, or nothing (NONE)."""
 
     NORM = "norm"
     VALUE = "value"
@@ -248,8 +248,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: the wrapped optimizer.
-        clipping: what to clip.
-        max_gradient: the bound.
+        clipping: quantity to clip: nothing, the norm of all gradients, or each value.
+        max_gradient: bound of the norm or of the absolute values.
         norm_type: exponent of the norm; `inf` for the maximum.
     """
 
@@ -275,7 +275,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
 
 class GradientShare(Choice):
-    """What a rank has of the gradient of a parameter.
+    """A rank's part of the gradient of a parameter.
 
     A SHARD, which no other rank has; a REPLICA of what all ranks have; or one that another rank
     has as well and counts (COUNTED_ELSEWHERE).
@@ -650,8 +650,9 @@ class WarmupOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: the wrapped optimizer.
-        stages: in order, `max_iters` ascending.
-        lr: the rate that stages multiply, for all groups; left out, the current rate of each group.
+        stages: stages of the schedule, in order of ascending `max_iters`.
+        lr: learning rate that stages multiply, for all groups; None is the current rate of each
+            group.
         lr_param: the key of the rate in the groups.
     """
 

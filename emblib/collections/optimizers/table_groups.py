@@ -1,4 +1,4 @@
-"""Parameter groups of tables: what is written to them acts at once, and they show what acts."""
+"""Parameter groups of tables: writing an entry changes the optimizer, reading shows its value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TableGroup(dict[str, Any]):
         self._tables = _Tables(self, optimizer, modules, rates)
 
     def show(self) -> None:
-        """Show what the modules have."""
+        """Copy the hyperparameters of the modules into the groups."""
         if self._tables is not None:
             self._tables.show()
 

@@ -1,4 +1,4 @@
-"""State dicts of `torch.optim` as those of `FusedOptimizer`: moments and steps go on in tables."""
+"""Convert state dicts of `torch.optim` to those of `FusedOptimizer`, with moments and steps."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def from_torch_states(
     Adam. A parameter without a state, which was never stepped, has zeros.
 
     Args:
-        state_dict: of `torch.optim`, by name (`by_name`).
+        state_dict: state dict of an optimizer of `torch.optim`, with names as keys (`by_name`).
         table_states: the states of the tables, by name.
-        templates: by group.
+        templates: one template per parameter group.
 
     Raises:
         KeyError: the states of another optimizer.

@@ -187,7 +187,7 @@ def expand_into_jagged_permute(
 
 
 def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float) -> Tensor:
-    """Convert `[L, ...]` to `[B, max_length, ...]`; what is longer is cut."""
+    """Pad `[L, ...]` to `[B, max_length, ...]`, cutting longer sequences."""
     check_offsets("offsets", offsets)
     position = torch.arange(max_length, dtype=offsets.dtype, device=offsets.device)
     index = offsets[:-1].unsqueeze(1) + position
@@ -331,8 +331,9 @@ def jagged_unique_indices(
     getting one more.
 
     Args:
-        hash_size_cumsum: per feature, the rows of the tables before its own, and the total.
-        hash_size_offsets: per table, its first feature, and the number of features.
+        hash_size_cumsum: `[F + 1]`, for each feature the number of rows of all tables before its
+            own, and the total.
+        hash_size_offsets: `[T + 1]`, the first feature of each table, and the number of features.
         offsets: `[F * B + 1]`.
         indices: `[L]`.
 

@@ -167,7 +167,7 @@ def read_header(directory: str | Path) -> Header:
 
 
 def _check(part: PartReader) -> None:
-    """Raise DumpError unless a manifest is one that `write` makes; a checksum cannot tell.
+    """Raise DumpError unless a manifest has the form that `write` produces.
 
     Which arrays the entries of a table need is checked when they are read.
     """

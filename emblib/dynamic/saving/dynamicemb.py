@@ -153,7 +153,7 @@ def export_dynamicemb(
     *,
     leave_out: Collection[str] = (),
 ) -> DynamicEmbTable:
-    """Return what is saved of a table; rows are copied when they are indexed."""
+    """Return the content of a table to save; rows are copied when they are indexed."""
     _check_left_out(leave_out)
     entries = table_entries(state, table).sorted()
     if "states" in leave_out:

@@ -554,7 +554,7 @@ class BackingTier:
 
     @torch.no_grad()
     def assign_scores(self, table: int, keys: Tensor, scores: Tensor) -> Tensor:
-        """Set the scores of distinct keys in the store; return which are there, bool `[n]`."""
+        """Set the scores of distinct keys in the store; return which have a row, bool `[n]`."""
         self.drop_overflow_rows()
         records = self.store.read(table, keys)
         self._put(table, records.rows._replace(scores=scores[records.positions]))

@@ -295,12 +295,12 @@ class SqliteRows:
             ) from error
 
     def _write(self, kind: str, table: int, rows: StoredRows) -> None:
-        """Write all rows, or none of them if an exception comes."""
+        """Write all rows, or none if an exception is raised."""
         statement = f"INSERT OR REPLACE INTO {kind}_{table} VALUES (?, ?, ?, ?, ?)"
         self._run_for_each(statement, _records(rows))
 
     def _run_for_each(self, statement: str, values: Iterable[Sequence[Any]]) -> None:
-        """Run a statement for each of some values, or for none if an exception comes."""
+        """Run a statement for each of some values, or for none if an exception is raised."""
         self._undo_batch()
         self._in_batch = True
         self._run("SAVEPOINT batch")

@@ -278,7 +278,7 @@ class BackingStore:
             )
 
     def for_shard(self, shard: StoreShard) -> "BackingStore":
-        """Return the same with a store of its own for one shard of a table."""
+        """Return a copy with a separate store for one shard of a table."""
         self.check_shardable()
         store: Any = self.store
         return replace(self, store=store.for_shard(shard))

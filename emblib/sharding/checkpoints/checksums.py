@@ -99,7 +99,7 @@ def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
 
 
 class SummingStream:
-    """An output stream that computes the checksums of what is written to it."""
+    """An output stream that computes the checksums of its content."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.sums = stream, FileSums()

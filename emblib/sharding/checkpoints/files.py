@@ -187,7 +187,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Load values that are not tensors into a flat state dict, without running what they name."""
+    """Load values that are not tensors into a flat state dict, without running code of a pickle."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -130,8 +130,8 @@ def keyed_rows(
     """Build the rows by key of one table from its shards; a collective over `ranks`.
 
     Args:
-        parts: by number, the shards of this rank: `keys` `[N]` and other tensors with one row per
-            key, sorted by route.
+        parts: shards of this rank by number: `keys` `[N]` and other tensors with one row per key,
+            sorted by route.
         owners: the rank of each shard.
         ranks: the ranks that hold the shards.
 

@@ -343,7 +343,7 @@ def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Ten
 
 
 def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
-    """Load the result of `module_state`, or whole tensors; other tables stay as they are.
+    """Load the result of `module_state`, or whole tensors; other tables do not change.
 
     Raises:
         ValueError: a tensor of another size, or sharded in another way, which

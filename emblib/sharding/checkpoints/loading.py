@@ -115,8 +115,8 @@ def load(
     it.
 
     Args:
-        state: as passed to `save`, with the same names.
-        path: the directory.
+        state: state dict with the same names as the one passed to `save`.
+        path: directory of the checkpoint.
         ranks: the ranks that load; by default all processes, or this process alone.
         strict: False leaves values that the checkpoint lacks unchanged.
 

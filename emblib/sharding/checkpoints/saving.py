@@ -38,7 +38,8 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
         state: modules, optimizers, nested state dicts of tensors, and small values, by name:
             numbers, text, and whatever else `torch.load(weights_only=True)` admits. NumPy scalars
             become Python numbers.
-        path: created if missing; on a file system that all ranks share.
+        path: directory of the checkpoint, created if missing; on a file system that all ranks
+            share.
         ranks: the ranks that save; by default all processes, or this process alone.
 
     Raises:

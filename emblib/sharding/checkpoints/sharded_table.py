@@ -27,11 +27,11 @@ class ShardedTable(Tensor):
     raise.
 
     Args:
-        size: of the full tensor.
+        size: size of the full tensor.
         shards: the shards of all ranks, which tile the tensor; columns (0, 1) for a vector.
         parts: the values of this rank's shards, by their number in `shards`.
         ranks: the ranks that hold the shards.
-        dtype: of the values; ranks without a shard need it, too.
+        dtype: dtype of the values; ranks without a shard need it, too.
     """
 
     shards: tuple[Shard, ...]

@@ -1,4 +1,4 @@
-"""Read the metadata of a checkpoint, which is a pickle, without running what it names.
+"""Read the metadata of a checkpoint, a pickle, without running code of it.
 
 Only the names of the classes that metadata needs are admitted, and the pickle gets placeholder
 classes for them: opcodes may set attributes of anything they reach, classes and functions included.

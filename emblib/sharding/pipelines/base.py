@@ -40,14 +40,29 @@ class TrainPipelineBase:
     thread of a process (docs/threads.md).
 
     Args:
-        model: what `forward` calls; its sharded collections may be anywhere in it.
+        model: model that `forward` calls; its sharded collections may be anywhere in it.
         optimizer: anything with `zero_grad` and `step`; None for a model in eval mode.
-        device: where batches go; by default the device of the ranks.
-        forward: takes a batch and gives (loss, output), or the loss alone; by default `model`.
-        ends: what happens where loaders are of different lengths over the ranks: `DrainAll()`,
+        device: device to which batches are copied; None is the device of the ranks.
+        forward: function of a batch that returns (loss, output), or the loss alone; None is
+            `model`.
+        uneven_inputs: reaction to loaders of different lengths over the ranks: `DrainAll()`,
             `StopAtShortest()` or `AssumeEqual()`.
-        on_progress: called after every step.
-        ranks: those that train together; by default those of the model.
+        on_progress: function that is called after every step.
+        ranks: ranks that train together; None is those of the model.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> def loss_of(batch):
+        ...     loss = model(batch).square().mean()
+        ...     return loss, loss.detach()
+        >>> ranks = emblib.sharding.RankGroup.single()
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model, optimizer, forward=loss_of, ranks=ranks
+        ... )
+        >>> losses = list(pipeline.run(torch.rand(4, 2) for _ in range(3)))
+        >>> len(losses)
+        3
     """
 
     ahead: ClassVar[int] = 1
@@ -196,11 +211,32 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     step sees the tables as the plain loop does.
 
     Args:
-        model: as for `TrainPipelineBase`, like `optimizer`, `device`, `forward`,
+        model: model, as for `TrainPipelineBase`; so are `optimizer`, `device`, `forward`,
             `uneven_inputs`, `on_progress` and `ranks`.
         inputs: gives {path of a sharded collection: its jagged tensor} of a batch. Left out, the
             first batch shows it: an input that is an object of the batch (an attribute, an item)
             is found again at the same place.
+
+    Example:
+        >>> ranks = emblib.sharding.RankGroup.single()
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
+        >>> model = emblib.sharding.DistributedModelParallel(
+        ...     bags,
+        ...     ranks,
+        ...     plan={"": {"item": emblib.sharding.row_wise()}},
+        ...     optimizer=emblib.optim.SGD(0.1),
+        ... )
+        >>> def loss_of(batch):
+        ...     return model(batch).values().square().mean()
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> pipeline = emblib.sharding.TrainPipelineSparseDist(
+        ...     model,
+        ...     model.fused_optimizer,
+        ...     inputs=lambda batch: {model.module: batch},
+        ...     forward=loss_of,
+        ... )
+        >>> len(list(pipeline.run([batch] * 3)))
+        3
     """
 
     ahead: ClassVar[int] = 2
@@ -275,14 +311,20 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
     nothing then.
 
     Args:
-        model: as for `TrainPipelineSparseDist`, like `device`, `inputs`, `forward`,
+        model: model, as for `TrainPipelineSparseDist`; so are `device`, `inputs`, `forward`,
             `uneven_inputs`, `on_progress` and `ranks`.
 
     Example:
-        >>> auc = torchmetrics.classification.BinaryAUROC()
-        >>> for scores, labels in EvalPipelineSparseDist(model.eval(), forward=score).run(loader):
-        ...     auc.update(scores, labels)
-        >>> auc.compute()  # of all ranks
+        >>> ranks = emblib.sharding.RankGroup.single()
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
+        >>> rules = {"item": emblib.sharding.row_wise()}
+        >>> sharded = emblib.sharding.ShardedEmbeddingBagCollection(bags, rules, ranks).eval()
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> pipeline = emblib.sharding.EvalPipelineSparseDist(sharded, ranks=ranks)
+        >>> for pooled in pipeline.run([batch] * 2):
+        ...     print(pooled.values().shape)
+        torch.Size([1, 8])
+        torch.Size([1, 8])
     """
 
     def __init__(
@@ -331,6 +373,26 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     is copied. A row that is in the cache is updated there, so what was brought in before an update
     has it. Without cached tables there is nothing to bring in, and `TrainPipelineSparseDist` does
     the same with a batch less in memory.
+
+    Example:
+        >>> cached = emblib.storage.Dense(emblib.Placement.MANAGED_CACHING)
+        >>> table = emblib.EmbeddingBagConfig(1_000, 8, "item", storage=cached)
+        >>> model = emblib.sharding.DistributedModelParallel(
+        ...     emblib.EmbeddingBagCollection([table], optimizer=emblib.optim.SGD(0.1)),
+        ...     emblib.sharding.RankGroup.single(),
+        ...     plan={"": {"item": emblib.sharding.row_wise()}},
+        ... )
+        >>> def loss_of(batch):
+        ...     return model(batch).values().square().mean()
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> pipeline = emblib.sharding.PrefetchTrainPipelineSparseDist(
+        ...     model,
+        ...     model.fused_optimizer,
+        ...     inputs=lambda batch: {model.module: batch},
+        ...     forward=loss_of,
+        ... )
+        >>> len(list(pipeline.run([batch] * 3)))
+        3
     """
 
     ahead: ClassVar[int] = 3

@@ -104,6 +104,11 @@ def empty_batch(batch: Any) -> Any:
 
     Tensors lose all of their first dimension, and jagged ones all bags; numbers and scalar tensors
     stay. A batch whose examples lie along another dimension needs a function of its own.
+
+    Example:
+        >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
+        >>> emblib.sharding.empty_batch((batch, torch.rand(1, 13)))[1].shape
+        torch.Size([0, 13])
     """
     return _rebuilt(batch, _empty)
 

@@ -62,7 +62,7 @@ class FoundInputs:
 
     @property
     def is_known(self) -> bool:
-        """Whether a batch has passed through the model."""
+        """Return whether a batch has passed through the model."""
         return self._paths is not None
 
     @contextlib.contextmanager

@@ -63,7 +63,7 @@ class _CallPath(NamedTuple):
 
 @dataclass
 class _Mode:
-    """What is known of the forwards in train or eval mode, with or without gradients."""
+    """Lookups found in earlier forwards in train or eval mode, with or without gradients."""
 
     calls: list[_CallPath] | None = None  # None: not searched, or to be searched again
     searches: int = 0

@@ -67,6 +67,17 @@ class DrainAll:
 
     `empty` makes an empty batch from any batch; by default `empty_batch`, which empties the first
     dimension of all tensors. A rank that never had a batch gets an empty one from another rank.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1).eval()
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model,
+        ...     None,
+        ...     uneven_inputs=emblib.sharding.DrainAll(),
+        ...     ranks=emblib.sharding.RankGroup.single(),
+        ... )
+        >>> len(list(pipeline.run([torch.rand(4, 2)] * 3)))
+        3
     """
 
     empty: Callable[[Any], Any] = empty_batch
@@ -74,16 +85,40 @@ class DrainAll:
 
 @dataclass(frozen=True)
 class StopAtShortest:
-    """Stop when the first rank has no batch left; drop the batches that others have read ahead."""
+    """Stop when the first rank has no batch left; drop the batches that others have read ahead.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1).eval()
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model,
+        ...     None,
+        ...     uneven_inputs=emblib.sharding.StopAtShortest(),
+        ...     ranks=emblib.sharding.RankGroup.single(),
+        ... )
+        >>> len(list(pipeline.run([torch.rand(4, 2)] * 3)))
+        3
+    """
 
 
 @dataclass(frozen=True)
 class AssumeEqual:
-    """Assume that all ranks have equally many batches; if they do not, training hangs."""
+    """Assume that all ranks have equally many batches; if they do not, training hangs.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1).eval()
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model,
+        ...     None,
+        ...     uneven_inputs=emblib.sharding.AssumeEqual(),
+        ...     ranks=emblib.sharding.RankGroup.single(),
+        ... )
+        >>> len(list(pipeline.run([torch.rand(4, 2)] * 3)))
+        3
+    """
 
 
 UnevenInputs = DrainAll | StopAtShortest | AssumeEqual
-"""What happens where the loaders of ranks have different numbers of batches."""
+"""Reaction to loaders of ranks with different numbers of batches."""
 
 
 class ExampleCount(NamedTuple):
@@ -259,12 +294,24 @@ class Progress(NamedTuple):
         own_examples: examples of this rank so far.
         examples: examples of all ranks so far; None where it is unknown (`AssumeEqual`).
         elapsed_s: seconds from the beginning of the first step to the end of this one.
-        steps_per_s: over the last steps, at most `WINDOW` of them.
-        own_examples_per_s: likewise, of this rank.
-        examples_per_s: likewise, of all ranks.
+        steps_per_s: steps per second over the last steps, at most `WINDOW` of them.
+        own_examples_per_s: examples of this rank per second, over the same steps.
+        examples_per_s: examples of all ranks per second, over the same steps; None where it is
+            unknown.
 
     The clock is the host's. A GPU may be behind by the steps that are enqueued; over a window of
     steps that is little.
+
+    Example:
+        >>> def report(progress):
+        ...     print(progress.step, progress.own_examples)
+        >>> model = torch.nn.Linear(2, 1).eval()
+        >>> pipeline = emblib.sharding.TrainPipelineBase(
+        ...     model, None, on_progress=report, ranks=emblib.sharding.RankGroup.single()
+        ... )
+        >>> outputs = list(pipeline.run([torch.rand(4, 2)] * 2))
+        1 4
+        2 8
     """
 
     step: int

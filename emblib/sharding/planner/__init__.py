@@ -1,4 +1,4 @@
-"""The planner: find a sharding plan for a model and predict what a step under it takes.
+"""The planner: find a sharding plan for a model and predict the time of its steps.
 
 planner = Planner(Topology.detect(world_size=8), batch_size=4096)
 prediction = planner.solve(model)

@@ -99,7 +99,7 @@ class CostModel:
     """Compute costs of shards on a topology.
 
     Args:
-        topology: provides the constants.
+        topology: machine whose constants are used.
         sent: bytes per float in transit.
         batches: distributed batches that are in memory at a time.
         works: the tables that are planned together; they share the cache of a rank.

@@ -345,7 +345,7 @@ def _storages(device: str) -> str:
 
 
 def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:
-    """Raise PlanError if the reservation leaves a rank no memory."""
+    """Raise PlanError if a rank has no memory besides the reservation."""
     for rank, pool in enumerate(free_memory):
         if pool.device <= 0:
             ways = (

@@ -239,7 +239,7 @@ def _kernel(device: torch.device, rounds: int) -> tuple[float, float]:
 
 
 def _units(device: torch.device, rounds: int) -> tuple[float, float]:
-    """Measure a collection's step on a minimal batch, and what one more table adds."""
+    """Measure a collection's step on a minimal batch, and the cost of one more table."""
 
     def step_of(tables: int) -> float:
         step = tiny_step(RankGroup.single(device), tables, table_wise(0))

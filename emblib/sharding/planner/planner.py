@@ -33,9 +33,9 @@ class Planner:
     Args:
         topology: the machine.
         batch_size: examples per rank.
-        constraints: of tables, by name, or by `path.name` where collections share names.
+        constraints: constraints by table name, or by `path.name` where collections share names.
         reservation: memory that is not for tables; by default `Reservation()`.
-        wire: codecs of rows and gradients in transit.
+        comm_precision: codecs of rows and gradients in transit.
         max_trials: the number of placements that the search tries; more takes longer.
 
     The search is deterministic: the same arguments give the same plan on any machine.

@@ -30,7 +30,7 @@ class RankCosts:
     """The costs by rank of the choices so far; choices can be added and removed.
 
     Args:
-        model: provides the costs that do not depend on the batch.
+        model: cost model of everything that does not depend on the batch.
         free_memory: bytes for tables and batches, by rank.
         weighted: whether any collection sends weights.
     """
@@ -96,7 +96,7 @@ class RankCosts:
         self.add_common(choice.option, sign)
 
     def add_common(self, option: Option, sign: int = 1) -> None:
-        """Add what an option costs every rank."""
+        """Add the costs of an option that every rank has."""
         everywhere = option.everywhere
         for phase, seconds in enumerate(everywhere.seconds):
             self.everywhere[phase] += sign * seconds
@@ -130,7 +130,7 @@ class RankCosts:
         return True
 
     def common_fits(self) -> bool:
-        """Return whether what all ranks share fits on each of them."""
+        """Return whether the replicated memory fits on each rank."""
         return all(
             common + max(map(operator.sub, self.nbytes[pool], self._free_columns[pool])) <= 0
             for pool, common in enumerate(self.common)
@@ -435,7 +435,7 @@ def _slow_ranks(loads: RankCosts) -> list[int]:
 
 
 def _on(loads: RankCosts, choice: PlacedOption, rank: int) -> float:
-    """Return the seconds of a table on a rank."""
+    """Return the seconds that a table costs on a rank."""
     total = 0.0
     for unit, target in zip(choice.option.units, choice.targets, strict=True):
         member = rank - loads.first_rank(unit, target)
@@ -451,7 +451,7 @@ def _heaviest(loads: RankCosts, plan: Plan, rank: int) -> list[int]:
 
 
 def _relieve(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
-    """Choose again for tables of the slowest ranks, and for those that cost all ranks most."""
+    """Choose again for tables of the slowest ranks, and for those most costly to all ranks."""
     tables: dict[int, None] = {}
     for rank in _slow_ranks(loads):
         tables.update(dict.fromkeys(_heaviest(loads, plan, rank)))

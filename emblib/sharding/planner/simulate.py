@@ -26,7 +26,7 @@ from emblib.specs import Choice
 
 
 class Scaling(Choice):
-    """What is constant as ranks are added: the global batch (STRONG) or each rank's (WEAK)."""
+    """Quantity that stays as ranks are added: the global batch (STRONG) or each rank's (WEAK)."""
 
     STRONG = "strong"
     WEAK = "weak"

@@ -21,8 +21,8 @@ class TableConstraints:
 
     Args:
         sharding_types: allowed types; by default all that change no result (see `docs/planner.md`).
-        kinds: alternative storages where the table does not fit as configured, `TensorTrain(...)`
-            or `Plain(Placement....)`, in order of preference.
+        storages: alternative storages where the table does not fit as configured,
+            `TensorTrain(...)` or `Dense(Placement....)`, in order of preference.
         pooling_factor: mean ids per bag; one number, or one per feature.
         batch_size: examples per rank, where they differ from the planner's.
         min_partition: minimum number of columns of a column shard.
