@@ -175,15 +175,6 @@ def test_no_roof_no_roofline(tmp_path: Path) -> None:
     assert figures.roofline_figures(run) == []
 
 
-def test_error_stands_beside_time_where_it_is_known(plain: Run, tmp_path: Path) -> None:
-    (figure,) = figures.cost_figures(plain.at("hot"))
-    assert [p.title for p in figure.panels][-1] == "Error"
-    assert {"TT rank 8", "TT rank 16", "TT rank 32"} == set(_texts(figure.panels[-1]))
-    without = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, replicates=1)))
-    (figure,) = figures.cost_figures(without)
-    assert len(figure.panels) == 2
-
-
 def test_modes_never_share_a_row_or_a_ratio(plain: Run) -> None:
     assert plain.modes == ["hot", "cold"]
     hot, cold = plain.at("hot"), plain.at("cold")
