@@ -7,7 +7,14 @@ CUB's sorts count as one operation each, whatever they launch.
 import pytest
 import torch
 
-from emblib import Precision, TableBatchedTTEmbeddingBags, TTSpec, optim
+from emblib import (
+    CachedTTEmbeddingBags,
+    Precision,
+    TableBatchedTTEmbeddingBags,
+    TTCache,
+    TTSpec,
+    optim,
+)
 from tests.pretend import torch_cuda
 
 pytestmark = [
@@ -82,3 +89,22 @@ def test_a_step_is_two_ops() -> None:
     assert [name for name in names if name.startswith("emblib::")] == FORWARD_AND_BACKWARD
     # Repaired offsets, what is kept, scratch and output; the scratch of backward.
     assert [name for name in names if name.startswith("aten::")] == ["aten::empty_strided"] * 5
+
+
+@pytest.mark.parametrize(
+    ("tables", "stores_rows", "budget"),
+    [(1, False, 38), (1, True, 43), (3, False, 45), (3, True, 50)],
+)
+def test_launches_of_cached_trains(tables: int, stores_rows: bool, budget: int) -> None:
+    """A step waits for nothing; the hash table of counts takes 13 of its launches."""
+    specs = (SMALL,) * tables
+    module = CachedTTEmbeddingBags(specs, TTCache(20), optim.SGD(0.1), device="cuda")
+    ids, offsets, gradient = a_batch(specs)
+    for k in range(4):
+        if k == 2 and stores_rows:
+            module.populate()
+        torch_cuda.gpu.reset_counts()
+        module(ids, offsets).backward(gradient)
+    counts: dict[str, int] = torch_cuda.gpu.counts()
+    assert not [what for what in counts if what.startswith("wait ")]
+    assert sum(counts.values()) == budget, counts
