@@ -305,15 +305,21 @@ class Prefetcher:
             return True
 
     def start(
-        self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId, check: BatchCheck
+        self,
+        batch: autograd.Lookup,
+        tiers: autograd.Tiers,
+        batch_id: BatchId,
+        check: BatchCheck,
+        *,
+        is_next: bool,
     ) -> InFlight | None:
         """Return the batch that forward looks up, prefetched or fetched now; None if it is invalid.
 
-        A prefetched one stays the next of the queue until `take`. The caller holds the lock.
+        A prefetched one stays the next of the queue until `take`. The caller holds the lock;
+        `is_next` is what the method of that name returns.
         """
-        flight = self._prefetched(batch_id)
-        if flight is not None:
-            return flight
+        if is_next:
+            return self._next_prefetched(batch_id)
         flight = InFlight(self)
         try:
             return flight if self._fill(flight, batch, tiers, check) else None
@@ -321,11 +327,12 @@ class Prefetcher:
             self.drop(flight)
             raise
 
-    def is_next(self, batch_id: BatchId) -> bool:
-        """Return whether forward of a batch takes the next prefetched one."""
-        if not self._queue:
-            return False
-        return torch.is_grad_enabled() or batch_id.is_(self._queue[0][0])
+    def is_next(self, batch_id: BatchId, *, in_order: bool) -> bool:
+        """Return whether forward of a batch takes the next prefetched one.
+
+        Those with gradients are in order; another one may be looked up between them.
+        """
+        return bool(self._queue) and (in_order or batch_id.is_(self._queue[0][0]))
 
     def take(self, flight: InFlight) -> None:
         """Remove a batch that was looked up from the prefetched ones, if it is one of them."""
@@ -355,7 +362,8 @@ class Prefetcher:
                 noted: InFlight | None = running.noted(self)
                 if noted is not None:
                     return read(batch._replace(slots=noted.locate().slots, hooks=noted))
-            flight = self.start(batch, tiers, batch_id, check)
+            is_next = self.is_next(batch_id, in_order=torch.is_grad_enabled())
+            flight = self.start(batch, tiers, batch_id, check, is_next=is_next)
             assert flight is not None
             try:
                 flight.set_repetition(self, running)
@@ -366,13 +374,8 @@ class Prefetcher:
             self.take(flight)
             return out
 
-    def _prefetched(self, batch_id: BatchId) -> InFlight | None:
-        """Return the next of the prefetched batches, if there are any; `batch_id` must be it.
-
-        Without gradients another batch is looked up out of order.
-        """
-        if not self.is_next(batch_id):
-            return None
+    def _next_prefetched(self, batch_id: BatchId) -> InFlight:
+        """Return the next of the prefetched batches, which `batch_id` must be."""
         expected, versions, flight = self._queue[0]
         if expected.versions() != versions:
             raise RuntimeError(

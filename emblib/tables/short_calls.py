@@ -210,7 +210,10 @@ class ShortCalls:
         """Pool each bag; if the module trains, backward applies the optimizer."""
         if torch.is_grad_enabled() and not module.is_frozen:
             return _apply(self._anchor, self, module, indices, offsets, sample_weights)
-        output, _, flight = self.look_up(module, indices, offsets, sample_weights)
+        in_order = torch.is_grad_enabled()
+        output, _, flight = self.look_up(
+            module, indices, offsets, sample_weights, in_order=in_order
+        )
         if flight is not None:
             flight.after_update()
         return output
@@ -221,6 +224,8 @@ class ShortCalls:
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
+        *,
+        in_order: bool,
     ) -> LookedUp:
         """Look up a batch; what is invalid is reported."""
         check = self._check.begin() if self._check.counts else self._check.check
@@ -358,24 +363,36 @@ class CachedCalls(ShortCalls):
         indices: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
+        *,
+        in_order: bool,
     ) -> LookedUp:
-        """Look up a batch, which is in flight from now on; what is invalid is reported."""
+        """Look up a batch, which is in flight from now on; what is invalid is reported.
+
+        With `in_order` it is the next prefetched batch, if there is one.
+        """
+        batch_id = BatchId(indices, offsets)
         with self._prefetcher.lock:
-            return self._look_up(module, BatchId(indices, offsets), sample_weights)
+            is_next = self._prefetcher.is_next(batch_id, in_order=in_order)
+            return self._look_up(module, batch_id, sample_weights, is_prefetched=is_next)
 
     def _look_up(
-        self, module: ShortCallTables, batch_id: BatchId, sample_weights: Tensor | None
+        self,
+        module: ShortCallTables,
+        batch_id: BatchId,
+        sample_weights: Tensor | None,
+        *,
+        is_prefetched: bool,
     ) -> LookedUp:
         indices, offsets = batch_id
         prefetcher = self._prefetcher
         check = counted = self._check.begin() if self._check.counts else self._check.check
         batch = self.batch._replace(indices=indices, offsets=offsets)
-        is_prefetched = prefetcher.is_next(batch_id)
-        flight = prefetcher.start(batch, self._moved_tiers, batch_id, check)
+        tiers = self._moved_tiers
+        flight = prefetcher.start(batch, tiers, batch_id, check, is_next=is_prefetched)
         if flight is None:  # an invalid batch on the CPU
             offsets = base.check_bounds(module, indices, offsets, batch.features)
             batch = batch._replace(offsets=offsets)
-            flight = prefetcher.start(batch, self._moved_tiers, batch_id, self._no_check)
+            flight = prefetcher.start(batch, tiers, batch_id, self._no_check, is_next=False)
             assert flight is not None
         if not is_prefetched:  # it was checked when it was fetched
             offsets = offsets if flight.offsets is None else flight.offsets
@@ -431,7 +448,10 @@ class ShortLookup(torch.autograd.Function):
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
         ctx.calls = calls
-        output, offsets, ctx.flight = calls.look_up(module, indices, offsets, sample_weights)
+        # Gradients are disabled here: only calls with gradients come here.
+        output, offsets, ctx.flight = calls.look_up(
+            module, indices, offsets, sample_weights, in_order=True
+        )
         ctx.save_for_backward(indices, offsets, sample_weights)
         return output
 

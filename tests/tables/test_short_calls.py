@@ -221,6 +221,21 @@ def test_bits_of_cached_tables(
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
 
 
+def test_prefetched_batches_have_an_order(device: torch.device) -> None:
+    """Equal tensors are the prefetched batch; others are refused where gradients are wanted."""
+    module = _cached(CachePolicy.LRU, device)
+    module.prefetch(*_batch_of_cached(0, device))
+    assert module.row_cache is not None
+    if device.type == "cpu":  # a GPU asserts it, which ends the context of the process
+        with pytest.raises(RuntimeError, match="in the order they were prefetched"):
+            module(*_batch_of_cached(1, device))
+    with torch.no_grad():
+        module(*_batch_of_cached(1, device))
+    calls = module.cache_stats().calls
+    assert _is_short(module(*_batch_of_cached(0, device)))
+    assert module.cache_stats().calls == calls == 2
+
+
 @pytest.mark.parametrize("is_prefetched", [False, True])
 def test_invalid_batches_of_cached_tables(is_prefetched: bool, device: torch.device) -> None:
     """An invalid id is reported once, by the lookup; it reads the first row."""
