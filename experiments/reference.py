@@ -3,8 +3,9 @@
 `keep` stores a finished run. `write` and `check` update or check the tables of README.md,
 docs/benchmarks.md and reports/README.md. `add` measures the named experiments on this machine (by
 default those that have a reference), stores the finished runs, updates these pages and
-reports/published/README.md, and compares each run with the references of other machines; its arguments with `=` go to every run,
-e.g. timing=paper. Exit status: 0 done, 1 a run failed or a page is out of date, 2 wrong usage.
+reports/published/README.md, and compares each run with the references of other machines; its
+arguments with `=` go to every run, e.g. timing=paper. Exit status: 0 done, 1 a run failed or a page
+is out of date, 2 wrong usage.
 """
 
 from __future__ import annotations
