@@ -97,17 +97,29 @@ LONG = {
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Exclude the modules and tests of a session from garbage collection.
-
-    They exist until its end. With the whole suite a full collection that looks through them takes
-    half a second, and tests of leaks need several hundred collections.
-    """
+    """Import the tests of a session without garbage collection; they exist until its end."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.enable()
+
+
+_file: Path | None = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Exclude what exists before the first test of a file from garbage collection.
+
+    A full collection that looks through all modules of a session takes a quarter of a second, and
+    tests of interrupts and leaks need thousands of collections.
+    """
+    global _file
+    if item.path != _file:
+        _file = item.path
+        gc.collect()
+        gc.freeze()
 
 
 # Of other architectures than the one that CI compiles for.
