@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
+from tests import nightly
+
 # With "cuda:1" the current device is another: code without a device guard fails.
 CUDA = os.environ.get("EMBLIB_TEST_CUDA", "cuda")
 DEVICES = ["cpu", *([CUDA] if torch.cuda.is_available() else [])]
@@ -122,52 +124,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.freeze()
 
 
-# Of other architectures than the one that CI compiles for.
-COMPILATIONS = (
-    "test_hot_kernels_do_not_spill[sm_80]",
-    "test_hot_kernels_spill_little_on_blackwell[sm_100]",
-    "test_hot_kernels_spill_little_on_blackwell[sm_120]",
-    "test_products_of_tensor_trains_run_on_tensor_cores[sm_80]",
-    "test_quantised_rows_are_in_flight_before_the_first_is_used[sm_80]",
-    "test_the_page_on_performance_is_of_these_kernels[sm_80]",
-    "test_the_page_on_tensor_cores_is_of_these_kernels",
-)
-# Files of which the tests marked slow are in `make nightly` only. The others stay: one page of
-# every kind of experiment, one launch, one restart, one bundle with its verification.
-NIGHTLY_WHERE_SLOW = (
-    "experiments/test_launch.py",
-    "experiments/bundle/test_verify.py",
-    "experiments/report/test_pages.py",
-    "sharding/test_restarts.py",
-)
-# Files and tests that take minutes and would take CI over its limit; `make nightly` sets
-# EMBLIB_NIGHTLY.
-NIGHTLY = (
-    "collections/test_compiled_forms.py",
-    "pretend/test_mistakes.py",
-    "pretend/test_races.py",
-    "sanitize/test_hash.py",
-    *(f"simt/test_compile.py::{test}" for test in COMPILATIONS),
-    "simt/test_variants.py",
-    "tables/test_disk_training.py",
-    "test_house_rules.py::test_headers_compile_alone",
-)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests run last, so that a mistake shows soon."""
-    here = Path(__file__).parent
-    if "EMBLIB_NIGHTLY" not in os.environ:
-        for item in items:
-            path = item.path.relative_to(here).as_posix()
-            slow = item.get_closest_marker("slow") is not None
-            if (
-                path in NIGHTLY
-                or f"{path}::{item.name}" in NIGHTLY
-                or (slow and path in NIGHTLY_WHERE_SLOW)
-            ):
-                item.add_marker(pytest.mark.skip(reason="minutes long: in make nightly"))
+    nightly.mark(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     if hasattr(config, "workerinput"):
-        names = {item.path: item.path.relative_to(here).as_posix() for item in items}
+        names = {item.path: item.path.relative_to(nightly.HERE).as_posix() for item in items}
         items.sort(key=lambda item: -LONG.get(names[item.path], 1000))
