@@ -68,32 +68,28 @@ def thread_counts() -> list[int]:
     torch.set_num_threads(before)
 
 
-# Files that take half a minute or more, and how long on two cores. Processes that share the tests
-# get whole files: the longest first among these, that none is alone with one at the end.
+# Files with twenty seconds of processor time or more, that of their builds included. Processes that
+# share the tests get whole files: the longest first among these, that none is alone with one at
+# the end.
 LONG = {
-    "experiments/report/test_pages.py": 200,
-    "experiments/test_launch.py": 100,
-    "sharding/test_restarts.py": 90,
-    "simt/test_variants.py": 85,
-    "experiments/run/test_runner.py": 65,
-    "sharding/test_failures.py": 60,
-    "experiments/measure/test_sharding.py": 60,
-    "experiments/kinds/test_quality.py": 60,
-    "simt/test_compile.py": 50,
-    "sanitize/test_hash.py": 50,
-    "tables/test_disk.py": 50,
-    "fuzz/test_fuzz.py": 45,
-    "experiments/report/test_pages_in_chromium.py": 45,
-    "test_house_rules.py": 40,
+    "pretend/test_short_set.py": 200,
+    "experiments/run/test_runner.py": 60,
+    "simt/test_compile.py": 55,
+    "experiments/compare/test_published.py": 40,
+    "experiments/measure/test_sharding.py": 40,
+    "experiments/report/test_pages.py": 40,
     "sharding/test_sharded_checkpoints.py": 40,
-    "tables/test_disk_training.py": 35,
     "tables/test_compile.py": 35,
-    "experiments/bundle/test_verify.py": 35,
-    "pretend/test_mistakes.py": 60,
-    "pretend/test_short_set.py": 120,
-    "test_native_library.py": 30,
-    "experiments/contenders/test_new_contender.py": 30,
-    "experiments/gate/test_revisions.py": 30,
+    "simt/test_grouping.py": 30,
+    "contracts/test_contracts.py": 30,
+    "experiments/kinds/test_quality.py": 25,
+    "experiments/results/test_store.py": 25,
+    "tables/test_disk.py": 25,
+    "dynamic/test_interrupts.py": 20,
+    "experiments/measure/test_cache.py": 20,
+    "fuzz/test_fuzz.py": 20,
+    "sharding/test_failures.py": 20,
+    "test_native_library.py": 20,
 }
 
 
@@ -129,5 +125,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     nightly.mark(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     if hasattr(config, "workerinput"):
-        names = {item.path: item.path.relative_to(nightly.HERE).as_posix() for item in items}
-        items.sort(key=lambda item: -LONG.get(names[item.path], 1000))
+        items.sort(key=lambda item: -LONG.get(nightly.name_of(item.path), 1000))

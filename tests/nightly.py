@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,15 @@ def number(of_each_commit: int, of_each_night: int) -> int:
     return of_each_night if IS_NIGHTLY else of_each_commit
 
 
+@cache
+def name_of(path: Path) -> str:
+    """Return the path of a file as the lists have it."""
+    return path.relative_to(HERE).as_posix()
+
+
 def names(item: pytest.Item) -> Iterator[str]:
     """Yield the names under which the lists may have a test."""
-    path = item.path.relative_to(HERE).as_posix()
+    path = name_of(item.path)
     yield path
     if item.get_closest_marker("slow") is not None:
         yield f"{path} (slow)"
