@@ -72,12 +72,7 @@ micro: native ## time single operations with pytest-benchmark
 
 nightly: native ## every experiment, pages of all reports, pretend GPU, an hour of fuzzing (ARGS="timing=quick")
 	@status=0; VENV="$(VENV)" scripts/nightly.sh $(ARGS) || status=$$?; \
-	  EMBLIB_NIGHTLY=1 $(BIN)/python -m pytest -q tests/collections/test_compiled_forms.py \
-	  tests/simt/test_variants.py tests/simt/test_compile.py \
-	  tests/experiments/test_launch.py tests/experiments/bundle/test_verify.py \
-	  tests/experiments/report/test_pages.py tests/pretend \
-	  tests/sanitize tests/sharding/test_restarts.py tests/tables/test_disk_training.py \
-	  tests/test_house_rules.py || status=$$?; \
+	  EMBLIB_NIGHTLY=1 $(BIN)/python -m pytest -q -m "nightly or more" || status=$$?; \
 	  $(BIN)/python -m tests.pretend.session matrix || status=$$?; \
 	  $(BIN)/python -m tests.pretend.session wide || status=$$?; \
 	  EMBLIB_FUZZ_SECONDS=$(FUZZ_SECONDS) EMBLIB_FUZZ_SEED=$$(date +%F) \

@@ -26,6 +26,6 @@ if ((${#native[@]})); then
 fi
 mapfile -t tests < <("$bin/python" scripts/tests_of.py)
 echo "emblib: house rules, and ${tests[*]:-no other tests}"
-"$bin/python" -m pytest -q -n 2 -m "not slow" -k "not compile_alone" \
+"$bin/python" -m pytest -q -n 2 -m "not slow" \
   tests/test_house_rules.py "${tests[@]}" "$@" || status=1
 exit $status

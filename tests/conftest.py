@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
+from tests import nightly
+
 # With "cuda:1" the current device is another: code without a device guard fails.
 CUDA = os.environ.get("EMBLIB_TEST_CUDA", "cuda")
 DEVICES = ["cpu", *([CUDA] if torch.cuda.is_available() else [])]
@@ -66,96 +68,61 @@ def thread_counts() -> list[int]:
     torch.set_num_threads(before)
 
 
-# Files that take half a minute or more, and how long on two cores. Processes that share the tests
-# get whole files: the longest first among these, that none is alone with one at the end.
+# Files with twenty seconds of processor time or more, that of their builds included. Processes that
+# share the tests get whole files: the longest first among these, that none is alone with one at
+# the end.
 LONG = {
-    "experiments/report/test_pages.py": 200,
-    "experiments/test_launch.py": 100,
-    "sharding/test_restarts.py": 90,
-    "simt/test_variants.py": 85,
-    "experiments/run/test_runner.py": 65,
-    "sharding/test_failures.py": 60,
-    "experiments/measure/test_sharding.py": 60,
-    "experiments/kinds/test_quality.py": 60,
-    "simt/test_compile.py": 50,
-    "sanitize/test_hash.py": 50,
-    "tables/test_disk.py": 50,
-    "fuzz/test_fuzz.py": 45,
-    "experiments/report/test_pages_in_chromium.py": 45,
-    "test_house_rules.py": 40,
+    "pretend/test_short_set.py": 200,
+    "experiments/run/test_runner.py": 60,
+    "simt/test_compile.py": 55,
+    "experiments/compare/test_published.py": 40,
+    "experiments/measure/test_sharding.py": 40,
+    "experiments/report/test_pages.py": 40,
     "sharding/test_sharded_checkpoints.py": 40,
-    "tables/test_disk_training.py": 35,
     "tables/test_compile.py": 35,
-    "experiments/bundle/test_verify.py": 35,
-    "pretend/test_mistakes.py": 60,
-    "pretend/test_short_set.py": 120,
-    "test_native_library.py": 30,
-    "experiments/contenders/test_new_contender.py": 30,
-    "experiments/gate/test_revisions.py": 30,
+    "simt/test_grouping.py": 30,
+    "contracts/test_contracts.py": 30,
+    "experiments/kinds/test_quality.py": 25,
+    "experiments/results/test_store.py": 25,
+    "tables/test_disk.py": 25,
+    "dynamic/test_interrupts.py": 20,
+    "experiments/measure/test_cache.py": 20,
+    "fuzz/test_fuzz.py": 20,
+    "sharding/test_failures.py": 20,
+    "test_native_library.py": 20,
 }
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Exclude the modules and tests of a session from garbage collection.
-
-    They exist until its end. With the whole suite a full collection that looks through them takes
-    half a second, and tests of leaks need several hundred collections.
-    """
+    """Import the tests of a session without garbage collection; they exist until its end."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.enable()
 
 
-# Of other architectures than the one that CI compiles for.
-COMPILATIONS = (
-    "test_hot_kernels_do_not_spill[sm_80]",
-    "test_hot_kernels_spill_little_on_blackwell[sm_100]",
-    "test_hot_kernels_spill_little_on_blackwell[sm_120]",
-    "test_products_of_tensor_trains_run_on_tensor_cores[sm_80]",
-    "test_quantised_rows_are_in_flight_before_the_first_is_used[sm_80]",
-    "test_the_page_on_performance_is_of_these_kernels[sm_80]",
-    "test_the_page_on_tensor_cores_is_of_these_kernels",
-)
-# Files of which the tests marked slow are in `make nightly` only. The others stay: one page of
-# every kind of experiment, one launch, one restart, one bundle with its verification.
-NIGHTLY_WHERE_SLOW = (
-    "experiments/test_launch.py",
-    "experiments/bundle/test_verify.py",
-    "experiments/report/test_pages.py",
-    "sharding/test_restarts.py",
-)
-# Files and tests that take minutes and would take CI over its limit; `make nightly` sets
-# EMBLIB_NIGHTLY.
-NIGHTLY = (
-    "collections/test_compiled_forms.py",
-    "pretend/test_mistakes.py",
-    "pretend/test_races.py",
-    "sanitize/test_hash.py",
-    *(f"simt/test_compile.py::{test}" for test in COMPILATIONS),
-    "simt/test_variants.py",
-    "tables/test_disk_training.py",
-    "test_house_rules.py::test_headers_compile_alone",
-)
+_file: Path | None = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Exclude what exists before the first test of a file from garbage collection.
+
+    A full collection that looks through all modules of a session takes a quarter of a second, and
+    tests of interrupts and leaks need thousands of collections.
+    """
+    global _file
+    if item.path != _file:
+        _file = item.path
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests run last, so that a mistake shows soon."""
-    here = Path(__file__).parent
-    if "EMBLIB_NIGHTLY" not in os.environ:
-        for item in items:
-            path = item.path.relative_to(here).as_posix()
-            slow = item.get_closest_marker("slow") is not None
-            if (
-                path in NIGHTLY
-                or f"{path}::{item.name}" in NIGHTLY
-                or (slow and path in NIGHTLY_WHERE_SLOW)
-            ):
-                item.add_marker(pytest.mark.skip(reason="minutes long: in make nightly"))
+    nightly.mark(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     if hasattr(config, "workerinput"):
-        names = {item.path: item.path.relative_to(here).as_posix() for item in items}
-        items.sort(key=lambda item: -LONG.get(names[item.path], 1000))
+        items.sort(key=lambda item: -LONG.get(nightly.name_of(item.path), 1000))

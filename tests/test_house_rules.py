@@ -4,6 +4,7 @@ Each test lists every place that breaks its rule. The files are those git tracks
 """
 
 import ast
+import gc
 import importlib
 import inspect
 import itertools
@@ -152,6 +153,14 @@ TORCH_HEADERS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_garbage_collection() -> Iterator[None]:
+    """To look through millions of syntax nodes that are kept takes longer than to parse them."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @cache
 def files() -> tuple[str, ...]:
     """Paths relative to the root, of every file that is or would be in the repository."""
@@ -167,6 +176,7 @@ def _with_suffix(*suffixes: str, under: str = "") -> list[str]:
     return [f for f in files() if Path(f).suffix in suffixes and f.startswith(under)]
 
 
+@cache
 def _text(name: str) -> str:
     return (ROOT / name).read_text()
 
@@ -174,6 +184,11 @@ def _text(name: str) -> str:
 @cache
 def _tree(name: str) -> ast.Module:
     return ast.parse(_text(name), name)
+
+
+@cache
+def _nodes(name: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(_tree(name)))
 
 
 def _lines(node: ast.AST) -> int:
@@ -193,16 +208,17 @@ def test_files_are_short() -> None:
     assert not bad, f"more than {MOST_LINES_OF_A_FILE} lines: split by concept\n" + "\n".join(bad)
 
 
-def _functions() -> Iterator[tuple[str, ast.FunctionDef, list[str]]]:
+@cache
+def _functions() -> tuple[tuple[str, ast.FunctionDef, list[str]], ...]:
     """Every Python function with its place, and the bases of its class."""
+    found = []
     for name in _with_suffix(".py"):
-        for parent in ast.walk(_tree(name)):
-            bases = (
-                [ast.unparse(b) for b in parent.bases] if isinstance(parent, ast.ClassDef) else []
-            )
-            for node in ast.iter_child_nodes(parent):
-                if isinstance(node, ast.FunctionDef):
-                    yield f"{name}:{node.lineno} {node.name}", node, bases
+        for parent in _nodes(name):
+            functions = [n for n in ast.iter_child_nodes(parent) if isinstance(n, ast.FunctionDef)]
+            bases = parent.bases if functions and isinstance(parent, ast.ClassDef) else []
+            words = [ast.unparse(base) for base in bases]
+            found += [(f"{name}:{node.lineno} {node.name}", node, words) for node in functions]
+    return tuple(found)
 
 
 def _signature_is_given(place: str, node: ast.FunctionDef, bases: list[str]) -> bool:
@@ -309,7 +325,7 @@ def test_nothing_names_one_machine_or_registry() -> None:
 def _imports(name: str) -> set[str]:
     """Dotted names of the modules (and names from modules) that a file imports anywhere."""
     found = set()
-    for node in ast.walk(_tree(name)):
+    for node in _nodes(name):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -375,7 +391,7 @@ def test_the_harness_sees_public_names_only() -> None:
     bad = []
     for name in [*_with_suffix(".py", under="experiments/"), "run.py"]:
         used = {u.split(".")[1] for u in _imports(name) if u.startswith("emblib.")}
-        for node in ast.walk(_tree(name)):
+        for node in _nodes(name):
             if not isinstance(node, ast.Attribute):
                 continue
             if isinstance(node.value, ast.Name) and node.value.id == "emblib":
@@ -505,7 +521,7 @@ def test_calls_do_not_pack_arguments() -> None:
     bad = [
         f"{name}:{node.lineno}"
         for name in _with_suffix(".py")
-        for node in ast.walk(_tree(name))
+        for node in _nodes(name)
         if isinstance(node, ast.Call)
         for argument in node.args
         if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)

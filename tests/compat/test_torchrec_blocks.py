@@ -54,8 +54,7 @@ def test_there_are_as_many_blocks_as_in_the_tutorial() -> None:
     assert len(set(BLOCKS)) == 30
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("root", ["emblib.compat.torchrec", "install"])
+@pytest.mark.parametrize(("root", "world"), [("emblib.compat.torchrec", 2), ("install", 1)])
 def test_every_block_runs(root: str, world: int) -> None:
     for found in outcomes(root, world):
         assert list(found) == BLOCKS

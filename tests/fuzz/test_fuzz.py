@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = float(os.environ.get("EMBLIB_FUZZ_SECONDS", "0"))
 SEED = os.environ.get("EMBLIB_FUZZ_SEED", "0")
 BATCH = 60
-GROUPS = 6  # ops per test: a process takes seconds to start
+GROUPS = 3  # ops per test: a process takes seconds to start
 
 
 def test_every_op_has_calls() -> None:

@@ -17,7 +17,6 @@ if VARIANT in os.environ:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("EMBLIB_NIGHTLY" not in os.environ, reason="minutes long: in make nightly")
 def test_no_kernel_relies_on_the_order_of_threads_or_touches_foreign_memory() -> None:
     environment = os.environ | {VARIANT: "1", "EMBLIB_SIMT_ORDER": "reverse"}
     runtimes = _sanitizer_runtimes()

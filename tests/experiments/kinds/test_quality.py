@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -21,7 +22,7 @@ SMALL = (
     "timing.replicates=2",
     "workload.B=256",
     "contenders=[plain,hashed,narrow,tt_permuted,tt_as_given,tt_from_plain]",
-    "options.samples=12000",
+    "options.samples=6000",
     "options.scale=0.001",
     "options.data=[planted]",
     "options.shares=[0.25,0.03]",
@@ -78,11 +79,8 @@ def test_lines_of_the_readme(run: Path) -> None:
     assert "[" in hashed
 
 
-def test_a_case_of_another_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("+experiment=tt_vs_tbe", "device=cpu", "device.threads=1", "timing=smoke")
-    small = ("cases.quality.options.samples=3000", "cases.quality.options.rates=[0.1]")
-    assert cli.main([*words, *small, f"report.folder={tmp_path}"]) == 0
-    (path,) = (tmp_path / "tt_vs_tbe").iterdir()
+def test_a_case_of_another_experiment(smoke_runs: Mapping[str, Path]) -> None:
+    path = smoke_runs["tt_vs_tbe"]
     record = next(r for r in read_records(path) if r["kind"] == "quality")
     assert record["section"] == "quality"
     assert record["samples_of"]["train"] == 420
