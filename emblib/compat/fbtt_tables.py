@@ -116,7 +116,8 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
         buffers: Any = self._buffers
         return [[buffers[f"state_{name}_{k}"] for name in names] for k in range(len(self.stacked))]
 
-    def _core_states(self) -> list[list[Tensor]]:
+    def core_states(self) -> list[list[Tensor]]:
+        """Return the optimizer states of each core, views of the stacked ones."""
         stacked = self.stacked_states()
         return [[state[t] for state in of] for t in range(len(self.tables)) for of in stacked]
 

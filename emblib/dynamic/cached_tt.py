@@ -367,10 +367,10 @@ class CachedTTEmbeddingBags(nn.Module):
             raise RuntimeError(
                 f"offsets must have F * B + 1 entries for {features} features, got {bags + 1}"
             )
-        layout = self._bag_layout(offsets, batch_sizes)
+        layout = self.layout_of_bags(offsets, batch_sizes)
         return check_bounds(self, indices, offsets, self.features, layout)
 
-    def _bag_layout(
+    def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor | None:
         """Return where each bag goes if batch sizes differ."""
@@ -393,7 +393,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
         """Return which row each lookup reads, and what to count of it."""
-        features, layout = len(self.ends), self._bag_layout(offsets, batch_sizes)
+        features, layout = len(self.ends), self.layout_of_bags(offsets, batch_sizes)
         ids: Tensor = _ops.tt_keys(indices, offsets, layout, self.id_tables)
         starts = feature_starts(offsets, features, batch_sizes)
         keys = ids
@@ -685,6 +685,11 @@ class CachedTTEmbeddingBags(nn.Module):
             self._fill_layout()
         return self
 
+    def finish_load(self) -> None:
+        """Rebuild the index after a state dict was loaded; one that was refused changed nothing."""
+        if not self._index_is_current:
+            self._restart()
+
     def _restart(self) -> None:
         """Follow what was loaded: a lookup before it must not update rows by its backward."""
         self._since, self._choice = self.since.tolist(), self._choice + 1
@@ -730,5 +735,4 @@ class CachedTTEmbeddingBags(nn.Module):
 
 
 def _restart_if_loaded(module: Any, incompatible: Any) -> None:
-    if not module._index_is_current:  # else the state dict was refused
-        module._restart()
+    module.finish_load()

@@ -533,14 +533,14 @@ class DynamicTables(Mapping[str, DynamicTable]):
     @classmethod
     def joined(cls, parts: Mapping[str, DynamicTables]) -> DynamicTables:
         """Return the tables of several modules, given by path in their model."""
-        names = [name for part in parts.values() for name in (*part._tables, *part._others)]
+        names = [name for part in parts.values() for name in (*part._tables, *part._others)]  # noqa: SLF001 - of the same class
         joined = cls({})
         for path, part in parts.items():
             prefix = f"{path}." if path else ""
-            for name, table in part._tables.items():
+            for name, table in part._tables.items():  # noqa: SLF001 - of the same class
                 joined._by_path[prefix + name] = table
                 joined._tables[name if names.count(name) == 1 else prefix + name] = table
-            for name, kind in part._others.items():
+            for name, kind in part._others.items():  # noqa: SLF001 - of the same class
                 joined._others.setdefault(name, kind)
                 joined._others[prefix + name] = kind
         return joined

@@ -599,6 +599,6 @@ def _rebuild(
 ) -> HashTable:
     table = HashTable(spec, dtype=dtype, seed=seed, device=device)
     table.index.restore(index)
-    table._use(0, 0, table.capacity())
+    table._use(0, 0, table.capacity())  # noqa: SLF001 - this unpickles a table
     table.values[: values.shape[0]] = values
     return table

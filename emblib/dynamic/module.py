@@ -326,7 +326,7 @@ class DynamicEmbeddingBags(FusedTables):
             offsets = append_last_offset(ids, offsets)
         bag_layout, columns = None, self.output_dim
         if batch_sizes is not None:
-            bag_layout, columns = self._bag_layout(offsets, batch_sizes, ids.device)
+            bag_layout, columns = self.layout_of_bags(offsets, batch_sizes, ids.device)
         # Every id is valid: zeros pass the check in their place. Padding has ids of -1, which pass
         # it before the first bag too.
         valid = torch.full_like(ids, -1) if is_padded() else self._zeros_like(ids)

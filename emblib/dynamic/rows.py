@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from emblib.columns import FeatureRow
 from emblib.dynamic.hash_index import HashIndex, InsertedBatch
 from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.entries import WEIGHT
@@ -105,18 +106,17 @@ class RowLayout:
         """Return the number of a table's row 0 among the rows of all tables."""
         return self._first_rows[table]
 
-    def feature(self, table: int, column: int) -> tuple[int, ...]:
+    def feature(self, table: int, column: int) -> FeatureRow:
         """Return a row of the `features` tensor, for output columns from `column` on."""
         spec, first = self.specs[table], self._first_rows[table]
-        return (
-            self._first_elements[table],
-            first,
-            spec.rows + self.overflow_rows,
-            spec.dim,
-            column,
-            0,
-            first,
-            self.stride,
+        return FeatureRow(
+            weight_offset=self._first_elements[table],
+            row_base=first,
+            rows=spec.rows + self.overflow_rows,
+            dim=spec.dim,
+            column=column,
+            state_base=first,
+            cache_stride=self.stride,
         )
 
     def allocate(self, device: torch.device) -> list[Tensor]:
@@ -433,14 +433,14 @@ class TrainingUpdate:
                 "table since: run backward before the next training forward, choose a larger "
                 "capacity, or leave the tables outside of torch.utils.checkpoint"
             )
-        backing = None if first._backing is None else first._backing_tier()
+        backing = None if first._backing is None else first._backing_tier()  # noqa: SLF001 - of the same class
         return cls(
             first.lock,
-            first._index,
+            first._index,  # noqa: SLF001 - of the same class
             keys,
             slots,
             first.reads.at(slots),
-            first._dropped_updates,
+            first._dropped_updates,  # noqa: SLF001 - of the same class
             backing,
         )
 

@@ -515,7 +515,7 @@ def _split_dense(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
 
 def _split_sparse(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
     """Split a sparse gradient; its rows ascend, so those of a table are neighbours."""
-    rows, values = grad._indices()[0], grad._values()  # noqa: SLF001 (of torch: no copy)
+    rows, values = grad._indices()[0], grad._values()
     firsts = torch.tensor([t.first_row for t in offsets], device=rows.device)
     counts = torch.tensor([t.rows for t in offsets], device=rows.device)
     begins = torch.searchsorted(rows, torch.stack([firsts, firsts + counts])).tolist()

@@ -402,7 +402,7 @@ class CachedTTHandle(TTHandle):
         super().adopt(other)
         assert isinstance(other, CachedTTHandle)
         self.cache.adopt(other.cache)
-        if is_made(self._cached[0]) and is_made(other._cached[0]):
+        if is_made(self._cached[0]) and is_made(other._cached[0]):  # noqa: SLF001 - of the same class
             own, theirs, index = self.bags, other.bags, other.index
             own.set_stored_ids(self.index, theirs.stored_ids(index))
             own.set_counted(self.index, theirs.counted(index), theirs.counts.index.tick)

@@ -79,7 +79,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
         """Have the cores of a table require gradients unless they are frozen."""
         if autograd.updates_in_backward(self.optimizer):
             for k, core in zip(self.core_numbers(table), cores, strict=True):
-                core.requires_grad_(k not in self._frozen_cores)
+                core.requires_grad_(k not in self.frozen_cores)
 
     def mark_cores(self) -> None:
         """Make all cores notify this module when they are frozen."""

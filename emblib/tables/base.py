@@ -232,7 +232,7 @@ class FusedTables(nn.Module):
                 "tables as ignored_params; write values with load_state_dict"
             )
 
-    def _bag_layout(
+    def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
     ) -> tuple[Tensor | None, int]:
         """Return where each bag goes with unequal batch sizes, and the size of the output."""
@@ -487,7 +487,7 @@ def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows `[N]` and values `[N, dim]` of a sparse or dense gradient."""
     if not gradient.is_sparse:
         return torch.arange(gradient.shape[0], device=gradient.device), gradient
-    return gradient._indices()[0], gradient._values()  # noqa: SLF001 (of torch: no copy)
+    return gradient._indices()[0], gradient._values()
 
 
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:

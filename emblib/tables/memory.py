@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from emblib import ops
-from emblib.columns import Tier
+from emblib.columns import FeatureRow, Tier
 from emblib.optim import Optimizer
 from emblib.specs import CacheConfig, Placement, Precision, TableSpec
 from emblib.tables.disk import DiskStore
@@ -60,9 +60,9 @@ class TableOffset(NamedTuple):
     state_base: int
     cache_stride: int
 
-    def feature(self, column: int) -> tuple[int, ...]:
+    def feature(self, column: int) -> FeatureRow:
         """Return a row of the `features` tensor, for output columns from `column` on."""
-        return (*self[:4], column, *self[4:])
+        return FeatureRow(column=column, **self._asdict())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.columns import FeatureColumn
+from emblib.columns import FeatureColumn, FeatureRow
 from emblib.ops import codes, quant
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.one_call import native
@@ -256,7 +256,12 @@ class QuantizedEmbeddingBags(nn.Module):
         location = self._locations[table]
         device = self.packed.device
         out = torch.empty(location.rows, location.dim, device=device)
-        layout = (location.begin, location.first_row, location.rows, location.dim, 0, 0, 0, 0)
+        layout = FeatureRow(
+            weight_offset=location.begin,
+            row_base=location.first_row,
+            rows=location.rows,
+            dim=location.dim,
+        )
         features = torch.tensor([layout], dtype=torch.int64, device=device)
         for first in range(0, location.rows, _CHUNK):
             rows = torch.arange(first, min(first + _CHUNK, location.rows), device=device)

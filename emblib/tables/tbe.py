@@ -296,7 +296,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         if not self.include_last_offset:
             offsets = base.append_last_offset(indices, offsets)
         source = self if reading is None else reading
-        lay_out = self._bag_layout if reading is None else reading.layout_of_bags
+        lay_out = self.layout_of_bags if reading is None else reading.layout_of_bags
         bag_layout, output_dim = lay_out(offsets, batch_sizes, indices.device)
         offsets = base.check_bounds(
             self, indices, offsets, source.features, bag_layout, is_prefetch=is_prefetch

@@ -117,7 +117,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     has_matrix_products = True
     table_ids: Tensor
     feature_table_ids: Tensor
-    _frozen_cores: frozenset[int] = frozenset()
+    frozen_cores: frozenset[int] = frozenset()
     _calls: ShortTrainCalls | None = None
 
     def __init__(
@@ -268,11 +268,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train the cores of a table from the next forward on, or freeze them: all, or none."""
         numbers = self._numbers_of(parameter)
-        self._frozen_cores = (
-            self._frozen_cores - numbers if trained else self._frozen_cores | numbers
-        )
+        self.frozen_cores = self.frozen_cores - numbers if trained else self.frozen_cores | numbers
         self._untrained = frozenset(
-            t for t in range(len(self.tables)) if self._frozen_cores >= set(self.core_numbers(t))
+            t for t in range(len(self.tables)) if self.frozen_cores >= set(self.core_numbers(t))
         )
         self._frozen = len(self._untrained) == len(self.tables)
 
@@ -285,11 +283,11 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return range(len(self.cores))[self.core_layout.cores_of(table)]
 
     def _check_frozen(self) -> None:
-        if not self._frozen_cores:
+        if not self.frozen_cores:
             return
         for t in range(len(self.tables)):
             numbers = self.core_numbers(t)
-            frozen = [k - numbers[0] for k in numbers if k in self._frozen_cores]
+            frozen = [k - numbers[0] for k in numbers if k in self.frozen_cores]
             if frozen and t not in self._untrained:
                 raise RuntimeError(
                     f"cores {frozen} of {len(numbers)} are frozen in table "
@@ -303,7 +301,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             for t in range(len(self.tables)):
                 for core, value in zip(self.table_cores(t), self._draw(t), strict=True):
                     core.copy_(value)
-            for states in self._core_states():
+            for states in self.core_states():
                 for state in states:
                     state.zero_()
             self._reset_common()
@@ -364,13 +362,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return tt.FusedTTLookup.apply(
             self.grad_anchor.detach() if self._frozen else self.grad_anchor,
             cores,
-            self._core_states(),
+            self.core_states(),
             self.hyperparams,
             rule,
             batch,
             per_sample_weights,
             self.shared_gradients,
-            self._frozen_cores,
+            self.frozen_cores,
         )
 
     def _prepare_calls(self, cores: list[Any]) -> ShortTrainCalls:
@@ -391,13 +389,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         rule = autograd.UpdateRule.of(self.optimizer)
         detached = [core.detach() for core in cores]
         first_rows = self.core_layout.first_core_rows()
-        tt.update_cores(detached, self._core_states(), self.hyperparams, rule, filled, first_rows)
+        tt.update_cores(detached, self.core_states(), self.hyperparams, rule, filled, first_rows)
 
     def _batch(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tt.TTLookup:
         """Return the batch as the ops take it: repaired offsets and bag layout."""
-        bag_layout, output_dim = self._bag_layout(offsets, batch_sizes, indices.device)
+        bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes, indices.device)
         return tt.TTLookup(
             self.core_layout,
             self.table_ids,
@@ -417,7 +415,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """Return the cores as lookups read them."""
         return self.cores.as_list()
 
-    def _core_states(self) -> list[list[Tensor]]:
+    def core_states(self) -> list[list[Tensor]]:
+        """Return the optimizer states of each core, table by table, by the names of the optimizer."""
         buffers: Any = self._buffers
         return [[buffers[name] for name in names] for names in self._state_names]
 
@@ -432,7 +431,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """
         names = [state.name for state in self.optimizer.states]
         numbers = range(len(self.cores)) if table is None else self.core_numbers(table)
-        all_states = self._core_states()
+        all_states = self.core_states()
         return [dict(zip(names, all_states[k], strict=True)) for k in numbers]
 
     def to_dense(self, table: int) -> Tensor:
@@ -471,7 +470,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return {
             "weights": sum(core.nbytes for core in self.cores),
             "optimizer_state": sum(
-                state.nbytes for states in self._core_states() for state in states
+                state.nbytes for states in self.core_states() for state in states
             ),
         }
 

@@ -67,7 +67,7 @@ class ShortTrainCalls:
         layout = module.core_layout
         self._device, self._is_cuda = features.device, features.is_cuda
         self._anchor = module.grad_anchor
-        self._states = [state for states in module._core_states() for state in states]
+        self._states = [state for states in module.core_states() for state in states]
         self._hyperparams, self._features = module.hyperparams, features
         self._tables = (module.table_ids, module.feature_table_ids, features)
         self._shape = layout[:3]
@@ -119,7 +119,7 @@ class ShortTrainCalls:
                 sample_weights is None
                 or (type(sample_weights) is Tensor and not sample_weights.requires_grad)
             )
-            and not module._frozen_cores
+            and not module.frozen_cores
             and not module.shared_gradients
             and indices.numel() <= self._max_lookups
             and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
@@ -136,7 +136,7 @@ class ShortTrainCalls:
         """Pool each bag; if the module trains, backward applies the optimizer."""
         bag_layout, output_dim = None, module.output_dim
         if batch_sizes is not None:
-            bag_layout, output_dim = module._bag_layout(offsets, batch_sizes, self._device)
+            bag_layout, output_dim = module.layout_of_bags(offsets, batch_sizes, self._device)
         batch = TrainBatch(indices, offsets, sample_weights, bag_layout, output_dim)
         if torch.is_grad_enabled():
             return _apply(self._anchor, self, module, batch)

@@ -90,7 +90,7 @@ def results(
     with torch.no_grad():
         found.append(tables(inputs.indices, inputs.offsets, batch_sizes=batch_sizes))
     grads = [core.grad for core in tables.cores if core.grad is not None]
-    states = [state for states in tables._core_states() for state in states]
+    states = [state for states in tables.core_states() for state in states]
     return [*found, *(core.detach() for core in tables.cores), *states, *grads, tables.hyperparams]
 
 

@@ -140,7 +140,7 @@ class Data:
         self.features = torch.tensor(lines, dtype=torch.int64).view(-1, 8)
         self.bag_layout = None
         if case.sizes is not None:
-            self.bag_layout, elements = _bag_layout(case, generator)
+            self.bag_layout, elements = layout_of_bags(case, generator)
             self.columns = self.columns if case.pooling is Pooling.NONE else elements
         lengths = _lengths(case, generator)
         self.indices = _indices(case, lengths, generator).to(case.index)
@@ -191,7 +191,7 @@ class Data:
         return torch.zeros_like(weights) if weights.grad is None else weights.grad
 
 
-def _bag_layout(case: Case, generator: torch.Generator) -> tuple[Tensor, int]:
+def layout_of_bags(case: Case, generator: torch.Generator) -> tuple[Tensor, int]:
     """Rows of the output in any order, one after the other; and how many elements they have."""
     dims = [case.dims[table] for table in case.tables]
     feature = torch.arange(len(dims)).repeat_interleave(torch.tensor(case.bags, dtype=torch.int64))

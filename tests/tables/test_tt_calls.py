@@ -42,7 +42,7 @@ def trained(module: TableBatchedTTEmbeddingBags, path: str, **arguments: Any) ->
         found.append(out.detach())
     with torch.no_grad():
         found.append(module(*batch(9, device), **arguments))
-    states = [state for states in module._core_states() for state in states]
+    states = [state for states in module.core_states() for state in states]
     found += [*module.cores, *states, module.hyperparams, module.bounds_violations]
     return [tensor.detach().cpu() for tensor in found]
 

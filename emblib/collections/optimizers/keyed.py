@@ -385,7 +385,7 @@ def _values_of(parameter: Tensor) -> Tensor:
         return grad
     if not grad.is_coalesced():
         parameter.grad = grad = grad.coalesce()
-    return grad._values()  # noqa: SLF001 (of torch: no copy)
+    return grad._values()
 
 
 def _peers_of(parameters: Sequence[Tensor]) -> Peers | None:
