@@ -5,7 +5,7 @@
 #   PYTHON=python  the Python to use; if it has torch >= 2.10, that torch is used, else torch is installed
 #   TORCH=spec     the torch to install, e.g. torch==2.13.0+cpu or a wheel (default: the version below,
 #                  a CPU build on a machine without an NVIDIA GPU)
-#   EXTRAS=a,b     extras of pyproject.toml to install (default harness,launchers,test,lint)
+#   EXTRAS=a,b     extras of pyproject.toml to install (default harness,launchers,test,lint,docs)
 #   EMBLIB_CUDA=AUTO|ON|OFF    build the CUDA library (default AUTO: if nvcc, a CUDA build of torch
 #                  and a GPU are found); TORCH_CUDA_ARCH_LIST="9.0+PTX", JOBS=n
 #   ARGS="..."     arguments for run, test, gpu-test and the others that show ARGS below
@@ -20,7 +20,7 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH ?=
 TORCH_VERSION := 2.13.0
-EXTRAS ?= harness,launchers,test,lint
+EXTRAS ?= harness,launchers,test,lint,docs
 EMBLIB_CUDA ?= AUTO
 ARGS ?=
 FILES ?=

@@ -76,8 +76,8 @@ def load(arguments: Sequence[str]) -> Config:
     for override in parse(overrides):
         if override.is_sweep_override():
             raise UsageError(
-                f"'{override.input_line}' has several values: -m runs an experiment with each, "
-                "python run.py -m ..."
+                f"'{override.input_line}' has several values: with -m before the "
+                "other words run.py makes one run with each"
             )
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -213,7 +213,7 @@ GPU_PHASES = {("forward", "fp32"): "forward", ("sgd", "fp32"): "step"}
 
 def gpu_ratios(folder: Path = REFERENCE) -> dict[str, dict[tuple[str, str], list[float]]]:
     """Return the peers' times ÷ emblib's by GPU, and by (contender, phase); one per shape."""
-    ratios: dict[str, dict[tuple[str, str], list[float]]] = {}
+    by_device: dict[str, dict[tuple[str, str], list[float]]] = {}
     for path in sorted(folder.glob("nvidia-*/*/results.csv")):
         device = json.loads((path.parent / "environment.json").read_text())["device"]
         with path.open(newline="") as file:
@@ -223,12 +223,12 @@ def gpu_ratios(folder: Path = REFERENCE) -> dict[str, dict[tuple[str, str], list
             for row in rows
             if row["contender"] == "tbe"
         }
-        of_device = ratios.setdefault(str(device), {})
+        of_device = by_device.setdefault(str(device), {})
         for row in rows:
             if row["contender"] in ("torch", "fbgemm") and (row["cell"], row["phase"]) in ours:
                 ratio = float(row["ratio"]) / ours[row["cell"], row["phase"]]
                 of_device.setdefault((row["contender"], row["phase"]), []).append(ratio)
-    return ratios
+    return by_device
 
 
 def speed_table(
@@ -252,11 +252,11 @@ def speed_table(
     return "\n".join(lines)
 
 
-def _speed_cell(ratios: Sequence[float]) -> str:
-    if not ratios:
+def _speed_cell(shapes: Sequence[float]) -> str:
+    if not shapes:
         return "–"
-    middle = f"**{statistics.median(ratios):.2f}×**"
-    return middle if len(ratios) == 1 else f"{middle} ({min(ratios):.2f}–{max(ratios):.2f})"
+    middle = f"**{statistics.median(shapes):.2f}×**"
+    return middle if len(shapes) == 1 else f"{middle} ({min(shapes):.2f}–{max(shapes):.2f})"
 
 
 def front_page(readme: str, folder: Path = REFERENCE) -> str:

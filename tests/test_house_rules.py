@@ -107,6 +107,7 @@ OUTSIDE = {
 }
 PEERS = {"fbgemm_gpu", "torchrec", "tensorly", "tltorch", "torch_tensorrt", "dynamicemb"}
 PEERS_ALLOWED_IN = (
+    "examples/dlrm/model.py",
     "examples/torchrec_over_emblib.py",
     "experiments/contenders/",
     "tests/bench/",

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import emblib
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,6 +15,7 @@ DOCS = ROOT / "docs"
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", tmp_path],
         cwd=ROOT,

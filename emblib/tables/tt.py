@@ -416,7 +416,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return self.cores.as_list()
 
     def core_states(self) -> list[list[Tensor]]:
-        """Return the optimizer states of each core, table by table, by the names of the optimizer."""
+        """Return the optimizer states of each core, table after table."""
         buffers: Any = self._buffers
         return [[buffers[name] for name in names] for names in self._state_names]
 

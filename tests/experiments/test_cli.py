@@ -33,7 +33,7 @@ PROBES = {
     (OK, "sweep.D=64"): "write sweep.D=[64]",
     (OK, "sweep.D=16,32"): "write sweep.D=[16,32]",
     (OK, "cases.criteo.tt.ranks=8"): "write cases.criteo.tt.ranks=[8]",
-    (OK, "workload.D=16,32"): "-m runs an experiment with each",
+    (OK, "workload.D=16,32"): "with -m before the other words",
     (OK, "sweep.D=[x]"): "sweep.D[0]: Value 'x'",
     (OK, "tt.tables=0"): "tt.tables must be >= 1, got 0",
     (OK, "workload.B=0"): "workload.B must be >= 1, got 0",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emblib import TableBatchedTTEmbeddingBags, optim
 from emblib.ops import tt_layout
-from emblib.specs import BoundsCheck, Pooling, TTSpec
+from emblib.specs import BoundsCheck, Pooling, Precision, TTSpec
 from tests.optimizer_cases import CASES
 
 SPECS = [
@@ -122,7 +122,7 @@ def test_chunks_without_pooling(small_chunks: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"output_dtype": torch.bfloat16}, {"feature_tables": [0, 1, 0]}]
+    "options", [{"precision": Precision(output=torch.bfloat16)}, {"feature_tables": [0, 1, 0]}]
 )
 def test_chunks_with_options(small_chunks: Any, options: dict[str, Any]) -> None:
     read = [SPECS[t] for t in options.get("feature_tables", [0, 1, 2])]

@@ -137,7 +137,7 @@ def test_a_changed_byte_is_an_error_of_the_bundle(bundle: Path, tmp_path: Path) 
 def test_what_would_fill_the_memory_is_refused(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archive, "MOST_BYTES", 1000)
+    monkeypatch.setattr(archive, "MAX_BYTES", 1000)
     with pytest.raises(BundleError, match="would unpack to more than"):
         archive.read(bundle)
     with pytest.raises(BundleError, match="pack fewer runs"):

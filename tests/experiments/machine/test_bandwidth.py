@@ -58,7 +58,7 @@ def test_every_way_gathers_the_rows_that_it_counts() -> None:
 
 
 def test_a_table_that_is_not_drawn_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "SMALL_TABLE", 0)
+    monkeypatch.setattr(bandwidth, "SMOKE_BYTES", 0)
     ones = torch.ones(2, 8)
     module = bandwidth._one_table(100, 8, CPU)
     assert torch.equal(module(torch.tensor([3, 99]), torch.arange(3)), ones)
