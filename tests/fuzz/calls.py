@@ -141,6 +141,22 @@ def _tbe_lookup(draw: random.Random) -> Call:
     return Call("tbe_lookup", (tiers, data.features, *batch, *rest), check)
 
 
+def _looks_up(data: Data, got: list[Tensor]) -> bool:
+    """Check what an op returns that checks a batch first; return whether the batch is valid."""
+    rows = data.features[:, 2]
+    feature = torch.arange(len(rows)).repeat_interleave(data.case.batch)
+    limits = rows[feature.repeat_interleave(data.repaired.diff())]
+    tail = data.indices.long()[-limits.numel() :] if limits.numel() else limits
+    is_valid = torch.equal(data.repaired, data.offsets) and bool(
+        ((tail >= -1) & (tail < limits)).all()
+    )
+    if len(got) == 2:  # a GPU repairs the offsets
+        same(got[1], data.repaired)
+    else:
+        assert len(got) == is_valid
+    return is_valid
+
+
 def _tbe_lookup_checked_(draw: random.Random) -> Call:
     data = _data(draw)
     if data.bag_layout is not None:
@@ -148,19 +164,7 @@ def _tbe_lookup_checked_(draw: random.Random) -> Call:
     rest = (data.sample_weights, POOLING[data.case.pooling.value], data.columns, data.case.output)
 
     def check(_: Arguments, got: Any) -> None:
-        rows = data.features[:, 2]
-        feature = torch.arange(len(rows)).repeat_interleave(data.case.batch)
-        lengths = data.repaired.diff()
-        limits = rows[feature.repeat_interleave(lengths)]
-        tail = data.indices.long()[-limits.numel() :] if limits.numel() else limits
-        is_valid = torch.equal(data.repaired, data.offsets) and bool(
-            ((tail >= -1) & (tail < limits)).all()
-        )
-        if len(got) == 2:  # a GPU repairs the offsets
-            same(got[1], data.repaired)
-        else:
-            assert len(got) == is_valid
-        if is_valid:
+        if _looks_up(data, got):
             close(got[0], data.lookup(data.weights.double(), data.sample_weights))
 
     batch = (data.indices, data.offsets)
@@ -600,6 +604,22 @@ def _quant_lookup(draw: random.Random) -> Call:
     return Call("quant_lookup", (*packed, *batch, *rest), check)
 
 
+def _quant_lookup_checked_(draw: random.Random) -> Call:
+    data, bits = _data(draw), draw.choice([4, 8])
+    if data.bag_layout is not None:
+        data = Data(replace(data.case, sizes=None))
+    packed = quant_cases.pack(data, bits)
+    batch = (data.indices, data.offsets, data.sample_weights)
+    rest = (POOLING[data.case.pooling.value], bits, data.columns, data.case.output)
+
+    def check(_: Arguments, got: Any) -> None:
+        if _looks_up(data, got):
+            close(got[0], quant_cases.expected(data, packed, bits))
+
+    counting = (BOUNDS_CHECK["warning"], torch.zeros(2, dtype=torch.int64))
+    return Call("quant_lookup_checked_", (*packed, *batch, *rest, *counting), check)
+
+
 def _advise_huge_pages(draw: random.Random) -> Call:
     tensor = torch.arange(draw.choice([0, 1, 300_000]))
 
@@ -651,6 +671,7 @@ CALLS: dict[str, Callable[[random.Random], Call]] = {
     "combine_backward_": _spread_in_two,
     "quantize_rows_": _quantize_rows,
     "quant_lookup": _quant_lookup,
+    "quant_lookup_checked_": _quant_lookup_checked_,
     "update_rows_": _update_rows,
     "advise_huge_pages_": _advise_huge_pages,
     "fill_uniform_": _fill_uniform,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.columns import FeatureColumn
 from emblib.init import Normal, Uniform
-from emblib.ops.codes import CACHE_POLICY, HASH_ORDER, INSERT_POLICY
+from emblib.ops.codes import BOUNDS_CHECK, CACHE_POLICY, HASH_ORDER, INSERT_POLICY
 from emblib.ops.hash import rule_of
 from emblib.ops.primitives import group
 from emblib.reference import hash
@@ -120,6 +121,40 @@ def _cache_move(draw: random.Random) -> Call:
 
     call = (store.weights, store.states, cache_cases.HYPER, twin.tables, groups[0], groups[3])
     return Call("cache_move_", (*call, row_slots, evicted, []), check)
+
+
+def _cache_prefetch(draw: random.Random) -> Call:
+    """A batch of one feature per table, prefetched as by the ops of its parts."""
+    twin, _, _ = _cache(draw)
+    store, tables = _store(draw, twin), twin.tables
+    state = [twin.tags, twin.stamps, twin.counts, twin.counters]
+    state = [*(t.clone() for t in state), torch.tensor([twin.now, twin.now]), torch.full((2,), -1)]
+    per_table = draw.choice([0, 1, 9])
+    rows, firsts = tables[:, FeatureColumn.ROWS], tables[:, FeatureColumn.ROW_BASE]
+    indices = torch.cat([torch.randint(int(n), (per_table,)) for n in rows])
+    offsets = torch.arange(len(rows) + 1) * per_table
+    batch = (tables, indices, offsets, None, int((firsts + rows).max()))
+    policy, want = CACHE_POLICY[twin.trace.policy], store.clone()
+    tags, stamps, counts, counters, clock, _ = (t.clone() for t in state)
+
+    def check(arguments: Arguments, got: Any) -> None:
+        groups = _ops.tbe_group(*batch, True)
+        clock.copy_(torch.tensor([twin.now + 1, twin.now]))
+        plan = (tags, stamps, counts, counters, clock, tables, groups[0], groups[1], groups[4])
+        row_slots, evicted = _ops.cache_plan_(*plan, policy)
+        moved = (tables, groups[0], groups[4], row_slots, evicted, [])
+        _ops.cache_move_(want.weights, want.states, cache_cases.HYPER, *moved)
+        number = int(groups[4])
+        for part, result in zip(
+            (groups[0][:number], row_slots[:number]), (got[0], got[5]), strict=True
+        ):
+            assert torch.equal(result[:number], part)
+        assert all(map(torch.equal, (tags, stamps, counts, counters, clock), arguments[3][:5]))
+        _same_store(arguments, want)
+
+    memory = (store.weights, store.states, cache_cases.HYPER, state, tables, policy, 1, False)
+    check_batch = (False, BOUNDS_CHECK["warning"], torch.zeros(2, dtype=torch.int64))
+    return Call("cache_prefetch_", (*memory, *batch, *check_batch), check)
 
 
 def _cache_flush(draw: random.Random) -> Call:
@@ -427,6 +462,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "cache_lookup_slots": _cache_lookup_slots,
     "cache_move_": _cache_move,
     "cache_flush_": _cache_flush,
+    "cache_prefetch_": _cache_prefetch,
     "hash_find": _hash_find,
     "hash_touch_": _hash_use,
     "hash_grow_": _hash_grow,

@@ -41,6 +41,7 @@ SHORT = (
     "tests/test_captured_optimizers.py::test_a_grad_scaler",
     "tests/tables/test_bounds_report.py",
     "tests/tables/test_mapped_memory.py",
+    "tests/tables/test_tt_calls.py::test_bits_of_the_long_path",
     "tests/tables/test_tbe.py::test_dense_gradient_equals_embedding_bag",
     "tests/tables/test_tbe.py::test_known_number_of_rows",
     "tests/tables/test_checkpoint.py::test_moving_between_devices",

@@ -16,7 +16,7 @@ import torch
 
 from experiments import cli, configure
 from experiments.contenders import registry
-from experiments.kinds import expand
+from experiments.kinds import expand, find
 from experiments.paths import ROOT
 from experiments.results import identity
 from experiments.results.store import Record, RunStore, read_json, read_records
@@ -129,7 +129,8 @@ def test_a_data_set_that_was_missing_is_another_point(monkeypatch: pytest.Monkey
 
     def keys(version: str | None) -> set[str]:
         monkeypatch.setattr(registry, "installed", lambda name: version and (name, version))
-        return {identity.point_key(cell, config) for cell in expand(config)}
+        packages = find(config.kind).measurement.packages
+        return {identity.point_key(cell, config, packages) for cell in expand(config)}
 
     assert keys(None).isdisjoint(keys("1.0"))
     assert keys("1.0").isdisjoint(keys("2.0"))
