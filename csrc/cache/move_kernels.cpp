@@ -78,11 +78,13 @@ EMB_HD void prefetch_location(const CacheMemory& memory, const TierRow& row,
   }
 }
 
+// A row to fetch (`in`) into `slot`, and the row there to write back (`out`; dim 0 for none).
 struct Move {
   TierRow in, out;
   int64_t slot;
 };
 
+// Write back evicted rows and fetch rows [begin, end).
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* random = rounding.stochastic ? &rounding : nullptr;
@@ -109,6 +111,7 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
   }
 }
 
+// Write the rows in slots [begin, end) back to their tables.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* random = rounding.stochastic ? &rounding : nullptr;

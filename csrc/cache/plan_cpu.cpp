@@ -1,5 +1,5 @@
-// `cache_plan_`, `cache_evictions`, `cache_locate` and `cache_lookup_slots` on the CPU: checks,
-// rows in parallel, then the sets with misses in parallel, then the counters.
+// `cache_plan_`, `cache_evictions`, `cache_locate` and `cache_lookup_slots` on the CPU. A plan
+// checks its input, probes rows in parallel, admits misses set by set in parallel, then counts.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>

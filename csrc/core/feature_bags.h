@@ -11,7 +11,7 @@
 
 namespace emb {
 
-// A range of fewer lookups and bags than this is not worth waking a thread for.
+// The smallest cost, lookups and bags, of a range that gets a thread of its own.
 inline constexpr int64_t kBagGrain = 512;
 
 // The bags of feature f are [first[f], first[f + 1]).

@@ -224,9 +224,8 @@ inline void check_window(const char* op, int64_t max_buckets, int64_t first_buck
       "), got ", first_bucket, " and ", num_buckets);
 }
 
-// The missing keys of a batch.
-
-// Misses [offsets[t], offsets[t + 1]) are those of table t, as hash_misses returns them.
+// The missing keys of a batch: those of table t are ids [offsets[t], offsets[t + 1]), as
+// `hash_touch_` returns them.
 class Misses {
  public:
   Misses(const char* op, const HashIndex& index, const Tensor& ids, const Tensor& offsets,
@@ -273,7 +272,9 @@ class Misses {
   const bool* admitted_ = nullptr;
 };
 
-// The inputs of `hash_touch_`, and its results, uninitialised.
+// The inputs of `hash_touch_`, and its results, uninitialised: slots [n] of the ids, -1 for a miss;
+// first [misses], the position at which each missing key first occurs; groups [n], the miss of each
+// position; totals [misses], the uses of each missing key; offsets [T + 1] of the tables' misses.
 struct TouchCall : HashCall {
   HashScoring scoring;
   const int64_t* counts;
@@ -369,10 +370,10 @@ struct RowBuffers {
     const int64_t* layout = row_layout.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < index.num_tables; ++t) {
       for (int p = 0; p < count; ++p, layout += 2) {
-        const int64_t max_buckets = index.field(t, kMaxBuckets) * kSlots;
+        const int64_t max_slots = index.field(t, kMaxBuckets) * kSlots;
         const int64_t nbytes = rows[p].numel() * rows[p].element_size();
         STD_TORCH_CHECK(layout[0] >= 0 && layout[1] >= 0 && layout[0] <= nbytes &&
-                            (layout[1] == 0 || max_buckets <= (nbytes - layout[0]) / layout[1]),
+                            (layout[1] == 0 || max_slots <= (nbytes - layout[0]) / layout[1]),
                         op, ": the rows of table ", t, " lie outside rows[", p, "]");
         buffers.push_back(
             {static_cast<uint8_t*>(rows[p].mutable_data_ptr()) + layout[0], layout[1]});
@@ -469,8 +470,8 @@ struct RowMatrix {
   }
 };
 
-// The inputs of the ops on rows, checked, with their results, uninitialised. What may be on a
-// device is checked by `check_contents`, on the CPU only.
+// The inputs of the ops on rows, checked, with their results, uninitialised. The constructors check
+// dtypes, shapes and devices. `check_contents` also reads the tensors, so only the CPU ops call it.
 
 struct FindRowsCall : HashCall {
   RowMatrix matrix;

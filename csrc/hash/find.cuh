@@ -1,5 +1,5 @@
-// `hash_find` and `hash_touch_` on the GPU, one thread per key. The thread of a missing key claims
-// a cell for it at once, from which misses.cuh makes the list of misses.
+// `hash_find` and `hash_touch_` on the GPU, one thread per key. In `hash_touch_`, the thread of a
+// missing key also claims a scratch cell; misses.cuh numbers the misses by these cells.
 #pragma once
 
 #include "hash/device_index.cuh"
@@ -10,11 +10,12 @@ namespace emb::cuda {
 // How a hit updates its entry.
 struct KeyTouch {
   Order order;
-  const int64_t *counts, *batch_scores;  // by id and by table; null for 1 and 0
+  const int64_t* counts;        // [n] uses of each id; null: 1 each
+  const int64_t* batch_scores;  // [T] score of this batch; null: 0
 };
 
-// Advance the clock, count positions, plan the batch, and clear what its misses are counted in:
-// everything that is known before keys are looked up.
+// Advance the clock, count the lookups of each table, order the segments by table, and clear the
+// cells and the counters of misses. Runs before `hash_touch_kernel`, in the same stream.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_begin_batch_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, BatchPlan plan,
                             int parts) {
@@ -44,8 +45,8 @@ struct KeyTouch {
 }
 
 // Update an entry. Several lanes may have the same entry: all store the same stamp, and counts add
-// up in any order. A key that occurs several times in a warp is added once. Called by the whole
-// warp, with null for no entry.
+// up in any order. Without explicit counts, one lane adds for all lanes that share an entry. All 32
+// lanes must call this; a lane without an entry passes null.
 EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, int64_t position,
                             int64_t batch_score) {
   if (entry != nullptr) entry[kStamp] = stamp;

@@ -38,7 +38,7 @@ void check_contents(const char* op, const InitialInputs& in, const std::vector<B
   for (int64_t t = 0; t < in.num_tables(); ++t)
     ascending = ascending && offsets[t] <= offsets[t + 1];
   STD_TORCH_CHECK(ascending, op, ": offsets must ascend and lie in [0, ", in.first.numel(),
-                  "], as hash_misses returns them");
+                  "], as hash_touch_ returns them");
   const auto* first = in.first.const_data_ptr<int64_t>();
   for (int64_t i = offsets[0]; i < offsets[in.num_tables()]; ++i) {
     STD_TORCH_CHECK(first[i] >= 0 && first[i] < in.ids.numel(), op,

@@ -1,5 +1,5 @@
-// Which lookups of cached tensor trains read a stored row, and their counts, on the GPU. A warp
-// adds its lookups to the counters of its table at once where they are of one feature.
+// Kernels that split the lookups of cached tensor trains into stored and computed rows, and count
+// lookups and hits. If all lookups of a warp belong to one feature, one lane adds them.
 #pragma once
 
 #include "core/row_slice.cuh"

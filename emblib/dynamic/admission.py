@@ -33,10 +33,10 @@ from torch import Tensor, nn
 from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
-from emblib.dynamic.keys import mix
 from emblib.dynamic.saving import dumps
 from emblib.ops import hash
 from emblib.ops.effects import Effects
+from emblib.reference.random import mix
 from emblib.specs import CountMinSketch, DynamicSpec, Eviction, ExactCounter, FrequencyAdmission
 from emblib.tables import state_dicts
 

@@ -12,16 +12,8 @@ from emblib.dynamic.hash_index import InsertedBatch
 from emblib.ops import hash
 from emblib.ops.hash import Keys
 from emblib.ops.primitives import new_seed
+from emblib.reference.random import mix
 from emblib.specs import check_count
-
-GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST = 0xFF51AFD7ED558CCD - (1 << 64)
-_SECOND = 0xC4CEB9FE1A85EC53 - (1 << 64)
-
-
-def _fold(x: Tensor, bits: int) -> Tensor:
-    """Return `x ^ x >> bits` of unsigned numbers."""
-    return x ^ (x >> bits & (1 << 64 - bits) - 1)
 
 
 def hash_key_of(seed: int, name: str) -> int:
@@ -52,13 +44,6 @@ def hash_keys_of(
         raise ValueError(f"hash_seeds must be one per table = {len(names)}, got {len(hash_seeds)}")
     seeds = [check_count("hash_seeds", one, minimum=0) for one in hash_seeds]
     return [hash_key_of(one, name) for one, name in zip(seeds, names, strict=True)]
-
-
-def mix(x: Tensor) -> Tensor:
-    """Apply MurmurHash3's finaliser after an addition, as csrc/core/random.h does; one to one."""
-    x = _fold(x + GOLDEN, 33)
-    x = _fold(x * _FIRST, 33)
-    return _fold(x * _SECOND, 33)
 
 
 def as_keys(keys: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 
 Bits = TypeVar("Bits", int, Tensor)
@@ -35,7 +35,7 @@ def finalise(x: Bits) -> Bits:
 
 def mix(x: Bits) -> Bits:
     """Apply the finaliser after an addition, so that 0 is no fixed point."""
-    return finalise(_wrap(x + _GOLDEN))
+    return finalise(_wrap(x + GOLDEN))
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

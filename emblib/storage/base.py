@@ -364,7 +364,7 @@ class Storage:
 
         Args:
             parts: the slices.
-            reads: index into `slices` for each feature of the module.
+            reads: index into `parts` for each feature of the module.
             optimizer: optimizer of the slices.
             pooling: SUM or MEAN; NONE for one vector per id.
             seeds: seeds of the initial values, one per slice.

@@ -116,7 +116,7 @@ class Hash(Storage):
     # Configuration
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for a table with `init_fn`: rows are made when their keys are."""
+        """Raise ValueError for a table with `init_fn`: a row is made when its key is inserted."""
         if table.init_fn is not None:
             raise ValueError(
                 f"a row of {table.name!r} gets its initial value when its key is inserted: use "

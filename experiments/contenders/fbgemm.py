@@ -111,7 +111,7 @@ class FbgemmManaged(Fbgemm):
 class FbgemmLRU(Fbgemm):
     """Its tables in host memory, behind its cache in the memory of the device.
 
-    What the cache serves is not counted: counting costs FBGEMM a kernel in every step.
+    Cache hits are not counted: counting costs FBGEMM a kernel in every step.
     """
 
     location = EmbeddingLocation.MANAGED_CACHING

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, setup
-from experiments.gate.pairs import Conductor, Trial
+from experiments.gate.pairs import Trial, TrialRunner
 from experiments.gate.rules import Request, Rules, Stage
 from experiments.paths import ROOT
 from experiments.report import document, tables
@@ -50,12 +50,12 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     trial, status = Trial(), "finished"
     with Display(count) as display:
         display.say(setup.heading(start, f"{count} pairs of processes"))
-        conductor = Conductor(config, start.device, start.points, rules, both, store, display)
+        runner = TrialRunner(config, start.device, start.points, rules, both, store, display)
         try:
             while left := [n for n in names if n not in trial.evidence.lost]:
                 if len(trial.evidence.first.get(left[0], [])) >= count:
                     break
-                conductor.step(trial, Request(Stage.first, tuple(left)))
+                runner.step(trial, Request(Stage.first, tuple(left)))
                 display.finish("")
         except KeyboardInterrupt:
             status = "interrupted"

@@ -25,9 +25,10 @@ from experiments.run.progress import Display
 from experiments.timing import statistics
 
 WORKER = "experiments.gate.worker:serve"
-MIN_SAMPLE_SECONDS = 300e-6  # of a sample; calls that take less share one, as waking up costs 10e-6
+# Faster calls are repeated within one sample, because waking a worker costs 10 us.
+MIN_SAMPLE_SECONDS = 300e-6
 MAX_EXECUTIONS = 64
-PAIR_SEEDS = 1_000_003  # a prime between the seeds of two runs
+PAIR_SEEDS = 1_000_003  # step between the pair seeds of successive run seeds (a prime)
 
 
 class Side(Enum):
@@ -56,14 +57,16 @@ class PairJob:
     points: Sequence[Point]
     config: Config
     device: str
-    number: int  # of the pair in its run: everything random about it follows from this
-    slow: float = 1.0  # of head
+    number: (
+        int  # number of the pair in its run: its random numbers follow from this and config.seed
+    )
+    slow: float = 1.0  # factor by which head is slowed
     check: bool = False  # correctness, and what does not depend on the clock
 
 
 @dataclass
-class Taken:
-    """The samples of a pair at one point."""
+class PointSamples:
+    """The samples of one point, in seconds, from one pair."""
 
     base: list[list[float]] = field(default_factory=list)  # block -> its two samples
     head: list[list[float]] = field(default_factory=list)
@@ -83,10 +86,10 @@ class Taken:
 
 
 @dataclass
-class Found:
+class PairResult:
     """The outcome of a pair: the samples, and the points that could not be measured."""
 
-    taken: dict[str, Taken] = field(default_factory=dict)
+    taken: dict[str, PointSamples] = field(default_factory=dict)
     failed: dict[str, dict[Side, BuildResult]] = field(default_factory=dict)
 
     def fail(self, point: str, side: Side, status: str, reason: str) -> None:
@@ -95,23 +98,23 @@ class Found:
         self.taken.pop(point, None)
 
 
-Hire = Callable[[Side, str], Any]  # a worker of this revision's folder, as a context
+WorkerFactory = Callable[[Side, str], Any]  # a worker of this revision's folder, as a context
 
 
-def hire(seconds: float, side: Side, package: str) -> Child:
+def start_worker(seconds: float, side: Side, package: str) -> Child:
     """Start a worker in a fresh process."""
     return Child(WORKER, (package,), limits=Limits(seconds or math.inf))
 
 
-def run_pair(job: PairJob, revisions: Revisions, employ: Hire | None = None) -> Found:
+def run_pair(job: PairJob, revisions: Revisions, start: WorkerFactory | None = None) -> PairResult:
     """Measure all points of the job. A crash costs only the point it happened at."""
-    outcome, points = Found(), list(job.points)
-    employ = employ or partial(hire, job.config.timing.limit_seconds)
+    outcome, points = PairResult(), list(job.points)
+    start = start or partial(start_worker, job.config.timing.limit_seconds)
     while points:
         try:
-            _attempt(dataclasses.replace(job, points=points), revisions, employ, outcome)
+            _attempt(dataclasses.replace(job, points=points), revisions, start, outcome)
             break
-        except Lost as loss:
+        except WorkerLost as loss:
             names = [loss.point] if loss.point else [p.name for p in points]
             for name in names:
                 outcome.fail(name, loss.side, loss.death.status, str(loss.death))
@@ -119,7 +122,7 @@ def run_pair(job: PairJob, revisions: Revisions, employ: Hire | None = None) -> 
     return outcome
 
 
-class Lost(Exception):
+class WorkerLost(Exception):
     """A worker died, at a point or before the first one."""
 
     def __init__(self, side: Side, point: str, death: Died) -> None:
@@ -127,7 +130,7 @@ class Lost(Exception):
         self.side, self.point, self.death = side, point, death
 
 
-def _attempt(job: PairJob, revisions: Revisions, employ: Hire, outcome: Found) -> None:
+def _attempt(job: PairJob, revisions: Revisions, start: WorkerFactory, outcome: PairResult) -> None:
     """Measure all points in one pair of processes, in random order."""
     seed = PAIR_SEEDS * job.config.seed + job.number
     rng = random.Random(seed)
@@ -137,15 +140,17 @@ def _attempt(job: PairJob, revisions: Revisions, employ: Hire, outcome: Found) -
         # The workers take turns, so one core serves both, and differences of cores cancel out.
         core = rng.choice(sorted(os.sched_getaffinity(0)))
     with ExitStack() as stack:
-        workers = {side: stack.enter_context(employ(side, revisions.of(side))) for side in order}
+        workers = {side: stack.enter_context(start(side, revisions.of(side))) for side in order}
 
         def ask(side: Side, message: Any, point: str = "") -> Any:
-            """Return a worker's answer; raise Lost with the point at which it died."""
+            """Return a worker's answer; raise WorkerLost with the point at which it died."""
             try:
                 workers[side].send(message)
                 return workers[side].receive()
             except Died as death:
-                raise Lost(side, point or workers[side].note.partition("|")[0], death) from None
+                raise WorkerLost(
+                    side, point or workers[side].note.partition("|")[0], death
+                ) from None
 
         for side in order:
             is_head = side is Side.head
@@ -169,9 +174,9 @@ def _attempt(job: PairJob, revisions: Revisions, employ: Hire, outcome: Found) -
             worker.send(None)
 
 
-def _measure(job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random) -> Taken:
+def _measure(job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random) -> PointSamples:
     """Measure the blocks of one point: base head head base, or the reverse, at random."""
-    taken = Taken()
+    taken = PointSamples()
     for side in rng.sample(list(Side), 2):
         taken.warm[side.value] = ask(side, WarmUp(name), name)
     seconds = min(w["execution_s"] for w in taken.warm.values())
@@ -193,7 +198,7 @@ def _measure(job: PairJob, name: str, ask: Callable[..., Any], rng: random.Rando
     return taken
 
 
-Measure = Callable[[PairJob, Revisions], Found]
+Measure = Callable[[PairJob, Revisions], PairResult]
 
 
 @dataclass
@@ -222,8 +227,8 @@ class Trial:
 
 
 @dataclass
-class Conductor:
-    """What the trials of a run share."""
+class TrialRunner:
+    """Run the trials of a gate: start pairs, store records, update trials."""
 
     config: Config
     device: torch.device
@@ -264,7 +269,7 @@ class Conductor:
         self.pairs += 1
 
     def _records(
-        self, trial: Trial, request: Request, job: PairJob, outcome: Found, wall: float
+        self, trial: Trial, request: Request, job: PairJob, outcome: PairResult, wall: float
     ) -> list[Record]:
         """Return one record per measured point, and one per side that could not run a point."""
         mode = self.config.timing.modes[0].value

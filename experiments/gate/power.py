@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, setup
-from experiments.gate.pairs import Conductor, Trial
+from experiments.gate.pairs import Trial, TrialRunner
 from experiments.gate.rules import Rules, decide, next_request
 from experiments.report import document
 from experiments.report.document import Page, Section, Tile
@@ -52,7 +52,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         display.say(setup.heading(start, f"{len(wanted)} trials of the gate"))
         if records:
             display.say(f"continuing {store.path.name}")
-        conductor = Conductor(
+        runner = TrialRunner(
             config,
             start.device,
             start.points,
@@ -62,7 +62,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             display,
             pairs=1 + max((r["pair"] for r in records), default=-1),
         )
-        status = _trials(conductor, replay(records))
+        status = _trials(runner, replay(records))
     info = {"question": question, "status": status, "seconds": round(time.monotonic() - began, 1)}
     store.write_json("run.json", {"experiment": "gate_power", **info})
     print(f"\n{write(store.path)}\n\nreport: {pages.shown_path(store.path / 'index.html')}")
@@ -89,16 +89,16 @@ def complete(path: Path) -> list[dict[str, Any]]:
     return [outcome(t, names, rules) for t in sorted(trials_done, key=lambda t: t.number)]
 
 
-def _trials(conductor: Conductor, done: dict[int, Trial]) -> str:
+def _trials(runner: TrialRunner, done: dict[int, Trial]) -> str:
     """Return 'finished', 'interrupted', or 'incomplete': a process failed, the trial is void."""
-    display, rules, failures = conductor.display, conductor.rules, 0
+    display, rules, failures = runner.display, runner.rules, 0
     names = list(rules.margins)
     try:
-        for number, slow in enumerate(schedule(conductor.config)):
+        for number, slow in enumerate(schedule(runner.config)):
             known = done.get(number)
             trial = known or Trial(number, slow)
             was_done = known and next_request(names, known.evidence, rules) is None
-            conductor.finish(trial)
+            runner.finish(trial)
             if trial.failed:
                 failures += 1
                 name, sides = next(iter(trial.failed.items()))

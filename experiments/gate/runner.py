@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, revisions, setup
-from experiments.gate.pairs import Conductor, Revisions, Side, Trial
+from experiments.gate.pairs import Revisions, Side, Trial, TrialRunner
 from experiments.gate.points import points_of
 from experiments.gate.revisions import BuildError
 from experiments.gate.rules import Rules
@@ -79,10 +79,10 @@ def _compare(
         facts |= {"base": base.words, "head": head.words}
         revisions.prepare(base, head, start.device.type, display.say)
         folders = Revisions(str(base.folder), str(head.folder))
-        conductor = Conductor(
+        runner = TrialRunner(
             start.config, start.device, start.points, rules, folders, store, display
         )
-        conductor.finish(trial)
+        runner.finish(trial)
     except BuildError as error:
         side = Side.base if str(error).startswith(facts["base"]) else Side.head
         return Findings(broken=str(error), broken_side=side), facts

@@ -93,7 +93,7 @@ def test_a_step_is_two_ops() -> None:
 
 @pytest.mark.parametrize(
     ("tables", "stores_rows", "budget"),
-    [(1, False, 38), (1, True, 43), (3, False, 45), (3, True, 50)],
+    [(1, False, 34), (1, True, 39), (3, False, 41), (3, True, 46)],
 )
 def test_launches_of_cached_trains(tables: int, stores_rows: bool, budget: int) -> None:
     """A step waits for nothing; the hash table of counts takes 13 of its launches."""

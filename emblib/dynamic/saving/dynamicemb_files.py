@@ -36,11 +36,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.dynamic.keys import GOLDEN, mix
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpError, Part
 from emblib.dynamic.saving.dumps import field as entry_of
 from emblib.dynamic.saving.entries import WEIGHT, Entries, Rows
+from emblib.reference.random import finalise
 from emblib.tables.durable_files import flush_directory, replacing
 
 _STRATEGIES = {
@@ -400,7 +400,7 @@ def _hint(directory: Path, name: str) -> str:
 def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
     """Return the rank that DynamicEmb's routers of a `dist_type` send each key to, int64."""
     if dist_type == "hash_roundrobin":
-        keys = mix(keys - GOLDEN)  # theirs is without our addition
+        keys = finalise(keys)
     elif dist_type != "roundrobin":
         raise ValueError(
             f"keys follow from dist_type roundrobin and hash_roundrobin, got "

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic.hash_index import MAX_TICK, HashIndex, RowBuffers
-from emblib.dynamic.keys import GOLDEN, mix
 from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import WEIGHT, Chosen, Entries
 from emblib.ops import codes, hash
 from emblib.ops.hash import SCORED, SLOTS, Keys
+from emblib.reference.random import GOLDEN, mix
 
 _AT_ONCE_cuckoo = 1 << 12  # entries that look for a place in one round
 _PATIENCE = 50  # rounds without an entry more

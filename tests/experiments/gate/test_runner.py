@@ -87,13 +87,15 @@ class Pretender:
         raise AssertionError(message)
 
 
-def employ(log: list[tuple[Side, Any]], **traits: Any) -> pairs.Hire:
+def fake_workers(log: list[tuple[Side, Any]], **traits: Any) -> pairs.WorkerFactory:
     return lambda side, package: Pretender(side, log, traits)
 
 
 def test_turns_are_abba_on_the_same_batches(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    found = run_pair(PairJob(points[:1], config, "cpu", 3), Revisions(), employ(log, ratio=1.1))
+    found = run_pair(
+        PairJob(points[:1], config, "cpu", 3), Revisions(), fake_workers(log, ratio=1.1)
+    )
     turns = [(side, m) for side, m in log if isinstance(m, TakeSamples)]
     blocks = [turns[i : i + 3] for i in range(0, len(turns), 3)]
     assert len(blocks) == config.timing.min_rounds
@@ -110,7 +112,7 @@ def test_order_and_first_come_are_random(config: Config, points: list[Point]) ->
     starts, orders = set(), set()
     for number in range(8):
         log: list[tuple[Side, Any]] = []
-        run_pair(PairJob(points, config, "cpu", number), Revisions(), employ(log))
+        run_pair(PairJob(points, config, "cpu", number), Revisions(), fake_workers(log))
         starts.add(next(side for side, m in log if isinstance(m, Setup)))
         orders.add(tuple(dict.fromkeys(m.point for _, m in log if isinstance(m, WarmUp))))
     assert starts == set(Side)
@@ -119,13 +121,13 @@ def test_order_and_first_come_are_random(config: Config, points: list[Point]) ->
 
 def test_short_calls_share_a_sample(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    run_pair(PairJob(points[:1], config, "cpu", 0), Revisions(), employ(log, execution=70e-6))
+    run_pair(PairJob(points[:1], config, "cpu", 0), Revisions(), fake_workers(log, execution=70e-6))
     assert {m.executions for _, m in log if isinstance(m, TakeSamples)} == {5}
 
 
 def test_a_slowed_head_and_an_idle_base(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    run_pair(PairJob(points[:1], config, "cpu", 0, slow=1.1), Revisions(), employ(log))
+    run_pair(PairJob(points[:1], config, "cpu", 0, slow=1.1), Revisions(), fake_workers(log))
     setups = {side: m for side, m in log if isinstance(m, Setup)}
     assert (setups[Side.head].slow, setups[Side.head].idle) == (1.1, 1.0)
     assert (setups[Side.base].slow, setups[Side.base].idle) == (1.0, 1.1)
@@ -134,10 +136,10 @@ def test_a_slowed_head_and_an_idle_base(config: Config, points: list[Point]) -> 
 def test_a_crash_costs_one_point(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
     job = PairJob(points, config, "cpu", 0)
-    run_pair(job, Revisions(), employ(log))
+    run_pair(job, Revisions(), fake_workers(log))
     first = next(m.point for _, m in log if isinstance(m, WarmUp))
     log.clear()
-    found = run_pair(job, Revisions(), employ(log, dies=(Side.head, first)))
+    found = run_pair(job, Revisions(), fake_workers(log, dies=(Side.head, first)))
     assert set(found.taken) == {p.name for p in points} - {first}
     assert found.failed == {first: {Side.head: BuildResult("oom", "killed")}}
     assert sum(1 for _, m in log if isinstance(m, Setup)) == 4  # two pairs of processes
@@ -146,7 +148,7 @@ def test_a_crash_costs_one_point(config: Config, points: list[Point]) -> None:
 def test_a_worker_that_never_works_costs_all(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
     job = PairJob(points, config, "cpu", 0)
-    found = run_pair(job, Revisions(), employ(log, stillborn=Side.base))
+    found = run_pair(job, Revisions(), fake_workers(log, stillborn=Side.base))
     assert not found.taken
     assert {side for sides in found.failed.values() for side in sides} == {Side.base}
     assert len(found.failed) == len(points)
@@ -157,7 +159,7 @@ def test_a_point_that_one_side_cannot_do_is_not_measured(
 ) -> None:
     name = points[1].name
     bad = {Side.base: {name: BuildResult("unsupported", "too old")}}
-    found = run_pair(PairJob(points, config, "cpu", 0), Revisions(), employ([], bad=bad))
+    found = run_pair(PairJob(points, config, "cpu", 0), Revisions(), fake_workers([], bad=bad))
     assert name not in found.taken
     assert len(found.taken) == len(points) - 1
 
