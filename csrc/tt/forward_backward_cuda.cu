@@ -339,8 +339,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   }
   std::vector<Tensor> grads;
   for (size_t k = 0; k < cores.size(); ++k) {
-    Tensor own = torch::stable::narrow(memory, 0, places.offsets[k], cores[k].numel());
-    grads.push_back(torch::stable::view(own, {cores[k].size(0), cores[k].size(1)}));
+    grads.push_back(matrix_within(memory, places.offsets[k], cores[k].size(0), cores[k].size(1)));
   }
   return grads;
 }
