@@ -262,7 +262,7 @@ def make_rows(
 
 
 class CachedTTPlaceholder(nn.Module):
-    """Stands for a `CachedTTKernel`, whose hash tables cannot be on meta, until it leaves it."""
+    """Stands for a `CachedTTModule`, whose hash tables cannot be on meta, until it leaves it."""
 
     def __init__(
         self,

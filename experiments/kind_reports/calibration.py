@@ -20,7 +20,7 @@ CURVES = {  # constant -> (what it is, whose colour)
     "lookup_far": ("a lookup, large table", "tt"),
     "update_near": ("an update, table in cache", "torch"),
     "update_far": ("an update, large table", "cached_lru"),
-    "bag": ("a bag", "reference_tbe"),
+    "bag": ("a bag", "sky"),
     "bag_gradient": ("a bag's gradient", "reference_tt"),
 }
 SECONDS = {

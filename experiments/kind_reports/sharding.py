@@ -271,7 +271,7 @@ TYPES = {  # a colour of the palette and a marker per sharding type, whoever's c
     "row-wise": ("tt", "s"),
     "column-wise": ("torch", "^"),
     "table-row-wise": ("cached_lru", "v"),
-    "table-column-wise": ("reference_tbe", "D"),
+    "table-column-wise": ("sky", "D"),
     "grid": ("reference_tt", "P"),
 }
 
