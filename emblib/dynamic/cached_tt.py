@@ -356,6 +356,8 @@ class CachedTTEmbeddingBags(nn.Module):
         if self._step_offset is not None:
             steps = self.trains.hyperparams[Hyper.STEP]
             self.rows.hyperparams[Hyper.STEP].copy_(steps + self._step_offset.to(steps))
+            if self._step_offset.is_cuda:  # it may be of the stream of a captured step
+                self._step_offset.record_stream(torch.cuda.current_stream(self._step_offset.device))
             self._step_offset = None
 
     def _checked_offsets(
