@@ -132,6 +132,7 @@ class Trained:
     optimizer: TorchOptimizer
     group: dict[str, Any]
     state: dict[str, Any]
+    order: list[nn.Parameter]  # of the group's parameters
 
     @staticmethod
     def of(optimizers: Sequence[TorchOptimizer], weight: nn.Parameter) -> Trained | None:
@@ -139,7 +140,8 @@ class Trained:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 if any(parameter is weight for parameter in group["params"]):
-                    return Trained(optimizer, group, optimizer.state.get(weight, {}))
+                    state = optimizer.state.get(weight, {})
+                    return Trained(optimizer, group, state, list(group["params"]))
         return None
 
     def replace(self, before: nn.Parameter, after: Sequence[nn.Parameter]) -> None:
@@ -148,6 +150,12 @@ class Trained:
         number = next(i for i, parameter in enumerate(params) if parameter is before)
         params[number : number + 1] = after
         self.optimizer.state.pop(before, None)
+
+    def restore(self, parameter: nn.Parameter) -> None:
+        """Put a parameter that was removed back to its place in the group."""
+        params = [*self.group["params"], parameter]
+        numbers = {id(one): number for number, one in enumerate(self.order)}
+        self.group["params"] = sorted(params, key=lambda p: numbers.get(id(p), len(numbers)))
 
 
 @dataclass(frozen=True)
@@ -516,7 +524,7 @@ def _carry_back(one: Replaced) -> None:
         if state:
             trained.optimizer.state[old.weight] = state
         return
-    trained.group["params"].append(old.weight)
+    trained.restore(old.weight)
     states = {
         name: value.clone()
         for name, value in table.table_optimizer_states()[0].items()

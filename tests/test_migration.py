@@ -1,6 +1,7 @@
 """Migration: models train on as they would have, take the same calls, and can go back."""
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,8 @@ def test_a_model_trains_on(name: str, device: torch.device) -> None:
     assert all(d.output < 1e-6 and d.rows < 1e-6 for d in migration.check())
     migration.undo()
     assert type(other.bags) is nn.EmbeddingBag
+    (group,) = other_optimizer.param_groups
+    assert all(map(operator.is_, group["params"], other.parameters()))
     train(model, optimizer, 3)
     train(other, other_optimizer, 3)
     for before, after in zip(model.parameters(), other.parameters(), strict=True):

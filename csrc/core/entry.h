@@ -67,18 +67,6 @@ inline torch::stable::Tensor allocate_zeros(
   return tensor;
 }
 
-// Return the matrix [rows, columns] that begins at element `first` of a flat tensor, and shares its
-// memory. `torch::stable::view` fails where a mode of torch sees the operators, as in opcheck.
-inline torch::stable::Tensor matrix_within(const torch::stable::Tensor& memory, int64_t first,
-                                           int64_t rows, int64_t columns) {
-  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
-  AtenTensorHandle matrix = nullptr;
-  STD_TORCH_CHECK(
-      aoti_torch__reinterpret_tensor(memory.get(), 2, sizes, strides, first, &matrix) == 0,
-      "emblib: can't make a view: ", torch_error_message());
-  return torch::stable::Tensor(matrix);
-}
-
 // Check that the elements lie inside the storage: `untyped_storage().resize_()` may have shrunk it
 // since the tensor was created.
 inline void check_storage(const char* op, int argument, const torch::stable::Tensor& tensor) {

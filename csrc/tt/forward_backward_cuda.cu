@@ -266,6 +266,17 @@ struct GradMemory {
   }
 };
 
+// Return the matrix [rows, columns] that begins at element `first` of a flat tensor, and shares its
+// memory. `torch::stable::view` failed in the schema check of opcheck, on the pretend GPU.
+Tensor matrix_within(const Tensor& memory, int64_t first, int64_t rows, int64_t columns) {
+  const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
+  AtenTensorHandle matrix = nullptr;
+  STD_TORCH_CHECK(
+      aoti_torch__reinterpret_tensor(memory.get(), 2, sizes, strides, first, &matrix) == 0,
+      "emblib: can't make a view: ", torch_error_message());
+  return Tensor(matrix);
+}
+
 // Point the tables of a batch to the gradients of their cores.
 void set_grads(const GradMemory& places, float* grads, TtBatch* batch) {
   size_t number = 0;

@@ -332,6 +332,10 @@ class HashIndex(nn.Module):
         oldest = next(iter(self._watchers.values()), self.version)  # the first one registered
         if oldest < last.version and last.keys.ids.numel():
             self._store_versions(last)
+            if self.tags.is_cuda:  # the insertion may have been on another stream
+                stream = torch.cuda.current_stream(self.tags.device)
+                for tensor in (*last.keys, last.misses.groups, last.result.status):
+                    tensor.record_stream(stream)
         self._last = None  # not before: an interruption leaves it to the next call
 
     def _store_versions(self, last: LastInsertion) -> None:

@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.columns import Hyper
 from emblib.dynamic.rows import TrainingUpdate
-from emblib.ops import autograd, codes, tbe
+from emblib.ops import autograd, codes
 from emblib.ops.derivatives import once_differentiable
-from emblib.ops.one_call import native
 from emblib.ops.scaled_gradients import scale_of_backward, unscaled
 from emblib.tables.base import FusedTables
-
-_backward_ = native(tbe.tbe_backward_)
+from emblib.tables.short_calls import update_in_one_op
 
 
 class KeyedCalls:
@@ -90,13 +87,8 @@ class KeyedCalls:
             sample_weights: float32 `[L]`, the factor of the gradient of each row.
             is_finite: bool, whether a scaled gradient is finite; None for others.
         """
-        tiers = self.tiers
-        if grad.is_cuda:  # first, lest an interrupt omit it
-            torch.autograd.graph.increment_version(tiers.weights)
-        _backward_(
-            tiers.weights,
-            tiers.states,
-            tiers.hyperparams,
+        update_in_one_op(
+            self.tiers,
             self._code,
             self.rule.descent(autograd.clip_gradient(grad, self.rule)),
             batch.features,
@@ -108,8 +100,6 @@ class KeyedCalls:
             batch.repaired,
             is_finite,
         )
-        if not grad.is_cuda and tiers.hyperparams.tolist()[Hyper.LEARNING_RATE] != 0:
-            torch.autograd.graph.increment_version(tiers.weights)  # otherwise nothing moved
 
 
 class KeyedLookup(torch.autograd.Function):

@@ -135,6 +135,16 @@ class CheckOnTheWay:
 LookedUp = tuple[Tensor, Tensor, InFlight | None]
 
 
+def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
+    """Call `tbe_backward_` with what follows its hyperparameters; weights that moved are noted."""
+    is_cuda = tiers.hyperparams.is_cuda
+    if is_cuda:  # first, lest an interrupt omit it
+        torch.autograd.graph.increment_version(tiers.weights)
+    _backward_(tiers.weights, tiers.states, tiers.hyperparams, *arguments)
+    if not is_cuda and tiers.hyperparams.tolist()[Hyper.LEARNING_RATE] != 0:
+        torch.autograd.graph.increment_version(tiers.weights)  # otherwise nothing moved
+
+
 class ShortCalls:
     """The arguments that the calls of a module share, as long as its tensors and options stay.
 
@@ -295,13 +305,9 @@ class ShortCalls:
         located: Sequence[Tensor] | None,
         is_finite: Tensor | None,
     ) -> None:
-        tiers, batch = self.tiers, self.batch
-        if self._is_cuda:  # first, lest an interrupt omit it
-            torch.autograd.graph.increment_version(tiers.weights)
-        _backward_(
-            tiers.weights,
-            tiers.states,
-            tiers.hyperparams,
+        batch = self.batch
+        update_in_one_op(
+            self.tiers,
             self._code,
             self.rule.descent(autograd.clip_gradient(grad, self.rule)),
             batch.features,
@@ -314,8 +320,6 @@ class ShortCalls:
             is_finite,
             located,
         )
-        if not self._is_cuda and tiers.hyperparams.tolist()[Hyper.LEARNING_RATE] != 0:
-            torch.autograd.graph.increment_version(tiers.weights)  # otherwise nothing moved
 
 
 class CachedCalls(ShortCalls):
