@@ -120,6 +120,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.freeze()
 
 
+def _torch_state() -> dict[str, object]:
+    """Return the settings of torch that hold for all that runs later in this process."""
+    return {
+        "torch functions of subclasses": torch._C._is_torch_function_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _same_torch_state() -> Iterator[None]:
+    """Fail a test that leaves torch in another state: tests after it would fail instead."""
+    before = _torch_state()
+    yield
+    assert _torch_state() == before
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests run last, so that a mistake shows soon."""
     nightly.mark(items)

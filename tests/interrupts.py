@@ -4,17 +4,37 @@
 `interrupting` delivers real signals at random times.
 """
 
+import dis
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import emblib
 
 ROOT = str(Path(emblib.__file__).parent)
+
+
+@functools.cache
+def _exits(code: CodeType) -> frozenset[int]:
+    """Return the offsets at which blocks of `with` end and `__exit__` is about to be called.
+
+    The interpreter looks for signals after calls and before jumps, so never there; an exception
+    that a trace function raises there would leave the block without its `__exit__`.
+    """
+    steps = list(dis.get_instructions(code))
+    offsets = set()
+    for i in range(len(steps) - 3):  # __exit__(None, None, None)
+        nones = all(s.opname == "LOAD_CONST" and s.argval is None for s in steps[i : i + 3])
+        if nones and steps[i + 3].opname in ("PRECALL", "CALL"):
+            offsets.add(steps[i].offset)
+            if i and steps[i - 1].opname in ("SWAP", "NOP"):  # below a value to return
+                offsets.add(steps[i - 1].offset)
+    return frozenset(offsets)
 
 
 class Injection:
@@ -28,7 +48,7 @@ class Injection:
         """Be the trace function of a thread."""
         if event == "call":
             return self.trace if frame.f_code.co_filename.startswith(ROOT) else None
-        if event == "line":
+        if event == "line" and frame.f_lasti not in _exits(frame.f_code):
             self._left -= 1
             if self._left == 0:
                 sys.settrace(None)
