@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
+from torch import Tensor
 
 from emblib.init import Initializer, Uniform, check_finite, check_initializer
 from emblib.tt import shapes
@@ -663,6 +665,9 @@ class FrequencyAdmission:
         counter: counts the uses of keys without a row.
         reads: initializer of the values that such a key reads in training, which are not trained;
             None reads `DynamicSpec.default_value`.
+        rule: function of keys and their counts, int64 `[n]` on the device of the tables, that
+            returns which keys to admit, bool `[n]`, in place of the threshold. It must depend on
+            its arguments only, and makes the host wait for a GPU; None compares with the threshold.
 
     Example:
         >>> admission = emblib.FrequencyAdmission(threshold=2, counter=emblib.ExactCounter(100))
@@ -677,9 +682,12 @@ class FrequencyAdmission:
     threshold: int
     counter: ExactCounter | CountMinSketch
     reads: Initializer | None = None
+    rule: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", check_count("threshold", self.threshold))
+        if self.rule is not None and not callable(self.rule):
+            raise TypeError(f"rule must be a function of keys and counts, got {self.rule!r}")
         if not isinstance(self.counter, ExactCounter | CountMinSketch):
             raise TypeError(
                 "counter must be an ExactCounter(capacity) or a CountMinSketch(width), got "

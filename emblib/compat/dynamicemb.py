@@ -19,86 +19,127 @@ tables. The planner and sharders are used with `emblib.compat.torchrec`.
 
 import sys as _sys
 from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from emblib.compat.dynamicemb_dump import (
-    DynamicEmbDump,
-    DynamicEmbLoad,
-    get_score,
-    incremental_dump,
-    set_score,
-)
-from emblib.compat.dynamicemb_planner import (
-    DEFAULT_BUCKET_CAPACITY,
-    DynamicEmbeddingEnumerator,
-    DynamicEmbeddingShardingPlanner,
-    DynamicEmbParameterConstraints,
-    align_to_table_size,
-    complete_initializer_args,
-    get_constraint_capacity,
-    get_planner,
-    get_sharded_table_capacity,
-    get_table_value_bytes,
-)
-from emblib.compat.dynamicemb_sharders import (
-    DynamicEmbeddingBagCollectionSharder,
-    DynamicEmbeddingCollectionSharder,
-    DynamicEmbParameterSharding,
-)
-from emblib.compat.dynamicemb_tables import BatchedDynamicEmbeddingTablesV2
-from emblib.compat.dynamicemb_types import (
-    BATCH_SIZE_PER_DUMP,
-    BUCKET_ALIGNMENT,
-    MAX_BUCKET_CAPACITY,
-    AdmissionStrategy,
-    DynamicEmbCheckMode,
-    DynamicEmbEvictStrategy,
-    DynamicEmbInitializerArgs,
-    DynamicEmbInitializerMode,
-    DynamicEmbPoolingMode,
-    DynamicEmbScoreStrategy,
-    DynamicEmbTableOptions,
-    FrequencyAdmissionStrategy,
-    KVCounter,
-)
-from emblib.compat.fbgemm_types import BoundsCheckMode, EmbOptimType, WeightDecayMode
-from emblib.compat.torchrec_types import data_type_to_dtype
+from emblib.compat import dynamicemb_dump as _dynamicemb_dump
+from emblib.compat import dynamicemb_helpers as _dynamicemb_helpers
+from emblib.compat import dynamicemb_planner as _dynamicemb_planner
+from emblib.compat import dynamicemb_sharders as _dynamicemb_sharders
+from emblib.compat import dynamicemb_tables as _dynamicemb_tables
+from emblib.compat import dynamicemb_types as _dynamicemb_types
+from emblib.compat import fbgemm_types as _fbgemm_types
+from emblib.compat import torchrec_types as _torchrec_types
+from emblib.compat.dynamicemb_helpers import RAISES as _RAISES
 
 _MODULES = {
-    "batched_dynamicemb_tables": "BatchedDynamicEmbeddingTablesV2",
-    "dump_load": "DynamicEmbDump DynamicEmbLoad",
-    "dynamicemb_config": (
-        "BATCH_SIZE_PER_DUMP DEFAULT_BUCKET_CAPACITY DynamicEmbCheckMode DynamicEmbEvictStrategy "
-        "DynamicEmbPoolingMode DynamicEmbScoreStrategy DynamicEmbTableOptions align_to_table_size "
-        "complete_initializer_args data_type_to_dtype get_constraint_capacity "
-        "get_sharded_table_capacity get_table_value_bytes"
+    "batched_dynamicemb_tables": (
+        "BatchedDynamicEmbeddingTablesV2 encode_checkpoint_file_path "
+        "encode_counter_checkpoint_file_path encode_meta_json_file_path find_files"
     ),
-    "embedding_admission": "FrequencyAdmissionStrategy KVCounter",
+    "dump_load": (
+        "DynamicEmbDump DynamicEmbLoad check_emb_collection_modules find_sharded_modules "
+        "get_dynamic_emb_module"
+    ),
+    "dynamicemb_config": (
+        "BATCH_SIZE_PER_DUMP DEBUG_EMB_INITIALIZER_MOD DEFAULT_BUCKET_CAPACITY DEFAULT_INDEX_TYPE "
+        "DynamicEmbCheckMode DynamicEmbEvictStrategy DynamicEmbInitializerArgs "
+        "DynamicEmbInitializerMode DynamicEmbKernel DynamicEmbPoolingMode DynamicEmbScoreStrategy "
+        "DynamicEmbTableOptions ScoreStrategy align_to_table_size complete_initializer_args "
+        "data_type_to_dtype data_type_to_dyn_emb dtype_to_bytes dyn_emb_to_torch "
+        "get_constraint_capacity get_sharded_table_capacity get_table_value_bytes "
+        "string_to_evict_strategy"
+    ),
+    "embedding_admission": "FrequencyAdmissionStrategy KVCounter MultiTableKVCounter",
+    "exportable_tables": (
+        "InferenceEmbeddingCollection InferenceLinearBucketTable "
+        "apply_inference_embedding_collection create_inference_embedding_collection"
+    ),
     "get_planner": "get_planner",
     "incremental_dump": "get_score incremental_dump set_score",
-    "optimizer": "EmbOptimType",
+    "initializer": (
+        "BaseDynamicEmbInitializer ConstantInitializer DebugInitializer NormalInitializer "
+        "TruncatedNormalInitializer UniformInitializer create_initializer_from_args"
+    ),
+    "optimizer": (
+        "AdaGradDynamicEmbeddingOptimizer AdamDynamicEmbeddingOptimizer "
+        "BaseDynamicEmbeddingOptimizer EmbOptimType OptimizerArgs "
+        "RowWiseAdaGradDynamicEmbeddingOptimizer SGDDynamicEmbeddingOptimizer "
+        "get_optimizer_ckpt_state_dim get_optimizer_state_dim get_required_arg string_to_opt_type"
+    ),
     "planner": (
         "DynamicEmbParameterConstraints DynamicEmbParameterSharding DynamicEmbeddingEnumerator "
         "DynamicEmbeddingShardingPlanner get_planner"
     ),
-    "shard": "DynamicEmbeddingBagCollectionSharder DynamicEmbeddingCollectionSharder",
-    "types": (
-        "AdmissionStrategy BUCKET_ALIGNMENT DynamicEmbInitializerArgs DynamicEmbInitializerMode "
-        "MAX_BUCKET_CAPACITY"
+    "planner.enumerators": "DynamicEmbeddingEnumerator",
+    "planner.planner": (
+        "DynamicEmbParameterConstraints DynamicEmbParameterSharding DynamicEmbeddingShardingPlanner"
     ),
+    "shard": (
+        "DynamicEmbeddingBagCollectionSharder DynamicEmbeddingCollectionSharder "
+        "ShardedDynamicEmbeddingBagCollection ShardedDynamicEmbeddingCollection"
+    ),
+    "shard.embedding": (
+        "DynamicEmbeddingCollectionContext DynamicEmbeddingCollectionSharder "
+        "ShardedDynamicEmbeddingCollection"
+    ),
+    "shard.embeddingbag": (
+        "DynamicEmbeddingBagCollectionSharder ShardedDynamicEmbeddingBagCollection"
+    ),
+    "types": (
+        "AdmissionStrategy BUCKET_ALIGNMENT COUNTER_TYPE Cache CopyMode Counter "
+        "DEMB_TABLE_ALIGN_SIZE DynamicEmbInitializerArgs DynamicEmbInitializerMode EMBEDDING_TYPE "
+        "KEY_TYPE MAX_BUCKET_CAPACITY MemoryType OPT_STATE_TYPE SCORE_TYPE Storage"
+    ),
+    "utils": "DTYPE_NUM_BYTES TORCHREC_TYPES assert_tensors_equal torch_to_dyn_emb",
 }
 """The modules of DynamicEmb that users import from, and their names."""
+_OTHERS = "BoundsCheckMode DynamicEmbDataType WeightDecayMode"  # of this module only
+# The first that has a name has DynamicEmb's form of it.
+_SOURCES: tuple[_ModuleType, ...] = (
+    _dynamicemb_helpers,
+    _dynamicemb_dump,
+    _dynamicemb_planner,
+    _dynamicemb_sharders,
+    _dynamicemb_tables,
+    _dynamicemb_types,
+    _fbgemm_types,
+    _torchrec_types,
+)
+
+
+def _find_names() -> dict[str, _Any]:
+    names = {name for text in (*_MODULES.values(), _OTHERS) for name in text.split()}
+    found = {
+        name: next(vars(m)[name] for m in _SOURCES if name in vars(m))
+        for name in names - _RAISES.keys()
+    }
+    return dict(sorted(found.items()))
 
 
 def _make_modules() -> dict[str, _ModuleType]:
-    made = {}
-    for module, names in _MODULES.items():
-        one = _ModuleType(f"{__name__}.{module}", f"Names of DynamicEmb's module {module}.")
-        vars(one).update({name: globals()[name] for name in names.split()})
-        _sys.modules[one.__name__] = made[module] = one
-    return made
+    every = _names | _RAISES
+    modules: dict[str, _ModuleType] = {}
+    for path, names in _MODULES.items():
+        module = _ModuleType(f"{__name__}.{path}", f"Names of DynamicEmb's module {path}.")
+        vars(module).update({name: every[name] for name in names.split()})
+        parent, _, last = path.rpartition(".")
+        if parent:
+            modules[parent].__path__ = []
+            setattr(modules[parent], last, module)
+        else:
+            globals().setdefault(last, module)  # a function of its name, of two modules, stays
+        _sys.modules[module.__name__] = modules[path] = module
+    return modules
 
 
+_names = _find_names()
+globals().update(_names | _RAISES)
 _modules = _make_modules()
+
+if _TYPE_CHECKING:  # type checkers cannot see the names that the table adds
+
+    def __getattr__(name: str) -> _Any: ...
 
 
 def install() -> None:
@@ -120,43 +161,4 @@ def uninstall() -> None:
         _sys.modules.pop(name, None)
 
 
-__all__ = [
-    "BATCH_SIZE_PER_DUMP",
-    "BUCKET_ALIGNMENT",
-    "DEFAULT_BUCKET_CAPACITY",
-    "MAX_BUCKET_CAPACITY",
-    "AdmissionStrategy",
-    "BatchedDynamicEmbeddingTablesV2",
-    "BoundsCheckMode",
-    "DynamicEmbCheckMode",
-    "DynamicEmbDump",
-    "DynamicEmbEvictStrategy",
-    "DynamicEmbInitializerArgs",
-    "DynamicEmbInitializerMode",
-    "DynamicEmbLoad",
-    "DynamicEmbParameterConstraints",
-    "DynamicEmbParameterSharding",
-    "DynamicEmbPoolingMode",
-    "DynamicEmbScoreStrategy",
-    "DynamicEmbTableOptions",
-    "DynamicEmbeddingBagCollectionSharder",
-    "DynamicEmbeddingCollectionSharder",
-    "DynamicEmbeddingEnumerator",
-    "DynamicEmbeddingShardingPlanner",
-    "EmbOptimType",
-    "FrequencyAdmissionStrategy",
-    "KVCounter",
-    "WeightDecayMode",
-    "align_to_table_size",
-    "complete_initializer_args",
-    "data_type_to_dtype",
-    "get_constraint_capacity",
-    "get_planner",
-    "get_score",
-    "get_sharded_table_capacity",
-    "get_table_value_bytes",
-    "incremental_dump",
-    "install",
-    "set_score",
-    "uninstall",
-]
+__all__ = ["install", "uninstall", *_names]

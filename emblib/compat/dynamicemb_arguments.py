@@ -149,24 +149,24 @@ def _admission(
             "admit_strategy and admission_counter need each other, table "
             f"{name!r} has only the {'strategy' if counter is None else 'counter'}"
         )
-    if not isinstance(strategy, dynamicemb_types.FrequencyAdmissionStrategy):
-        raise NotImplementedError(
-            "admit_strategy must be a FrequencyAdmissionStrategy(threshold), got "
-            f"{type(strategy).__name__}: keys are admitted on the device, without asking Python"
-        )
+    if not isinstance(strategy, dynamicemb_types.AdmissionStrategy):
+        raise TypeError(f"admit_strategy must be an AdmissionStrategy, got {strategy!r}")
     if not isinstance(counter, dynamicemb_types.KVCounter):
         raise NotImplementedError(
             f"admission_counter must be a KVCounter(capacity), got {type(counter).__name__}"
         )
     if counter.key_type not in (torch.int64, torch.uint64):
         raise ValueError(f"key_type must be torch.int64 or torch.uint64, got {counter.key_type}")
+    reads, args = initial, getattr(strategy, "initializer_args", None)
+    if args is not None:
+        assert options.max_capacity is not None
+        reads = initializer(args, options.max_capacity)
+    counts = ExactCounter(counter.capacity)
+    if not isinstance(strategy, dynamicemb_types.FrequencyAdmissionStrategy):
+        return FrequencyAdmission(1, counts, reads, rule=strategy.admit)
     if strategy.threshold == 0:
         return None
-    reads = initial
-    if strategy.initializer_args is not None:
-        assert options.max_capacity is not None
-        reads = initializer(strategy.initializer_args, options.max_capacity)
-    return FrequencyAdmission(strategy.threshold, ExactCounter(counter.capacity), reads)
+    return FrequencyAdmission(strategy.threshold, counts, reads)
 
 
 def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:

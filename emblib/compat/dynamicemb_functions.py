@@ -229,15 +229,21 @@ class DynamicEmbTables:
         none = torch.empty(0, module.tables[index].dim, device=device)
         return entries.keys.to(device), torch.cat([none, *parts])
 
-    def fill_tables(self, load_factor: float = 0.95, seed: int = 0) -> None:
+    def fill_tables(
+        self, load_factor: float = 0.95, tolerance: float = 1e-5, seed: int = 0
+    ) -> None:
         """Insert random keys until each table of this rank has `load_factor` of max_capacity.
+
+        A table that lacks at most a share `tolerance` of max_capacity is not filled further.
 
         Rows have their initial values. Each 65536 keys are one forward in training mode, without an
         update; a table that cannot take more keys is left as it is.
 
         Raises:
-            ValueError: a load factor outside of (0, 1].
+            ValueError: a load factor outside of (0, 1], or a negative tolerance.
         """
+        if tolerance < 0.0:
+            raise ValueError(f"tolerance must be at least 0, got {tolerance}")
         if not 0.0 < load_factor <= 1.0:
             raise ValueError(f"load_factor must be in (0, 1], got {load_factor}")
         for number, name in enumerate(self.table_names):
@@ -245,7 +251,9 @@ class DynamicEmbTables:
             capacity = self.options_of(name).max_capacity
             assert capacity is not None
             generator = torch.Generator().manual_seed(seed + number)
-            fill(module, index, int(capacity * load_factor), generator, self.owns)
+            size = int(capacity * load_factor)
+            if size - module.size(index) > tolerance * capacity:
+                fill(module, index, size, generator, self.owns)
 
     def owns(self, keys: Tensor) -> Tensor:
         """Return which keys this rank may have, bool."""

@@ -113,6 +113,43 @@ class _Prefetched(NamedTuple):
     counts: Tensor | None
 
 
+class Cache:
+    """Hits of the fast tier of tables with `caching`, in the last training forward."""
+
+    def __init__(self, bags: DynamicEmbeddingBags) -> None:
+        self._bags = bags
+        self._hooks: list[Any] = []
+        self._before = self._after = (0, 0)
+
+    def set_record_cache_metrics(self, record: bool) -> None:
+        """Start or stop counting; each forward then waits for the device."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if record:
+            before = self._bags.register_forward_pre_hook(self._count_before)
+            self._hooks = [before, self._bags.register_forward_hook(self._count_after)]
+
+    @property
+    def cache_metrics(self) -> Tensor:
+        """Lookups of the last forward and how many of their keys were in the fast tier, int64.
+
+        DynamicEmb counts distinct keys, where this counts positions of the batch.
+        """
+        pairs = zip(self._after, self._before, strict=True)
+        return torch.tensor([after - before for after, before in pairs])
+
+    def _count_before(self, *_: Any) -> None:
+        self._before = self._counts()
+
+    def _count_after(self, *_: Any) -> None:
+        self._after = self._counts()
+
+    def _counts(self) -> tuple[int, int]:
+        stats = self._bags.tier_stats().values()
+        return sum(one.lookups for one in stats), sum(one.hits for one in stats)
+
+
 class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
     """Dynamic tables with a fused optimizer, as DynamicEmb's class of this name.
 
@@ -158,6 +195,8 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         self.use_index_dedup = use_index_dedup
         self.prefetch_pipeline = prefetch_pipeline
         self.bags = self._make(given)
+        has_cache = self._options[0].caching and self.bags.backing is not None
+        self._cache = Cache(self.bags) if has_cache else None
         self._prefetched: deque[_Prefetched] = deque()  # by prefetch, not yet by forward
         for options in self._options:
             options.evict_strategy = dynamicemb_arguments.evict_strategy(options.score_strategy)
@@ -300,6 +339,35 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
     def num_prefetched(self) -> int:
         """Return the batches that were prefetched and not yet looked up; they count as steps."""
         return len(self._prefetched)
+
+    @property
+    def cache(self) -> "Cache | None":
+        """The counts of the fast tier; None unless the tables have `caching` and a store."""
+        return self._cache
+
+    def set_record_cache_metrics(self, record: bool) -> None:
+        """Start or stop counting hits of `cache` in every training forward, which waits."""
+        if self._cache is not None:
+            self._cache.set_record_cache_metrics(record)
+
+    @property
+    def enable_prefetch(self) -> bool:
+        """Return True: `prefetch` may always be called, and setting this changes nothing."""
+        return True
+
+    @enable_prefetch.setter
+    def enable_prefetch(self, value: bool) -> None:
+        del value
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        """The optimizer, as emblib describes it; `opt_args` has its numbers under DynamicEmb's."""
+        return self.bags.optimizer
+
+    @property
+    def tables(self) -> Any:
+        """Emblib's handles of the tables by name: sizes, exports, reads, statistics."""
+        return self.bags.table_handles()
 
     def reset_cache_states(self) -> None:
         """Do nothing: a row is in one tier only, so there are no copies to drop."""

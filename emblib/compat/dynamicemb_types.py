@@ -12,6 +12,7 @@ from torch import Tensor
 BATCH_SIZE_PER_DUMP = 65536
 BUCKET_ALIGNMENT = 16
 """Number that divides every `bucket_capacity`."""
+DEMB_TABLE_ALIGN_SIZE = BUCKET_ALIGNMENT
 MAX_BUCKET_CAPACITY = 2**63 - 1
 """The bucket_capacity that asks for one bucket a table."""
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
@@ -83,7 +84,11 @@ class DynamicEmbInitializerArgs:
 
 
 class AdmissionStrategy(abc.ABC):
-    """Base of the rules for which keys get a row."""
+    """Base of the rules for which keys get a row; a subclass needs `admit` only.
+
+    What keys without a row read is the table's initializer, or that of the attribute
+    `initializer_args` of the strategy.
+    """
 
     @abc.abstractmethod
     def admit(self, keys: Tensor, frequencies: Tensor) -> Tensor:

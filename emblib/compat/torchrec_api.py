@@ -44,17 +44,14 @@ _SOURCES: tuple[ModuleType, ...] = (
     collections,
 )
 _OTHERS: dict[str, Any] = {
-    "BaseEmbeddingConfig": collections.TableConfig,
     "BaseEmbeddingSharder": torchrec_sharders.ModuleSharder,
     "BaseQuantEmbeddingSharder": torchrec_quant.QuantEmbeddingBagCollectionSharder.__base__,
     "EmbeddingPlannerBase": torchrec_planner.EmbeddingShardingPlanner,
-    "EmbeddingTableConfig": collections.TableConfig,
     "GenericMeta": type,
     "LazyNoWait": awaitables.LazyReadyAwaitable,
     "NoOpQuantizedCommCodec": codecs.FP32,
     "NoWait": awaitables.ReadyAwaitable,
     "PlannerError": planner.PlanError,
-    "QuantizedCommCodec": codecs.Codec,
     "ShardedEmbeddingModule": torchrec_sharders.ShardedModule,
     "ShardingPlanner": torchrec_planner.EmbeddingShardingPlanner,
 }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.compat.torchrec_types import Interface, Subscripted
 from emblib.sharding import CommPrecision, RankGroup, codecs, collectives
 from emblib.sharding.awaitables import Awaitable
 
@@ -34,6 +35,12 @@ class CommOp(Enum):
     POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
     POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
     SEQUENCE_EMBEDDINGS_ALL_TO_ALL = "sequence_embeddings_all_to_all"
+
+
+class QuantizedCommCodec(Subscripted, metaclass=Interface):
+    """Interface of codecs, which are `emblib.sharding.codecs.Codec`."""
+
+    emblib_classes = (codecs.Codec,)
 
 
 @dataclass

@@ -32,6 +32,7 @@ from emblib.compat.torchrec_sharding import (
     construct_module_sharding_plan,
     plan_of,
 )
+from emblib.compat.torchrec_types import Interface, Subscripted
 from emblib.optim import Optimizer
 from emblib.sharding import DDP, CommPrecision, RankGroup, World, fingerprint, pipelines
 from emblib.sharding.dense import materialise, unwrapped
@@ -415,7 +416,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-class TrainPipelineBase(pipelines.TrainPipelineBase):
+class TrainPipelineBase(Subscripted, pipelines.TrainPipelineBase):
     """Copy the next batch to the device during a step."""
 
     def __init__(
@@ -430,11 +431,13 @@ class TrainPipelineBase(pipelines.TrainPipelineBase):
         super().__init__(model, optimizer, device, forward=custom_model_fwd)
 
 
-TrainPipeline = pipelines.TrainPipelineBase
-"""The base of all pipelines."""
+class TrainPipeline(Subscripted, metaclass=Interface):
+    """Interface of all pipelines."""
+
+    emblib_classes = (pipelines.TrainPipelineBase,)
 
 
-class TrainPipelineSparseDist(pipelines.TrainPipelineSparseDist):
+class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
     """Also send the ids of the next batch during a step; results are those of a plain loop.
 
     `pipeline_postproc` has no effect: the model is not traced, so that any code may prepare the
@@ -458,7 +461,7 @@ class TrainPipelineSparseDist(pipelines.TrainPipelineSparseDist):
         super().__init__(model, optimizer, device, forward=custom_model_fwd)
 
 
-class PrefetchTrainPipelineSparseDist(pipelines.PrefetchTrainPipelineSparseDist):
+class PrefetchTrainPipelineSparseDist(Subscripted, pipelines.PrefetchTrainPipelineSparseDist):
     """Also load the rows of the next batch into caches."""
 
     def __init__(
@@ -477,7 +480,7 @@ class PrefetchTrainPipelineSparseDist(pipelines.PrefetchTrainPipelineSparseDist)
         super().__init__(model, optimizer, device, forward=custom_model_fwd)
 
 
-class EvalPipelineSparseDist(pipelines.EvalPipelineSparseDist):
+class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
     """Run a model in eval mode forward, and send the ids of the next batch meanwhile.
 
     Of a model that returns (loss, output), `progress` returns the output. `optimizer` is not used.

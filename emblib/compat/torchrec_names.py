@@ -133,10 +133,11 @@ MODULES = {
     "distributed.global_settings": "get_propogate_device set_propogate_device",
     "distributed.grouped_position_weighted": "GroupedPositionWeightedModule",
     "distributed.model_parallel": "DMPCollection DataParallelWrapper DefaultDataParallelWrapper "
-    "DistributedModelParallel get_module get_unwrapped_module",
+    "DistributedModelParallel ShardedModule get_default_sharders get_module get_unwrapped_module",
     "distributed.planner": "EmbeddingPlannerBase EmbeddingShardingPlanner ParameterConstraints "
     "Topology bytes_to_gb sharder_name",
-    "distributed.planner.enumerators": "EmbeddingEnumerator",
+    "distributed.planner.enumerators": "EmbeddingComputeKernel EmbeddingEnumerator EmbeddingTower "
+    "EmbeddingTowerCollection ParameterConstraints ShardEstimator sharder_name",
     "distributed.planner.partitioners": "GreedyPerfPartitioner MemoryBalancedPartitioner",
     "distributed.planner.perf_models": "NoopPerfModel NoopStorageModel",
     "distributed.planner.planners": "EmbeddingPlannerBase EmbeddingShardingPlanner",
@@ -148,7 +149,8 @@ MODULES = {
     "FixedPercentageStorageReservation HeuristicalStorageReservation "
     "InferenceStorageReservation",
     "distributed.planner.types": "Enumerator ParameterConstraints Partitioner PerfModel "
-    "PlannerError Proposer ShardEstimator ShardingOption Stats StorageReservation Topology",
+    "PlannerError Proposer ShardEstimator ShardingOption ShardingPlan Stats StorageReservation "
+    "Topology",
     "distributed.quant_embedding": "QuantEmbeddingCollectionSharder "
     "ShardedQuantEmbeddingCollection",
     "distributed.quant_embeddingbag": "QuantEmbeddingBagCollectionSharder "
@@ -166,7 +168,7 @@ MODULES = {
     "PrefetchTrainPipelineSparseDist StagedTrainPipeline TrainPipeline TrainPipelineBase "
     "TrainPipelineFusedSparseDist TrainPipelinePT2 TrainPipelineSemiSync "
     "TrainPipelineSparseDist TrainPipelineSparseDistLite",
-    "distributed.train_pipeline.utils": "DataLoadingThread",
+    "distributed.train_pipeline.utils": "DataLoadingThread Tracer=PipelineTracer",
     "distributed.train_pipeline.runtime_forwards": "BaseForward KJTAllToAllForward "
     "PipelinedForward PrefetchPipelinedForward",
     "distributed.types": "Awaitable BoundsCheckMode CacheAlgorithm CacheParams CommOp "
@@ -191,9 +193,9 @@ DIFFERS = {
     "EmbeddingBagConfig": "`data_type` becomes a torch dtype that equals it; `storage`, "
     "`optimizer` and `rounding` are additional; `need_pos` and pruning raise",
     "EmbeddingConfig": "as `EmbeddingBagConfig`",
-    "BaseEmbeddingConfig": "emblib's `TableConfig`: initial range and features, no virtual tables",
-    "EmbeddingTableConfig": "emblib's `TableConfig`",
-    "DataType": "FP32, FP16, BF16, INT8, INT4; equal to the dtype of a configuration",
+    "BaseEmbeddingConfig": "a record; `EmbeddingBagConfig`, `EmbeddingConfig` are instances of it",
+    "EmbeddingTableConfig": "as `BaseEmbeddingConfig`",
+    "DataType": "rows have FP32, FP16, BF16, INT8 or INT4; equal to the dtype of a configuration",
     "KeyedJaggedTensor": "validates sizes; `length_per_key` and `inverse_indices` are keywords, "
     "other cached fields (`jt_dict`, `index_per_key`, ...) are not taken; nothing cached is stale",
     "JaggedTensor": "validates sizes",

@@ -21,7 +21,7 @@ from emblib.compat.torchrec_sharding import (
     ShardingPlan,
     ShardingType,
 )
-from emblib.compat.torchrec_types import DataType, QuantConfig, dtype_to_data_type
+from emblib.compat.torchrec_types import DataType, QuantConfig, Subscripted, dtype_to_data_type
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops.quant import HEADER_BYTES
 from emblib.sharding.shard import SHARDED
@@ -170,7 +170,7 @@ def _device_of(name: str, parameter: ParameterSharding, world_size: int) -> int:
     return ranks[0]
 
 
-class _OverDevices(nn.Module):
+class _OverDevices(Subscripted, nn.Module):
     """Base of quantised collections over the devices of one process: whole tables on each.
 
     Args:
@@ -302,7 +302,7 @@ class ShardedQuantEmbeddingCollection(_OverDevices):
         return torchrec_script.not_scriptable(self)
 
 
-class _QuantSharder:
+class _QuantSharder(Subscripted):
     """Base of sharders of quantised collections."""
 
     module_type: ClassVar[Any]

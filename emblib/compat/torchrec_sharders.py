@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,34 +18,32 @@ from emblib.compat.torchrec_sharding import (
     ShardingEnv,
     ShardingType,
 )
-from emblib.compat.torchrec_types import EmbeddingBagConfig, EmbeddingConfig, optimizer_of
+from emblib.compat.torchrec_types import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    Interface,
+    Subscripted,
+    optimizer_of,
+)
 from emblib.optim import Optimizer
 from emblib.sharding import CommPrecision, GradientReduction, RankGroup, fingerprint
 from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.shard import SHARDED, sharded_form
 
 
-class _Interface(ABCMeta):
-    """Type of interfaces, whose instances are also those of emblib's classes."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        kinds = cls.__dict__.get("emblib_classes", ())
-        return super().__instancecheck__(instance) or isinstance(instance, kinds)
-
-
-class EmbeddingBagCollectionInterface(nn.Module, metaclass=_Interface):
+class EmbeddingBagCollectionInterface(nn.Module, metaclass=Interface):
     """Interface of embedding bag collections, trained or quantised."""
 
     emblib_classes = (emblib_collections.EmbeddingBagCollection,)
 
 
-class EmbeddingCollectionInterface(nn.Module, metaclass=_Interface):
+class EmbeddingCollectionInterface(nn.Module, metaclass=Interface):
     """Interface of embedding collections, trained or quantised."""
 
     emblib_classes = (emblib_collections.EmbeddingCollection,)
 
 
-class ShardedModule(nn.Module, metaclass=_Interface):
+class ShardedModule(Subscripted, nn.Module, metaclass=Interface):
     """Sharded collections; `ShardedEmbeddingModule` is another name."""
 
     emblib_classes = (StateOfTables,)
@@ -230,7 +227,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 _Context = EmbeddingBagCollectionContext
 
 
-class _WithContexts:
+class _WithContexts(Subscripted):
     """TorchRec's calls of a sharded collection, with a context as the first argument.
 
     Without one, the calls are emblib's.
@@ -408,7 +405,7 @@ SHARDED[FusedEmbeddingCollection] = ShardedEmbeddingCollection
 # Sharders
 
 
-class ModuleSharder:
+class ModuleSharder(Subscripted):
     """Base of sharders: the optimizer and the communication codecs of collections of one class.
 
     Args:

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from emblib.compat.torchrec_fallback import Fallback
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES
 
 OWN = "emblib.compat.torchrec"
@@ -49,6 +50,15 @@ def raising(name: str, reason: str, library: str = "TorchRec") -> type:
 
 class TreeModule(ModuleType):
     """A module of TorchRec, with the names that the table has for it."""
+
+    fallback: Fallback | None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a name that the table lacks, from the installed TorchRec if that is asked for."""
+        fallback = vars(self).get("fallback")
+        if fallback is None or name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
+        return fallback.attribute(self.__name__.removeprefix(f"{OWN}."), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function that the module is named after.
@@ -137,11 +147,16 @@ class Installation:
 
     def __init__(self, modules: Mapping[str, ModuleType]) -> None:
         self._modules = {f"{THEIRS}.{path}" if path else THEIRS: m for path, m in modules.items()}
+        self._fallback: Fallback | None = None
 
-    def install(self) -> Installation:
-        """Register the tree as `torchrec`; a second call changes nothing.
+    def install(self, *, fallback: bool = False) -> Installation:
+        """Register the tree as `torchrec`; a second call changes nothing, except for `fallback`.
+
+        Args:
+            fallback: whether the installed TorchRec serves what the tree lacks.
 
         Raises:
+            ModuleNotFoundError: a fallback without an installed TorchRec.
             RuntimeError: another `torchrec` was imported before.
         """
         root = self._modules[THEIRS]
@@ -150,6 +165,7 @@ class Installation:
             for name, module in sys.modules.items()
             if (name == THEIRS or name.startswith(f"{THEIRS}."))
             and module is not self._modules.get(name)
+            and self._fallback is None
         )
         if other:
             origin = getattr(sys.modules[other[0]], "__file__", None)
@@ -159,11 +175,17 @@ class Installation:
                 "torchrec, or import emblib.compat.torchrec as torchrec"
             )
         root.__dict__["is_of_emblib"] = True
+        if fallback and self._fallback is None:
+            self._fallback = Fallback(self._modules)
+            self._fallback.install()
         sys.modules.update(self._modules)
         return self
 
     def uninstall(self) -> None:
         """Remove what `install` registered; without an installation this does nothing."""
+        if self._fallback is not None:
+            self._fallback.uninstall()
+            self._fallback = None
         for name, module in self._modules.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from types import GenericAlias
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +20,24 @@ from emblib.optim import Optimizer
 from emblib.storage import Dense, Quantized
 
 
+class Interface(ABCMeta):
+    """Type of interfaces, whose instances are also those of emblib's classes."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        kinds = cls.__dict__.get("emblib_classes", ())
+        return super().__instancecheck__(instance) or isinstance(instance, kinds)
+
+
+class Subscripted:
+    """Base of TorchRec's generic classes: `Name[...]` is a base class, and a hint of types."""
+
+    __class_getitem__: Any = classmethod(GenericAlias)
+
+
 class DataType(Enum):
-    """Type of stored rows; equal to the torch dtype of the configuration.
+    """Type of numbers; rows have FP32, FP16, BF16, INT8 or INT4, others raise in a configuration.
+
+    It is equal to the torch dtype of a configuration.
 
     A configuration of quantised rows has the INT8 or INT4 itself.
     """
@@ -26,8 +45,16 @@ class DataType(Enum):
     FP32 = "FP32"
     FP16 = "FP16"
     BF16 = "BF16"
+    INT64 = "INT64"
+    INT32 = "INT32"
     INT8 = "INT8"
+    UINT8 = "UINT8"
     INT4 = "INT4"
+    INT2 = "INT2"
+    NFP8 = "NFP8"
+
+    def __str__(self) -> str:
+        return self.value
 
     def __eq__(self, other: object) -> bool:
         return self is other or (other is not None and other is _DTYPES.get(self.value))
@@ -94,6 +121,46 @@ def _set_quantised_type(config: Any) -> None:
     """Set the data type of a configuration with quantised rows to INT8 or INT4."""
     if isinstance(config.storage, Quantized):
         object.__setattr__(config, "data_type", _TYPES[config.storage.bits])
+
+
+@dataclass
+class BaseEmbeddingConfig(metaclass=Interface):
+    """Base of TorchRec's configurations; those of emblib's collections are instances, too."""
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    data_type: DataType = DataType.FP32
+    feature_names: list[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    num_embeddings_post_pruning: int | None = None
+    init_fn: Callable[[Tensor], Any] | None = None
+    need_pos: bool = False
+    input_dim: int | None = None
+    total_num_buckets: int | None = None
+    use_virtual_table: bool = False
+    virtual_table_eviction_policy: Any = None
+    enable_embedding_update: bool = False
+    stash_weights: bool = False
+
+    emblib_classes = (emblib_collections.TableConfig,)
+
+    def num_features(self) -> int:
+        """Return the number of features that read the table."""
+        return len(self.feature_names)
+
+
+@dataclass
+class EmbeddingTableConfig(BaseEmbeddingConfig):
+    """TorchRec's configuration of a table in a group of tables."""
+
+    pooling: PoolingType = PoolingType.SUM
+    is_weighted: bool = False
+    has_feature_processor: bool = False
+    embedding_names: list[str] = field(default_factory=list)
+
+    emblib_classes = (emblib_collections.TableConfig,)
 
 
 class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):

@@ -383,6 +383,11 @@ class Admission(nn.Module):
         if self.counter is not None:
             counts = counts + self.counter.add(missing, effects)
         admitted = counts >= self.thresholds[missing.tables]
+        for table, spec in enumerate(self.specs):
+            if spec.admission is not None and spec.admission.rule is not None:
+                (chosen,) = (missing.tables == table).nonzero(as_tuple=True)
+                answer = spec.admission.rule(missing.keys[chosen], counts[chosen])
+                admitted[chosen] = _checked_answer(spec, answer, chosen)
         if self.counter is not None:
             self.counter.forget(missing, admitted)
         return admitted
@@ -468,6 +473,17 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
             keys = dumps.check_entries(name, entries, [f"{stem}.keys"])[f"{stem}.keys"]
             wanted[key] = dumps.check_tensor(f"{name}.{stem}.keys", keys, torch.int64, (None,))
     dumps.check_state(name, entries, wanted)
+
+
+def _checked_answer(spec: DynamicSpec, answer: Any, keys: Tensor) -> Tensor:
+    """Return the answer of a rule; raise ValueError unless it has one bool per key."""
+    if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != keys.shape:
+        given = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else answer
+        raise ValueError(
+            f"the admission rule of table {spec.name!r} must return bool {list(keys.shape)}, got "
+            f"{given}"
+        )
+    return answer.to(keys.device)
 
 
 def _frequency(spec: DynamicSpec) -> FrequencyAdmission:

@@ -100,8 +100,9 @@ TABLES = (
     Option(
         "admit_strategy",
         "`DynamicSpec(admission=FrequencyAdmission(threshold))`",
-        "FrequencyAdmissionStrategy; its initializer_args (None: those of the table) is the "
-        "value that keys read until they are admitted. Other classes raise",
+        "FrequencyAdmissionStrategy, or your own AdmissionStrategy, whose `admit` becomes "
+        "`FrequencyAdmission(rule=)`. Its initializer_args (None: those of the table) is the "
+        "value that keys read until they are admitted",
     ),
     Option(
         "admission_counter",
@@ -363,15 +364,48 @@ SHARDING = (
         "export_keys_values, fill_tables, dump, load, flush",
         "",
         "Methods of `BatchedDynamicEmbeddingTablesV2`, and of the dynamic tables of a sharded "
-        "collection. `fill_tables(load_factor)` inserts random keys by training forwards without "
-        "update",
+        "collection. `fill_tables(load_factor, tolerance)` inserts random keys by training "
+        "forwards without update",
+    ),
+    Option(
+        "tables, cache, set_record_cache_metrics, optimizer, enable_prefetch",
+        "",
+        "Attributes of `BatchedDynamicEmbeddingTablesV2`: emblib's handles by name (there: a "
+        "Storage); with `caching` and a store, `cache.cache_metrics` has the positions of the last "
+        "forward and its hits (there: distinct keys), else `cache` is None; emblib's optimizer; "
+        "prefetch is always enabled",
+    ),
+    Option(
+        "find_sharded_modules, get_dynamic_emb_module, check_emb_collection_modules",
+        "",
+        "What has dynamic tables in a model: modules, and the tables of sharded collections, which "
+        "have the methods of a module",
+    ),
+    Option(
+        "encode_checkpoint_file_path, encode_counter_checkpoint_file_path, "
+        "encode_meta_json_file_path, find_files",
+        "",
+        "As there; files of some ranks only raise DumpError",
+    ),
+    Option(
+        "data_type_to_dyn_emb, dyn_emb_to_torch, torch_to_dyn_emb, dtype_to_bytes, "
+        "string_to_evict_strategy, string_to_opt_type, get_required_arg, "
+        "get_optimizer_state_dim, get_optimizer_ckpt_state_dim, assert_tensors_equal",
+        "",
+        "As there; a row of row-wise Adagrad has one number of state in memory, too",
+    ),
+    Option(
+        "Storage, Cache, Counter, OptimizerArgs, create_initializer_from_args",
+        "",
+        "With the classes of storages, counters, optimizers, initializers and inference tables: "
+        "import, and raise where they are used, with the counterpart",
     ),
     Option(
         "install, uninstall",
         "",
-        "emblib's own: let `import dynamicemb` find this module and its submodules `planner`, "
-        "`shard`, `incremental_dump`, `dump_load`, `optimizer`, `types`, `dynamicemb_config`, "
-        "`embedding_admission`, `get_planner` and `batched_dynamicemb_tables`",
+        "emblib's own: let `import dynamicemb` find this module and its submodules, as there. "
+        "NVIDIA's `example/example.py` runs over it on a CPU, with the backend and the device of "
+        "its first lines changed",
     ),
 )
 

@@ -10,7 +10,9 @@ or keep the imports, too:
     import emblib.compat.torchrec
     emblib.compat.torchrec.install()  # before anything imports torchrec
 
-The modules are TorchRec's, and every name that does not raise is in this one module as well.
+With `install(fallback=True)` what emblib lacks, such as datasets, models and metrics, comes from
+the installed TorchRec and runs over emblib's collections. The modules are TorchRec's, and every
+name that does not raise is in this one module as well.
 `docs/torchrec.md` says of each name whether it works, differs or raises.
 """
 
@@ -29,13 +31,18 @@ _tree.watch_missing_modules()
 _installation = _tree.Installation(_modules)
 
 
-def install() -> _tree.Installation:
+def install(*, fallback: bool = False) -> _tree.Installation:
     """Let `import torchrec` import this package; as a context manager, until the end of a block.
 
+    Args:
+        fallback: whether modules and names that emblib lacks come from the installed TorchRec, e.g.
+            its datasets, models and metrics, executed over emblib's collections.
+
     Raises:
+        ModuleNotFoundError: `fallback` without an installed TorchRec.
         RuntimeError: the real torchrec was imported before.
     """
-    return _installation.install()
+    return _installation.install(fallback=fallback)
 
 
 def uninstall() -> None:

@@ -131,7 +131,7 @@ def stage(
     staged.mkdir(parents=True, exist_ok=True)
 
     def path(item: str) -> Path:
-        return staged / _file(name, item, *part)
+        return staged / file_name(name, item, *part)
 
     _write_numbers(path("emb_keys"), entries.keys)
     _write_rows(path("emb_values"), [entries.rows[WEIGHT]], len(entries))
@@ -168,7 +168,7 @@ def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
     moves = [_Move.of(Path(directory).expanduser(), name) for directory, name in tables]
     for move in moves:
         for rank in range(world_size):
-            if _file(move.name, "emb_keys", rank, world_size) not in move.new:
+            if file_name(move.name, "emb_keys", rank, world_size) not in move.new:
                 raise DumpError(
                     f"{move.staged} has no files of rank {rank} of {world_size}: all ranks must "
                     "write to one directory, on a file system that all of them see"
@@ -313,7 +313,8 @@ def read(
     )
 
 
-def _file(table: str, item: str, rank: int = 0, world_size: int = 1) -> str:
+def file_name(table: str, item: str, rank: int | str = 0, world_size: int | str = 1) -> str:
+    """Return the name of a rank's file of an item, e.g. emb_keys, of a table."""
     return _NAME.format(table=table, item=item, rank=rank, world_size=world_size)
 
 
@@ -486,7 +487,7 @@ class _Files:
             DumpError: some ranks have a file and others do not, whichever are read.
         """
         ranks = range(self.world_size)
-        paths = [self.directory / _file(self.name, item, r, self.world_size) for r in ranks]
+        paths = [self.directory / file_name(self.name, item, r, self.world_size) for r in ranks]
         missing = [path for path in paths if not path.exists()]
         if len(missing) == len(paths):
             return None

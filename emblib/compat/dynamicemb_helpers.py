@@ -1,0 +1,326 @@
+"""DynamicEmb's helpers: names of types and files, sizes of states, and the tables of a model.
+
+Programs around DynamicEmb, its examples among them, import these from its submodules. What drives
+its kernels (storages, caches, optimizer and initializer objects) has no counterpart: those names
+import, and raise where they are used (`RAISES`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib import sharding
+from emblib.compat import torchrec_sharders, torchrec_types
+from emblib.compat.dynamicemb_dump import modules_of
+from emblib.compat.dynamicemb_functions import DynamicEmbTables
+from emblib.compat.dynamicemb_sharders import DYNAMICEMB_KERNEL, DynamicEmbHash
+from emblib.compat.dynamicemb_types import DynamicEmbEvictStrategy
+from emblib.compat.fbgemm_types import EmbOptimType, as_member
+from emblib.compat.torchrec_tree import raising
+from emblib.dynamic.saving import dynamicemb_files
+from emblib.dynamic.saving.dumps import DumpError
+from emblib.sharding.dense import unwrapped
+
+# Dtypes
+
+KEY_TYPE = SCORE_TYPE = COUNTER_TYPE = DEFAULT_INDEX_TYPE = torch.int64
+EMBEDDING_TYPE = OPT_STATE_TYPE = torch.float32
+DEBUG_EMB_INITIALIZER_MOD = 100000
+"""Number of values that initializers of mode DEBUG have: a key modulo this."""
+
+TORCHREC_TYPES = {
+    torchrec_sharders.EmbeddingBagCollection,
+    torchrec_sharders.EmbeddingCollection,
+}
+
+
+class DynamicEmbDataType(enum.Enum):
+    """Types of numbers in DynamicEmb's tables."""
+
+    Float32 = torch.float32
+    BFloat16 = torch.bfloat16
+    Float16 = torch.float16
+    Int64 = torch.int64
+    UInt64 = torch.uint64
+    Int32 = torch.int32
+    UInt32 = torch.uint32
+
+
+DTYPE_NUM_BYTES = {
+    one.value: one.value.itemsize for one in DynamicEmbDataType if one.value.is_floating_point
+}
+
+
+def torch_to_dyn_emb(torch_dtype: torch.dtype) -> DynamicEmbDataType:
+    """Return DynamicEmb's name of a dtype.
+
+    Raises:
+        ValueError: a dtype that its tables do not have.
+    """
+    return DynamicEmbDataType(torch_dtype)
+
+
+def dyn_emb_to_torch(data_type: DynamicEmbDataType) -> torch.dtype:
+    """Return the dtype of DynamicEmb's name."""
+    return DynamicEmbDataType(data_type).value
+
+
+def data_type_to_dyn_emb(data_type: Any) -> DynamicEmbDataType:
+    """Return DynamicEmb's name of TorchRec's data type.
+
+    Raises:
+        ValueError: a quantised type, which its tables do not have.
+    """
+    return torch_to_dyn_emb(torchrec_types.data_type_to_dtype(data_type))
+
+
+def dtype_to_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes of a number."""
+    return dtype.itemsize
+
+
+# Optimizers and eviction
+
+
+def string_to_evict_strategy(strategy_str: str) -> DynamicEmbEvictStrategy:
+    """Return the eviction order that a dump names, e.g. "KLru".
+
+    Raises:
+        ValueError: no such name.
+    """
+    by_name = {f"K{s.name.title().replace('_', '')}": s for s in DynamicEmbEvictStrategy}
+    if strategy_str not in by_name:
+        raise ValueError(f"an eviction strategy is one of {list(by_name)}, got {strategy_str!r}")
+    return by_name[strategy_str]
+
+
+def string_to_opt_type(optimizer_str: str) -> EmbOptimType:
+    """Return the optimizer that a dump names, e.g. "adam".
+
+    Raises:
+        ValueError: no such name.
+    """
+    return EmbOptimType(optimizer_str)
+
+
+def get_optimizer_state_dim(
+    optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None
+) -> int:
+    """Return the numbers of optimizer state that a row has in memory.
+
+    Row-wise Adagrad has one, float32. DynamicEmb pads it to 16 bytes, for which it needs `dtype`.
+    """
+    return get_optimizer_ckpt_state_dim(optimizer_type, dim, dtype)
+
+
+def get_optimizer_ckpt_state_dim(
+    optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None
+) -> int:
+    """Return the numbers of optimizer state that a row has in a dump.
+
+    Args:
+        optimizer_type: the optimizer.
+        dim: numbers of a row.
+        dtype: ignored: states are float32.
+    """
+    match as_member(EmbOptimType, optimizer_type):
+        case EmbOptimType.ADAM:
+            return 2 * dim
+        case EmbOptimType.EXACT_ADAGRAD:
+            return dim
+        case EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+            return 1
+    return 0
+
+
+def get_required_arg(args: Mapping[str, Any], key: str) -> Any:
+    """Return an argument of an optimizer.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if key not in args:
+        raise ValueError(f"the optimizer needs {key!r}, there are {sorted(args)}")
+    return args[key]
+
+
+# Files of dumps
+
+_ITEMS = {
+    "emb_keys": "emb_keys",
+    "emb_values": "emb_values",
+    "emb_scores": "emb_scores",
+    "opt_values": "emb_opt_values",
+    "counter_keys": "counter_keys",
+    "counter_frequencies": "counter_frequencies",
+}
+
+
+def encode_meta_json_file_path(root_path: str, table_name: str) -> str:
+    """Return the path of a table's options and numbers of the optimizer."""
+    return str(dynamicemb_files.arguments_path(root_path, table_name))
+
+
+def encode_checkpoint_file_path(
+    root_path: str, table_name: str, rank: int, world_size: int, item: str
+) -> str:
+    """Return the path of a rank's keys, values, scores or opt_values of a table.
+
+    Raises:
+        ValueError: another item.
+    """
+    return _path(root_path, table_name, rank, world_size, f"emb_{item}")
+
+
+def encode_counter_checkpoint_file_path(
+    root_path: str, table_name: str, rank: int, world_size: int, item: str
+) -> str:
+    """Return the path of the keys or frequencies that a rank's admission counted.
+
+    Raises:
+        ValueError: another item.
+    """
+    return _path(root_path, table_name, rank, world_size, f"counter_{item}")
+
+
+def _path(root: str, table: str, rank: int, world_size: int, item: str) -> str:
+    if item not in _ITEMS.values():
+        raise ValueError(f"a dump has no {item!r}; it has {list(_ITEMS.values())}")
+    return str(Path(root) / dynamicemb_files.file_name(table, item, rank, world_size))
+
+
+def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str], int]:
+    """Return the files of an item of a table, by rank, and their number.
+
+    Raises:
+        ValueError: another suffix than those of `_ITEMS`.
+        DumpError: files of some ranks are missing.
+    """
+    if suffix not in _ITEMS:
+        raise ValueError(f"suffix must be one of {list(_ITEMS)}, got {suffix!r}")
+    item, pattern = _ITEMS[suffix], dynamicemb_files.file_name(table_name, _ITEMS[suffix], "*", "*")
+    if not any(Path(root_path).glob(pattern)):
+        return [], 0
+    world_size = dynamicemb_files.world_size(root_path, table_name)
+    paths = [_path(root_path, table_name, rank, world_size, item) for rank in range(world_size)]
+    if missing := [path for path in paths if not Path(path).exists()]:
+        raise DumpError(f"the dump is not whole: {', '.join(missing)} is missing")
+    return paths, world_size
+
+
+# The tables of a model
+
+
+def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, str, nn.Module]]:
+    """Return the sharded collections of a model: path from `model` on, name, and collection."""
+    kinds = (sharding.ShardedEmbeddingBagCollection, sharding.ShardedEmbeddingCollection)
+    return [
+        (name, name.rpartition(".")[2], part)
+        for name, part in unwrapped(module).named_modules(prefix=f"{path}model")
+        if isinstance(part, kinds)
+    ]
+
+
+def get_dynamic_emb_module(model: nn.Module) -> list[DynamicEmbTables]:
+    """Return what has dynamic tables in a model: modules, and tables of sharded collections."""
+    return [tables for _, _, tables in modules_of(model)]
+
+
+def check_emb_collection_modules(
+    module: nn.Module, ret_list: list[Any], visited: set[int] | None = None
+) -> None:
+    """Append to a list what has dynamic tables in a module, once.
+
+    Args:
+        module: model or part of one.
+        ret_list: list that is extended.
+        visited: ids of modules that are left out; the module's own is added.
+    """
+    visited = set() if visited is None else visited
+    if id(module) not in visited:
+        visited.add(id(module))
+        ret_list += get_dynamic_emb_module(module)
+
+
+DynamicEmbKernel = DYNAMICEMB_KERNEL
+DynamicEmbeddingCollectionContext = torchrec_sharders.EmbeddingCollectionContext
+
+
+class _ShardedDynamic(type):
+    """Type of the classes of sharded collections; instances are emblib's with dynamic tables."""
+
+    emblib_class: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if not isinstance(instance, cls.emblib_class):
+            return False
+        collection: Any = instance
+        return any(isinstance(one.storage, DynamicEmbHash) for one in collection.configs)
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(
+            f"{cls.__name__} is made by its sharder's shard(), or by DistributedModelParallel"
+        )
+
+
+class ShardedDynamicEmbeddingCollection(metaclass=_ShardedDynamic):
+    """Sharded embedding collections with dynamic tables, for `isinstance`."""
+
+    emblib_class = sharding.ShardedEmbeddingCollection
+
+
+class ShardedDynamicEmbeddingBagCollection(metaclass=_ShardedDynamic):
+    """Sharded embedding bag collections with dynamic tables, for `isinstance`."""
+
+    emblib_class = sharding.ShardedEmbeddingBagCollection
+
+
+def assert_tensors_equal(*tensors: Tensor) -> None:
+    """Raise AssertionError unless all tensors are equal."""
+    for other in tensors[1:]:
+        torch.testing.assert_close(other, tensors[0], rtol=0, atol=0)
+
+
+_BY_REASON = (
+    (
+        "emblib.RowStore is the protocol of a storage, BackingStore(store, mode) of "
+        "emblib.DynamicEmbeddingBags where it is given; HostRows, DiskRows and SQLiteRows exist",
+        "Storage Cache CopyMode",
+    ),
+    (
+        "KVCounter(capacity) describes a counter, which emblib makes on the device: "
+        "emblib.ExactCounter and emblib.CountMinSketch",
+        "Counter MultiTableKVCounter MemoryType",
+    ),
+    (
+        "the module's arguments choose the optimizer, which runs in emblib's kernels: "
+        "set_learning_rate, opt_args() and split states are of the module",
+        "OptimizerArgs BaseDynamicEmbeddingOptimizer SGDDynamicEmbeddingOptimizer "
+        "AdamDynamicEmbeddingOptimizer AdaGradDynamicEmbeddingOptimizer "
+        "RowWiseAdaGradDynamicEmbeddingOptimizer",
+    ),
+    (
+        "DynamicEmbInitializerArgs chooses the initial values, which emblib's kernels write: "
+        "emblib.init",
+        "BaseDynamicEmbInitializer NormalInitializer TruncatedNormalInitializer "
+        "UniformInitializer ConstantInitializer DebugInitializer create_initializer_from_args",
+    ),
+    (
+        "a model for inference reads its rows in eval mode; torch.export takes emblib's own "
+        "modules, see docs/dynamic.md",
+        "InferenceEmbeddingCollection InferenceLinearBucketTable "
+        "apply_inference_embedding_collection create_inference_embedding_collection",
+    ),
+)
+RAISES = {
+    name: raising(name, reason, "DynamicEmb")
+    for reason, names in _BY_REASON
+    for name in names.split()
+}
+"""Names that import and raise where they are used, with what to use instead."""

@@ -1,0 +1,125 @@
+"""The installed TorchRec behind emblib's tree: its datasets, models and metrics over our tables.
+
+With `emblib.compat.torchrec.install(fallback=True)` a module of TorchRec that the tree lacks is
+executed from TorchRec's own file, under its own name; what it imports of TorchRec is the tree. So
+TorchRec's `DLRM` is built over `emblib.EmbeddingBagCollection`, and there is one type for each
+name. A module of the tree that lacks a name has it from a second copy of TorchRec's file, executed
+as `_torchrec_fallback.<module>`. Names that the tree has stay the tree's, also those that raise.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+THEIRS = "torchrec"
+_COPY = "_torchrec_fallback"
+_WAY_OUT = (
+    "run TorchRec itself over emblib's kernels instead: emblib.compat.fbgemm.install() before "
+    "torchrec is imported, see docs/torchrec.md"
+)
+
+
+class FallbackError(ImportError):
+    """A file of TorchRec cannot be executed over emblib's tree."""
+
+
+class Fallback:
+    """The files of the installed TorchRec, for what a tree of modules lacks.
+
+    Args:
+        modules: modules of the tree by full name, `torchrec` among them.
+
+    Raises:
+        ModuleNotFoundError: no TorchRec is installed.
+    """
+
+    def __init__(self, modules: Mapping[str, ModuleType]) -> None:
+        spec = PathFinder.find_spec(THEIRS)
+        if spec is None or not spec.submodule_search_locations:
+            raise ModuleNotFoundError(
+                "install(fallback=True) takes what emblib lacks from the installed torchrec, and "
+                "there is none: pip install torchrec, or leave fallback out",
+                name=THEIRS,
+            )
+        self._root = Path(next(iter(spec.submodule_search_locations)))
+        self._modules = modules
+        self._packages: list[ModuleType] = []
+
+    def install(self) -> None:
+        """Serve what the tree lacks, from now on."""
+        for name, module in self._modules.items():
+            if self._directory(name).is_dir() and not hasattr(module, "__path__"):
+                module.__path__ = []  # so that modules below it are searched
+                self._packages.append(module)
+            vars(module)["fallback"] = self
+        sys.meta_path.insert(0, self)
+
+    def uninstall(self) -> None:
+        """Undo `install`, and forget the modules that were executed."""
+        sys.meta_path.remove(self)
+        for module in self._modules.values():
+            vars(module).pop("fallback", None)
+        for module in self._packages:
+            del module.__path__
+        for name, module in list(sys.modules.items()):
+            is_theirs = name.startswith(f"{THEIRS}.") and module is not self._modules.get(name)
+            if is_theirs or name.startswith(f"{_COPY}."):
+                del sys.modules[name]
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
+        """Find TorchRec's file of a module that the tree lacks; part of `sys.meta_path`."""
+        if not name.startswith(f"{THEIRS}.") or name in self._modules:
+            return None
+        return PathFinder.find_spec(name, [str(self._directory(name).parent)], target)
+
+    def attribute(self, module: str, name: str) -> Any:
+        """Return a name that a module of the tree lacks: a module below it, or one of its file.
+
+        Raises:
+            AttributeError: TorchRec lacks it too.
+            FallbackError: the file cannot be executed over the tree.
+        """
+        path = f"{THEIRS}.{module}" if module else THEIRS
+        if self.find_spec(f"{path}.{name}") is not None:
+            return importlib.import_module(f"{path}.{name}")
+        copy = self._copy(path)
+        if copy is None or name not in vars(copy):
+            raise AttributeError(f"neither emblib nor torchrec has {module}.{name}", name=name)
+        return vars(copy)[name]
+
+    def _copy(self, name: str) -> ModuleType | None:
+        """Execute TorchRec's file of a module under another name, once; None without a file."""
+        copied = f"{_COPY}.{name}"
+        if copied in sys.modules:
+            return sys.modules[copied]
+        found = PathFinder.find_spec(name, [str(self._directory(name).parent)])
+        if name == THEIRS or found is None or found.origin is None:
+            return None
+        spec = importlib.util.spec_from_file_location(copied, found.origin)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[copied] = module  # dataclasses look their module up
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[copied]
+            raise FallbackError(
+                f"{found.origin} cannot be executed over emblib's names of torchrec "
+                f"({type(error).__name__}: {error}): {_WAY_OUT}",
+                name=name,
+            ) from error
+        return module
+
+    def _directory(self, name: str) -> Path:
+        """Return where the modules below a module are, if it is a package."""
+        return self._root.joinpath(*name.split(".")[1:])
