@@ -22,7 +22,7 @@ from emblib.compat.dynamicemb_functions import DynamicEmbTables
 from emblib.compat.dynamicemb_sharders import DYNAMICEMB_KERNEL, DynamicEmbHash
 from emblib.compat.dynamicemb_types import DynamicEmbEvictStrategy
 from emblib.compat.fbgemm_types import EmbOptimType, as_member
-from emblib.compat.torchrec_tree import raising
+from emblib.compat.raising import raising
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import DumpError
 from emblib.sharding.dense import unwrapped

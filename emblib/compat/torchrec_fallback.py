@@ -4,7 +4,8 @@ With `emblib.compat.torchrec.install(fallback=True)` a module of TorchRec that t
 executed from TorchRec's own file, under its own name; what it imports of TorchRec is the tree. So
 TorchRec's `DLRM` is built over `emblib.EmbeddingBagCollection`, and there is one type for each
 name. A module of the tree that lacks a name has it from a second copy of TorchRec's file, executed
-as `_torchrec_fallback.<module>`. Names that the tree has stay the tree's, also those that raise.
+under a name of its own; so has one whose name raises, if that file runs over the tree. Names that
+the tree has stay the tree's.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from emblib.compat.raising import RaisesOnUse
+
 THEIRS = "torchrec"
-_COPY = "_torchrec_fallback"
+_COPIES = "_torchrec_file_"
 _WAY_OUT = (
     "run TorchRec itself over emblib's kernels instead: emblib.compat.fbgemm.install() before "
     "torchrec is imported, see docs/torchrec.md"
@@ -51,6 +54,7 @@ class Fallback:
         self._root = Path(next(iter(spec.submodule_search_locations)))
         self._modules = modules
         self._packages: list[ModuleType] = []
+        self._raising: dict[tuple[str, str], Any] = {}  # by module and name
 
     def install(self) -> None:
         """Serve what the tree lacks, from now on."""
@@ -58,6 +62,9 @@ class Fallback:
             if self._directory(name).is_dir() and not hasattr(module, "__path__"):
                 module.__path__ = []  # so that modules below it are searched
                 self._packages.append(module)
+            for attribute, value in list(vars(module).items()):
+                if name != THEIRS and isinstance(value, RaisesOnUse):
+                    self._raising[name, attribute] = vars(module).pop(attribute)
             vars(module)["fallback"] = self
         sys.meta_path.insert(0, self)
 
@@ -66,11 +73,13 @@ class Fallback:
         sys.meta_path.remove(self)
         for module in self._modules.values():
             vars(module).pop("fallback", None)
+        for (name, attribute), value in self._raising.items():
+            setattr(self._modules[name], attribute, value)
         for module in self._packages:
             del module.__path__
         for name, module in list(sys.modules.items()):
             is_theirs = name.startswith(f"{THEIRS}.") and module is not self._modules.get(name)
-            if is_theirs or name.startswith(f"{_COPY}."):
+            if is_theirs or name.startswith(_COPIES):
                 del sys.modules[name]
 
     def find_spec(
@@ -91,14 +100,22 @@ class Fallback:
         path = f"{THEIRS}.{module}" if module else THEIRS
         if self.find_spec(f"{path}.{name}") is not None:
             return importlib.import_module(f"{path}.{name}")
-        copy = self._copy(path)
+        raising = self._raising.get((path, name))
+        try:
+            copy = self._copy(path)
+        except FallbackError:
+            if raising is None:
+                raise
+            return raising
+        if raising is not None and (copy is None or name not in vars(copy)):
+            return raising
         if copy is None or name not in vars(copy):
             raise AttributeError(f"neither emblib nor torchrec has {module}.{name}", name=name)
         return vars(copy)[name]
 
     def _copy(self, name: str) -> ModuleType | None:
         """Execute TorchRec's file of a module under another name, once; None without a file."""
-        copied = f"{_COPY}.{name}"
+        copied = _COPIES + name.removeprefix(f"{THEIRS}.").replace(".", "_")
         if copied in sys.modules:
             return sys.modules[copied]
         found = PathFinder.find_spec(name, [str(self._directory(name).parent)])

@@ -14,38 +14,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from emblib.compat.raising import raising
 from emblib.compat.torchrec_fallback import Fallback
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES
 
 OWN = "emblib.compat.torchrec"
 THEIRS = "torchrec"
-
-
-class _RaisesOnUse(type):
-    """Type of the names that emblib does not have: any use but `isinstance` and hints raises."""
-
-    reason: str
-    library: str
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{cls.__name__} of {cls.library}: {cls.reason}")
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotImplementedError(f"{cls.__name__}.{name} of {cls.library}: {cls.reason}")
-
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-    def __repr__(cls) -> str:
-        return f"<{cls.__name__} of {cls.library}, which raises when it is used>"
-
-
-def raising(name: str, reason: str, library: str = "TorchRec") -> type:
-    """Return a class that imports, annotates and tests types, and raises when it is used."""
-    members = {"reason": reason, "library": library, "__doc__": f"Raises: {reason}"}
-    return _RaisesOnUse(name, (), members)
 
 
 class TreeModule(ModuleType):

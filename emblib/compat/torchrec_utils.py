@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABCMeta
+from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,20 +22,21 @@ from emblib.sharding.pipelines.inputs import sharded_modules
 # Batches
 
 
-class _HasMethods(ABCMeta):
-    """Type of protocols: instances are objects with all methods in `methods`."""
+class Multistreamable(ABC):  # noqa: B024 abstract by `__subclasshook__`
+    """Objects whose memory `record_stream` keeps until the work of a stream is done.
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        methods = cls.__dict__.get("methods")
-        if methods is None:
-            return super().__instancecheck__(instance)
-        return all(callable(getattr(instance, name, None)) for name in methods)
-
-
-class Multistreamable(metaclass=_HasMethods):
-    """Objects whose memory `record_stream` keeps until the work of a stream is done."""
+    Classes with all methods of a class in `methods` are subclasses of it.
+    """
 
     methods: ClassVar[tuple[str, ...]] = ("record_stream",)
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        """Decide `issubclass` and `isinstance` by the methods."""
+        names = cls.__dict__.get("methods")
+        if names is None:
+            return NotImplemented
+        return all(callable(getattr(other, name, None)) for name in names)
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until the work queued on `stream` is done."""

@@ -30,6 +30,8 @@ FILES = {
         "    net: type = CrossNet\n"
         "MLP = None\n"
     ),
+    "optim/__init__.py": "",
+    "optim/semi_sync.py": "class SemisyncOptimizer:\n    kind = 'theirs'\n",
     "modules/crossnet.py": "raise ValueError('not over this tree')",
     "sparse/test_utils.py": "def helper(): return 1",
 }
@@ -75,6 +77,19 @@ def test_names_that_a_module_lacks_come_from_its_file() -> None:
             from torchrec.modules.mlp import Neither  # noqa: F401
     with ours.install(), pytest.raises(ImportError, match="Lacking"):
         from torchrec.modules.mlp import Lacking
+
+
+@pytest.mark.usefixtures("installed")
+def test_names_that_raise_are_theirs_where_their_file_runs() -> None:
+    with ours.install(fallback=True):
+        from torchrec.modules.crossnet import LowRankMixtureCrossNet
+        from torchrec.optim.semi_sync import SemisyncOptimizer
+
+        assert SemisyncOptimizer.kind == "theirs"
+        with pytest.raises(NotImplementedError, match="LowRankMixtureCrossNet of TorchRec"):
+            LowRankMixtureCrossNet()
+    with pytest.raises(NotImplementedError, match="every step is exact"):
+        ours.optim.semi_sync.SemisyncOptimizer()
 
 
 @pytest.mark.usefixtures("installed")
