@@ -349,6 +349,8 @@ class DynamicEmbeddingBags(FusedTables):
 
     def _zeros_like(self, ids: Tensor) -> Tensor:
         """Return int32 zeros, one per id; those of the last batch if it had as many."""
+        if torch.compiler.is_exporting():  # for any number of ids
+            return torch.zeros_like(ids, dtype=torch.int32)
         zeros, count = self._zeros, ids.numel()
         if zeros.numel() != count or zeros.device != ids.device:
             if zeros.device != ids.device or zeros.untyped_storage().nbytes() < 4 * count:
@@ -365,6 +367,8 @@ class DynamicEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
+        if torch.compiler.is_exporting():
+            return self._look_up_exported(keys, batch, sample_weights)
         calls = self._calls
         if calls is None or not calls.are_of(self):
             calls = self._prepare_calls()
@@ -419,6 +423,23 @@ class DynamicEmbeddingBags(FusedTables):
         state = self.state
         slots = state.index.find(keys) if state.backing is None else state.backing.search(keys)
         return state.row_initializer.reads_of_found(keys, slots)
+
+    def _look_up_exported(
+        self, keys: Keys, batch: autograd.Lookup, sample_weights: Tensor | None
+    ) -> Tensor:
+        """Look up for `torch.export`: without gradients, in the memory of one device."""
+        if self.training and not self._frozen:
+            raise RuntimeError(
+                f"dynamic tables {self.table_names} insert keys in training: call eval() before "
+                "torch.export, keys without a row then read their default value"
+            )
+        if self.state.backing is not None:
+            raise RuntimeError(
+                f"rows of {self.table_names} are in a backing store, which an exported program does "
+                "not have: load them into tables without one, see docs/tiers.md"
+            )
+        batch = self._find_keys(keys).put_into(batch)
+        return autograd.lookup_no_grad([self.weights], batch, sample_weights, self.output_dtype)
 
     def _look_up_untrained(
         self,
