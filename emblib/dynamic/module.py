@@ -435,8 +435,8 @@ class DynamicEmbeddingBags(FusedTables):
             )
         if self.state.backing is not None:
             raise RuntimeError(
-                f"rows of {self.table_names} are in a backing store, which an exported program does "
-                "not have: load them into tables without one, see docs/tiers.md"
+                f"rows of {self.table_names} are in a backing store, which an exported program "
+                "lacks: load them into tables without one, see docs/tiers.md"
             )
         batch = self._find_keys(keys).put_into(batch)
         return autograd.lookup_no_grad([self.weights], batch, sample_weights, self.output_dtype)
