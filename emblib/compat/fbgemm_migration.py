@@ -36,8 +36,11 @@ def _arguments(old: Any) -> dict[str, Any]:
     names: Any = sys.modules[type(old).__module__]
     args, kind = old.optimizer_args, old.optimizer.name
     decay = old.weight_decay_mode.name
+    ignored = _ignored(old)
     acts = kind != "EXACT_ROWWISE_ADAGRAD" or decay != "NONE"  # else FBGEMM ignores the rate
-    has_decay = acts and kind.startswith(("EXACT_ROWWISE", "ADAM", "PARTIAL", "LAMB", "LARS"))
+    has_decay = kind.startswith(("EXACT_ROWWISE", "ADAM", "PARTIAL", "LAMB", "LARS"))
+    has_decay = has_decay and acts and "weight_decay" not in ignored
+    has_norm = kind == "EXACT_ROWWISE_ADAGRAD" and "max_norm" not in ignored
     placements = old.weights_physical_placements
     found = {
         "embedding_specs": [
@@ -51,7 +54,7 @@ def _arguments(old: Any) -> dict[str, Any]:
         "stochastic_rounding": old.stochastic_rounding,
         "gradient_clipping": args.gradient_clipping,
         "max_gradient": args.max_gradient,
-        "max_norm": args.max_norm if _clips_norms(old) else 0.0,
+        "max_norm": args.max_norm if has_norm else 0.0,
         "learning_rate": old.get_learning_rate(),
         "eps": args.eps,
         "momentum": args.momentum,
@@ -82,9 +85,15 @@ def _arguments(old: Any) -> dict[str, Any]:
     return found
 
 
-def _clips_norms(old: Any) -> bool:
-    """Return whether FBGEMM's kernel applies max_norm, which its kernels for a CPU do not."""
-    return old.optimizer.name == "EXACT_ROWWISE_ADAGRAD" and not old.use_cpu
+def _ignored(old: Any) -> list[str]:
+    """Return the options of a module that FBGEMM's kernels for a CPU ignore."""
+    found = []
+    if old.use_cpu and old.optimizer_args.max_norm:
+        found.append("max_norm")
+    is_single = len(old.feature_table_map) == len(old.embedding_specs)
+    if old.use_cpu and is_single and old.weight_decay_mode.name in ("L2", "DECOUPLE"):
+        found.append("weight_decay")
+    return found
 
 
 def _options(old: Any, names: Any) -> dict[str, Any]:
@@ -218,10 +227,12 @@ class ReplacedSplitTBE(_ReplacedTBE):
             except (NotImplementedError, ValueError) as error:
                 raise NotMigrated(str(error)) from error
         self._is_counted = old.weight_decay_mode.name == "COUNTER"
+        notes = [f"{name} is left out: FBGEMM ignores it on a CPU" for name in _ignored(old)]
         if new.bags.precision.stochastic_rounding is not None:
-            self.note = "updates are rounded by other random numbers"
-        if old.optimizer_args.max_norm and not _clips_norms(old):
-            self.note = "max_norm is left out, as FBGEMM ignores it here"
+            notes.append("updates are rounded by other random numbers")
+        if new.bags.optimizer.weight_decay is not None and old.use_cpu and not self._is_counted:
+            notes.append("on a CPU, FBGEMM decays only the tables of several features; here all")
+        self.note = "; ".join(notes)
         super().__init__(paths, old, new)
 
     @property

@@ -153,8 +153,11 @@ def compare(one: Replaced, migrate: Migrate, seed: int) -> Difference:
     twins = _Twins(one, migrate, _CHECKED_ROWS, seed)
     generator = torch.Generator().manual_seed(seed)
     rows, bags = twins.rows("old"), []
-    for _, table in one.features():
-        ids = torch.randint(len(rows[table]), (64,), generator=generator)
+    valid: dict[tuple[str, ...], int] = {}  # ids of a feature, which may read several tables
+    for names, table in one.features():
+        valid[names] = min(len(rows[table]), valid.get(names, len(rows[table])))
+    for names, _ in one.features():
+        ids = torch.randint(valid[names], (64,), generator=generator)
         bags.append((ids.to(twins.device), torch.full((16,), 4, device=twins.device)))
     call = twins.step if one.is_trained else twins.look_up
     output = _largest([(call("old", bags), call("new", bags))])

@@ -257,12 +257,13 @@ def migrate(
         raise TypeError("model is an embedding itself: put it into a module, e.g. nn.ModuleList")
     owners = _owners(model)
     replaced, left = [], []
-    for module, paths, factory in found:
-        try:
-            _check_alone(module, owners)
-            replaced.append(factory(paths, module, optimizers, tables))
-        except NotMigrated as reason:
-            left.append(Left(paths[0], str(reason)))
+    with torch.random.fork_rng(devices=[]):  # initial values are drawn, and overwritten
+        for module, paths, factory in found:
+            try:
+                _check_alone(module, owners)
+                replaced.append(factory(paths, module, optimizers, tables))
+            except NotMigrated as reason:
+                left.append(Left(paths[0], str(reason)))
     with torch.no_grad():
         for new in replaced:
             new.carry_over()
