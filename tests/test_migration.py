@@ -244,6 +244,64 @@ def test_what_was_done_is_told() -> None:
     assert "looks all of them up in one kernel" in text
 
 
+def test_an_old_state_dict_is_loaded() -> None:
+    saved, model = Model(), Model()
+    nn.init.normal_(saved.bags.weight)
+    migration = emblib.migrate(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert "bags.weight" not in model.state_dict()
+    migration.load_state_dict(saved.state_dict())
+    assert all(map(torch.equal, rows_of(model), rows_of(saved)))
+    other = Model().top.state_dict(prefix="top.")
+    migration.load_state_dict(other, strict=False)
+    assert all(map(torch.equal, rows_of(model), rows_of(saved)))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        migration.load_state_dict(other)
+    assert isinstance(model.bags, MigratedEmbeddingBag)
+
+
+def test_a_scheduler_is_warned_of() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert "a scheduler over" not in str(emblib.migrate(Model(), optimizer))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    migration = emblib.migrate(model, optimizer)
+    assert "a scheduler over SGD no longer sets the rates" in migration.warnings[1]
+    fused = emblib.collections.optimizers.FusedOptimizer.of(model)
+    torch.optim.lr_scheduler.StepLR(fused, 1, gamma=0.5)
+    before = model.bags.weight.clone()
+    for group in fused.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, 1)
+    assert torch.equal(model.bags.weight, before)
+
+
+def test_optimizers_in_backward_move_or_leave_the_table() -> None:
+    model = Model()
+    with_sgd, with_momentum = (
+        torch.optim.SGD([model.bags.weight], 0.1),
+        torch.optim.SGD([model.items.weight], 0.1, momentum=0.9),
+    )
+    model.bags.weight._in_backward_optimizers = [with_sgd]  # as torch marks it
+    model.items.weight._in_backward_optimizers = [with_momentum]
+    migration = emblib.migrate(model)
+    assert [one.paths for one in migration.replaced] == [("bags",)]
+    assert "SGD with its settings is applied in backward" in migration.left[0].reason
+    assert len(with_sgd.param_groups[0]["params"]) == 1
+    migration.undo()
+    both = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
+    del model.bags.weight._in_backward_optimizers
+    assert "several optimizers train it" in emblib.migrate(model, both).left[0].reason
+
+
+def test_migrating_draws_no_random_numbers() -> None:
+    rows = nn.Embedding(ROWS, DIM)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    emblib.migrate(nn.ModuleDict({"a": rows}))
+    assert torch.equal(torch.rand(2), expected)
+
+
 def test_recorded_lookups_are_measured() -> None:
     model = Model()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -255,6 +313,9 @@ def test_recorded_lookups_are_measured() -> None:
     assert [speed.path for speed in speeds] == ["bags", "items"]
     assert all(speed.lookup > 0 and speed.step is not None for speed in speeds)
     assert all(map(torch.equal, before, rows_of(model)))
+    cost = migration.predict(recorder.trace, batch_size=4, rounds=2)
+    assert cost.before == cost.after  # Adam of torch goes on
+    assert cost.after.rows == sum(one.measured_nbytes for one in migration.replaced)
     with pytest.raises(ValueError, match="has no 99 samples"):
         migration.measure(recorder.trace, batch_size=99)
 

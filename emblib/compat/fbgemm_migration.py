@@ -21,12 +21,12 @@ from emblib import optim
 from emblib.compat import fbgemm, fbgemm_inference
 from emblib.migration import (
     Bags,
-    Memory,
+    MigratedTable,
     NotMigrated,
     Replaced,
-    Table,
     TorchWeight,
     Trained,
+    TrainingMemory,
     chosen_rows,
 )
 
@@ -99,6 +99,7 @@ def _ignored(old: Any) -> list[str]:
 def _options(old: Any, names: Any) -> dict[str, Any]:
     """Return the option objects of a module's weight decay and optimizer."""
     args, kind, decay = old.optimizer_args, old.optimizer.name, old.weight_decay_mode.name
+    hidden = vars(old)
     found: dict[str, Any] = {}
     if decay == "COUNTER":
         found["counter_based_regularization"] = names.CounterBasedRegularizationDefinition(
@@ -111,7 +112,7 @@ def _options(old: Any, names: Any) -> dict[str, Any]:
             tail_id_threshold=names.TailIdThreshold(
                 val=args.tail_id_threshold, is_ratio=bool(args.is_tail_id_thresh_ratio)
             ),
-            max_counter_update_freq=old._max_counter_update_freq,
+            max_counter_update_freq=hidden["_max_counter_update_freq"],
         )
     elif decay == "COWCLIP":
         found["cowclip_regularization"] = names.CowClipDefinition(
@@ -125,17 +126,17 @@ def _options(old: Any, names: Any) -> dict[str, Any]:
             start_iter=old.gwd_start_iter, lower_bound=old.gwd_lower_bound
         )
     if kind == "ENSEMBLE_ROWWISE_ADAGRAD":
-        numbers = old._ensemble_mode
+        numbers = hidden["_ensemble_mode"]
         mode = names.StepMode(int(numbers["step_mode"]))
         found["ensemble_mode"] = names.EnsembleModeDefinition(**{**numbers, "step_mode": mode})
     elif kind == "EMAINPLACE_ROWWISE_ADAGRAD":
-        found["emainplace_mode"] = names.EmainplaceModeDefinition(**old._emainplace_mode)
+        found["emainplace_mode"] = names.EmainplaceModeDefinition(**hidden["_emainplace_mode"])
     if old.use_rowwise_bias_correction or old.use_writeback_bwd_prehook:
         found["extra_optimizer_config"] = names.UserEnabledConfigDefinition(
             use_rowwise_bias_correction=old.use_rowwise_bias_correction,
             use_writeback_bwd_prehook=old.use_writeback_bwd_prehook,
-            writeback_first_feature_only=old._writeback_first_feature_only,
-            precompute_writeback=old._precompute_writeback,
+            writeback_first_feature_only=hidden["_writeback_first_feature_only"],
+            precompute_writeback=hidden["_precompute_writeback"],
         )
     return found
 
@@ -232,20 +233,22 @@ class ReplacedSplitTBE(_ReplacedTBE):
             notes.append("updates are rounded by other random numbers")
         if new.bags.optimizer.weight_decay is not None and old.use_cpu and not self._is_counted:
             notes.append("on a CPU, FBGEMM decays only the tables of several features; here all")
+        if old.use_cpu and old.pooling_mode.name == "MEAN":
+            notes.append("gradients of weighted means are divided too, unlike FBGEMM's on a CPU")
         self.note = "; ".join(notes)
         super().__init__(paths, old, new)
 
     @property
-    def memory(self) -> tuple[Memory, Memory]:
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes of rows, states and cache before and after."""
         old, new = self.old, self.new.bags
         names = ("lxu_cache_weights", "lxu_cache_state", "lxu_state") if old.max_D_cache else ()
         cache = _nbytes([getattr(old, name) for name in names])
         states = [state for table in old.split_optimizer_states() for state in table]
-        before = Memory(_nbytes(old.split_embedding_weights()), _nbytes(states), 0, cache)
+        before = TrainingMemory(_nbytes(old.split_embedding_weights()), _nbytes(states), 0, cache)
         kept = [state for table in new.table_optimizer_states() for state in table.values()]
         cache = new.nbytes().get("cache", 0)
-        return before, Memory(_nbytes(new.table_weights()), _nbytes(kept), 0, cache)
+        return before, TrainingMemory(_nbytes(new.table_weights()), _nbytes(kept), 0, cache)
 
     @property
     def optimizers(self) -> list[optim.Optimizer]:
@@ -320,11 +323,11 @@ class ReplacedDenseTBE(_ReplacedTBE):
         return [starts[int(start)] for start in old.weights_offsets]
 
     @property
-    def _table(self) -> Table:
-        return Table(self.new.weights, {}, self.new.bags, self.new.weights)
+    def _table(self) -> MigratedTable:
+        return MigratedTable(self.new.weights, {}, self.new.bags, self.new.weights)
 
     @property
-    def memory(self) -> tuple[Memory, Memory]:
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes in training, which are the same before and after."""
         return (self.weight.memory,) * 2
 
@@ -381,7 +384,9 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
     ) -> None:
         _check(old)
         names: Any = sys.modules[type(old).__module__]
-        if any(mapping.numel() for mapping in old.buffers() if mapping is old.index_remappings_array):
+        if any(
+            mapping.numel() for mapping in old.buffers() if mapping is old.index_remappings_array
+        ):
             raise NotMigrated("pruned tables have no counterpart: map the ids before the lookup")
         self._made_with = {
             "embedding_specs": list(old.embedding_specs),
@@ -403,9 +408,12 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
         super().__init__(paths, old, new)
 
     @property
-    def memory(self) -> tuple[Memory, Memory]:
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes of the rows, which are the same before and after."""
-        return (Memory(_nbytes(self.rows(self.old))), Memory(_nbytes(self.rows(self.new))))
+        return (
+            TrainingMemory(_nbytes(self.rows(self.old))),
+            TrainingMemory(_nbytes(self.rows(self.new))),
+        )
 
     @property
     def optimizers(self) -> list[optim.Optimizer]:
@@ -431,9 +439,7 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
         """Return a module of FBGEMM with some of the rows."""
         specs = self.old.embedding_specs
         rows = [chosen_rows(spec[1], max_rows, seed) for spec in specs]
-        fewer = [
-            (spec[0], len(few), *spec[2:]) for few, spec in zip(rows, specs, strict=True)
-        ]
+        fewer = [(spec[0], len(few), *spec[2:]) for few, spec in zip(rows, specs, strict=True)]
         module = type(self.old)(**{**self._made_with, "embedding_specs": fewer})
         module.initialize_weights()
         pairs = zip(self.rows(module), self.rows(self.new), rows, strict=True)

@@ -22,21 +22,19 @@ from emblib import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
-    JaggedTensor,
     KeyedJaggedTensor,
-    KeyedTensor,
     optim,
 )
 from emblib.compat.fbgemm_migration import ReplacedSplitTBE
 from emblib.compat.fbgemm_tables import STATE_ORDER
 from emblib.migration import (
     Bags,
-    Memory,
+    MigratedTable,
     NotMigrated,
     Replaced,
-    Table,
     TorchWeight,
     Trained,
+    TrainingMemory,
     check_weight,
     chosen_rows,
     optimizer_for,
@@ -125,13 +123,13 @@ class ReplacedCollection(Replaced):
             check_weight(child.weight)
 
     @property
-    def _tables(self) -> list[Table]:
+    def _tables(self) -> list[MigratedTable]:
         return [_table(handle) for handle in self.new.handles().values()]
 
     @property
-    def memory(self) -> tuple[Memory, Memory]:
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes in training before and after."""
-        before, after = Memory(), Memory()
+        before, after = TrainingMemory(), TrainingMemory()
         for weight, table in zip(self.weights, self._tables, strict=True):
             before += weight.memory
             after += table.memory if table.is_fused else weight.memory
@@ -234,12 +232,12 @@ class ReplacedFusedCollection(ReplacedCollection):
         Replaced.__init__(self, paths, old, _collection(old, fused))
 
     @property
-    def memory(self) -> tuple[Memory, Memory]:
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes of rows and states before and after."""
-        before, after = Memory(), Memory()
+        before, after = TrainingMemory(), TrainingMemory()
         for (module, number), table in zip(self._tbes, self._tables, strict=True):
             states = sum(state.nbytes for state in _states(module, number))
-            before += Memory(module.split_embedding_weights()[number].nbytes, states)
+            before += TrainingMemory(module.split_embedding_weights()[number].nbytes, states)
             after += table.memory
         return before, after
 
@@ -278,9 +276,7 @@ class ReplacedFusedCollection(ReplacedCollection):
         return module, []
 
 
-def _check_steps(
-    weights: Sequence[TorchWeight], fused: Sequence[optim.Optimizer | None]
-) -> None:
+def _check_steps(weights: Sequence[TorchWeight], fused: Sequence[optim.Optimizer | None]) -> None:
     """Raise NotMigrated for tables of one Adam that were trained for different numbers of steps."""
     steps: dict[optim.Optimizer, set[int]] = {}
     for weight, optimizer in zip(weights, fused, strict=True):
@@ -309,16 +305,16 @@ def _states(module: Any, number: int) -> list[Tensor]:
     return states[number] if states else []
 
 
-def _pairs(table: Table, module: Any, number: int) -> list[tuple[Tensor, Tensor]]:
+def _pairs(table: MigratedTable, module: Any, number: int) -> list[tuple[Tensor, Tensor]]:
     """Return the states of a table, and those of FBGEMM's module."""
     states = [table.states[name] for name in STATE_ORDER if name in table.states]
     return list(zip(states, _states(module, number), strict=True))
 
 
-def _table(handle: Any) -> Table:
+def _table(handle: Any) -> MigratedTable:
     views = handle.views()
     rows = views.pop("weight")
-    return Table(rows, views, handle.module, handle.weight)
+    return MigratedTable(rows, views, handle.module, handle.weight)
 
 
 def _is_pooled(collection: Any) -> bool:

@@ -3,16 +3,16 @@
 from emblib.migration.base import (
     Bags,
     Left,
-    Memory,
+    MigratedTable,
     NotMigrated,
     Replaced,
-    Table,
     TorchWeight,
     Trained,
+    TrainingMemory,
     chosen_rows,
     optimizer_for,
 )
-from emblib.migration.checks import Difference, Prediction, Speed, Times
+from emblib.migration.checks import Difference, MigrationCost, Speed, Times
 from emblib.migration.model import Migration, migrate
 from emblib.migration.torch_modules import (
     MigratedEmbedding,
@@ -24,18 +24,18 @@ __all__ = [
     "Bags",
     "Difference",
     "Left",
-    "Memory",
     "MigratedEmbedding",
     "MigratedEmbeddingBag",
+    "MigratedTable",
     "Migration",
+    "MigrationCost",
     "NotMigrated",
-    "Prediction",
     "Replaced",
     "Speed",
-    "Table",
     "Times",
     "TorchWeight",
     "Trained",
+    "TrainingMemory",
     "check_weight",
     "chosen_rows",
     "migrate",

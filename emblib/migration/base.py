@@ -2,7 +2,7 @@
 
 One class per kind of module makes the new one and carries values over and back; `checks.py` needs
 nothing else to compare and time the two. A weight that an optimizer of torch trains is a
-`TorchWeight`, and the table in its place a `Table`: a *fused* one has the states of the weight,
+`TorchWeight`, and the table in its place a `MigratedTable`: a *fused* one has the states of the weight,
 which leaves the optimizer; with any other its parameter takes the place of the weight there.
 """
 
@@ -27,12 +27,12 @@ Bags = tuple[Tensor, Tensor]
 """Ids `[L]` and lengths `[B]` of a feature."""
 
 
-class NotMigrated(Exception):  # noqa: N818  # no error of the caller: it becomes a line of the report
+class NotMigrated(Exception):  # no error of the caller: it becomes a line of the report
     """A module cannot be swapped; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class TrainingMemory:
     """Bytes of a module: rows, optimizer states, gradient of the rows, and cache."""
 
     rows: int = 0
@@ -45,8 +45,8 @@ class Memory:
         """Return the sum."""
         return self.rows + self.states + self.gradient + self.cache
 
-    def __add__(self, other: Memory) -> Memory:
-        return Memory(
+    def __add__(self, other: TrainingMemory) -> TrainingMemory:
+        return TrainingMemory(
             self.rows + other.rows,
             self.states + other.states,
             self.gradient + other.gradient,
@@ -166,7 +166,7 @@ def optimizer_for(
 
 
 @dataclass(frozen=True)
-class Table:
+class MigratedTable:
     """A table of emblib: views of rows and states, its module, and the parameter of the rows."""
 
     rows: Tensor
@@ -180,9 +180,9 @@ class Table:
         return autograd.updates_in_backward(self.module.optimizer)
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> TrainingMemory:
         """Return the bytes of a fused table."""
-        return Memory(self.rows.nbytes, sum(state.nbytes for state in self.states.values()))
+        return TrainingMemory(self.rows.nbytes, sum(state.nbytes for state in self.states.values()))
 
 
 # Elements of the states per element of a weight, of optimizers that allocate at their first step.
@@ -204,18 +204,18 @@ class TorchWeight:
     sparse: bool = False
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> TrainingMemory:
         """Return the bytes that the weight takes in training, after the first step."""
         weight, trained = self.weight, self.trained
         gradient = 0 if self.sparse or not weight.requires_grad else weight.nbytes
         if trained is None:
-            return Memory(weight.nbytes, 0, gradient)
+            return TrainingMemory(weight.nbytes, 0, gradient)
         states = sum(value.nbytes for value in self._states(trained.state).values())
         if not trained.state and weight.requires_grad:
             count = _STATES.get(type(trained.optimizer), 0) + bool(trained.group.get("amsgrad"))
             count += bool(trained.group.get("momentum"))
             states = count * weight.nbytes
-        return Memory(weight.nbytes, states, gradient)
+        return TrainingMemory(weight.nbytes, states, gradient)
 
     def _states(self, state: dict[str, Any]) -> dict[str, Tensor]:
         """Return the states with an entry per element or per row."""
@@ -223,7 +223,7 @@ class TorchWeight:
         shapes = (weight.shape, (weight.shape[0], 1), weight.shape[:1])
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape in shapes}
 
-    def carry_over(self, table: Table) -> None:
+    def carry_over(self, table: MigratedTable) -> None:
         """Copy rows and states into a table, and have the optimizer's group follow."""
         weight, trained = self.weight, self.trained
         table.rows.copy_(weight)
@@ -243,7 +243,7 @@ class TorchWeight:
         if not weight.requires_grad:
             table.parameter.requires_grad_(False)
 
-    def carry_back(self, table: Table) -> None:
+    def carry_back(self, table: MigratedTable) -> None:
         """Copy rows and states back, and have the optimizer's group follow."""
         weight, trained = self.weight, self.trained
         weight.copy_(table.rows)
@@ -258,7 +258,7 @@ class TorchWeight:
         if state:
             trained.optimizer.state[weight] = state
 
-    def _moved(self, table: Table) -> set[str]:
+    def _moved(self, table: MigratedTable) -> set[str]:
         """Return the states of a fused table that the optimizer of torch has too."""
         assert self.trained is not None
         kept = counterpart(self.trained)[0]
@@ -271,7 +271,7 @@ class TorchWeight:
             names = _MOMENTS if is_adam and not self.trained.group.get("amsgrad") else set()
         return names & table.states.keys()
 
-    def state_of(self, table: Table, rows: Tensor | None = None) -> dict[str, Any]:
+    def state_of(self, table: MigratedTable, rows: Tensor | None = None) -> dict[str, Any]:
         """Return the state that the optimizer of torch would have now, of all or some rows."""
         assert self.trained is not None
         state = dict(self.trained.state)
@@ -310,7 +310,7 @@ class Replaced(ABC):
 
     @property
     @abstractmethod
-    def memory(self) -> tuple[Memory, Memory]:
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes in training before, after the first step, and after the migration."""
 
     @property

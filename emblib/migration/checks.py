@@ -1,7 +1,7 @@
 """Old modules against new ones: outputs, one training step, and time on recorded lookups.
 
-Both are copies: `Replaced.sample` makes the old module with the rows and states of now, and `migrate`
-makes the new one of a second sample, so that what is compared is what migration does.
+Both are copies: `Replaced.sample` makes the old module with the rows and states of now, and
+`migrate` makes the new one of a second sample, so that what is compared is what migration does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from emblib.migration.base import Bags, Memory, Replaced
+from emblib.migration.base import Bags, Replaced, TrainingMemory
 from emblib.trace import LookupTrace
 
 _CHECKED_ROWS = 64
@@ -69,8 +69,8 @@ class Speed:
 
     Attributes:
         path: name of the module.
-        lookup_times: of lookups without gradients.
-        step_times: of lookup, backward and update; None if nothing trains the tables.
+        lookup_times: times of lookups without gradients.
+        step_times: times of lookup, backward and update; None if nothing trains the tables.
     """
 
     path: str
@@ -89,8 +89,8 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What a migration costs and saves; print it.
+class MigrationCost:
+    """Memory and time of training before and after a migration; print it.
 
     Attributes:
         before: bytes of the old modules in training.
@@ -99,8 +99,8 @@ class Prediction:
         machine: processor, threads and device of the measurement.
     """
 
-    before: Memory
-    after: Memory
+    before: TrainingMemory
+    after: TrainingMemory
     speeds: tuple[Speed, ...]
     machine: str
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from emblib.migration import checks
-from emblib.migration.base import Left, Memory, NotMigrated, Replaced
-from emblib.migration.checks import Difference, Prediction, Speed
+from emblib.migration.base import Left, NotMigrated, Replaced, TrainingMemory
+from emblib.migration.checks import Difference, MigrationCost, Speed
 from emblib.migration.torch_modules import ReplacedEmbedding
 from emblib.ops import autograd
 from emblib.optim import Optimizer
@@ -27,8 +27,8 @@ from emblib.trace import LookupTrace
 
 Factory = Callable[..., Replaced]
 
-# Modules with `FACTORIES`: by class name, what replaces a module of the library. They are above this
-# layer, and imported when a model has a module of their library.
+# Modules with `FACTORIES`: by class name, what replaces a module of the library. They are above
+# this layer, and imported when a model has a module of their library.
 _LIBRARIES = {
     "fbgemm_gpu": "emblib.compat.fbgemm_migration",
     "torchrec": "emblib.compat.torchrec_migration",
@@ -41,7 +41,7 @@ class Migration:
     Attributes:
         replaced: the modules that were swapped.
         left: embeddings that were not, with the reasons.
-        warnings: what the surrounding program must change, one sentence each.
+        warnings: sentences that say what the surrounding program must change.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
@@ -94,8 +94,7 @@ class Migration:
         for one in self.replaced:
             before, after = one.memory
             lines.append(
-                f"  {', '.join(one.paths)}: {one.sizes()}; {one.how()}; "
-                f"{before} -> {after}"
+                f"  {', '.join(one.paths)}: {one.sizes()}; {one.how()}; {before} -> {after}"
             )
             if one.note:
                 lines.append(f"    {one.note}")
@@ -105,10 +104,10 @@ class Migration:
             lines.append(f"memory in training: {before} -> {after}")
         return "\n".join([*lines, *self.warnings])
 
-    def _memory(self) -> tuple[Memory, Memory]:
+    def _memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         sizes = [one.memory for one in self.replaced]
         before, after = zip(*sizes, strict=True)
-        return sum(before, Memory()), sum(after, Memory())
+        return sum(before, TrainingMemory()), sum(after, TrainingMemory())
 
     def _migrate_sample(self, model: nn.Module, optimizers: Sequence[TorchOptimizer]) -> None:
         migrate(model, optimizers, tables=self._tables)
@@ -145,7 +144,7 @@ class Migration:
             raise ValueError(f"the trace has no {batch_size} samples of a module; it has {names}")
         return speeds
 
-    def predict(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> Prediction:
+    def predict(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> MigrationCost:
         """Predict memory and time of training from recorded lookups, see `measure`.
 
         Bytes are exact: rows, states and gradients after the first step of the old modules, and
@@ -153,7 +152,7 @@ class Migration:
         """
         speeds = self.measure(trace, batch_size, rounds)
         device = self.replaced[0].rows(self.replaced[0].old)[0].device
-        return Prediction(*self._memory(), tuple(speeds), checks.machine(device))
+        return MigrationCost(*self._memory(), tuple(speeds), checks.machine(device))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Load a state dict that the model had before it was migrated.

@@ -13,12 +13,12 @@ from emblib import optim
 from emblib.jagged.padding import drop_padding_from_bags
 from emblib.migration.base import (
     Bags,
-    Memory,
+    MigratedTable,
     NotMigrated,
     Replaced,
-    Table,
     TorchWeight,
     Trained,
+    TrainingMemory,
     chosen_rows,
     optimizer_for,
 )
@@ -28,6 +28,7 @@ from emblib.tables import TableBatchedEmbeddingBags
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _POOLING = {"sum": Pooling.SUM, "mean": Pooling.MEAN}
+
 
 class _DropIn(nn.Module):
     """A table of emblib that takes the calls of a module of torch."""
@@ -137,13 +138,13 @@ class ReplacedEmbedding(Replaced):
         super().__init__(paths, old, kind(old, fused))
 
     @property
-    def _table(self) -> Table:
+    def _table(self) -> MigratedTable:
         table = self.new.table
         states = table.table_optimizer_states()[0]
-        return Table(table.table_weights()[0], states, table, table.weights)
+        return MigratedTable(table.table_weights()[0], states, table, table.weights)
 
     @property
-    def memory(self) -> tuple[Memory, Memory]:
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes in training before and after."""
         before = self.weight.memory
         return before, self._table.memory if self.is_fused else before
