@@ -25,10 +25,10 @@ _KEYWORDS = {
 }
 
 OPTIMIZERS = {
-    "AdamW": "use optim.Adam(lr, weight_decay=optim.Decoupled(rate)) decays the rows of a batch; for "
+    "AdamW": "optim.Adam(lr, weight_decay=optim.Decoupled(rate)) updates the rows of a batch; for "
     "all rows in every step leave the optimizer of the table out and give its parameters to "
     "torch.optim.AdamW",
-    "SparseAdam": "use optim.Adam(lr), which updates the rows of a batch too; its eps is added after the bias "
+    "SparseAdam": "optim.Adam(lr) updates the rows of a batch too; its eps is added after the bias "
     "correction",
     **{
         name: f"leave the optimizer of the table out and give its parameters to torch.optim.{name}"

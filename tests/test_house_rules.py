@@ -108,6 +108,8 @@ OUTSIDE = {
 PEERS = {"fbgemm_gpu", "torchrec", "tensorly", "tltorch", "torch_tensorrt", "dynamicemb"}
 PEERS_ALLOWED_IN = (
     "examples/dlrm/model.py",
+    "examples/migrate_fbgemm.py",
+    "examples/migrate_torchrec.py",
     "examples/torchrec_over_emblib.py",
     "experiments/contenders/",
     "tests/bench/",

@@ -185,7 +185,14 @@ def with_padding_row(row: float) -> nn.Module:
     return module
 
 
+def of_library(name: str, library: str) -> nn.Module:
+    """Return a module with the name of a class of a library that is not installed."""
+    return type(name, (nn.Module,), {"__module__": f"{library}.tables"})()
+
+
 LEFT = {
+    "emblib.compat.fbtt": lambda: of_library("TTEmbeddingBag", "tt_embeddings_ops"),
+    "DynamicEmbLoad": lambda: of_library("BatchedDynamicEmbeddingTablesV2", "dynamicemb"),
     'mode="max"': lambda: nn.EmbeddingBag(ROWS, DIM, mode="max"),
     "max_norm": lambda: nn.Embedding(ROWS, DIM, max_norm=1.0),
     "scale_grad_by_freq": lambda: nn.Embedding(ROWS, DIM, scale_grad_by_freq=True),
@@ -200,7 +207,8 @@ LEFT = {
 def test_what_has_no_counterpart_is_left(reason: str) -> None:
     module = LEFT[reason]()
     model = nn.ModuleDict({"table": module})
-    migration = emblib.migrate(model, torch.optim.SGD(model.parameters(), 0.1))
+    weights = [*model.parameters(), nn.Parameter(torch.zeros(1))]
+    migration = emblib.migrate(model, torch.optim.SGD(weights, 0.1))
     assert model["table"] is module
     (left,) = migration.left
     assert reason in left.reason

@@ -55,7 +55,7 @@ def _arguments(old: Any) -> dict[str, Any]:
         "gradient_clipping": args.gradient_clipping,
         "max_gradient": args.max_gradient,
         "max_norm": args.max_norm if has_norm else 0.0,
-        "learning_rate": old.get_learning_rate(),
+        "learning_rate": _shortest(old.get_learning_rate()),
         "eps": args.eps,
         "momentum": args.momentum,
         "weight_decay": args.weight_decay if has_decay else 0.0,
@@ -83,6 +83,12 @@ def _arguments(old: Any) -> dict[str, Any]:
         kept = names.SparseType.from_dtype(state.dtype)
         found["optimizer_state_dtypes"] = {f"momentum{number}": kept}
     return found
+
+
+def _shortest(number: float) -> float:
+    """Return a float32 as the number that was written, e.g. 0.05 for 0.05000000074505806."""
+    short = float(f"{number:.7g}")
+    return short if torch.tensor(short).item() == number else number
 
 
 def _ignored(old: Any) -> list[str]:
@@ -176,7 +182,7 @@ def _copy_values(
         target.iter_cpu.fill_(step)
     if counted:
         target.max_counter.copy_(source.max_counter)
-    target.set_learning_rate(source.get_learning_rate())
+    target.set_learning_rate(_shortest(source.get_learning_rate()))
     target.reset_cache_states()
 
 
@@ -410,10 +416,8 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
     @property
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
         """Return the bytes of the rows, which are the same before and after."""
-        return (
-            TrainingMemory(_nbytes(self.rows(self.old))),
-            TrainingMemory(_nbytes(self.rows(self.new))),
-        )
+        before, after = (_nbytes(self.rows(module)) for module in (self.old, self.new))
+        return TrainingMemory(before), TrainingMemory(after)
 
     @property
     def optimizers(self) -> list[optim.Optimizer]:

@@ -1,7 +1,7 @@
 """Migration of TorchRec's unsharded collections: emblib's collections take their places.
 
-A migrated collection is emblib's, with the keys of TorchRec's state dict, and takes and returns what
-TorchRec's does: a `KeyedJaggedTensor` of TorchRec gives a `KeyedTensor` or `JaggedTensor`s of
+A migrated collection is emblib's, with the keys of TorchRec's state dict, and takes and returns
+what TorchRec's does: a `KeyedJaggedTensor` of TorchRec gives a `KeyedTensor` or `JaggedTensor`s of
 TorchRec, one of emblib those of emblib. Each table has the optimizer of its weight, so that tables
 may differ in it.
 """
@@ -292,9 +292,9 @@ def _check_steps(weights: Sequence[TorchWeight], fused: Sequence[optim.Optimizer
 def _tbes(collection: Any) -> list[tuple[Any, int]]:
     """Return FBGEMM's module of each table, and its number there."""
     found = {
-        config.name: (lookups._emb_module, number)
-        for lookups in collection._emb_modules
-        for number, config in enumerate(lookups._embedding_tables)
+        config.name: (lookups.get_submodule("_emb_module"), number)
+        for lookups in vars(collection)["_emb_modules"]
+        for number, config in enumerate(vars(lookups)["_embedding_tables"])
     }
     return [found[config.name] for config in _configs(collection)]
 
@@ -365,7 +365,7 @@ def _collection(
     device = next(iter(children.values())).weight.device
     kind = MigratedEmbeddingBagCollection if pooled else MigratedEmbeddingCollection
     made: Any = kind(tables, device=device, **_options(old))
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _smaller(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tensor]]:

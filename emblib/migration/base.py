@@ -2,8 +2,8 @@
 
 One class per kind of module makes the new one and carries values over and back; `checks.py` needs
 nothing else to compare and time the two. A weight that an optimizer of torch trains is a
-`TorchWeight`, and the table in its place a `MigratedTable`: a *fused* one has the states of the weight,
-which leaves the optimizer; with any other its parameter takes the place of the weight there.
+`TorchWeight`, and the table in its place a `MigratedTable`: a *fused* one has the states of the
+weight, which leaves the optimizer; with any other its parameter takes the weight's place there.
 """
 
 from __future__ import annotations

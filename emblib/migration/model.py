@@ -33,6 +33,17 @@ _LIBRARIES = {
     "fbgemm_gpu": "emblib.compat.fbgemm_migration",
     "torchrec": "emblib.compat.torchrec_migration",
 }
+# Modules that are left, and the way to emblib.
+_LEFT = {
+    ("dynamicemb", "BatchedDynamicEmbeddingTables"): "import it from emblib.compat.dynamicemb, "
+    "whose DynamicEmbLoad reads the files of DynamicEmbDump",
+    ("dynamicemb", "BatchedDynamicEmbeddingTablesV2"): "import it from emblib.compat.dynamicemb, "
+    "whose DynamicEmbLoad reads the files of DynamicEmbDump",
+    ("tt_embeddings_ops", "TTEmbeddingBag"): "import it from emblib.compat.fbtt and load its state "
+    "dict",
+    ("tt_embeddings_ops", "TableBatchedTTEmbeddingBag"): "import it from emblib.compat.fbtt and "
+    "load its state dict",
+}
 
 
 class Migration:
@@ -275,12 +286,22 @@ def _factory(module: nn.Module) -> Factory | None:
     if isinstance(module, nn.EmbeddingBag | nn.Embedding):
         return ReplacedEmbedding
     for kind in type(module).__mro__:
-        library = _LIBRARIES.get(kind.__module__.partition(".")[0])
+        root = kind.__module__.partition(".")[0]
+        if (root, kind.__name__) in _LEFT:
+            return _refuse(f"{kind.__name__} of {root}: {_LEFT[root, kind.__name__]}")
+        library = _LIBRARIES.get(root)
         if library is not None:
             factories: Mapping[str, Factory] = importlib.import_module(library).FACTORIES
             if kind.__name__ in factories:
                 return factories[kind.__name__]
     return None
+
+
+def _refuse(reason: str) -> Factory:
+    def refuse(*arguments: Any) -> Replaced:
+        raise NotMigrated(reason)
+
+    return refuse
 
 
 def _embeddings(model: nn.Module) -> list[tuple[nn.Module, list[str], Factory]]:

@@ -130,12 +130,15 @@ class ReplacedEmbedding(Replaced):
         tables: Optimizer | None,
     ) -> None:
         _check(old)
-        self.weight = TorchWeight(old.weight, Trained.of(optimizers, old.weight), old.sparse)
-        fused, self.note = optimizer_for(self.weight.trained, old.weight, tables)
+        weight: Any = old.weight
+        self.weight = TorchWeight(weight, Trained.of(optimizers, weight), old.sparse)
+        fused, self.note = optimizer_for(self.weight.trained, weight, tables)
         if fused is None and old.sparse:
             fused = optim.External()  # leaves a sparse gradient, as before
-        kind = MigratedEmbeddingBag if isinstance(old, nn.EmbeddingBag) else MigratedEmbedding
-        super().__init__(paths, old, kind(old, fused))
+        if isinstance(old, nn.EmbeddingBag):
+            super().__init__(paths, old, MigratedEmbeddingBag(old, fused))
+        else:
+            super().__init__(paths, old, MigratedEmbedding(old, fused))
 
     @property
     def _table(self) -> MigratedTable:

@@ -74,12 +74,16 @@ def train(model: Model, optimizers: list[Any], steps: int) -> None:
             optimizer.step()
 
 
+def apply_in_backward(kind: type[Any], module: nn.Module) -> None:
+    """Apply an optimizer in backward, by TorchRec's deprecated name."""
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        backward.apply_optimizer_in_backward(kind, module.parameters(), {"lr": 0.02})
+
+
 def in_backward(model: Model) -> list[Any]:
     """Apply two optimizers in backward; return that of the linear layer."""
-    with pytest.warns(DeprecationWarning):
-        apply: Any = backward.apply_optimizer_in_backward
-        apply(rowwise.RowWiseAdagrad, model.bags.parameters(), {"lr": 0.02})
-        apply(torch.optim.SGD, model.history.parameters(), {"lr": 0.02})
+    apply_in_backward(rowwise.RowWiseAdagrad, model.bags)
+    apply_in_backward(torch.optim.SGD, model.history)
     return [torch.optim.SGD(model.top.parameters(), 0.01)]
 
 
@@ -178,23 +182,18 @@ def test_a_fused_collection_trains_on(kind: type[Any]) -> None:
 
 
 def test_what_has_no_counterpart_is_left() -> None:
-    def sharded(name: str, module: str) -> nn.Module:
+    def other(name: str, module: str) -> nn.Module:
         made: nn.Module = type(name, (nn.Module,), {"__module__": module})()
         made.inner = nn.EmbeddingBag(3, 2)
         return made
 
     with_adam = Model()
-    with pytest.warns(DeprecationWarning):
-        backward.apply_optimizer_in_backward(
-            torch.optim.Adam, with_adam.bags.parameters(), {"lr": 0.02}
-        )
+    apply_in_backward(torch.optim.Adam, with_adam.bags)
     model = nn.ModuleDict(
         {
             "adam": with_adam.bags,
-            "sharded": sharded(
-                "ShardedEmbeddingBagCollection", "torchrec.distributed.embeddingbag"
-            ),
-            "quantised": sharded("EmbeddingBagCollection", "torchrec.quant.embedding_modules"),
+            "sharded": other("ShardedEmbeddingBagCollection", "torchrec.distributed.embeddingbag"),
+            "quantised": other("EmbeddingBagCollection", "torchrec.quant.embedding_modules"),
         }
     )
     migration = emblib.migrate(model)
