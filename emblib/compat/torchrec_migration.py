@@ -229,6 +229,8 @@ class ReplacedFusedCollection(ReplacedCollection):
             for module, _ in self._tbes
         }
         fused = [made_by[id(module)] for module, _ in self._tbes]
+        if _is_pooled(old) and len({config.pooling for config in _configs(old)}) > 1:
+            self.note = "columns follow the names; TorchRec's come in the order of the poolings"
         Replaced.__init__(self, paths, old, _collection(old, fused))
 
     @property

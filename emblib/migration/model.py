@@ -187,6 +187,14 @@ class Migration:
             <All keys matched successfully>
         """
         self._require_migrated()
+        old = [tensor for one in self.replaced for tensor in one.old.state_dict().values()]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in old}
+        state_dict = {  # a live state dict of the old modules is not to be overwritten here
+            name: value.clone()
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory
+            else value
+            for name, value in state_dict.items()
+        }
         for one in self.replaced:
             one.copy_values(one.new, one.old)
             _put(self._model, one.paths, one.old)

@@ -181,6 +181,37 @@ def test_a_fused_collection_trains_on(kind: type[Any]) -> None:
         assert_equal(model, other)
 
 
+def test_columns_of_a_fused_collection_follow_the_names() -> None:
+    """TorchRec 1.8.0 joins the columns pooling by pooling, under names in the order of tables."""
+    configs = [*tables(), *tables()[:1]]
+    configs[2].name = "t3"
+    old = fused_modules.FusedEmbeddingBagCollection(
+        tables=configs, optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 0.02}
+    )
+    expected = old(batch_of(1))
+    model = nn.ModuleDict({"bags": old})
+    assert "order of the poolings" in str(emblib.migrate(model))
+    found = model["bags"](batch_of(1))
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found["a@t1"], expected["a@t1"])
+    torch.testing.assert_close(found["a@t3"], expected["c"])
+
+
+def test_collections_within_other_modules_are_swapped() -> None:
+    processors: Any = peer_module("torchrec.modules.feature_processor_")
+    processed: Any = peer_module("torchrec.modules.fp_embedding_modules")
+    collection = torchrec.EmbeddingBagCollection(tables=tables("SUM"), is_weighted=True)
+    weights = processors.PositionWeightedModuleCollection(dict.fromkeys(KEYS, 5))
+    model = nn.ModuleDict(
+        {"bags": processed.FeatureProcessedEmbeddingBagCollection(collection, weights)}
+    )
+    expected = model["bags"](batch_of(1)).values()
+    migration = emblib.migrate(model)
+    assert migration.replaced[0].paths == ("bags._embedding_bag_collection",)
+    torch.testing.assert_close(model["bags"](batch_of(1)).values(), expected)
+    assert migration.check()[0].output < 1e-6
+
+
 def test_what_has_no_counterpart_is_left() -> None:
     def other(name: str, module: str) -> nn.Module:
         made: nn.Module = type(name, (nn.Module,), {"__module__": module})()
