@@ -47,7 +47,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
     """Make training steps; the ids do not depend on the model."""
     for step in range(steps):
         optimizer.zero_grad()
-        model(IDS.roll(step, 0)[:8]).square().mean().backward()
+        ids = IDS.roll(step, 0)[:8].to(next(model.parameters()).device)
+        model(ids).square().mean().backward()
         optimizer.step()
 
 
