@@ -390,8 +390,8 @@ def _smaller(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tenso
 def _refuse_sharded(paths: Sequence[str], old: Any, optimizers: Any, tables: Any) -> Replaced:
     raise NotMigrated(
         f"{type(old).__name__} is sharded by TorchRec: with emblib.compat.fbgemm.install() before "
-        "torchrec is imported it runs on emblib's kernels; or migrate the model before it is "
-        "sharded, then shard it by emblib.sharding.DistributedModelParallel"
+        "torchrec is imported it runs on emblib's kernels; or import the names from "
+        "emblib.compat.torchrec, whose DistributedModelParallel shards the model"
     )
 
 
