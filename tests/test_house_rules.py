@@ -51,7 +51,7 @@ SMALL_FILES = {
 # Two entries on one line do not see each other. `emblib/__init__.py` is above all of them, and
 # `emblib.compat` above that.
 LAYERS = (
-    ("emblib.tt", "emblib.columns"),
+    ("emblib.tt", "emblib.columns", "emblib.torch_names"),
     ("emblib.init",),
     ("emblib.specs",),
     ("emblib.optim",),
@@ -108,6 +108,8 @@ OUTSIDE = {
 PEERS = {"fbgemm_gpu", "torchrec", "tensorly", "tltorch", "torch_tensorrt", "dynamicemb"}
 PEERS_ALLOWED_IN = (
     "examples/dlrm/model.py",
+    "examples/migrate_fbgemm.py",
+    "examples/migrate_torchrec.py",
     "examples/torchrec_over_emblib.py",
     "experiments/contenders/",
     "tests/bench/",

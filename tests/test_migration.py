@@ -47,7 +47,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
     """Make training steps; the ids do not depend on the model."""
     for step in range(steps):
         optimizer.zero_grad()
-        model(IDS.roll(step, 0)[:8]).square().mean().backward()
+        ids = IDS.roll(step, 0)[:8].to(next(model.parameters()).device)
+        model(ids).square().mean().backward()
         optimizer.step()
 
 
@@ -185,7 +186,14 @@ def with_padding_row(row: float) -> nn.Module:
     return module
 
 
+def of_library(name: str, library: str) -> nn.Module:
+    """Return a module with the name of a class of a library that is not installed."""
+    return type(name, (nn.Module,), {"__module__": f"{library}.tables"})()
+
+
 LEFT = {
+    "emblib.compat.fbtt": lambda: of_library("TTEmbeddingBag", "tt_embeddings_ops"),
+    "DynamicEmbLoad": lambda: of_library("BatchedDynamicEmbeddingTablesV2", "dynamicemb"),
     'mode="max"': lambda: nn.EmbeddingBag(ROWS, DIM, mode="max"),
     "max_norm": lambda: nn.Embedding(ROWS, DIM, max_norm=1.0),
     "scale_grad_by_freq": lambda: nn.Embedding(ROWS, DIM, scale_grad_by_freq=True),
@@ -200,7 +208,8 @@ LEFT = {
 def test_what_has_no_counterpart_is_left(reason: str) -> None:
     module = LEFT[reason]()
     model = nn.ModuleDict({"table": module})
-    migration = emblib.migrate(model, torch.optim.SGD(model.parameters(), 0.1))
+    weights = [*model.parameters(), nn.Parameter(torch.zeros(1))]
+    migration = emblib.migrate(model, torch.optim.SGD(weights, 0.1))
     assert model["table"] is module
     (left,) = migration.left
     assert reason in left.reason
@@ -238,8 +247,75 @@ def test_what_was_done_is_told() -> None:
     model = Model()
     text = str(emblib.migrate(model, torch.optim.Adagrad(model.parameters(), 0.1)))
     assert text.startswith("2 embeddings replaced, 0 left\n  bags: 50, 8; backward applies Adagrad")
-    assert "4.8 kB -> 3.2 kB" in text  # rows, sums and a gradient -> rows and sums
+    states = "1.6 kB + 1.6 kB states"
+    sizes = f"4.8 kB (rows {states} + 1.6 kB gradient) -> 3.2 kB (rows {states})"
+    assert sizes in text
     assert "looks all of them up in one kernel" in text
+
+
+def test_an_old_state_dict_is_loaded() -> None:
+    saved, model = Model(), Model()
+    nn.init.normal_(saved.bags.weight)
+    migration = emblib.migrate(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert "bags.weight" not in model.state_dict()
+    migration.load_state_dict(saved.state_dict())
+    assert all(map(torch.equal, rows_of(model), rows_of(saved)))
+    live = Model()
+    alias, before = live.state_dict(), copy.deepcopy(live.state_dict())
+    its_optimizer = torch.optim.SGD(live.parameters(), 0.1)
+    its = emblib.migrate(live, its_optimizer)
+    train(live, its_optimizer, 1)
+    its.load_state_dict(alias)
+    assert torch.equal(live.bags.weight, before["bags.weight"])
+    other = Model().top.state_dict(prefix="top.")
+    migration.load_state_dict(other, strict=False)
+    assert all(map(torch.equal, rows_of(model), rows_of(saved)))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        migration.load_state_dict(other)
+    assert isinstance(model.bags, MigratedEmbeddingBag)
+
+
+def test_a_scheduler_is_warned_of() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert "a scheduler over" not in str(emblib.migrate(Model(), optimizer))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    migration = emblib.migrate(model, optimizer)
+    assert "a scheduler over SGD no longer sets the rates" in migration.warnings[1]
+    fused = emblib.collections.optimizers.FusedOptimizer.of(model)
+    torch.optim.lr_scheduler.StepLR(fused, 1, gamma=0.5)
+    before = model.bags.weight.clone()
+    for group in fused.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, 1)
+    assert torch.equal(model.bags.weight, before)
+
+
+def test_optimizers_in_backward_move_or_leave_the_table() -> None:
+    model = Model()
+    with_sgd, with_momentum = (
+        torch.optim.SGD([model.bags.weight], 0.1),
+        torch.optim.SGD([model.items.weight], 0.1, momentum=0.9),
+    )
+    model.bags.weight._in_backward_optimizers = [with_sgd]  # as torch marks it
+    model.items.weight._in_backward_optimizers = [with_momentum]
+    migration = emblib.migrate(model)
+    assert [one.paths for one in migration.replaced] == [("bags",)]
+    assert "SGD with its settings is applied in backward" in migration.left[0].reason
+    assert len(with_sgd.param_groups[0]["params"]) == 1
+    migration.undo()
+    both = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
+    del model.bags.weight._in_backward_optimizers
+    assert "several optimizers train it" in emblib.migrate(model, both).left[0].reason
+
+
+def test_migrating_draws_no_random_numbers() -> None:
+    rows = nn.Embedding(ROWS, DIM)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    emblib.migrate(nn.ModuleDict({"a": rows}))
+    assert torch.equal(torch.rand(2), expected)
 
 
 def test_recorded_lookups_are_measured() -> None:
@@ -253,6 +329,9 @@ def test_recorded_lookups_are_measured() -> None:
     assert [speed.path for speed in speeds] == ["bags", "items"]
     assert all(speed.lookup > 0 and speed.step is not None for speed in speeds)
     assert all(map(torch.equal, before, rows_of(model)))
+    cost = migration.predict(recorder.trace, batch_size=4, rounds=2)
+    assert cost.before == cost.after  # Adam of torch goes on
+    assert cost.after.rows == sum(one.measured_nbytes for one in migration.replaced)
     with pytest.raises(ValueError, match="has no 99 samples"):
         migration.measure(recorder.trace, batch_size=99)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, StochasticRounding, check_count, check_float_dtype
 from emblib.storage import Dense, Storage, kinds
+from emblib.torch_names import refuse_names_of_torch
 
 _TAKEN = frozenset(dir(nn.ModuleDict()))
 
@@ -53,6 +54,8 @@ class TableConfig:
     optimizer: Optimizer | None = field(default=None, kw_only=True)
 
     pooled: ClassVar[bool]
+
+    __new__ = refuse_names_of_torch
 
     def __post_init__(self) -> None:
         for name in ("num_embeddings", "embedding_dim"):

@@ -6,6 +6,8 @@ decoupled decay, the seed of stochastic rounding, then its own parameters in the
 All states start at zero.
 """
 
+from typing import NoReturn
+
 from emblib.columns import Hyper
 from emblib.optim.adagrad import (
     Adagrad,
@@ -39,6 +41,7 @@ from emblib.optim.base import (
     check_learning_rate,
     description,
 )
+from emblib.torch_names import OPTIMIZERS
 
 FUSED: dict[str, type[Optimizer]] = {
     cls.functor: cls
@@ -92,3 +95,9 @@ __all__ = [
     "encode_steps",
     "ensemble_",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Raise AttributeError, which names what emblib has for an optimizer of torch."""
+    hint = f": {OPTIMIZERS[name]}" if name in OPTIMIZERS else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from emblib.columns import Hyper
 from emblib.specs import Choice, brief
+from emblib.torch_names import refuse_names_of_torch
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ class Optimizer:
     max_gradient: float | None = field(default=None, kw_only=True)
     deferred: bool = field(default=False, kw_only=True)
     maximize: bool = field(default=False, kw_only=True)
+
+    __new__ = refuse_names_of_torch
 
     functor: ClassVar[str] = ""
     kept: ClassVar[tuple[State, ...]] = ()

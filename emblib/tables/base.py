@@ -42,6 +42,7 @@ from emblib.tables.bounds_report import BOUNDS_MESSAGE, first_violation, report_
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
 from emblib.tables.recomputation import is_repeated
+from emblib.torch_names import refuse_names_of_torch
 
 _bounds_check_ = native(tbe.bounds_check_)
 
@@ -78,6 +79,8 @@ class FusedTables(nn.Module):
     grad_anchor: Tensor
     bounds_violations: Tensor
     include_last_offset: bool
+
+    __new__ = refuse_names_of_torch
     tables: tuple[Any, ...]
     total_rows: int
     spec_kind: ClassVar[SpecKind]
@@ -121,7 +124,8 @@ class FusedTables(nn.Module):
             choices = ", ".join(cls.__name__ for cls in (*FUSED.values(), External))
             raise TypeError(
                 f"optimizer must be an instance of one of emblib.optim's {choices}, e.g. "
-                f"optim.SGD(lr=0.01), got {optimizer!r}"
+                f"optim.SGD(lr=0.01), got {optimizer!r}; for one of torch.optim leave it out and "
+                "give it the parameters"
             )
         self.pooling = Pooling(pooling)
         self.bounds_check = BoundsCheck(bounds_check)

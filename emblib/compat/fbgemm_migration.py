@@ -1,0 +1,478 @@
+"""Migration of FBGEMM's modules: the classes of `emblib.compat.fbgemm` take their places.
+
+`_arguments` reads the arguments that a module was made with from its attributes, so that they make
+both the new module and the small copies that `Migration.check` compares. Old and new module have
+the same methods: `_copy_values` copies between any two of them, in either direction.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer as TorchOptimizer
+
+from emblib import optim
+from emblib.compat import fbgemm, fbgemm_inference
+from emblib.migration import (
+    Bags,
+    MigratedTable,
+    NotMigrated,
+    Replaced,
+    TorchWeight,
+    Trained,
+    TrainingMemory,
+    chosen_rows,
+)
+
+
+def _arguments(old: Any) -> dict[str, Any]:
+    """Return arguments that make a module as `old`, with FBGEMM's own enums and options."""
+    names: Any = sys.modules[type(old).__module__]
+    args, kind = old.optimizer_args, old.optimizer.name
+    decay = old.weight_decay_mode.name
+    ignored = _ignored(old)
+    acts = kind != "EXACT_ROWWISE_ADAGRAD" or decay != "NONE"  # else FBGEMM ignores the rate
+    has_decay = kind.startswith(("EXACT_ROWWISE", "ADAM", "PARTIAL", "LAMB", "LARS"))
+    has_decay = has_decay and acts and "weight_decay" not in ignored
+    has_norm = kind == "EXACT_ROWWISE_ADAGRAD" and "max_norm" not in ignored
+    placements = old.weights_physical_placements
+    found = {
+        "embedding_specs": [
+            (rows, dim, place, device)
+            for (rows, dim, _, device), place in zip(old.embedding_specs, placements, strict=True)
+        ],
+        "feature_table_map": list(old.feature_table_map),
+        "weights_precision": old.weights_precision,
+        "output_dtype": names.SparseType.from_int(old.output_dtype),
+        "optimizer": old.optimizer,
+        "stochastic_rounding": old.stochastic_rounding,
+        "gradient_clipping": args.gradient_clipping,
+        "max_gradient": args.max_gradient,
+        "max_norm": args.max_norm if has_norm else 0.0,
+        "learning_rate": _shortest(old.get_learning_rate()),
+        "eps": args.eps,
+        "momentum": args.momentum,
+        "weight_decay": args.weight_decay if has_decay else 0.0,
+        "weight_decay_mode": old.weight_decay_mode,
+        "eta": args.eta,
+        "beta1": args.beta1,
+        "beta2": args.beta2,
+        "pooling_mode": old.pooling_mode,
+        "device": old.current_device,
+        "bounds_check_mode": names.BoundsCheckMode(old.bounds_check_mode_int),
+        "table_names": old.table_names,
+        "prefetch_pipeline": old.prefetch_pipeline,
+        "embedding_table_index_type": old.embedding_table_index_type,
+        "embedding_table_offset_type": old.embedding_table_offset_type,
+        **_options(old, names),
+    }
+    if old.max_D_cache:
+        found["cache_algorithm"] = old.cache_algorithm
+        found["cache_sets"] = old.lxu_cache_state.size(0)
+        dtype = old.lxu_cache_weights.dtype
+        found["cache_precision"] = names.SparseType.from_dtype(dtype)
+    if kind in ("PARTIAL_ROWWISE_ADAM", "ENSEMBLE_ROWWISE_ADAGRAD"):
+        number = 1 if kind == "PARTIAL_ROWWISE_ADAM" else 2
+        state = getattr(old, f"momentum{number}_dev")
+        kept = names.SparseType.from_dtype(state.dtype)
+        found["optimizer_state_dtypes"] = {f"momentum{number}": kept}
+    return found
+
+
+def _shortest(number: float) -> float:
+    """Return a float32 as the number that was written, e.g. 0.05 for 0.05000000074505806."""
+    short = float(f"{number:.7g}")
+    return short if torch.tensor(short).item() == number else number
+
+
+def _ignored(old: Any) -> list[str]:
+    """Return the options of a module that FBGEMM's kernels for a CPU ignore."""
+    found = []
+    if old.use_cpu and old.optimizer_args.max_norm:
+        found.append("max_norm")
+    is_single = len(old.feature_table_map) == len(old.embedding_specs)
+    if old.use_cpu and is_single and old.weight_decay_mode.name in ("L2", "DECOUPLE"):
+        found.append("weight_decay")
+    return found
+
+
+def _options(old: Any, names: Any) -> dict[str, Any]:
+    """Return the option objects of a module's weight decay and optimizer."""
+    args, kind, decay = old.optimizer_args, old.optimizer.name, old.weight_decay_mode.name
+    hidden = vars(old)
+    found: dict[str, Any] = {}
+    if decay == "COUNTER":
+        found["counter_based_regularization"] = names.CounterBasedRegularizationDefinition(
+            counter_weight_decay_mode=names.CounterWeightDecayMode(args.weight_decay_mode),
+            counter_halflife=args.counter_halflife,
+            adjustment_iter=args.adjustment_iter,
+            adjustment_ub=args.adjustment_ub,
+            learning_rate_mode=names.LearningRateMode(args.learning_rate_mode),
+            grad_sum_decay=names.GradSumDecay(args.grad_sum_decay),
+            tail_id_threshold=names.TailIdThreshold(
+                val=args.tail_id_threshold, is_ratio=bool(args.is_tail_id_thresh_ratio)
+            ),
+            max_counter_update_freq=hidden["_max_counter_update_freq"],
+        )
+    elif decay == "COWCLIP":
+        found["cowclip_regularization"] = names.CowClipDefinition(
+            counter_weight_decay_mode=names.CounterWeightDecayMode(args.weight_decay_mode),
+            counter_halflife=args.counter_halflife,
+            weight_norm_coefficient=args.weight_norm_coefficient,
+            lower_bound=args.lower_bound,
+        )
+    elif decay == "DECOUPLE_GLOBAL":
+        found["global_weight_decay"] = names.GlobalWeightDecayDefinition(
+            start_iter=old.gwd_start_iter, lower_bound=old.gwd_lower_bound
+        )
+    if kind == "ENSEMBLE_ROWWISE_ADAGRAD":
+        numbers = hidden["_ensemble_mode"]
+        mode = names.StepMode(int(numbers["step_mode"]))
+        found["ensemble_mode"] = names.EnsembleModeDefinition(**{**numbers, "step_mode": mode})
+    elif kind == "EMAINPLACE_ROWWISE_ADAGRAD":
+        found["emainplace_mode"] = names.EmainplaceModeDefinition(**hidden["_emainplace_mode"])
+    if old.use_rowwise_bias_correction or old.use_writeback_bwd_prehook:
+        found["extra_optimizer_config"] = names.UserEnabledConfigDefinition(
+            use_rowwise_bias_correction=old.use_rowwise_bias_correction,
+            use_writeback_bwd_prehook=old.use_writeback_bwd_prehook,
+            writeback_first_feature_only=hidden["_writeback_first_feature_only"],
+            precompute_writeback=hidden["_precompute_writeback"],
+        )
+    return found
+
+
+def _step(module: Any) -> int:
+    """Return the steps of either module; FBGEMM's two counters may differ after loading."""
+    return max(int(module.iter), int(module.iter_cpu))
+
+
+@torch.no_grad()
+def _copy_values(
+    source: Any, target: Any, rows: Sequence[Tensor] | None = None, *, counted: bool
+) -> None:
+    """Copy rows, states and numbers from one module with FBGEMM's interface to another.
+
+    Args:
+        source: module to read.
+        target: module to write.
+        counted: whether the optimizer counts how often rows are seen.
+        rows: the rows of each table to read; None for all, in order.
+    """
+    source.flush()
+    pairs = [(target.split_embedding_weights(), source.split_embedding_weights())]
+    states = zip(target.split_optimizer_states(), source.split_optimizer_states(), strict=True)
+    per_table = [[(new, old)] for new, old in zip(*pairs[0], strict=True)]
+    for table, (new_states, old_states) in zip(per_table, states, strict=False):  # SGD has none
+        table += zip(new_states, old_states, strict=True)
+    for number, table in enumerate(per_table):
+        for new, old in table:
+            values = old if rows is None else old[rows[number].to(old.device)]
+            new.copy_(values.view_as(new))
+    step = _step(source)
+    if isinstance(target, fbgemm.SplitTableBatchedEmbeddingBagsCodegen):
+        target.set_optimizer_step(step)
+    else:
+        target.iter.fill_(step)
+        target.iter_cpu.fill_(step)
+    if counted:
+        target.max_counter.copy_(source.max_counter)
+    target.set_learning_rate(_shortest(source.get_learning_rate()))
+    target.reset_cache_states()
+
+
+class _ReplacedTBE(Replaced):
+    """Base of the replacements of table-batched modules: features, calls, sizes."""
+
+    def features(self) -> list[tuple[tuple[str, ...], int]]:
+        """Return the features as `TraceRecorder` names them."""
+        return [
+            (tuple(f"{path}.{number}" for path in self.paths), table)
+            for number, table in enumerate(self.old.feature_table_map)
+        ]
+
+    def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
+        """Look up the bags, feature after feature."""
+        lengths = torch.cat([lengths for _, lengths in bags])
+        offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        output: Tensor = module(torch.cat([ids for ids, _ in bags]), offsets)
+        return output
+
+    def rows(self, module: Any) -> list[Tensor]:
+        """Return the rows of each table."""
+        return [rows.detach() for rows in module.split_embedding_weights()]
+
+    def sizes(self) -> str:
+        """Return tables and rows."""
+        rows = [rows for rows, *_ in self.old.embedding_specs if not isinstance(rows, str)]
+        rows = rows or [spec[1] for spec in self.old.embedding_specs]
+        return f"{len(rows)} tables, {sum(rows)} rows"
+
+
+class ReplacedSplitTBE(_ReplacedTBE):
+    """FBGEMM's module with a fused optimizer."""
+
+    def __init__(
+        self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
+    ) -> None:
+        _check(old)
+        if old.optimizer.name == "NONE":
+            raise NotMigrated(
+                "OptimType.NONE leaves its gradient to an optimizer of your own: make it with "
+                "emblib.compat.fbgemm, whose class takes the same arguments"
+            )
+        self._made_with = _arguments(old)
+        with warnings.catch_warnings():  # numbers that have no part in an optimizer
+            warnings.filterwarnings("ignore", "emblib: .* no part", UserWarning)
+            try:
+                new = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(**self._made_with)
+            except (NotImplementedError, ValueError) as error:
+                raise NotMigrated(str(error)) from error
+        self._is_counted = old.weight_decay_mode.name == "COUNTER"
+        notes = [f"{name} is left out: FBGEMM ignores it on a CPU" for name in _ignored(old)]
+        if new.bags.precision.stochastic_rounding is not None:
+            notes.append("updates are rounded by other random numbers")
+        if new.bags.optimizer.weight_decay is not None and old.use_cpu and not self._is_counted:
+            notes.append("on a CPU, FBGEMM decays only the tables of several features; here all")
+        if old.use_cpu and old.pooling_mode.name == "MEAN":
+            notes.append("gradients of weighted means are divided too, unlike FBGEMM's on a CPU")
+        self.note = "; ".join(notes)
+        super().__init__(paths, old, new)
+
+    @property
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
+        """Return the bytes of rows, states and cache before and after."""
+        old, new = self.old, self.new.bags
+        names = ("lxu_cache_weights", "lxu_cache_state", "lxu_state") if old.max_D_cache else ()
+        cache = _nbytes([getattr(old, name) for name in names])
+        states = [state for table in old.split_optimizer_states() for state in table]
+        before = TrainingMemory(_nbytes(old.split_embedding_weights()), _nbytes(states), 0, cache)
+        kept = [state for table in new.table_optimizer_states() for state in table.values()]
+        cache = new.nbytes().get("cache", 0)
+        return before, TrainingMemory(_nbytes(new.table_weights()), _nbytes(kept), 0, cache)
+
+    @property
+    def optimizers(self) -> list[optim.Optimizer]:
+        """Return the optimizer of all tables."""
+        return [self.new.bags.optimizer]
+
+    @property
+    def measured_nbytes(self) -> int:
+        """Return the bytes of the tables by their `nbytes()`."""
+        return sum(self.new.bags.nbytes().values())
+
+    def copy_values(self, source: Any, target: Any) -> None:
+        """Copy rows, states, step and learning rate between old and new module."""
+        _copy_values(source, target, counted=self._is_counted)
+
+    def carry_over(self) -> None:
+        """Copy rows, states, step and learning rate into the new module."""
+        self.copy_values(self.old, self.new)
+
+    def carry_back(self) -> None:
+        """Copy rows, states, step and learning rate into the old module."""
+        self.copy_values(self.new, self.old)
+
+    def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
+        """Return a module of FBGEMM with some of the rows; it trains itself."""
+        specs = self._made_with["embedding_specs"]
+        rows = [chosen_rows(spec[0], max_rows, seed) for spec in specs]
+        fewer = [(len(few), *spec[1:]) for few, spec in zip(rows, specs, strict=True)]
+        module = type(self.old)(**{**self._made_with, "embedding_specs": fewer})
+        _copy_values(self.new, module, rows, counted=self._is_counted)
+        return module, []
+
+
+class ReplacedDenseTBE(_ReplacedTBE):
+    """FBGEMM's module with one dense parameter, which an optimizer of torch trains."""
+
+    def __init__(
+        self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
+    ) -> None:
+        _check(old)
+        names: Any = sys.modules[type(old).__module__]
+        self._made_with = {
+            "embedding_specs": list(old.embedding_specs),
+            "feature_table_map": self._feature_table_map(old),
+            "weights_precision": old.weights_precision,
+            "pooling_mode": old.pooling_mode,
+            "use_cpu": old.use_cpu,
+            "output_dtype": names.SparseType.from_int(old.output_dtype),
+        }
+        try:
+            new = fbgemm.DenseTableBatchedEmbeddingBagsCodegen(**self._made_with)
+        except (NotImplementedError, ValueError) as error:
+            raise NotMigrated(str(error)) from error
+        if tables is not None:
+            raise NotMigrated(
+                "tables= has no part in it: a module of FBGEMM that leaves a dense gradient gives "
+                "it to its optimizer; use an EmbeddingBagCollection for fused updates"
+            )
+        self.weight = TorchWeight(old.weights, Trained.of(optimizers, old.weights))
+        trained = self.weight.trained
+        if trained is not None and trained.in_backward:
+            raise NotMigrated("its optimizer is applied in backward, to one weight of all tables")
+        super().__init__(paths, old, new)
+
+    @staticmethod
+    def _feature_table_map(old: Any) -> list[int]:
+        """Return the table of each feature, which FBGEMM's module keeps as positions of weights."""
+        starts, position = {}, 0
+        for number, (rows, dim) in enumerate(old.embedding_specs):
+            starts[position] = number
+            position += rows * dim
+        return [starts[int(start)] for start in old.weights_offsets]
+
+    @property
+    def _table(self) -> MigratedTable:
+        return MigratedTable(self.new.weights, {}, self.new.bags, self.new.weights)
+
+    @property
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
+        """Return the bytes in training, which are the same before and after."""
+        return (self.weight.memory,) * 2
+
+    @property
+    def optimizers(self) -> list[optim.Optimizer]:
+        """Return none: backward leaves a gradient."""
+        return []
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether an optimizer of torch trained the weight."""
+        return self.weight.trained is not None and self.old.weights.requires_grad
+
+    @property
+    def measured_nbytes(self) -> int:
+        """Return the bytes of the tables by their `nbytes()`."""
+        return sum(self.new.bags.nbytes().values())
+
+    def features(self) -> list[tuple[tuple[str, ...], int]]:
+        """Return the features as `TraceRecorder` names them."""
+        return [
+            (tuple(f"{path}.{number}" for path in self.paths), table)
+            for number, table in enumerate(self._made_with["feature_table_map"])
+        ]
+
+    def carry_over(self) -> None:
+        """Copy the rows, and put the new parameter into the group of the optimizer."""
+        self.weight.carry_over(self._table)
+
+    def carry_back(self) -> None:
+        """Copy the rows back, and put the old parameter into the group of the optimizer."""
+        self.weight.carry_back(self._table)
+
+    def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
+        """Return a module of FBGEMM with all rows: states are of one flat parameter."""
+        module = type(self.old)(**self._made_with)
+        with torch.no_grad():
+            module.weights.copy_(self.new.weights)
+        if self.weight.trained is None or not self.is_trained:
+            return module, []
+        optimizer = self.weight.trained.copied([module.weights])
+        trained = self.weight.trained
+        state = trained.optimizer.state.get(self.new.weights, {})
+        if state:
+            optimizer.state[module.weights] = copy.deepcopy(state)
+        return module, [optimizer]
+
+
+class ReplacedIntNBitTBE(_ReplacedTBE):
+    """FBGEMM's module for inference, whose rows have the same bytes here."""
+
+    def __init__(
+        self, paths: Sequence[str], old: Any, optimizers: Sequence[TorchOptimizer], tables: Any
+    ) -> None:
+        _check(old)
+        names: Any = sys.modules[type(old).__module__]
+        if any(
+            mapping.numel() for mapping in old.buffers() if mapping is old.index_remappings_array
+        ):
+            raise NotMigrated("pruned tables have no counterpart: map the ids before the lookup")
+        self._made_with = {
+            "embedding_specs": list(old.embedding_specs),
+            "feature_table_map": list(old.feature_table_map),
+            "pooling_mode": old.pooling_mode,
+            "device": old.current_device,
+            "bounds_check_mode": names.BoundsCheckMode(old.bounds_check_mode_int),
+            "output_dtype": names.SparseType.from_int(old.output_dtype),
+            "row_alignment": old.row_alignment,
+            "scale_bias_size_in_bytes": old.scale_bias_size_in_bytes,
+            "feature_names_per_table": old.feature_names_per_table,
+            "indices_dtype": old.indices_dtype,
+        }
+        try:
+            new = fbgemm_inference.IntNBitTableBatchedEmbeddingBagsCodegen(**self._made_with)
+            new.assign_embedding_weights(old.split_embedding_weights())
+        except (NotImplementedError, ValueError) as error:
+            raise NotMigrated(str(error)) from error
+        super().__init__(paths, old, new)
+
+    @property
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
+        """Return the bytes of the rows, which are the same before and after."""
+        before, after = (_nbytes(self.rows(module)) for module in (self.old, self.new))
+        return TrainingMemory(before), TrainingMemory(after)
+
+    @property
+    def optimizers(self) -> list[optim.Optimizer]:
+        """Return none: rows are read only."""
+        return []
+
+    @property
+    def measured_nbytes(self) -> int:
+        """Return the bytes of the rows."""
+        return _nbytes(self.rows(self.new))
+
+    def rows(self, module: Any) -> list[Tensor]:
+        """Return the bytes of the rows of each table."""
+        return [rows for rows, _ in module.split_embedding_weights(split_scale_shifts=False)]
+
+    def carry_over(self) -> None:
+        """Do nothing: the bytes were copied when the module was made."""
+
+    def carry_back(self) -> None:
+        """Do nothing: nothing trains the rows."""
+
+    def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
+        """Return a module of FBGEMM with some of the rows."""
+        specs = self.old.embedding_specs
+        rows = [chosen_rows(spec[1], max_rows, seed) for spec in specs]
+        fewer = [(spec[0], len(few), *spec[2:]) for few, spec in zip(rows, specs, strict=True)]
+        module = type(self.old)(**{**self._made_with, "embedding_specs": fewer})
+        module.initialize_weights()
+        pairs = zip(self.rows(module), self.rows(self.new), rows, strict=True)
+        for target, source, few in pairs:
+            target.copy_(source[few.to(source.device)])
+        return module, []
+
+
+def _check(old: Any) -> None:
+    if type(old).__name__ not in FACTORIES:
+        raise NotMigrated(f"{type(old).__name__} is a subclass, whose code would be lost")
+    if not type(old).__module__.startswith("fbgemm_gpu."):
+        raise NotMigrated(f"{type(old).__name__} is not FBGEMM's class of this name")
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _refuse(paths: Sequence[str], old: Any, optimizers: Any, tables: Any) -> Replaced:
+    raise NotMigrated(
+        f"{type(old).__name__} has its rows on a disk or a server: use a collection with "
+        "storage=emblib.storage.Hash(...) over a BackingStore (docs/tiers.md)"
+    )
+
+
+FACTORIES = {
+    "SplitTableBatchedEmbeddingBagsCodegen": ReplacedSplitTBE,
+    "DenseTableBatchedEmbeddingBagsCodegen": ReplacedDenseTBE,
+    "IntNBitTableBatchedEmbeddingBagsCodegen": ReplacedIntNBitTBE,
+    "SSDTableBatchedEmbeddingBags": _refuse,
+}

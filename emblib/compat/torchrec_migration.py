@@ -1,0 +1,424 @@
+"""Migration of TorchRec's unsharded collections: emblib's collections take their places.
+
+A migrated collection is emblib's, with the keys of TorchRec's state dict, and takes and returns
+what TorchRec's does: a `KeyedJaggedTensor` of TorchRec gives a `KeyedTensor` or `JaggedTensor`s of
+TorchRec, one of emblib those of emblib. Each table has the optimizer of its weight, so that tables
+may differ in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer as TorchOptimizer
+
+from emblib import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    optim,
+)
+from emblib.compat.fbgemm_migration import ReplacedSplitTBE
+from emblib.compat.fbgemm_tables import STATE_ORDER
+from emblib.migration import (
+    Bags,
+    MigratedTable,
+    NotMigrated,
+    Replaced,
+    TorchWeight,
+    Trained,
+    TrainingMemory,
+    check_weight,
+    chosen_rows,
+    optimizer_for,
+)
+
+_JAGGED = "torchrec.sparse.jagged_tensor"
+
+
+def _types_of(features: Any) -> Any:
+    """Return TorchRec's module of jagged types if `features` are of one; None otherwise."""
+    is_torchrec = any(kind.__module__ == _JAGGED for kind in type(features).__mro__)
+    return sys.modules[_JAGGED] if is_torchrec else None
+
+
+def _keyed(features: Any) -> Any:
+    """Return a KeyedJaggedTensor, of TorchRec for a TensorDict as TorchRec's modules do."""
+    is_dict = type(features).__module__.partition(".")[0] == "tensordict"
+    module: Any = sys.modules.get("torchrec.sparse.tensor_dict")
+    return module.maybe_td_to_kjt(features, None) if is_dict and module else features
+
+
+class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
+    """A collection of emblib in the place of TorchRec's."""
+
+    def forward(self, features: Any) -> Any:
+        """Pool the bags of each feature; returns a KeyedTensor of the library of `features`."""
+        batch = _keyed(features)
+        pooled = super().forward(KeyedJaggedTensor.adopt(batch))
+        types = _types_of(batch)
+        if types is None:
+            return pooled
+        return types.KeyedTensor(
+            keys=list(pooled.keys()),
+            length_per_key=list(pooled.length_per_key()),
+            values=pooled.values(),
+        )
+
+
+class MigratedEmbeddingCollection(EmbeddingCollection):
+    """A collection of emblib in the place of TorchRec's."""
+
+    def forward(self, features: Any) -> Any:
+        """Look up every id; returns JaggedTensors of the library of `features` by name."""
+        batch = _keyed(features)
+        vectors = super().forward(KeyedJaggedTensor.adopt(batch))
+        types = _types_of(batch)
+        if types is None:
+            return vectors
+        return {
+            name: types.JaggedTensor(
+                values=one.values(), lengths=one.lengths(), weights=one.weights_or_none()
+            )
+            for name, one in vectors.items()
+        }
+
+    def embedding_dim(self) -> int:
+        """Return the columns of all tables, which are the same in TorchRec."""
+        return int(self.configs[0].embedding_dim)
+
+
+class ReplacedCollection(Replaced):
+    """An EmbeddingBagCollection or EmbeddingCollection, whose weights torch trains."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        old: Any,
+        optimizers: Sequence[TorchOptimizer],
+        tables: optim.Optimizer | None,
+    ) -> None:
+        self._check(old)
+        self.weights = [
+            TorchWeight(child.weight, Trained.of(optimizers, child.weight))
+            for child in _children(old).values()
+        ]
+        fused = [optimizer_for(one.trained, one.weight, tables) for one in self.weights]
+        _check_steps(self.weights, [optimizer for optimizer, _ in fused])
+        self.note = "; ".join(dict.fromkeys(note for _, note in fused if note))
+        super().__init__(paths, old, _collection(old, [optimizer for optimizer, _ in fused]))
+
+    @staticmethod
+    def _check(old: Any) -> None:
+        if type(old).__name__ not in FACTORIES or not type(old).__module__.startswith("torchrec."):
+            raise NotMigrated(f"{type(old).__name__} is a subclass, whose code would be lost")
+        for child in _children(old).values():
+            check_weight(child.weight)
+
+    @property
+    def _tables(self) -> list[MigratedTable]:
+        return [_table(handle) for handle in self.new.handles().values()]
+
+    @property
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
+        """Return the bytes in training before and after."""
+        before, after = TrainingMemory(), TrainingMemory()
+        for weight, table in zip(self.weights, self._tables, strict=True):
+            before += weight.memory
+            after += table.memory if table.is_fused else weight.memory
+        return before, after
+
+    @property
+    def optimizers(self) -> list[optim.Optimizer]:
+        """Return the distinct optimizers that backward applies."""
+        fused = (table.module.optimizer for table in self._tables if table.is_fused)
+        return list(dict.fromkeys(fused))
+
+    @property
+    def is_fused(self) -> bool:
+        """Return whether backward updates a table."""
+        return any(table.is_fused for table in self._tables)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether an optimizer of torch trained a weight."""
+        return any(one.trained is not None and one.weight.requires_grad for one in self.weights)
+
+    def sizes(self) -> str:
+        """Return tables and rows."""
+        return f"{len(self.new.configs)} tables, {sum(len(t.rows) for t in self._tables)} rows"
+
+    def carry_over(self) -> None:
+        """Copy rows and states into the tables; the groups of the optimizers follow."""
+        for weight, table in zip(self.weights, self._tables, strict=True):
+            weight.carry_over(table)
+
+    def carry_back(self) -> None:
+        """Copy rows and states back; the groups of the optimizers follow."""
+        for weight, table in zip(self.weights, self._tables, strict=True):
+            weight.carry_back(table)
+
+    def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
+        """Return a collection of TorchRec with some of the rows, and its optimizers."""
+        module, rows = _smaller(self.old, max_rows, seed)
+        optimizers: list[TorchOptimizer] = []
+        pairs = zip(self.weights, self._tables, _children(module).values(), rows, strict=True)
+        for weight, table, child, few in pairs:
+            few = few.to(table.rows.device)
+            with torch.no_grad():
+                child.weight.copy_(table.rows[few])
+            if weight.trained is None or not weight.weight.requires_grad:
+                child.weight.requires_grad_(weight.weight.requires_grad)
+                continue
+            optimizers.append(weight.trained.copied([child.weight]))
+            state = weight.state_of(table, few)
+            if state:
+                optimizers[-1].state[child.weight] = state
+        return module, optimizers
+
+    def features(self) -> list[tuple[tuple[str, ...], int]]:
+        """Return the features as `TraceRecorder` names them."""
+        return [
+            (tuple(f"{path}.{feature}" for path in self.paths), number)
+            for number, config in enumerate(self.new.configs)
+            for feature in config.feature_names
+        ]
+
+    def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
+        """Look up the bags, each feature with those of its first table."""
+        first: dict[str, Bags] = {}
+        for (names, _), one in zip(self.features(), bags, strict=True):
+            first.setdefault(names[0].removeprefix(f"{self.paths[0]}."), one)
+        ids, lengths = (torch.cat(part) for part in zip(*first.values(), strict=True))
+        weights = None
+        if getattr(self.old, "_is_weighted", False):
+            weights = torch.ones(len(ids), device=ids.device)
+        kind: Any = sys.modules[_JAGGED]
+        out = module(kind.KeyedJaggedTensor(list(first), ids, weights=weights, lengths=lengths))
+        if isinstance(out, Mapping):
+            return torch.cat([one.values() for one in out.values()])
+        pooled: Tensor = out.values()
+        return pooled
+
+    def rows(self, module: Any) -> list[Tensor]:
+        """Return the rows of each table."""
+        return [child.weight.detach() for child in _children(module).values()]
+
+
+class ReplacedFusedCollection(ReplacedCollection):
+    """A FusedEmbeddingBagCollection, whose tables FBGEMM's modules train in backward."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        old: Any,
+        optimizers: Sequence[TorchOptimizer],
+        tables: optim.Optimizer | None,
+    ) -> None:
+        self._check(old)
+        self.weights, self._tbes = [], _tbes(old)
+        made_by = {
+            id(module): ReplacedSplitTBE(("",), module, (), None).optimizers[0]
+            for module, _ in self._tbes
+        }
+        fused = [made_by[id(module)] for module, _ in self._tbes]
+        if _is_pooled(old) and len({config.pooling for config in _configs(old)}) > 1:
+            self.note = "columns follow the names; TorchRec's come in the order of the poolings"
+        Replaced.__init__(self, paths, old, _collection(old, fused))
+
+    @property
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
+        """Return the bytes of rows and states before and after."""
+        before, after = TrainingMemory(), TrainingMemory()
+        for (module, number), table in zip(self._tbes, self._tables, strict=True):
+            states = sum(state.nbytes for state in _states(module, number))
+            before += TrainingMemory(module.split_embedding_weights()[number].nbytes, states)
+            after += table.memory
+        return before, after
+
+    @property
+    def is_trained(self) -> bool:
+        """Return that backward trains the tables."""
+        return True
+
+    def carry_over(self) -> None:
+        """Copy rows, states and steps into the tables."""
+        for (module, number), table in zip(self._tbes, self._tables, strict=True):
+            table.rows.copy_(module.split_embedding_weights()[number])
+            for new, old in _pairs(table, module, number):
+                new.copy_(old.view_as(new))
+            table.module.set_step(int(module.iter))
+
+    def carry_back(self) -> None:
+        """Copy rows, states and steps back."""
+        self._copy_into(self._tbes, [torch.arange(len(table.rows)) for table in self._tables])
+
+    def _copy_into(self, tbes: Sequence[tuple[Any, int]], rows: Sequence[Tensor]) -> None:
+        for (module, number), table, few in zip(tbes, self._tables, rows, strict=True):
+            few = few.to(table.rows.device)
+            module.split_embedding_weights()[number].copy_(table.rows[few])
+            for new, old in _pairs(table, module, number):
+                old.copy_(new[few].view_as(old))
+            module.iter.fill_(int(table.module.step))
+            module.iter_cpu.fill_(int(table.module.step))
+            module.set_learning_rate(float(table.module.learning_rate))
+
+    def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
+        """Return a collection of TorchRec with some of the rows; it trains itself."""
+        module, rows = _smaller(self.old, max_rows, seed)
+        with torch.no_grad():
+            self._copy_into(_tbes(module), rows)
+        return module, []
+
+
+def _check_steps(weights: Sequence[TorchWeight], fused: Sequence[optim.Optimizer | None]) -> None:
+    """Raise NotMigrated for tables of one Adam that were trained for different numbers of steps."""
+    steps: dict[optim.Optimizer, set[int]] = {}
+    for weight, optimizer in zip(weights, fused, strict=True):
+        if isinstance(optimizer, optim.Adam) and weight.trained is not None:
+            steps.setdefault(optimizer, set()).add(int(weight.trained.state.get("step", 0)))
+    if any(len(numbers) > 1 for numbers in steps.values()):
+        raise NotMigrated(
+            "its tables were trained for different numbers of steps, and tables with the same "
+            "optimizer have one step here: give each a learning rate of its own"
+        )
+
+
+def _tbes(collection: Any) -> list[tuple[Any, int]]:
+    """Return FBGEMM's module of each table, and its number there."""
+    found = {
+        config.name: (lookups.get_submodule("_emb_module"), number)
+        for lookups in vars(collection)["_emb_modules"]
+        for number, config in enumerate(vars(lookups)["_embedding_tables"])
+    }
+    return [found[config.name] for config in _configs(collection)]
+
+
+def _states(module: Any, number: int) -> list[Tensor]:
+    """Return the states of a table in FBGEMM's order."""
+    states: list[list[Tensor]] = module.split_optimizer_states()
+    return states[number] if states else []
+
+
+def _pairs(table: MigratedTable, module: Any, number: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the states of a table, and those of FBGEMM's module."""
+    states = [table.states[name] for name in STATE_ORDER if name in table.states]
+    return list(zip(states, _states(module, number), strict=True))
+
+
+def _table(handle: Any) -> MigratedTable:
+    views = handle.views()
+    rows = views.pop("weight")
+    return MigratedTable(rows, views, handle.module, handle.weight)
+
+
+def _is_pooled(collection: Any) -> bool:
+    return hasattr(collection, "embedding_bags")
+
+
+def _children(collection: Any) -> dict[str, Any]:
+    """Return the module with the weight of each table, of either library."""
+    modules = collection.embedding_bags if _is_pooled(collection) else collection.embeddings
+    return {config.name: modules[config.name] for config in _configs(collection)}
+
+
+def _configs(collection: Any) -> list[Any]:
+    """Return the configurations of the tables."""
+    if _is_pooled(collection):
+        return list(collection.embedding_bag_configs())
+    return list(collection.embedding_configs())
+
+
+def _options(old: Any) -> dict[str, Any]:
+    if _is_pooled(old):
+        return {"is_weighted": old.is_weighted()}
+    return {"need_indices": old.need_indices()}
+
+
+def _collection(
+    old: Any, optimizers: Sequence[optim.Optimizer | None]
+) -> EmbeddingBagCollection | EmbeddingCollection:
+    """Return a migrated collection, with an optimizer per table."""
+    children, pooled = _children(old), _is_pooled(old)
+    tables: list[Any] = []
+    for config, optimizer in zip(_configs(old), optimizers, strict=True):
+        weight = children[config.name].weight
+        common: dict[str, Any] = {
+            "num_embeddings": config.num_embeddings,
+            "embedding_dim": config.embedding_dim,
+            "name": config.name,
+            "feature_names": tuple(config.feature_names),
+            "data_type": weight.dtype,
+            "init_fn": config.init_fn,
+            "optimizer": optimizer,
+        }
+        if pooled:
+            pooling = config.pooling.value.lower()
+            tables.append(EmbeddingBagConfig(**common, pooling=pooling))
+        else:
+            tables.append(EmbeddingConfig(**common))
+    device = next(iter(children.values())).weight.device
+    kind = MigratedEmbeddingBagCollection if pooled else MigratedEmbeddingCollection
+    made: Any = kind(tables, device=device, **_options(old))
+    return made
+
+
+def _smaller(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tensor]]:
+    """Return a collection of TorchRec with fewer rows, and which those are, per table."""
+    configs = _configs(old)
+    rows = [chosen_rows(config.num_embeddings, max_rows, seed) for config in configs]
+    options = _options(old)
+    if hasattr(old, "_emb_modules"):
+        options |= {
+            "optimizer_type": old.optimizer_type(),
+            "optimizer_kwargs": old.optimizer_kwargs(),
+        }
+    device = next(iter(_children(old).values())).weight.device
+    fewer = [
+        replace(config, num_embeddings=len(few)) for config, few in zip(configs, rows, strict=True)
+    ]
+    return type(old)(tables=fewer, device=device, **options), rows
+
+
+def _refuse_sharded(paths: Sequence[str], old: Any, optimizers: Any, tables: Any) -> Replaced:
+    raise NotMigrated(
+        f"{type(old).__name__} is sharded by TorchRec: with emblib.compat.fbgemm.install() before "
+        "torchrec is imported it runs on emblib's kernels; or import the names from "
+        "emblib.compat.torchrec, whose DistributedModelParallel shards the model"
+    )
+
+
+def _refuse_quantised(paths: Sequence[str], old: Any, optimizers: Any, tables: Any) -> Replaced:
+    raise NotMigrated(
+        f"{type(old).__module__}.{type(old).__name__} is quantised: migrate the model that it was "
+        "made of, then call quantized(8) of the new collection"
+    )
+
+
+def _collection_factory(
+    paths: Sequence[str], old: Any, optimizers: Any, tables: optim.Optimizer | None
+) -> Replaced:
+    """Return what replaces a collection, which is not one for inference of the same name."""
+    if ".quant." in type(old).__module__:
+        return _refuse_quantised(paths, old, optimizers, tables)
+    return ReplacedCollection(paths, old, optimizers, tables)
+
+
+FACTORIES = {
+    "EmbeddingBagCollection": _collection_factory,
+    "EmbeddingCollection": _collection_factory,
+    "FusedEmbeddingBagCollection": ReplacedFusedCollection,
+    "FusedEmbeddingCollection": ReplacedFusedCollection,
+    "ShardedEmbeddingBagCollection": _refuse_sharded,
+    "ShardedEmbeddingCollection": _refuse_sharded,
+    "ShardedFusedEmbeddingBagCollection": _refuse_sharded,
+    "ShardedQuantEmbeddingBagCollection": _refuse_sharded,
+    "ShardedQuantEmbeddingCollection": _refuse_sharded,
+}

@@ -1,0 +1,394 @@
+"""What migration knows of a swapped module, whatever library it is of: `Replaced`.
+
+One class per kind of module makes the new one and carries values over and back; `checks.py` needs
+nothing else to compare and time the two. A weight that an optimizer of torch trains is a
+`TorchWeight`, and the table in its place a `MigratedTable`: a *fused* one has the states of the
+weight, which leaves the optimizer; with any other its parameter takes the weight's place there.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer as TorchOptimizer
+
+from emblib import optim
+from emblib.ops import autograd
+from emblib.optim import Optimizer
+from emblib.specs import brief
+
+Bags = tuple[Tensor, Tensor]
+"""Ids `[L]` and lengths `[B]` of a feature."""
+
+
+class NotMigrated(Exception):  # no error of the caller: it becomes a line of the report
+    """A module cannot be swapped; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of a module: rows, optimizer states, gradient of the rows, and cache."""
+
+    rows: int = 0
+    states: int = 0
+    gradient: int = 0
+    cache: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return self.rows + self.states + self.gradient + self.cache
+
+    def __add__(self, other: TrainingMemory) -> TrainingMemory:
+        return TrainingMemory(
+            self.rows + other.rows,
+            self.states + other.states,
+            self.gradient + other.gradient,
+            self.cache + other.cache,
+        )
+
+    def __str__(self) -> str:
+        parts = {"states": self.states, "gradient": self.gradient, "cache": self.cache}
+        rest = "".join(f" + {size(n)} {name}" for name, n in parts.items() if n)
+        return f"{size(self.total)} (rows {size(self.rows)}{rest})" if rest else size(self.rows)
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.3g} {unit}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Training of a weight by an optimizer of torch: its group, and the states of the weight."""
+
+    optimizer: TorchOptimizer
+    group: dict[str, Any]
+    state: dict[str, Any]
+    order: list[nn.Parameter]  # of the group's parameters
+    in_backward: bool
+
+    @staticmethod
+    def of(optimizers: Sequence[TorchOptimizer], weight: nn.Parameter) -> Trained | None:
+        """Return how a weight is trained; None if no optimizer has it.
+
+        Raises:
+            NotMigrated: several optimizers train the weight.
+        """
+        in_backward = list(getattr(weight, "_in_backward_optimizers", ()))
+        found = [
+            (optimizer, group)
+            for optimizer in (*in_backward, *optimizers)
+            for group in optimizer.param_groups
+            if any(parameter is weight for parameter in group["params"])
+        ]
+        if len(in_backward) > 1 or (found and found[0][0] not in in_backward and len(found) > 1):
+            names = [type(optimizer).__name__ for optimizer, _ in found]
+            raise NotMigrated(f"several optimizers train it, {', '.join(names)}: keep one")
+        if not found:
+            return None
+        optimizer, group = found[0]
+        state = optimizer.state.get(weight, {})
+        return Trained(optimizer, group, state, list(group["params"]), bool(in_backward))
+
+    def replace(self, before: nn.Parameter, after: Sequence[nn.Parameter]) -> None:
+        """Put other parameters into the group in place of one; in backward there is no other."""
+        if self.in_backward:
+            return
+        params = self.group["params"]
+        number = next(i for i, parameter in enumerate(params) if parameter is before)
+        params[number : number + 1] = after
+        self.optimizer.state.pop(before, None)
+
+    def restore(self, parameter: nn.Parameter) -> None:
+        """Put a parameter that was removed back to its place in the group."""
+        if self.in_backward:
+            return
+        params = [*self.group["params"], parameter]
+        numbers = {id(one): number for number, one in enumerate(self.order)}
+        self.group["params"] = sorted(params, key=lambda p: numbers.get(id(p), len(numbers)))
+
+    def copied(self, weights: Sequence[nn.Parameter]) -> TorchOptimizer:
+        """Return an optimizer of the same kind and settings, without states."""
+        settings = {k: v for k, v in self.group.items() if k != "params"}
+        kind: Any = type(self.optimizer)
+        made: TorchOptimizer = kind([{"params": list(weights), **settings}])
+        return made
+
+
+def counterpart(trained: Trained) -> tuple[Optimizer | None, str]:
+    """Return the optimizer that makes the same updates in backward, and how it differs."""
+    group, kind = trained.group, type(trained.optimizer)
+    if group.get("maximize") or group.get("weight_decay"):
+        return None, ""
+    lr = float(group["lr"])
+    if kind is torch.optim.SGD and not group["momentum"]:
+        return optim.SGD(lr), ""
+    if kind is torch.optim.Adagrad and not group["lr_decay"]:
+        return optim.Adagrad(lr, eps=group["eps"]), ""
+    is_torchrec = kind.__module__.startswith("torchrec.") and kind.__name__ == "RowWiseAdagrad"
+    if is_torchrec and not group["lr_decay"]:
+        return optim.RowwiseAdagrad(lr, eps=group["eps"]), ""
+    if kind is torch.optim.SparseAdam:
+        note = "eps is added after the bias correction of the second moment, in SparseAdam before"
+        return optim.Adam(lr, betas=tuple(group["betas"]), eps=group["eps"]), note
+    return None, ""
+
+
+def optimizer_for(
+    trained: Trained | None, weight: nn.Parameter, tables: Optimizer | None
+) -> tuple[Optimizer | None, str]:
+    """Return what backward applies to a table, None for nothing, and how results differ.
+
+    Raises:
+        NotMigrated: torch applies an optimizer in backward that has no counterpart.
+    """
+    if tables is not None or trained is None or not weight.requires_grad:
+        return tables, ""
+    fused, note = counterpart(trained)
+    if fused is None and trained.in_backward:
+        raise NotMigrated(
+            f"{type(trained.optimizer).__name__} with its settings is applied in backward and has "
+            "no counterpart: pass tables=, e.g. emblib.optim.Adam(lr), which updates the rows of a "
+            "batch alone"
+        )
+    return fused, note
+
+
+@dataclass(frozen=True)
+class MigratedTable:
+    """A table of emblib: views of rows and states, its module, and the parameter of the rows."""
+
+    rows: Tensor
+    states: dict[str, Tensor]
+    module: Any  # with `optimizer`, `step` and `set_step`
+    parameter: nn.Parameter
+
+    @property
+    def is_fused(self) -> bool:
+        """Return whether backward updates the rows."""
+        return autograd.updates_in_backward(self.module.optimizer)
+
+    @property
+    def memory(self) -> TrainingMemory:
+        """Return the bytes of a fused table."""
+        return TrainingMemory(self.rows.nbytes, sum(state.nbytes for state in self.states.values()))
+
+
+# Elements of the states per element of a weight, of optimizers that allocate at their first step.
+_STATES = {
+    torch.optim.Adam: 2,
+    torch.optim.AdamW: 2,
+    torch.optim.SparseAdam: 2,
+    torch.optim.RMSprop: 1,
+}
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class TorchWeight:
+    """A weight of the old module, and how it was trained; `sparse` is that of its gradient."""
+
+    weight: nn.Parameter
+    trained: Trained | None
+    sparse: bool = False
+
+    @property
+    def memory(self) -> TrainingMemory:
+        """Return the bytes that the weight takes in training, after the first step."""
+        weight, trained = self.weight, self.trained
+        gradient = 0 if self.sparse or not weight.requires_grad else weight.nbytes
+        if trained is None:
+            return TrainingMemory(weight.nbytes, 0, gradient)
+        states = sum(value.nbytes for value in self._states(trained.state).values())
+        if not trained.state and weight.requires_grad:
+            count = _STATES.get(type(trained.optimizer), 0) + bool(trained.group.get("amsgrad"))
+            count += bool(trained.group.get("momentum"))
+            states = count * weight.nbytes
+        return TrainingMemory(weight.nbytes, states, gradient)
+
+    def _states(self, state: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the states with an entry per element or per row."""
+        weight = self.weight
+        shapes = (weight.shape, (weight.shape[0], 1), weight.shape[:1])
+        return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape in shapes}
+
+    def carry_over(self, table: MigratedTable) -> None:
+        """Copy rows and states into a table, and have the optimizer's group follow."""
+        weight, trained = self.weight, self.trained
+        table.rows.copy_(weight)
+        if not table.is_fused:
+            table.parameter.requires_grad_(weight.requires_grad)
+            if trained is not None:
+                trained.replace(weight, [table.parameter])
+                if trained.state:
+                    trained.optimizer.state[table.parameter] = trained.state
+            return
+        if trained is not None:
+            states = self._states(trained.state)
+            for name in table.states.keys() & states.keys():
+                table.states[name].copy_(states[name].view_as(table.states[name]))
+            table.module.set_step(int(trained.state.get("step", 0)))
+            trained.replace(weight, [])
+        if not weight.requires_grad:
+            table.parameter.requires_grad_(False)
+
+    def carry_back(self, table: MigratedTable) -> None:
+        """Copy rows and states back, and have the optimizer's group follow."""
+        weight, trained = self.weight, self.trained
+        weight.copy_(table.rows)
+        if trained is None:
+            return
+        if not table.is_fused:
+            state = trained.optimizer.state.get(table.parameter, {})
+            trained.replace(table.parameter, [weight])
+        else:
+            trained.restore(weight)
+            state = self.state_of(table)
+        if state:
+            trained.optimizer.state[weight] = state
+
+    def _moved(self, table: MigratedTable) -> set[str]:
+        """Return the states of a fused table that the optimizer of torch has too."""
+        assert self.trained is not None
+        kept = counterpart(self.trained)[0]
+        if kept is not None:
+            names = {state.name for state in kept.states}
+        elif self.trained.state:
+            names = set(self.trained.state)
+        else:
+            is_adam = _STATES.get(type(self.trained.optimizer)) == len(_MOMENTS)
+            names = _MOMENTS if is_adam and not self.trained.group.get("amsgrad") else set()
+        return names & table.states.keys()
+
+    def state_of(self, table: MigratedTable, rows: Tensor | None = None) -> dict[str, Any]:
+        """Return the state that the optimizer of torch would have now, of all or some rows."""
+        assert self.trained is not None
+        state = dict(self.trained.state)
+        names = self._moved(table) if table.is_fused and (state or table.module.step) else set()
+        if names:
+            is_sparse_adam = type(self.trained.optimizer) is torch.optim.SparseAdam
+            step = table.module.step
+            state["step"] = step if is_sparse_adam else torch.tensor(float(step))
+        for name in names:
+            shape = state[name].shape if name in state else table.states[name].shape
+            state[name] = table.states[name].view(shape).clone()
+        sized = self._states(state)
+        return {
+            name: value[rows].clone()
+            if rows is not None and name in sized
+            else copy.deepcopy(value)
+            for name, value in state.items()
+        }
+
+
+class Replaced(ABC):
+    """A module that was swapped.
+
+    Attributes:
+        paths: names of the module in the model; several if it occurs several times.
+        old: the module of the other library.
+        new: the module of emblib in its place.
+        note: how results may differ; "" for not at all but for the order of sums.
+    """
+
+    note = ""
+
+    def __init__(self, paths: Sequence[str], old: Any, new: Any) -> None:
+        self.paths, self.old, self.new = tuple(paths), old, new
+        new.train(old.training)
+
+    @property
+    @abstractmethod
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
+        """Return the bytes in training before, after the first step, and after the migration."""
+
+    @property
+    @abstractmethod
+    def optimizers(self) -> list[Optimizer]:
+        """Return the distinct optimizers that backward applies; empty if it applies none."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Return whether backward updates all tables."""
+        return bool(self.optimizers)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether a training step changes the rows."""
+        return self.is_fused
+
+    @property
+    def measured_nbytes(self) -> int:
+        """Return the bytes that the new module has now, by its `nbytes()`."""
+        return sum(self.new.nbytes().values())
+
+    def sizes(self) -> str:
+        """Return rows and columns, for the report."""
+        return str(self.new.extra_repr())
+
+    def how(self) -> str:
+        """Return how the tables are trained."""
+        if not self.is_fused:
+            return "its gradient goes to the same optimizer" if self.is_trained else "not trained"
+        return f"backward applies {', '.join(brief(one) for one in self.optimizers)}"
+
+    @abstractmethod
+    def carry_over(self) -> None:
+        """Copy rows and states into the new module, and have optimizers follow."""
+
+    @abstractmethod
+    def carry_back(self) -> None:
+        """Copy rows and states into the old module, and have optimizers follow."""
+
+    @torch.no_grad()
+    def copy_values(self, source: Any, target: Any) -> None:
+        """Copy what a state dict of the old module has, between old and new module."""
+        for rows, values in zip(self.rows(target), self.rows(source), strict=True):
+            rows.copy_(values)
+
+    @abstractmethod
+    def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
+        """Return a copy of the old module, and what trains it, with rows and states of now.
+
+        Args:
+            max_rows: rows per table, selected by the seed; None for all.
+            seed: selects the rows.
+        """
+
+    @abstractmethod
+    def features(self) -> list[tuple[tuple[str, ...], int]]:
+        """Return the names that a trace may have for each feature, and its table."""
+
+    @abstractmethod
+    def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
+        """Look up the bags of each feature with either module, and return one tensor."""
+
+    @abstractmethod
+    def rows(self, module: Any) -> list[Tensor]:
+        """Return the rows of each table of either module."""
+
+
+def chosen_rows(count: int, max_rows: int | None, seed: int) -> Tensor:
+    """Return the numbers of `max_rows` of `count` rows; of all, in order, for None."""
+    if max_rows is None:
+        return torch.arange(count)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:max_rows]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that was not swapped, and why."""
+
+    path: str
+    reason: str

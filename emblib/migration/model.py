@@ -1,0 +1,352 @@
+"""`migrate`: swap the embeddings of a model for tables of emblib, in place.
+
+The modules are gone through once, and each is decided on: *fused*, where backward can make exactly
+the updates that were made before; *in place of the weight*, where the optimizer of torch keeps its
+work and gets another parameter with the same values and states; or *left*, with the reason. Nothing
+is changed before every decision is made. Then each module is swapped for one that takes the same
+calls, and the groups of the optimizer follow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer as TorchOptimizer
+
+from emblib.migration import checks
+from emblib.migration.base import Left, NotMigrated, Replaced, TrainingMemory
+from emblib.migration.checks import Difference, MigrationCost, Speed
+from emblib.migration.torch_modules import ReplacedEmbedding
+from emblib.ops import autograd
+from emblib.optim import Optimizer
+from emblib.trace import LookupTrace
+
+Factory = Callable[..., Replaced]
+
+# Modules with `FACTORIES`: by class name, what replaces a module of the library. They are above
+# this layer, and imported when a model has a module of their library.
+_LIBRARIES = {
+    "fbgemm_gpu": "emblib.compat.fbgemm_migration",
+    "torchrec": "emblib.compat.torchrec_migration",
+}
+# Modules that are left, and the way to emblib.
+_LEFT = {
+    ("dynamicemb", "BatchedDynamicEmbeddingTables"): "import it from emblib.compat.dynamicemb, "
+    "whose DynamicEmbLoad reads the files of DynamicEmbDump",
+    ("dynamicemb", "BatchedDynamicEmbeddingTablesV2"): "import it from emblib.compat.dynamicemb, "
+    "whose DynamicEmbLoad reads the files of DynamicEmbDump",
+    ("tt_embeddings_ops", "TTEmbeddingBag"): "import it from emblib.compat.fbtt and load its state "
+    "dict",
+    ("tt_embeddings_ops", "TableBatchedTTEmbeddingBag"): "import it from emblib.compat.fbtt and "
+    "load its state dict",
+}
+
+
+class Migration:
+    """Result of `migrate`: print it, check it, predict with it, or undo it.
+
+    Attributes:
+        replaced: the modules that were swapped.
+        left: embeddings that were not, with the reasons.
+        warnings: sentences that say what the surrounding program must change.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
+        >>> migration = emblib.migrate(model)
+        >>> type(model[0]).__module__.partition(".")[0]
+        'emblib'
+        >>> migration.undo()
+        >>> type(model[0]).__name__
+        'EmbeddingBag'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        replaced: Sequence[Replaced],
+        left: Sequence[Left],
+        optimizers: Sequence[TorchOptimizer],
+        tables: Optimizer | None,
+    ) -> None:
+        self._model, self._tables = model, tables
+        self._is_undone = False
+        self.replaced, self.left = tuple(replaced), tuple(left)
+        self.warnings = tuple(self._warnings(optimizers))
+
+    def _warnings(self, optimizers: Sequence[TorchOptimizer]) -> list[str]:
+        fused = [one for one in self.replaced if one.is_fused]
+        if not fused:
+            return []
+        found = [
+            "fused tables have no .grad: each backward is an update, clip_grad_norm_ and "
+            "Adam(model.parameters()) do not reach them, and schedules use the groups of "
+            "emblib.collections.optimizers.FusedOptimizer.of(model)"
+        ]
+        found += [
+            f"a scheduler over {type(one).__name__} no longer sets the rates of the fused tables: "
+            "make a second one over emblib.collections.optimizers.FusedOptimizer.of(model)"
+            for one in optimizers
+            if hasattr(one.step, "_wrapped_by_lr_sched")
+        ]
+        single = sum(isinstance(one, ReplacedEmbedding) for one in fused)
+        if single > 1:
+            found.append(
+                f"{single} tables are called one by one: one TableBatchedEmbeddingBags or "
+                "EmbeddingBagCollection looks all of them up in one kernel"
+            )
+        return found
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.replaced)} embeddings replaced, {len(self.left)} left"]
+        for one in self.replaced:
+            before, after = one.memory
+            lines.append(
+                f"  {', '.join(one.paths)}: {one.sizes()}; {one.how()}; {before} -> {after}"
+            )
+            if one.note:
+                lines.append(f"    {one.note}")
+        lines += [f"  left {one.path}: {one.reason}" for one in self.left]
+        if self.replaced:
+            before, after = self._memory()
+            lines.append(f"memory in training: {before} -> {after}")
+        return "\n".join([*lines, *self.warnings])
+
+    def _memory(self) -> tuple[TrainingMemory, TrainingMemory]:
+        sizes = [one.memory for one in self.replaced]
+        before, after = zip(*sizes, strict=True)
+        return sum(before, TrainingMemory()), sum(after, TrainingMemory())
+
+    def _migrate_sample(self, model: nn.Module, optimizers: Sequence[TorchOptimizer]) -> None:
+        migrate(model, optimizers, tables=self._tables)
+
+    def check(self, seed: int = 0) -> list[Difference]:
+        """Compare old and new modules, on copies of 64 rows of each table and of their states.
+
+        Both look up the same random ids, then make a training step with the same gradient. The
+        model is not changed.
+        """
+        return [checks.compare(one, self._migrate_sample, seed) for one in self.replaced]
+
+    def measure(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> list[Speed]:
+        """Time old and new modules in turn on recorded lookups.
+
+        This needs the memory of two more copies of one module at a time. The model is not changed.
+
+        Args:
+            trace: trace of the model before it was migrated, by `TraceRecorder`; its features have
+                the names of the modules.
+            batch_size: samples per call.
+            rounds: calls of each, over the batches of the trace.
+
+        Raises:
+            ValueError: the trace has no full batch of any replaced module.
+        """
+        every = (
+            checks.measure(one, self._migrate_sample, trace, batch_size, rounds)
+            for one in self.replaced
+        )
+        speeds = [speed for speed in every if speed is not None]
+        if not speeds:
+            names = [feature.name for feature in trace.features]
+            raise ValueError(f"the trace has no {batch_size} samples of a module; it has {names}")
+        return speeds
+
+    def predict(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> MigrationCost:
+        """Predict memory and time of training from recorded lookups, see `measure`.
+
+        Bytes are exact: rows, states and gradients after the first step of the old modules, and
+        what the new ones have allocated. Nothing else of the model is counted.
+        """
+        speeds = self.measure(trace, batch_size, rounds)
+        device = self.replaced[0].rows(self.replaced[0].old)[0].device
+        return MigrationCost(*self._memory(), tuple(speeds), checks.machine(device))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load a state dict that the model had before it was migrated.
+
+        Keys of swapped modules differ afterwards: `print(model.state_dict().keys())`. This loads it
+        through the old modules. Optimizer states of torch are not in it: to continue a training,
+        load model and optimizer first, then migrate.
+
+        Args:
+            state_dict: result of `state_dict()` of the model before.
+            strict: whether missing and unexpected keys raise.
+
+        Returns:
+            The result of `nn.Module.load_state_dict`.
+
+        Example:
+            >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
+            >>> saved = model.state_dict()
+            >>> migration = emblib.migrate(model)
+            >>> migration.load_state_dict(saved)
+            <All keys matched successfully>
+        """
+        self._require_migrated()
+        old = [tensor for one in self.replaced for tensor in one.old.state_dict().values()]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in old}
+        state_dict = {  # a live state dict of the old modules is not to be overwritten here
+            name: value.clone()
+            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory
+            else value
+            for name, value in state_dict.items()
+        }
+        for one in self.replaced:
+            one.copy_values(one.new, one.old)
+            _put(self._model, one.paths, one.old)
+        try:
+            return self._model.load_state_dict(state_dict, strict=strict)
+        finally:
+            for one in self.replaced:
+                one.copy_values(one.old, one.new)
+                _put(self._model, one.paths, one.new)
+
+    def undo(self) -> None:
+        """Put the old modules back, with the rows and states that the tables have now.
+
+        Raises:
+            RuntimeError: the migration was undone already.
+        """
+        self._require_migrated()
+        with torch.no_grad():
+            for one in self.replaced:
+                one.carry_back()
+                _put(self._model, one.paths, one.old)
+        self._is_undone = True
+
+    def _require_migrated(self) -> None:
+        if self._is_undone:
+            raise RuntimeError("the migration was undone already")
+
+
+def migrate(
+    model: nn.Module,
+    optimizer: TorchOptimizer | Sequence[TorchOptimizer] = (),
+    *,
+    tables: Optimizer | None = None,
+) -> Migration:
+    """Swap the embeddings of a model for tables of emblib, in place, and say what was done.
+
+    `nn.EmbeddingBag` (sum, mean), `nn.Embedding`, the table-batched modules of FBGEMM and the
+    unsharded collections of TorchRec become modules with the same rows that take the same calls. If
+    their optimizer has a counterpart that makes the same updates (SGD without momentum and weight
+    decay, Adagrad, SparseAdam, TorchRec's RowWiseAdagrad, and those fused into FBGEMM's modules),
+    backward applies it, the states move into the table, and the weight leaves the optimizer's
+    groups. Otherwise the optimizer trains the new parameter as it trained the old one.
+
+    Args:
+        model: is changed. A module that occurs twice is swapped for one module.
+        optimizer: the optimizers of `torch.optim` that train the model, if it is trained; those
+            that torch applies in backward are found on the parameters.
+        tables: applied in backward to every table of torch or TorchRec instead of the counterpart
+            of its optimizer, e.g. `optim.Adam(1e-3)`, which updates the rows of a batch, where
+            `torch.optim.Adam` changes all rows. States of equal names move into the table.
+
+    Raises:
+        TypeError: `model` is an embedding itself, backward does not apply `tables`, or an optimizer
+            is a wrapper of TorchRec.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8), torch.nn.Linear(8, 1))
+        >>> migration = emblib.migrate(model, torch.optim.Adagrad(model.parameters(), 0.1))
+        >>> print(str(migration).partition(";")[0])
+        1 embeddings replaced, 0 left
+          0: 100, 8
+        >>> model(torch.tensor([[1, 2], [3, 4]])).shape
+        torch.Size([2, 1])
+        >>> max(difference.rows for difference in migration.check()) < 1e-6
+        True
+    """
+    if tables is not None and not autograd.updates_in_backward(tables):
+        raise TypeError(f"tables must be an optimizer that backward applies, got {tables!r}")
+    optimizers = [optimizer] if isinstance(optimizer, TorchOptimizer) else list(optimizer)
+    for one in optimizers:
+        if type(one).__module__.startswith("torchrec.optim.") and hasattr(one, "params"):
+            raise TypeError(
+                f"{type(one).__name__} names its parameters, which would be stale: migrate with "
+                "the optimizer inside it, then wrap that one again"
+            )
+    found = _embeddings(model)
+    if any("" in paths for _, paths, _ in found):
+        raise TypeError("model is an embedding itself: put it into a module, e.g. nn.ModuleList")
+    owners = _owners(model)
+    replaced, left = [], []
+    with torch.random.fork_rng(devices=[]):  # initial values are drawn, and overwritten
+        for module, paths, factory in found:
+            try:
+                _check_alone(module, owners)
+                replaced.append(factory(paths, module, optimizers, tables))
+            except NotMigrated as reason:
+                left.append(Left(paths[0], str(reason)))
+    with torch.no_grad():
+        for new in replaced:
+            new.carry_over()
+            _put(model, new.paths, new.new)
+    return Migration(model, replaced, left, optimizers, tables)
+
+
+def _factory(module: nn.Module) -> Factory | None:
+    """Return what replaces a module; None if it is no embedding."""
+    if isinstance(module, nn.EmbeddingBag | nn.Embedding):
+        return ReplacedEmbedding
+    for kind in type(module).__mro__:
+        root = kind.__module__.partition(".")[0]
+        if (root, kind.__name__) in _LEFT:
+            return _refuse(f"{kind.__name__} of {root}: {_LEFT[root, kind.__name__]}")
+        library = _LIBRARIES.get(root)
+        if library is not None:
+            factories: Mapping[str, Factory] = importlib.import_module(library).FACTORIES
+            if kind.__name__ in factories:
+                return factories[kind.__name__]
+    return None
+
+
+def _refuse(reason: str) -> Factory:
+    def refuse(*arguments: Any) -> Replaced:
+        raise NotMigrated(reason)
+
+    return refuse
+
+
+def _embeddings(model: nn.Module) -> list[tuple[nn.Module, list[str], Factory]]:
+    """Return the outermost embeddings of a model, the names of each, and what replaces it."""
+    found: dict[nn.Module, tuple[list[str], Factory]] = {}
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path.startswith(inside):
+            continue
+        factory = _factory(module)
+        if factory is not None:
+            found.setdefault(module, ([], factory))[0].append(path)
+            inside = (*inside, f"{path}." if path else "")
+    return [(module, *rest) for module, rest in found.items()]
+
+
+def _owners(model: nn.Module) -> dict[int, int]:
+    """Return by parameter the number of modules that have it, to find weights that are tied."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return owners
+
+
+def _check_alone(module: nn.Module, owners: dict[int, int]) -> None:
+    """Raise NotMigrated for a module that others watch or share weights with."""
+    for child in module.modules():
+        if any(owners[id(weight)] > 1 for weight in child.parameters(recurse=False)):
+            raise NotMigrated(
+                "its weight is tied to another module, which would not see updates in backward"
+            )
+        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks:
+            raise NotMigrated("it has hooks: remove them first")
+
+
+def _put(model: nn.Module, paths: Sequence[str], module: nn.Module) -> None:
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, module)

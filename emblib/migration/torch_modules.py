@@ -1,0 +1,239 @@
+"""Modules of torch: `nn.EmbeddingBag` and `nn.Embedding`, and the drop-in modules for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer as TorchOptimizer
+
+from emblib import optim
+from emblib.jagged.padding import drop_padding_from_bags
+from emblib.migration.base import (
+    Bags,
+    MigratedTable,
+    NotMigrated,
+    Replaced,
+    TorchWeight,
+    Trained,
+    TrainingMemory,
+    chosen_rows,
+    optimizer_for,
+)
+from emblib.optim import Optimizer
+from emblib.specs import Pooling, Precision, TableSpec
+from emblib.tables import TableBatchedEmbeddingBags
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_POOLING = {"sum": Pooling.SUM, "mean": Pooling.MEAN}
+
+
+class _DropIn(nn.Module):
+    """A table of emblib that takes the calls of a module of torch."""
+
+    def __init__(self, source: nn.EmbeddingBag | nn.Embedding, optimizer: Optimizer | None) -> None:
+        super().__init__()
+        pooling = Pooling.NONE
+        if isinstance(source, nn.EmbeddingBag):
+            pooling = _POOLING[source.mode]
+        self.num_embeddings, self.embedding_dim = source.num_embeddings, source.embedding_dim
+        self.padding_idx = source.padding_idx
+        self.table = TableBatchedEmbeddingBags(
+            [TableSpec(source.num_embeddings, source.embedding_dim)],
+            optimizer,
+            pooling=pooling,
+            precision=Precision(weights=source.weight.dtype, output=source.weight.dtype),
+            device=source.weight.device,
+        )
+        self.train(source.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the rows, `[num_embeddings, embedding_dim]`; without a gradient if fused."""
+        return self.table.table_weights()[0]
+
+    def extra_repr(self) -> str:
+        """Return rows and columns."""
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+class MigratedEmbeddingBag(_DropIn):
+    """A table of emblib that is called as the `nn.EmbeddingBag` whose place it has."""
+
+    def __init__(self, source: nn.EmbeddingBag, optimizer: Optimizer | None) -> None:
+        super().__init__(source, optimizer)
+        self.mode = source.mode
+        self.include_last_offset = source.include_last_offset
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Pool each bag to `[B, embedding_dim]`.
+
+        Args:
+            input: int32 or int64 ids: `[B, N]`, bags of N, or `[L]` with `offsets`.
+            offsets: `[B]`, or `[B + 1]` with `include_last_offset`: where the bags start.
+            per_sample_weights: weights of the shape of `input`, for the mode "sum".
+
+        Raises:
+            ValueError: `offsets` with ids of two dimensions, or none with ids of one.
+        """
+        if (input.dim() == 2) is (offsets is not None):
+            raise ValueError(
+                "ids must be [B, N] without offsets or [L] with them, got ids of shape "
+                f"{tuple(input.shape)} and {'no ' * (offsets is None)}offsets"
+            )
+        if offsets is None:
+            batch, width = input.shape
+            offsets = torch.arange(batch + 1, device=input.device, dtype=input.dtype) * width
+            input = input.flatten()
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights.flatten()
+        elif not self.include_last_offset:
+            offsets = nn.functional.pad(offsets, (0, 1), value=input.numel())
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.float()
+        if self.padding_idx is not None:
+            input, offsets, per_sample_weights = drop_padding_from_bags(
+                input, offsets, self.padding_idx, per_sample_weights
+            )
+        out: Tensor = self.table(input, offsets, per_sample_weights)
+        return out
+
+
+class MigratedEmbedding(_DropIn):
+    """A table of emblib that is called as the `nn.Embedding` whose place it has."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the vector of each id, `[*, embedding_dim]`; ids are int32 or int64 `[*]`."""
+        ids = input.flatten()
+        if self.padding_idx is not None:  # whose row is zeros and is not trained
+            ids = torch.where(ids == self.padding_idx, -1, ids)
+        bounds = torch.arange(2, device=ids.device, dtype=ids.dtype) * ids.numel()
+        out: Tensor = self.table(ids, bounds)
+        return out.view(*input.shape, self.embedding_dim)
+
+
+class ReplacedEmbedding(Replaced):
+    """An `nn.EmbeddingBag` or `nn.Embedding`; `new` is a drop-in with one table."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        old: nn.EmbeddingBag | nn.Embedding,
+        optimizers: Sequence[TorchOptimizer],
+        tables: Optimizer | None,
+    ) -> None:
+        _check(old)
+        weight: Any = old.weight
+        self.weight = TorchWeight(weight, Trained.of(optimizers, weight), old.sparse)
+        fused, self.note = optimizer_for(self.weight.trained, weight, tables)
+        if fused is None and old.sparse:
+            fused = optim.External()  # leaves a sparse gradient, as before
+        if isinstance(old, nn.EmbeddingBag):
+            super().__init__(paths, old, MigratedEmbeddingBag(old, fused))
+        else:
+            super().__init__(paths, old, MigratedEmbedding(old, fused))
+
+    @property
+    def _table(self) -> MigratedTable:
+        table = self.new.table
+        states = table.table_optimizer_states()[0]
+        return MigratedTable(table.table_weights()[0], states, table, table.weights)
+
+    @property
+    def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
+        """Return the bytes in training before and after."""
+        before = self.weight.memory
+        return before, self._table.memory if self.is_fused else before
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizer of the table, if backward applies it."""
+        return [self.new.table.optimizer] if self._table.is_fused else []
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether an optimizer of torch trained the weight."""
+        return self.weight.trained is not None and self.old.weight.requires_grad
+
+    @property
+    def measured_nbytes(self) -> int:
+        """Return the bytes of the table by its `nbytes()`."""
+        return sum(self.new.table.nbytes().values())
+
+    def carry_over(self) -> None:
+        """Copy row and states into the table; the group of the optimizer follows."""
+        self.weight.carry_over(self._table)
+
+    def carry_back(self) -> None:
+        """Copy row and states back; the group of the optimizer follows."""
+        self.weight.carry_back(self._table)
+
+    def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
+        """Return a copy of the module of torch, with the padding row first if it has one."""
+        old, table = self.old, self._table
+        rows = chosen_rows(old.num_embeddings, max_rows, seed)
+        if max_rows is not None and old.padding_idx is not None:
+            rows = torch.cat([torch.tensor([old.padding_idx]), rows[rows != old.padding_idx]])
+        rows = rows.to(old.weight.device)
+        padding = None if old.padding_idx is None else int((rows == old.padding_idx).nonzero()[0])
+        options: dict[str, Any] = {"padding_idx": padding, "sparse": old.sparse}
+        if isinstance(old, nn.EmbeddingBag):
+            options["mode"] = old.mode
+        module = type(old)(
+            len(rows), old.embedding_dim, dtype=old.weight.dtype, device=rows.device, **options
+        )
+        with torch.no_grad():
+            module.weight.copy_(table.rows[rows])
+        if not self.is_trained or self.weight.trained is None:
+            return module, []
+        optimizer = self.weight.trained.copied([module.weight])
+        state = self.weight.state_of(table, rows)
+        if state:
+            optimizer.state[module.weight] = state
+        return module, [optimizer]
+
+    def features(self) -> list[tuple[tuple[str, ...], int]]:
+        """Return the one feature, which has the names of the module."""
+        return [(self.paths, 0)]
+
+    def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
+        """Look up the bags, or the ids."""
+        ids, lengths = bags[0]
+        is_bag = isinstance(self.old, nn.EmbeddingBag)
+        out: Tensor = module(ids, lengths.cumsum(0) - lengths) if is_bag else module(ids)
+        return out
+
+    def rows(self, module: Any) -> list[Tensor]:
+        """Return the rows."""
+        return [module.weight.detach()]
+
+
+def _check(module: Any) -> None:
+    """Raise NotMigrated for a module that has no counterpart."""
+    if type(module) not in (nn.EmbeddingBag, nn.Embedding):
+        raise NotMigrated(f"{type(module).__name__} is a subclass, whose code would be lost")
+    if isinstance(module, nn.EmbeddingBag) and module.mode not in _POOLING:
+        raise NotMigrated(f'mode="{module.mode}" has no counterpart: emblib pools by sum or mean')
+    if module.max_norm is not None:
+        raise NotMigrated("max_norm has no counterpart")
+    if module.scale_grad_by_freq:
+        raise NotMigrated("scale_grad_by_freq has no counterpart")
+    check_weight(module.weight)
+    is_padded = isinstance(module, nn.Embedding) and module.padding_idx is not None
+    if is_padded and module.weight[module.padding_idx].count_nonzero():
+        raise NotMigrated("its padding row is not zeros, which emblib returns for padding")
+
+
+def check_weight(weight: Tensor) -> None:
+    """Raise NotMigrated for rows of a dtype that emblib does not have."""
+    if weight.dtype not in DTYPES:
+        raise NotMigrated(
+            f"it has rows of {weight.dtype}; emblib has float32, float16 and bfloat16"
+        )
