@@ -97,7 +97,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? batch_scores, int order)"
       " -> (Tensor slots, Tensor first, Tensor groups, Tensor totals, Tensor offsets)");
   m.def(
-      "hash_grow_(Tensor(a!)[] index, Tensor(b!)[] rows, Tensor row_layout, Tensor ids,"
+      "hash_grow_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor row_layout, Tensor ids,"
       " Tensor starts, Tensor tables, Tensor(c!) slots, Tensor offsets, Tensor? admitted) -> ()");
   m.def(
       "hash_insert_(Tensor(a!)[] index, Tensor ids, Tensor first, Tensor totals, Tensor offsets,"
@@ -115,7 +115,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def("hash_read_rows(Tensor values, Tensor slots, float default_value) -> Tensor");
   m.def(
       "hash_start_rows_(Tensor(a!) values, Tensor slots, Tensor groups, Tensor first,"
-      " Tensor starting, float default_value, bool reads) -> Tensor");
+      " Tensor starting, float default_value, bool returns_rows) -> Tensor");
   m.def("hash_write_rows_(Tensor(a!) values, Tensor slots, Tensor rows) -> ()");
   m.def(
       "hash_add_rows_(Tensor(a!) values, Tensor slots, Tensor segments, Tensor permutation,"

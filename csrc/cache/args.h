@@ -18,7 +18,7 @@ namespace emb {
 inline constexpr int kWays = 32;
 inline constexpr int64_t kNoRow = -1;  // the tag of an empty way, and its usage word
 inline constexpr int64_t kNoMove =
-    -2;  // in `evicted`: the row does not move; kNoRow there means an empty way
+    -2;  // an entry of `evicted` whose row does not move; kNoRow there means an empty way
 
 // Columns of `counters`; emblib/tables/row_cache.py describes each.
 enum CacheCounter : int {
@@ -222,7 +222,8 @@ EMB_HD uint32_t write_back_stream(int tensor) {
 struct CacheMoves {
   const int64_t* rows;
   const int32_t* row_slots;
-  const int64_t* evicted;  // on a GPU null if every row is fetched and none is evicted
+  const int64_t*
+      evicted;  // evicted rows; null, on a GPU, if every row is fetched and none is evicted
 };
 
 // What a GPU leaves out of the moves of a batch that is prefetched while earlier batches are in
@@ -231,7 +232,7 @@ struct CacheMoves {
 // updated there: it is fetched by a later call, after the update. Its slot is in `slots`, and the
 // row that it evicts is written back at once.
 struct PostponedFetches {
-  const int64_t* clock = nullptr;  // as of `cache_plan_`
+  const int64_t* clock = nullptr;  // clock of the batch that `cache_plan_` planned
   int64_t* conflicts = nullptr;    // [sets] the last batch with a row without a way; null: on a CPU
   int64_t sets = 0;
   int64_t* rows = nullptr;   // [U]

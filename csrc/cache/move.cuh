@@ -20,7 +20,7 @@ namespace emb::cuda {
 
 inline constexpr int kMoveThreads = 256;
 inline constexpr int kMoveColumns = 4;
-inline constexpr int kMoveRows = 4;     // of a group of lanes in flight
+inline constexpr int kMoveRows = 4;     // rows in flight per group of lanes
 inline constexpr int kMoveBlocks = 16;  // 128 warps with 256 KB in flight per direction
 
 // Round columns [column, column + valid) of a row that is written back.

@@ -120,7 +120,7 @@ EMB_DEVICE int count_before(int64_t key, int64_t keys, int num) {
 // Called by the whole warp.
 EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups, int64_t first_row,
                                 int32_t begin, int32_t end, int64_t* best) {
-  int64_t leader = kNoMiss;  // of this lane's rank, so far
+  int64_t leader = kNoMiss;  // first miss so far that has this lane's rank
   int num_leaders = 0;
   for (int32_t tile = begin; tile < end; tile += kWays) {
     const int32_t j = tile + lane_id();
@@ -157,7 +157,7 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups,
     const int64_t slot = int64_t{groups.sets[g]} * kWays + lane_id();
     const int32_t begin = groups.segments[g], end = groups.segments[g + 1];
     const int64_t word = cache.words[slot], order = way_order(cache.policy, word, oldest);
-    int rank = 0;  // of this way among all ways
+    int rank = 0;  // rank of this way among all ways
     for (int k = 0; k < kWays; ++k) {
       const int64_t other = __shfl_sync(simt::kFullMask, order, k);
       rank += other < order || (other == order && k < lane_id());

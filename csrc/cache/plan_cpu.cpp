@@ -137,7 +137,7 @@ class BatchCounters {
   const Feature* tables_;
   int num_tables_;
   int64_t max_parts_ = 1;
-  std::vector<int64_t> local_;  // of each part of the misses
+  std::vector<int64_t> local_;  // one per part of the misses
 };
 
 // The sets of a batch before its plan, which `restore` brings back.
@@ -192,7 +192,7 @@ class SavedSets {
 std::vector<int64_t> probe_all(const CachePlanArgs& args, const CachedRows& batch, Miss* misses) {
   const std::vector<int64_t> cuts = batch.cut();
   const int64_t parts = static_cast<int64_t>(cuts.size()) - 1;
-  std::vector<int64_t> ends(parts + 1, 0);  // of the misses of each part
+  std::vector<int64_t> ends(parts + 1, 0);  // end of the misses of each part
   parallel_tasks(parts, [&](int64_t p) {
     ends[p + 1] = plan_table().probe(args, cuts[p], cuts[p + 1], misses + cuts[p] - batch.first);
   });

@@ -1,7 +1,7 @@
 // Probing and admission on one CPU thread. The tags of a set are four cache lines, which are
-// prefetched a block of rows ahead. Of the usage words of a set a hit writes one line; only a miss
-// reads all of them, but no tags. Sets with misses are in ascending order, so admission walks
-// forward through memory.
+// prefetched a block of rows ahead. A hit writes one cache line of usage words. Only a miss reads
+// all usage words of a set; it reads no tags. Sets with misses are in ascending order, so admission
+// walks forward through memory.
 #include "cache/args.h"
 #include "core/vec.h"
 

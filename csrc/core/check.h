@@ -43,6 +43,9 @@ inline const char* dtype_name(ScalarType type) {
   }
 }
 
+// The functions below raise unless an argument is what they are named after. `op` and `name` are
+// the names of the op and of its argument, for the message.
+
 inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
                               const Tensor& like) {
   STD_TORCH_CHECK(
@@ -95,7 +98,7 @@ inline Pooling parse_pooling(const char* op, int64_t code) {
   return parse_choice<Pooling>(op, "pooling", code, kPoolings);
 }
 
-// Check the layout tensor of a group of tables: int64 [F, 8], contiguous.
+// Check the `features` tensor of a group of tables: int64 [F, 8], contiguous; see Feature.
 inline void check_features(const char* op, const Tensor& features) {
   check_dtype(op, "features", features, ScalarType::Long, "int64");
   STD_TORCH_CHECK(
@@ -103,6 +106,7 @@ inline void check_features(const char* op, const Tensor& features) {
       ": features must be a contiguous [F, ", kFeatureColumns, "] tensor");
 }
 
+// A size for checks against which nothing is too large, with room for sums of two.
 inline constexpr int64_t kUnlimited = int64_t{1} << 62;
 
 // The weights of a module: one tensor per memory tier, in the order of `Tier`. Unused tiers are
@@ -110,7 +114,7 @@ inline constexpr int64_t kUnlimited = int64_t{1} << 62;
 struct TierWeights {
   const void* data[kTiers] = {};
   int64_t elements[kTiers] = {};
-  Dtype type = Dtype::kFloat;  // of the tables of all tiers
+  Dtype type = Dtype::kFloat;  // dtype of the tables of all tiers
   Dtype cache_type = Dtype::kFloat;
 
   TierWeights(const char* op, const std::vector<Tensor>& weights) {

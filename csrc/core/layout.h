@@ -43,6 +43,12 @@ struct Bags {
   }
 };
 
+// Return what the sum of a bag's rows is multiplied by. `Length` is an integer.
+template <class Length>
+EMB_HD float mean_factor(Pooling pooling, Length length) {
+  return pooling == Pooling::kMean && length > 0 ? 1.0f / static_cast<float>(length) : 1.0f;
+}
+
 // Repair an index as FBGEMM does: -1 means "pruned, skip"; any other index out of range reads row
 // 0, if the table has rows.
 EMB_HD int64_t repair_index(int64_t index, int64_t rows) {
@@ -60,8 +66,8 @@ inline constexpr int kTiers = 4;
 
 struct RowLocation {
   int tier;
-  int64_t element;  // in the tier's weights and element-wise states
-  int64_t row;      // in the tier's row-wise states
+  int64_t element;  // first element of the row in the tier's weights and element-wise states
+  int64_t row;      // entry of the tier's row-wise states
 };
 
 // Return the location of row `row` of the table of `feature`; `slot` is its slot in the cache, -1
@@ -107,9 +113,9 @@ struct BagLayout {
 };
 
 struct BagMap {
-  const BagLayout* layout = nullptr;  // of a variable batch; null for a fixed one
+  const BagLayout* layout = nullptr;  // the bags of a variable batch; null for a fixed one
   Divisor batch = 1;                  // bags per feature of a fixed batch, at least 1
-  int64_t columns = 0;                // of the output of a fixed batch
+  int64_t columns = 0;                // columns of the output of a fixed batch
 
   EMB_HD int64_t feature(uint32_t bag) const {
     return layout != nullptr ? layout[bag].feature : batch.quotient(bag);
@@ -120,8 +126,52 @@ struct BagMap {
   }
 };
 
-// Return the feature of lookup i: the last feature (in a variable batch that of the last bag) that
-// begins at or before i. For invalid offsets the result is any feature in range.
+// The lookups [begin, end) of a bag, and the first element of its row, counted from a base.
+struct BagSpan {
+  int64_t begin, end, element;
+};
+
+// The bags of one feature as the CPU kernels see them, which work on ranges [first_bag, last_bag)
+// of bags. Without pooling every lookup of the range is a bag of its own. Rows of the output, or of
+// its gradient, are counted from a base: in a fixed batch the row of `first_bag` in the columns of
+// the feature, without pooling the row of lookup 0, in a variable batch element 0.
+struct BagRows {
+  Bags bags;
+  Pooling pooling;
+  const BagLayout* layout;  // the bags of a variable batch, else null
+  int64_t stride;           // elements between rows of a fixed batch, or of lookups
+
+  // Return the elements from the beginning of the output to the base.
+  static int64_t base(const BagMap& map, Pooling pooling, int64_t first_bag, int64_t column) {
+    if (pooling == Pooling::kNone || map.layout != nullptr) return 0;
+    return map.element(static_cast<uint32_t>(first_bag), column);
+  }
+
+  EMB_HD int64_t first_lookup(int64_t first_bag) const { return bags.begin(first_bag); }
+  EMB_HD int64_t end_lookup(int64_t last_bag) const { return bags.end(last_bag - 1); }
+
+  // Return the number of bags, or of lookups without pooling.
+  EMB_HD int64_t count(int64_t first_bag, int64_t last_bag) const {
+    return pooling == Pooling::kNone ? end_lookup(last_bag) - first_lookup(first_bag)
+                                     : last_bag - first_bag;
+  }
+  // Return the k-th of them.
+  EMB_HD BagSpan span(int64_t first_bag, int64_t k) const {
+    if (pooling == Pooling::kNone) {
+      const int64_t lookup = first_lookup(first_bag) + k;
+      return {lookup, lookup + 1, lookup * stride};
+    }
+    const int64_t bag = first_bag + k;
+    return {bags.begin(bag), bags.end(bag), element(first_bag, bag)};
+  }
+  // Return the first element of the row of a bag with pooling.
+  EMB_HD int64_t element(int64_t first_bag, int64_t bag) const {
+    return layout != nullptr ? layout[bag].element : (bag - first_bag) * stride;
+  }
+};
+
+// Return the feature of lookup i: the last feature that begins at or before i; in a variable batch
+// the feature of the last bag that does. For invalid offsets the result is any feature in range.
 EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
   const bool variable = map.layout != nullptr;
   const int64_t bags_of_step = variable ? 1 : map.batch.value();

@@ -199,7 +199,7 @@ EMB_DEVICE void stream_columns(void* data, Dtype type, int64_t element, int vali
 
 // A warp is divided into groups that share a row: `lanes` lanes (4 to 32) of N columns each.
 struct LaneGroup {
-  int lanes;  // of a group
+  int lanes;  // lanes of a group
   int group;  // this lane's group within the warp
   int rank;   // this lane within its group
 

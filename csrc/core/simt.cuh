@@ -11,8 +11,8 @@
 //     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __clz
 //     __vcmpeq4;
 //   * simt::copy_async<N> copies from global to shared memory while the thread goes on; no thread
-//   may
-//     read the copy before the thread has waited (simt::wait_for_copies) and the block has met;
+//     may read the copy before that thread has waited (simt::wait_for_copies) and the block has
+//     met;
 //   * every lane of its mask reaches a collective, at one source line, before any of them leaves
 //     it; lanes of the mask must not have left the kernel. A shuffle reads only lanes of its mask;
 //   * every thread of the block reaches a barrier at one source line: no early return;
@@ -223,6 +223,11 @@ EMB_DEVICE T group_sum(T value, int width) {
     value += __shfl_xor_sync(kFullMask, value, offset);
   }
   return value;
+}
+
+// Add to a count that several threads change; a negative `n` subtracts.
+EMB_DEVICE void atomic_add(int64_t* count, int64_t n) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(count), static_cast<unsigned long long>(n));
 }
 
 // The warp's number in the grid and the number of warps in the grid, for grid-stride loops over

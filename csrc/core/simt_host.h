@@ -243,9 +243,9 @@ class Machine {
     std::source_location where;
     unsigned mask = 0;
     uint64_t value = 0;
-    unsigned exchange = 0;     // of its warp: the last that it took part in
-    std::vector<Copy> copies;  // to shared memory, not yet waited for
-    unsigned copy_groups = 0;  // that are closed
+    unsigned exchange = 0;     // the last exchange of its warp that it took part in
+    std::vector<Copy> copies;  // copies to shared memory that are not yet waited for
+    unsigned copy_groups = 0;  // closed groups of copies
   };
 
   // The values of a collective, as long as lanes have not read them.
@@ -423,13 +423,13 @@ class Machine {
   Dim3 block_;
   std::vector<Thread> threads_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
-  std::vector<Exchanges> exchanges_;  // by warp
-  std::vector<Block> blocks_;         // of the cluster that runs
+  std::vector<Exchanges> exchanges_;  // exchanges of each warp
+  std::vector<Block> blocks_;         // blocks of the cluster that runs
   Fiber main_;
   std::string failure_;
   std::source_location cluster_barrier_;
   unsigned current_ = 0, live_ = 0, block_warps_ = 0;  // live: threads per block
-  unsigned exited_ = 0, at_cluster_barrier_ = 0;       // of the cluster
+  unsigned exited_ = 0, at_cluster_barrier_ = 0;       // threads of the cluster
   bool cluster_has_met_ = false;
   unsigned runnable_[kMaxWarps] = {}, waiting_[kMaxWarps] = {}, done_[kMaxWarps] = {};
   bool reverse_ = false;

@@ -1,5 +1,5 @@
-// The sort under `group` on the GPU, its scratch memory, and the scratch memory of ops of several
-// steps. Ops that make their own keys fill `buffers().keys` and `buffers().positions` and call
+// The sort under `group` on the GPU and its scratch memory, for the entries of all ops that sort.
+// Ops that make their own keys fill `buffers().keys` and `buffers().positions` and call
 // `sort_and_group`; see group_cuda.cu.
 #pragma once
 
@@ -37,7 +37,10 @@ template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                     const SortBuffers<Key>& sort, const GroupOutput& out);
 
+// These, and the kernels that write the groups, are compiled with group_cuda.cu alone.
 #define EMB_EXTERN_SORT(Key)                                                             \
+  extern template void launch_groups(const CudaLauncher&, const SortBuffers<Key>&,       \
+                                     const GroupOutput&);                                \
   extern template int64_t sort_scratch_bytes(int64_t, Key);                              \
   extern template void sort_pairs(const CudaLauncher&, const SortPairs<Key>&, void*);    \
   extern template void sort_and_group(const CudaLauncher&, const torch::stable::Tensor&, \
@@ -72,9 +75,8 @@ class DeviceSort {
 // Return whether keys in [0, limit] need 64 bits.
 inline bool needs_wide_keys(int64_t limit) { return limit >= (int64_t{1} << 32) - 1; }
 
-// Launches, scratch memory and sorting for an op of several steps. torch frees the scratch in
-// stream order. Nothing waits for the device.
-
+// Launches, scratch memory and sorting for an op of several steps. torch frees the scratch, which
+// lives as long as this object, in stream order. Nothing waits for the device.
 class DeviceWork {
  public:
   explicit DeviceWork(const torch::stable::Tensor& on) : like_(on), launcher_(on) {}

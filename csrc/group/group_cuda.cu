@@ -76,10 +76,11 @@ void sort_and_group(const CudaLauncher& launcher, const Tensor& like, const Sort
   group_large(launcher, like, sort, out);
 }
 
-#define EMB_SORT(Key)                                                                       \
-  template int64_t sort_scratch_bytes(int64_t, Key);                                        \
-  template void sort_pairs(const CudaLauncher&, const SortPairs<Key>&, void*);              \
-  template void sort_and_group(const CudaLauncher&, const Tensor&, const SortBuffers<Key>&, \
+#define EMB_SORT(Key)                                                                            \
+  template void launch_groups(const CudaLauncher&, const SortBuffers<Key>&, const GroupOutput&); \
+  template int64_t sort_scratch_bytes(int64_t, Key);                                             \
+  template void sort_pairs(const CudaLauncher&, const SortPairs<Key>&, void*);                   \
+  template void sort_and_group(const CudaLauncher&, const Tensor&, const SortBuffers<Key>&,      \
                                const GroupOutput&)
 EMB_SORT(uint32_t);
 EMB_SORT(uint64_t);

@@ -118,16 +118,16 @@ void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) 
 // The sizes below are items, the widths bits of a digit. Few items get narrow digits: clearing and
 // adding their counters must not cost more than the pass. Source: measured, reports/LOG.md,
 // 2026-11-21 (streams of counters) and 2026-11-23 (wide digits for one core).
-inline constexpr int64_t kInsertionSortItems = 24;  // at most, per bucket or run
+inline constexpr int64_t kInsertionSortItems = 24;  // most items of a bucket or run
 inline constexpr int64_t kOneStreamItems = 2048;    // more are counted in kCounterStreams streams
-inline constexpr int kCounterStreams = 4;           // of counters, see RadixPass
+inline constexpr int kCounterStreams = 4;           // streams of counters, see RadixPass
 inline constexpr int kBucketDigitBits = 8;
 inline constexpr int kRunDigitBits = 11;
 inline constexpr int64_t kSmallInput = int64_t{1} << 16;  // sorted by one core, inside its cache
 inline constexpr int kMaxBucketBits = 11;
-inline constexpr int kBucketItemsLog2 = 6;      // of a bucket, at least, if keys are distinct
-inline constexpr int64_t kPartItems = 8192;     // of a thread's part of the input or of buckets
-inline constexpr int64_t kRunPartItems = 4096;  // of a thread's part of the runs
+inline constexpr int kBucketItemsLog2 = 6;   // fewest items per bucket if keys are distinct
+inline constexpr int64_t kPartItems = 8192;  // items per thread's part of the input or of buckets
+inline constexpr int64_t kRunPartItems = 4096;  // items per thread's part of the runs
 
 // Return the width of the digits in which a bucket of n items is sorted.
 constexpr int bucket_digit_bits(int64_t n) { return n < 96 ? 6 : n < 512 ? 7 : kBucketDigitBits; }

@@ -36,10 +36,10 @@ struct SortBuffers {
   Key limit;
 };
 
-// What a grouping does for the update that reads it, on the way: it counts the step. Without a
-// finite gradient there is no step: no group is counted either.
+// The step of the update that reads a grouping, which the grouping counts on the way. If the
+// gradient is not finite there is no step, and the grouping reports no groups.
 struct StepCount {
-  double* step = nullptr;           // to add one to
+  double* step = nullptr;           // counter to add one to
   const bool* is_finite = nullptr;  // null for a gradient that is
 };
 
@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// Return how many ranges n sorted keys are cut into, and the first key of range r.
+// Return the number of ranges that n sorted keys are cut into, and below it the first key of range
+// r.
 EMB_HD int64_t num_ranges(int64_t n) {
   const int64_t tiles = (n + kTileSize - 1) / kTileSize;
   return tiles < kMaxRanges ? tiles : kMaxRanges;
@@ -142,7 +143,8 @@ EMB_DEVICE void put_unique(const GroupOutput& out, int64_t i, int64_t key) {
   }
 }
 
-// Write the groups, and after the last one what the schema says.
+// Write the groups, and after the last one zeros to `unique` and the number of grouped keys to
+// `segments`, as `group` returns them.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
     groups_kernel(SortBuffers<Key> sort, GroupOutput out) {

@@ -21,7 +21,7 @@
 namespace emb::cuda {
 
 inline constexpr int kDigitBits = 7, kDigits = 1 << kDigitBits;
-inline constexpr unsigned kSmallThreads = 512;  // at most, per block; at least one per digit
+inline constexpr unsigned kSmallThreads = 512;  // most threads per block, at least one per digit
 inline constexpr int kPositionBits = 14;
 inline constexpr int64_t kMaxSmallGroup = int64_t{1} << kPositionBits;
 inline constexpr int64_t kMaxSmallBags = int64_t{1} << (32 - kPositionBits);
@@ -37,7 +37,7 @@ inline SmallGroupPlan plan_small_group(int64_t n, unsigned max_cluster) {
   const auto size =
       static_cast<unsigned>(std::bit_ceil(static_cast<uint64_t>(std::max(n, int64_t{1}))));
   const unsigned threads = std::clamp(size, static_cast<unsigned>(kDigits), kSmallThreads);
-  const unsigned parts = std::max(size / threads, 1u);  // of one item per thread
+  const unsigned parts = std::max(size / threads, 1u);  // blocks with one item per thread
   const unsigned blocks = std::min(parts, max_cluster), items = parts / blocks;
   if (n > kMaxSmallGroup || items > 4) return {};
   return {static_cast<int>(items), threads, blocks};
@@ -91,7 +91,7 @@ EMB_DEVICE void count_in_block(const SmallMemory& memory, SmallMemory::Tally whi
 struct SmallGroupArgs {
   int32_t n;
   uint32_t limit;
-  int bits, bits_per_pass;  // of keys up to `limit`
+  int bits, bits_per_pass;  // bits that keys up to `limit` have, and bits sorted per pass
   int32_t* positions;       // [n] outputs; null: none
   uint32_t* sorted_keys;    // [n]
   GroupOutput out;          // null `segments`: no groups
@@ -131,7 +131,7 @@ struct SmallSort {
   const SmallGroupArgs& args;
   const SmallMemory& memory;
   unsigned rank, lane, warp, own;  // own: the thread's first element in its block
-  unsigned size, size_bits;        // of a block
+  unsigned size, size_bits;        // keys per block, and log2 of that
 
   EMB_DEVICE SmallSort(const SmallGroupArgs& args_, const SmallMemory& memory_)
       : args(args_),

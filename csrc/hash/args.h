@@ -20,7 +20,7 @@
 
 namespace emb {
 
-inline constexpr int kSlots = 32;  // of a bucket
+inline constexpr int kSlots = 32;  // slots per bucket
 inline constexpr uint8_t kEmptyTag = 0;
 // The free slots above which the first bucket is taken without looking at the second. Source:
 // simulated, reports/LOG.md, 2026-11-21.
@@ -55,13 +55,16 @@ enum HashCounter : int {
 
 inline constexpr int kHashCounters = kErased + 1;
 
-// The result for a missing key.
+// What became of a key: kMiss until an insertion has decided; kHit for positions of keys that had a
+// slot; kEvicting for a new key that took the slot of another.
 enum class InsertStatus : uint8_t { kMiss, kHit, kNew, kEvicting, kRefused, kNotAdmitted };
 
+// Return whether entries have a score, the third word, by which the order ranks them.
 EMB_HD constexpr bool has_scores(Order order) {
   return order != Order::kNone && order != Order::kLru;
 }
-EMB_HD constexpr bool counts_uses(Order order) {
+// Return whether that score is a count of uses; else the caller assigns it.
+EMB_HD constexpr bool order_counts_uses(Order order) {
   return order == Order::kLfu || order == Order::kLruLfu;
 }
 
@@ -71,6 +74,7 @@ EMB_HD constexpr bool counts_uses(Order order) {
 EMB_HD bool count_overflows(int64_t count, int64_t more) {
   return more > 0 && count > INT64_MAX - more;
 }
+// Return the sum of a count and `more` uses, INT64_MAX if it overflows.
 EMB_HD int64_t add_uses(int64_t count, int64_t more) {
   if (count_overflows(count, more)) return INT64_MAX;
   return static_cast<int64_t>(static_cast<uint64_t>(count) + static_cast<uint64_t>(more));
@@ -106,6 +110,7 @@ EMB_HD EntryRank entry_rank(Order order, int64_t key, int64_t stamp, int64_t sco
   return {has_scores(order) ? score : 0, order == Order::kLfu ? 0 : stamp, key};
 }
 
+// Return whether `a` is evicted before `b`.
 EMB_HD bool less(const EntryRank& a, const EntryRank& b) {
   if (a.score != b.score) return a.score < b.score;
   if (a.stamp != b.stamp) return a.stamp < b.stamp;
@@ -115,7 +120,7 @@ EMB_HD bool less(const EntryRank& a, const EntryRank& b) {
 // Return how many missing keys of a table of `buckets` may choose their buckets in a round, the
 // first of which is 0: all of them choose from the same state of the table; see `hash_insert_`.
 EMB_HD int64_t choosers(int64_t buckets, int round) {
-  constexpr int kMaxRound = 14;  // by then there are more than 2^31 keys
+  constexpr int kMaxRound = 14;  // round by which more than 2^31 keys may choose
   return kChoosersPerBucket * buckets
          << kChooserGrowthLog2 * (round < kMaxRound ? round : kMaxRound);
 }
@@ -133,7 +138,7 @@ EMB_HD int slots_of_round(int room) { return (room + 1) / 2; }
 // that the table has room until twice as many buckets are filled to `load`. The last level ends at
 // `max_buckets`.
 EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets, int64_t load) {
-  const int64_t per_bucket = kSlots * load;  // in 1024ths
+  const int64_t per_bucket = kSlots * load;  // keys per bucket at that load, in 1024ths
   int64_t level = 1;
   while (4 * level <= max_buckets && 2 * level * per_bucket < keys * 1024) level *= 2;
   const int64_t limit = 4 * level <= max_buckets ? 2 * level : max_buckets;
@@ -149,7 +154,7 @@ EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets
 struct HashTable {
   uint8_t* tags;
   int64_t* entries;
-  int64_t words;  // per entry
+  int64_t words;  // words per entry
   int64_t buckets;
   uint64_t mask;
   uint64_t hash_key;
@@ -167,7 +172,7 @@ struct HashTouch {
   Order order;
   int64_t stamp;
   int64_t batch_score;
-  const int64_t* counts;  // by id; null for 1 each
+  const int64_t* counts;  // uses of each id; null for 1 each
 };
 
 // Missing keys to be inserted into one table; arrays are by miss.
@@ -176,7 +181,7 @@ struct HashInsertion {
   Order order;
   bool competes;
   int64_t stamp, batch_score;
-  const int64_t* ids;    // of the batch
+  const int64_t* ids;    // ids of the batch
   const int64_t* first;  // position of the key in `ids`
   const int64_t* totals;
   int64_t* slots;
@@ -185,7 +190,7 @@ struct HashInsertion {
 
   EMB_HD int64_t key(int64_t miss) const { return ids[first[miss]]; }
   EMB_HD int64_t score(int64_t miss) const {
-    return counts_uses(order) ? totals[miss] : batch_score;
+    return order_counts_uses(order) ? totals[miss] : batch_score;
   }
 };
 
@@ -213,7 +218,8 @@ struct Choice {
   int32_t left;
 };
 
-// An array of values by slot that moves with the entries: the address of row 0, and bytes per row.
+// A row buffer of a table: an array of values by slot that moves with the entries. `data` is the
+// address of row 0, `bytes` the size of a row.
 struct RowBuffer {
   uint8_t* data;
   int64_t bytes;

@@ -1,4 +1,6 @@
-// The arguments of the hash ops, checked and in the form that the kernels take.
+// The arguments of the hash ops, checked and in the form that the kernels take. There is one struct
+// per op, which the CPU and the CUDA entry construct; a constructor checks what the host knows:
+// dtypes, shapes, devices. `check_contents` reads tensors, so only the CPU entries call it.
 #pragma once
 
 #include <initializer_list>
@@ -209,9 +211,8 @@ struct HashScoring {
                     ": order assigned needs batch_scores, the score of the batch by table");
   }
 
-  int64_t of(int64_t table) const {
-    return batch_scores == nullptr ? 0 : batch_scores[table];
-  }  // on the CPU only
+  // Return the score of the batch in a table; on the CPU only.
+  int64_t of(int64_t table) const { return batch_scores == nullptr ? 0 : batch_scores[table]; }
 };
 
 // Check the bucket range [first_bucket, first_bucket + num_buckets) of a table of at most
@@ -357,40 +358,41 @@ struct InsertCall {
   }
 };
 
-// The arrays of values that move with the entries. For each table and array, row_layout int64
-// [T, P, 2] holds the byte at which its row 0 begins and the bytes per row.
+// The row buffers of all tables: arrays of values by slot that move with the entries. For each
+// table and buffer, row_layout int64 [T, P, 2] holds the byte at which its row 0 begins and the
+// bytes per row.
 struct RowBuffers {
   int count;
   std::vector<RowBuffer> buffers;  // [T, P], on the CPU
 
-  RowBuffers(const char* op, const HashIndex& index, const std::vector<Tensor>& rows,
+  RowBuffers(const char* op, const HashIndex& index, const std::vector<Tensor>& row_buffers,
              const Tensor& row_layout)
-      : count(static_cast<int>(rows.size())) {
-    check_form(op, index, rows, row_layout);
+      : count(static_cast<int>(row_buffers.size())) {
+    check_form(op, index, row_buffers, row_layout);
     const int64_t* layout = row_layout.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < index.num_tables; ++t) {
       for (int p = 0; p < count; ++p, layout += 2) {
         const int64_t max_slots = index.field(t, kMaxBuckets) * kSlots;
-        const int64_t nbytes = rows[p].numel() * rows[p].element_size();
+        const int64_t nbytes = row_buffers[p].numel() * row_buffers[p].element_size();
         STD_TORCH_CHECK(layout[0] >= 0 && layout[1] >= 0 && layout[0] <= nbytes &&
                             (layout[1] == 0 || max_slots <= (nbytes - layout[0]) / layout[1]),
-                        op, ": the rows of table ", t, " lie outside rows[", p, "]");
+                        op, ": the rows of table ", t, " lie outside row_buffers[", p, "]");
         buffers.push_back(
-            {static_cast<uint8_t*>(rows[p].mutable_data_ptr()) + layout[0], layout[1]});
+            {static_cast<uint8_t*>(row_buffers[p].mutable_data_ptr()) + layout[0], layout[1]});
       }
     }
   }
 
-  static void check_form(const char* op, const HashIndex& index, const std::vector<Tensor>& rows,
-                         const Tensor& row_layout) {
+  static void check_form(const char* op, const HashIndex& index,
+                         const std::vector<Tensor>& row_buffers, const Tensor& row_layout) {
     check_dtype(op, "row_layout", row_layout, ScalarType::Long, "int64");
-    const auto buffers = static_cast<int64_t>(rows.size());
-    STD_TORCH_CHECK(row_layout.dim() == 3 && row_layout.size(0) == index.num_tables &&
-                        row_layout.size(1) == buffers && row_layout.size(2) == 2 &&
-                        row_layout.is_contiguous(),
-                    op, ": row_layout must be a contiguous [T, P, 2] for ", buffers, " rows");
-    for (const Tensor& buffer : rows) {
-      STD_TORCH_CHECK(buffer.is_contiguous(), op, ": rows must be contiguous");
+    const auto buffers = static_cast<int64_t>(row_buffers.size());
+    STD_TORCH_CHECK(
+        row_layout.dim() == 3 && row_layout.size(0) == index.num_tables &&
+            row_layout.size(1) == buffers && row_layout.size(2) == 2 && row_layout.is_contiguous(),
+        op, ": row_layout must be a contiguous [T, P, 2] for ", buffers, " row buffers");
+    for (const Tensor& buffer : row_buffers) {
+      STD_TORCH_CHECK(buffer.is_contiguous(), op, ": row_buffers must be contiguous");
     }
   }
 
@@ -402,13 +404,13 @@ struct GrowCall : HashCall {
   Misses misses;
   int64_t* slots;
 
-  GrowCall(const std::vector<Tensor>& tensors, const std::vector<Tensor>& rows,
+  GrowCall(const std::vector<Tensor>& tensors, const std::vector<Tensor>& row_buffers,
            const Tensor& row_layout, const Tensor& ids, const Tensor& starts, const Tensor& tables,
            const Tensor& slots_, const Tensor& offsets, const std::optional<Tensor>& admitted)
       : HashCall("hash_grow_", tensors, ids, starts, tables),
         misses(op, index, ids, offsets, admitted),
         slots(const_cast<int64_t*>(optional_longs(op, "slots", slots_, batch.n, ids))) {
-    RowBuffers::check_form(op, index, rows, row_layout);
+    RowBuffers::check_form(op, index, row_buffers, row_layout);
     check_same_device(op, "row_layout", row_layout, ids);
   }
 
@@ -506,10 +508,10 @@ struct ReadRowsCall : SlotRows {
   Tensor rows;
 
   ReadRowsCall(const char* op, const Tensor& values, const Tensor& slots_, double default_value,
-               bool reads = true)
+               bool returns_rows = true)
       : SlotRows(op, values, slots_),
         fill(matrix.fill(op, default_value)),
-        rows(allocate(values, {reads ? n : 0, matrix.dim})) {}
+        rows(allocate(values, {returns_rows ? n : 0, matrix.dim})) {}
 };
 
 struct StartRowsCall : ReadRowsCall {
@@ -518,8 +520,9 @@ struct StartRowsCall : ReadRowsCall {
   const void* starting;
 
   StartRowsCall(const Tensor& values, const Tensor& slots_, const Tensor& groups_,
-                const Tensor& first_, const Tensor& starting_, double default_value, bool reads)
-      : ReadRowsCall(kOp, values, slots_, default_value, reads),
+                const Tensor& first_, const Tensor& starting_, double default_value,
+                bool returns_rows)
+      : ReadRowsCall(kOp, values, slots_, default_value, returns_rows),
         groups(required_ints(kOp, "groups", groups_, n, values)),
         first(optional_longs(kOp, "first", first_, n, values)),
         starting(matrix.check_rows(kOp, "starting", starting_, n)) {}
@@ -614,11 +617,11 @@ struct EvictedRowsCall {
 // The arguments of `hash_initial_rows_`; `check` covers everything but the contents of tensors that
 // may be on a device.
 struct InitialInputs {
-  std::vector<Tensor>& buffers;
+  std::vector<Tensor>& row_buffers;
   const Tensor &layout, &rules, &ids, &first, &offsets, &slots;
 
   int64_t num_tables() const { return offsets.numel() - 1; }
-  int64_t num_buffers() const { return static_cast<int64_t>(buffers.size()); }
+  int64_t num_buffers() const { return static_cast<int64_t>(row_buffers.size()); }
 
   void check(const char* op) const {
     for (const Tensor* tensor : {&layout, &ids, &first, &offsets, &slots}) {
@@ -637,10 +640,10 @@ struct InitialInputs {
     STD_TORCH_CHECK(first.numel() == slots.numel(), op,
                     ": slots must have one entry a missing key, as first has, = ", first.numel(),
                     ", got ", slots.numel());
-    for (const Tensor& buffer : buffers) {
-      float_dtype(op, "each plane", buffer.scalar_type());
+    for (const Tensor& buffer : row_buffers) {
+      float_dtype(op, "each row buffer", buffer.scalar_type());
       STD_TORCH_CHECK(buffer.is_contiguous(), op, ": row_buffers must be contiguous");
-      check_same_device(op, "each plane", buffer, ids);
+      check_same_device(op, "each row buffer", buffer, ids);
     }
   }
 

@@ -63,10 +63,6 @@ struct DeviceMisses {
 
 EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
 
-EMB_DEVICE void add_to(int64_t* sum, int64_t n) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(n));
-}
-
 // Add n >= 0 with saturation. A thread that makes the sum wrap sets it to the maximum afterwards.
 // Additions in between are not lost: the sum has reached its maximum anyway.
 EMB_DEVICE void add_uses_to(int64_t* sum, int64_t n) {
@@ -89,6 +85,7 @@ EMB_DEVICE uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
   return mask;
 }
 
+// Return the slot of a key in one bucket, kNoSlot if it is not there. `tag` is that of the key.
 EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_t tag,
                                   int64_t key) {
   uint32_t candidates = match_tags(table.tags + bucket * kSlots, tag);
@@ -99,6 +96,7 @@ EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_
   return kNoSlot;
 }
 
+// Return the slot of a key in a table, kNoSlot if it has none.
 EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
   const uint64_t mixed = table.hash(key);
   const int64_t slot = find_in_bucket(table, table.first(mixed), tag_of(mixed), key);
@@ -106,8 +104,8 @@ EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
   return find_in_bucket(table, table.second(mixed), tag_of(mixed), key);
 }
 
-// Return the sum of `value` over the threads of the block before this one, and the sum over all in
-// `*total`. `shared` has one entry per warp. Called by the whole block.
+// Return the sum of `value` over the threads of the block before this one; write the sum over all
+// threads to `*total`. `shared` has one entry per warp. Called by the whole block.
 EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
   int64_t sum = value;
@@ -153,10 +151,10 @@ struct GridShare {
   int64_t block, blocks;
 };
 
-// Call `body(x, i)` for this block's share of the x in [0, n), where i is the interval of x by
-// `starts`, -1 for none. Called by all kTileThreads threads of the block. Whole warps call `body`,
-// so it may use collectives; the last lanes have x >= n and i = -1. `shared` is two ints of the
-// block.
+// Call `body(x, i)` for this block's share of the x in [0, n). i is the interval that contains x:
+// the last one with starts(i) <= x, -1 if there is none. Called by all kTileThreads threads of the
+// block. Whole warps call `body`, so it may use collectives; the last lanes have x >= n and i = -1.
+// `shared` is two ints of the block.
 template <class Starts, class Body>
 EMB_DEVICE void for_each_of(const GridShare& share, const Starts& starts, int intervals, int64_t n,
                             int* shared, const Body& body) {
@@ -185,8 +183,8 @@ EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared,
   });
 }
 
-// A count of one table that a warp has not written yet. A warp seldom changes the table, so few
-// atomics remain.
+// Counts per table that a warp adds up in registers while it works on one table, and adds to memory
+// when it comes to another, or at `flush`. A warp seldom changes the table, so few atomics remain.
 class TableTally {
  public:
   // `sums` is the counter of table 0; tables are `stride` apart.
@@ -222,7 +220,8 @@ class TableTally {
   }
 
   EMB_DEVICE void flush() {
-    if (count_ != 0 && lane_in_warp() == 0) add_to(sums_ + int64_t{table_} * stride_, count_);
+    if (count_ != 0 && lane_in_warp() == 0)
+      simt::atomic_add(sums_ + int64_t{table_} * stride_, count_);
     count_ = 0;
   }
 

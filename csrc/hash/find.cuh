@@ -27,7 +27,8 @@ struct KeyTouch {
   for (int64_t f = self; f < batch.segments; f += step) {
     const int64_t t = batch.tables[f];
     if (t < 0 || t >= index.num_tables) continue;
-    add_to(index.counters + t * kHashCounters + kLookups, batch.starts[f + 1] - batch.starts[f]);
+    simt::atomic_add(index.counters + t * kHashCounters + kLookups,
+                     batch.starts[f + 1] - batch.starts[f]);
   }
   for (int64_t t = self; t < index.num_tables; t += step) plan.misses[t] = 0;
   for (int64_t part = self; part < parts; part += step) plan.part_firsts[part] = 0;
@@ -47,14 +48,14 @@ struct KeyTouch {
 // Update an entry. Several lanes may have the same entry: all store the same stamp, and counts add
 // up in any order. Without explicit counts, one lane adds for all lanes that share an entry. All 32
 // lanes must call this; a lane without an entry passes null.
-EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, int64_t position,
+EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry, int64_t position,
                             int64_t batch_score) {
   if (entry != nullptr) entry[kStamp] = stamp;
-  if (!has_scores(use.order)) return;
-  if (!counts_uses(use.order)) {
+  if (!has_scores(touch.order)) return;
+  if (!order_counts_uses(touch.order)) {
     if (entry != nullptr) entry[kScore] = batch_score;
-  } else if (use.counts != nullptr) {
-    if (entry != nullptr) add_uses_to(entry + kScore, use.counts[position]);
+  } else if (touch.counts != nullptr) {
+    if (entry != nullptr) add_uses_to(entry + kScore, touch.counts[position]);
   } else {
     const unsigned same =
         __match_any_sync(simt::kFullMask, reinterpret_cast<unsigned long long>(entry));
@@ -64,7 +65,7 @@ EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, 
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch use, KeyCells keys,
+    hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch touch, KeyCells keys,
                       int64_t* misses, int64_t* slots) {
   __shared__ int range[2];
   const int64_t stamp = *index.clock;
@@ -83,8 +84,8 @@ EMB_DEVICE void touch_entry(const KeyTouch& use, int64_t stamp, int64_t* entry, 
       keys.cell_of[position] = claim.cell;
     }
     new_misses.add(t, claim.is_new);
-    touch_entry(use, stamp, entry, position,
-                t < 0 || use.batch_scores == nullptr ? 0 : use.batch_scores[t]);
+    touch_entry(touch, stamp, entry, position,
+                t < 0 || touch.batch_scores == nullptr ? 0 : touch.batch_scores[t]);
     hits.add(t, slot != kNoSlot);
   });
   hits.flush();
@@ -100,7 +101,7 @@ void launch_hash_find(const Launcher& launcher, const DeviceIndex& index, const 
 
 template <class Work>
 void launch_hash_touch(Work& work, const DeviceIndex& index, const KeyBatch& batch,
-                       const KeyTouch& use, int64_t* slots, const MissOutput& out) {
+                       const KeyTouch& touch, int64_t* slots, const MissOutput& out) {
   const auto& launcher = work.launcher();
   const KeyCells keys = key_cells(work, batch.n);
   const unsigned blocks = key_blocks(launcher, batch.n);
@@ -108,10 +109,11 @@ void launch_hash_touch(Work& work, const DeviceIndex& index, const KeyBatch& bat
   launcher(hash_begin_batch_kernel, blocks, kTileThreads, index, batch, keys, plan,
            static_cast<int>(blocks));
   if (batch.n > 0) {
-    launcher(hash_touch_kernel, blocks, kTileThreads, index, batch, use, keys, plan.misses, slots);
+    launcher(hash_touch_kernel, blocks, kTileThreads, index, batch, touch, keys, plan.misses,
+             slots);
   }
   launcher(hash_number_kernel, blocks, kTileThreads, batch, index.num_tables, plan, keys,
-           use.counts, out);
+           touch.counts, out);
 }
 
 }  // namespace emb::cuda

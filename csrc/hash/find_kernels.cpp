@@ -20,8 +20,8 @@ constexpr int kKeysToCompare = kKeysToFirst + kChunkKeys;
 // The state of the keys in flight, by the number of the key modulo kRingKeys.
 struct Probes {
   int64_t first[kRingKeys], second[kRingKeys];  // buckets
-  int64_t slot[kRingKeys];                      // of the lowest candidate
-  uint32_t candidates[kRingKeys];               // in the bucket of `slot`
+  int64_t slot[kRingKeys];                      // slot of the lowest candidate
+  uint32_t candidates[kRingKeys];  // slots with the key's tag in the bucket of `slot`, a bit each
   uint8_t tag[kRingKeys];
 
   static int at(int64_t i) { return static_cast<int>(i & (kRingKeys - 1)); }
@@ -111,7 +111,7 @@ EMB_HD int64_t compare(const HashTable& table, int64_t key, int64_t id, const Pr
 EMB_HD void touch_entry(const HashTouch& touch, int64_t* entry, int64_t position) {
   __atomic_store_n(entry + kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
-  if (!counts_uses(touch.order)) {
+  if (!order_counts_uses(touch.order)) {
     return __atomic_store_n(entry + kScore, touch.batch_score, __ATOMIC_RELAXED);
   }
   const int64_t count = touch.counts == nullptr ? 1 : touch.counts[position];

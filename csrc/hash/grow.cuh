@@ -9,8 +9,8 @@ namespace emb::cuda {
 
 inline constexpr int kMaxRowBuffers = 16;
 
-// Arrays of values by slot that move with the entries. `layout` [T, P, 2]: the byte at which row 0
-// of a table begins in an array, and bytes per row.
+// Row buffers: arrays of values by slot that move with the entries. `layout` [T, P, 2]: the byte at
+// which row 0 of a table begins in a buffer, and bytes per row.
 struct DeviceRowBuffers {
   uint8_t* data[kMaxRowBuffers];
   int count;
@@ -26,6 +26,7 @@ struct Growth {
   int64_t *admitted_misses, *old_buckets, *first_new;
 };
 
+// Count the admitted misses of every table. The counts are 0 before the launch.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_wanted_kernel(Growth growth) {
   __shared__ int range[2];
@@ -39,6 +40,7 @@ struct Growth {
   admitted_misses.flush();
 }
 
+// Set the counts of admitted misses to 0.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_no_wanted_kernel(Growth growth) {
   for (int64_t t = simt::global_thread(); t < growth.index.num_tables;
@@ -99,6 +101,7 @@ EMB_DEVICE void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
   }
 }
 
+// Copy the row of slot `from` of table t to slot `to` in all row buffers. Called by the whole warp.
 EMB_DEVICE void copy_rows(const DeviceRowBuffers& buffers, int t, int64_t to, int64_t from) {
   for (int p = 0; p < buffers.count; ++p) {
     const int64_t* layout = buffers.layout + 2 * (int64_t{t} * buffers.count + p);

@@ -1,5 +1,6 @@
 // The hash index ops on the CPU: find and touch keys, list the misses of a batch, grow tables,
-// insert new keys, erase and expire, and rows of values by slot.
+// insert new keys, erase and expire, and rows of values by slot. Every op checks its arguments
+// (check.h) before it changes the index, and its result does not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -22,7 +23,7 @@ EMB_SELECT_KERNELS(HashInsertKernels, kHashInsertKernels, hash_insert_kernels)
 
 namespace {
 
-constexpr int64_t kKeysPerTask = 2048;  // to be looked up
+constexpr int64_t kKeysPerTask = 2048;  // keys that a task looks up
 
 // Call `body(segment, begin, end)` for ranges of ids of one segment each, in parallel.
 template <class Body>
@@ -123,7 +124,7 @@ void list_misses(const TouchCall& call, const int64_t* slots) {
                        call.groups.mutable_data_ptr<int32_t>(),
                        call.totals.mutable_data_ptr<int64_t>()};
   int64_t* end = call.offsets.mutable_data_ptr<int64_t>();
-  std::vector<int64_t> missing(num_tables, 0);  // by table, positions with a miss
+  std::vector<int64_t> missing(num_tables, 0);  // positions with a miss, by table
   for (int64_t f = 0; f < batch.segments; ++f) {
     missing[batch.tables[f]] += std::count_if(slots + batch.starts[f], slots + batch.starts[f + 1],
                                               [](int64_t slot) { return slot < 0; });
@@ -152,10 +153,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   const HashFindKernels& kernels = hash_find_kernels();
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
     const int64_t t = batch.tables[f];
-    const HashTouch use{call.scoring.order, stamp, call.scoring.of(t),
-                        call.counts == nullptr ? nullptr : call.counts + begin};
+    const HashTouch touch{call.scoring.order, stamp, call.scoring.of(t),
+                          call.counts == nullptr ? nullptr : call.counts + begin};
     const int64_t hits =
-        kernels.find(index.table(t), batch.ids + begin, end - begin, &use, out + begin);
+        kernels.find(index.table(t), batch.ids + begin, end - begin, &touch, out + begin);
     __atomic_fetch_add(&index.counter(t, kLookups), end - begin, __ATOMIC_RELAXED);
     __atomic_fetch_add(&index.counter(t, kHits), hits, __ATOMIC_RELAXED);
   });
@@ -163,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   return call.results();
 }
 
-constexpr int64_t kChoosersPerTask = 1024, kBucketsPerTask = 256;  // of an insertion
+constexpr int64_t kChoosersPerTask = 1024, kBucketsPerTask = 256;  // work of a task of an insertion
 
 // Fill the buckets that table t has gained; it had `old`.
 void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer* buffers,
@@ -177,15 +178,17 @@ void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer*
       });
 }
 
-void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Tensor& row_layout,
-                const Tensor& ids, const Tensor& starts, const Tensor& tables, Tensor slots,
-                const Tensor& offsets, std::optional<Tensor> admitted) {
-  const GrowCall call(tensors, rows, row_layout, ids, starts, tables, slots, offsets, admitted);
+void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
+                const Tensor& row_layout, const Tensor& ids, const Tensor& starts,
+                const Tensor& tables, Tensor slots, const Tensor& offsets,
+                std::optional<Tensor> admitted) {
+  const GrowCall call(tensors, row_buffers, row_layout, ids, starts, tables, slots, offsets,
+                      admitted);
   call.check_contents();
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
   const Misses& misses = call.misses;
-  const RowBuffers buffers(call.op, index, rows, row_layout);
+  const RowBuffers buffers(call.op, index, row_buffers, row_layout);
   std::vector<bool> grown(index.num_tables, false);
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const int64_t old = index.field(t, kBuckets);
@@ -445,8 +448,8 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
 
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
                         const Tensor& first, const Tensor& starting, double default_value,
-                        bool reads) {
-  const StartRowsCall call(values, slots, groups, first, starting, default_value, reads);
+                        bool returns_rows) {
+  const StartRowsCall call(values, slots, groups, first, starting, default_value, returns_rows);
   call.check_contents();
   const RowBytes target = call.matrix.bytes({});
   const auto* from = static_cast<const char*>(call.starting);
@@ -461,7 +464,7 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
         source = from + origin * target.bytes;
         if (origin == i) copy_row(row, source, target.bytes, 0);
       }
-      if (reads) copy_row(out + i * target.bytes, source, target.bytes, call.fill);
+      if (returns_rows) copy_row(out + i * target.bytes, source, target.bytes, call.fill);
     }
   });
   return call.rows;

@@ -62,37 +62,39 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts, const Tensor& tables,
     std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order) {
   const TouchCall call(tensors, ids, starts, tables, counts, batch_scores, order);
-  const KeyTouch use{call.scoring.order, call.counts, call.scoring.batch_scores};
+  const KeyTouch touch{call.scoring.order, call.counts, call.scoring.batch_scores};
   const MissOutput out{
       call.first.mutable_data_ptr<int64_t>(), call.totals.mutable_data_ptr<int64_t>(),
       call.offsets.mutable_data_ptr<int64_t>(), call.groups.mutable_data_ptr<int32_t>()};
   DeviceWork work(ids);
-  launch_hash_touch(work, device_index(call), key_batch(call), use,
+  launch_hash_touch(work, device_index(call), key_batch(call), touch,
                     call.slots.mutable_data_ptr<int64_t>(), out);
   return call.results();
 }
 
-DeviceRowBuffers device_buffers(const char* op, std::vector<Tensor>& rows, const Tensor& row_layout,
-                                const Tensor& like) {
-  STD_TORCH_CHECK(rows.size() <= kMaxRowBuffers, op, ": at most ", kMaxRowBuffers,
-                  " row buffers on a GPU, got ", rows.size());
+DeviceRowBuffers device_buffers(const char* op, std::vector<Tensor>& row_buffers,
+                                const Tensor& row_layout, const Tensor& like) {
+  STD_TORCH_CHECK(row_buffers.size() <= kMaxRowBuffers, op, ": at most ", kMaxRowBuffers,
+                  " row buffers on a GPU, got ", row_buffers.size());
   DeviceRowBuffers buffers{};
-  buffers.count = static_cast<int>(rows.size());
+  buffers.count = static_cast<int>(row_buffers.size());
   buffers.layout = row_layout.const_data_ptr<int64_t>();
   for (int p = 0; p < buffers.count; ++p) {
-    buffers.data[p] = static_cast<uint8_t*>(kernel_address(op, rows[p], like));
+    buffers.data[p] = static_cast<uint8_t*>(kernel_address(op, row_buffers[p], like));
   }
   return buffers;
 }
 
-void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> rows, const Tensor& row_layout,
-                const Tensor& ids, const Tensor& starts, const Tensor& tables, Tensor slots,
-                const Tensor& offsets, std::optional<Tensor> admitted) {
-  const GrowCall call(tensors, rows, row_layout, ids, starts, tables, slots, offsets, admitted);
+void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
+                const Tensor& row_layout, const Tensor& ids, const Tensor& starts,
+                const Tensor& tables, Tensor slots, const Tensor& offsets,
+                std::optional<Tensor> admitted) {
+  const GrowCall call(tensors, row_buffers, row_layout, ids, starts, tables, slots, offsets,
+                      admitted);
   DeviceWork work(ids);
   Growth growth{};
   growth.index = device_index(call);
-  growth.buffers = device_buffers(call.op, rows, row_layout, ids);
+  growth.buffers = device_buffers(call.op, row_buffers, row_layout, ids);
   growth.misses = {call.misses.offsets(), call.misses.admitted()};
   launch_grow(work, growth, key_batch(call), call.slots, call.index.slots / kSlots);
 }
@@ -147,18 +149,18 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   return removed;
 }
 
-void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const Tensor& rules,
+void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{buffers, layout, rules, ids, first, offsets, slots};
+  const InitialInputs in{row_buffers, layout, rules, ids, first, offsets, slots};
   in.check(op);
-  STD_TORCH_CHECK(buffers.size() <= kMaxInitialBuffers, op, ": at most ", kMaxInitialBuffers,
-                  " row buffers on a GPU, got ", buffers.size());
+  STD_TORCH_CHECK(row_buffers.size() <= kMaxInitialBuffers, op, ": at most ", kMaxInitialBuffers,
+                  " row buffers on a GPU, got ", row_buffers.size());
   InitialRows rows{};
-  for (const Tensor& buffer : buffers) {
+  for (const Tensor& buffer : row_buffers) {
     rows.buffers[rows.num_buffers++] = {buffer.mutable_data_ptr(),
-                                        float_dtype(op, "each plane", buffer.scalar_type())};
+                                        float_dtype(op, "each row buffer", buffer.scalar_type())};
   }
   rows.num_tables = static_cast<int>(in.num_tables());
   rows.layout = static_cast<const InitialLayout*>(layout.const_data_ptr());
@@ -191,9 +193,9 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
 
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
                         const Tensor& first, const Tensor& starting, double default_value,
-                        bool reads) {
-  const StartRowsCall call(values, slots, groups, first, starting, default_value, reads);
-  void* out = reads ? call.rows.mutable_data_ptr() : nullptr;
+                        bool returns_rows) {
+  const StartRowsCall call(values, slots, groups, first, starting, default_value, returns_rows);
+  void* out = returns_rows ? call.rows.mutable_data_ptr() : nullptr;
   launch_read_rows(CudaLauncher(values), call.matrix.bytes({out, call.starting}), call.slots,
                    call.n, {call.starting, call.groups, call.first}, call.fill, out);
   return call.rows;

@@ -17,9 +17,10 @@ enum class InitialKind : int { kUniform, kNormal, kConstant, kKeyModulo };
 // A row of the tensor `rules`, float64.
 struct InitialRule {
   double kind;
-  double base, scale;  // of a random number: lower bound and span, or mean and deviation
+  double base,
+      scale;  // lower bound and span of a uniform number, or mean and deviation of a normal one
   double first, span;  // range of probabilities that the normal distribution is truncated to
-  double low, high;    // and the values at its ends
+  double low, high;    // values at the ends of that range
 };
 
 inline constexpr int kInitialRuleColumns = 7;
@@ -28,7 +29,7 @@ static_assert(sizeof(InitialRule) == kInitialRuleColumns * sizeof(double));
 // The location of the rows of a table in an array: a row of the tensor `layout`, int64. `stream`
 // distinguishes tables that have keys in common.
 struct InitialLayout {
-  int64_t offset;  // in elements
+  int64_t offset;  // elements before row 0
   int64_t stride;
   int64_t rows;
   int64_t dim;

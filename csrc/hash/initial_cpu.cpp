@@ -31,7 +31,8 @@ void check_contents(const char* op, const InitialInputs& in, const std::vector<B
                          (x.rows - 1 <= (numel - x.offset) / x.stride &&
                           (x.rows - 1) * x.stride + x.dim <= numel - x.offset)),
                     op, ": layout must place the rows of table ", i / in.num_buffers(),
-                    " inside plane ", i % in.num_buffers(), ", which has ", numel, " elements");
+                    " inside row buffer ", i % in.num_buffers(), ", which has ", numel,
+                    " elements");
   }
   const auto* offsets = in.offsets.const_data_ptr<int64_t>();
   bool ascending = offsets[0] >= 0 && offsets[in.num_tables()] <= in.first.numel();
@@ -47,16 +48,16 @@ void check_contents(const char* op, const InitialInputs& in, const std::vector<B
   }
 }
 
-void hash_initial_rows_(std::vector<Tensor> buffers, const Tensor& layout, const Tensor& rules,
+void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
   const char* op = "hash_initial_rows_";
-  const InitialInputs in{buffers, layout, rules, ids, first, offsets, slots};
+  const InitialInputs in{row_buffers, layout, rules, ids, first, offsets, slots};
   in.check(op);
   std::vector<Buffer> memory;
-  for (const Tensor& buffer : buffers) {
+  for (const Tensor& buffer : row_buffers) {
     memory.push_back({static_cast<char*>(buffer.mutable_data_ptr()),
-                      float_dtype(op, "each plane", buffer.scalar_type()), buffer.numel()});
+                      float_dtype(op, "each row buffer", buffer.scalar_type()), buffer.numel()});
   }
   check_contents(op, in, memory);
   const auto* row_layout = static_cast<const InitialLayout*>(layout.const_data_ptr());

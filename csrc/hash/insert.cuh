@@ -59,7 +59,7 @@ struct NewEntry {
 EMB_DEVICE NewEntry new_entry(const Insertion& insertion, int64_t miss, int t) {
   const int64_t batch_score = insertion.batch_scores == nullptr ? 0 : insertion.batch_scores[t];
   return {miss, insertion.ids[insertion.first[miss]], *insertion.index.clock,
-          counts_uses(insertion.order) ? insertion.totals[miss] : batch_score};
+          order_counts_uses(insertion.order) ? insertion.totals[miss] : batch_score};
 }
 
 // An entry that may be evicted, and its slot in the bucket; -1 for none.

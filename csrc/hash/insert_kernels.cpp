@@ -1,4 +1,7 @@
-// Inserts missing keys and splits buckets on one CPU thread; see hash_insert_ and hash_grow_.
+// Inserts missing keys and splits buckets on one CPU thread: the steps of a round of `hash_insert_`
+// and of `hash_grow_` (hash_cpu.cpp). In a round all pending keys choose a bucket from one state of
+// the table; then choices are carried out in the order of misses, each bucket giving away at most
+// `slots_of_round`. A key whose bucket gave none away stays pending.
 
 #include <cstring>
 
@@ -44,6 +47,7 @@ EMB_HD EvictionCandidate min_value(const HashInsertion& insertion, int64_t bucke
           static_cast<int>(count)};
 }
 
+// Return whether a missing key may replace an entry.
 EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
                       const EvictionCandidate& candidate) {
   if (candidate.slot == kNoSlot) return false;
@@ -84,10 +88,13 @@ void read_states(const HashInsertion& insertion, int64_t begin, int64_t end, Buc
   }
 }
 
+// Return the choice of a bucket with `room` free slots, or entries that can be evicted.
 EMB_HD Choice choice_of(int64_t slot, Choice::Mode mode, int room) {
   return {slot, mode, room - slots_of_round(room)};
 }
 
+// Choose for a miss: the bucket with more free slots, else the entry of both buckets that ranks
+// lowest. `states` may be null, see HashInsertKernels.
 EMB_HD Choice choose_one(const HashInsertion& insertion, const BucketState* states, int64_t miss) {
   const auto [first, second] = buckets_of(insertion, miss);
   const int in_first = free_slots(insertion, states, first);
@@ -139,6 +146,7 @@ void choose(const HashInsertion& insertion, const BucketState* states, const int
   }
 }
 
+// Write the entry of a miss into a slot; report the entry that it evicts, if `status` says so.
 EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, InsertStatus status) {
   const HashTable& table = insertion.table;
   int64_t* entry = table.entry(slot);
@@ -156,6 +164,8 @@ EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, Ins
   insertion.status[miss] = static_cast<uint8_t>(status);
 }
 
+// Carry out a choice that is not kRefused. The miss keeps kNoSlot if the bucket has given away its
+// share of the round.
 EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choice& choice) {
   const HashTable& table = insertion.table;
   const int64_t bucket = choice.slot / kSlots;
@@ -203,6 +213,7 @@ EMB_HD bool is_first_child(int64_t child, int64_t parent, int64_t old, uint64_t 
   return child == parent + (undivided ? half : static_cast<int64_t>(old_mask) + 1);
 }
 
+// Move an entry and its rows to an empty slot of the same table.
 EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const RowBuffer* buffers,
                        int num_buffers) {
   table.tags[to] = table.tags[from];
@@ -214,6 +225,7 @@ EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const R
   }
 }
 
+// Move the entries of a bucket whose address has changed since the table was `before`.
 EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_t bucket,
                          const RowBuffer* buffers, int num_buffers) {
   uint32_t used = ~match(table.tags + bucket * kSlots, kEmptyTag);
@@ -224,9 +236,8 @@ EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_
     const int64_t target = is_first ? table.first(mixed) : table.second(mixed);
     if (target == bucket) continue;
     const uint32_t empty = match(table.tags + target * kSlots, kEmptyTag);
-    if (empty == 0)
-      continue;  // only if new buckets were not empty, which is the caller's error; never write
-                 // beyond the bucket
+    // New buckets are empty unless the caller erred; even then, never write beyond the bucket.
+    if (empty == 0) continue;
     move_entry(table, slot, target * kSlots + lowest(empty), buffers, num_buffers);
   }
 }

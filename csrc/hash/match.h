@@ -1,4 +1,5 @@
-// Compares the tags of a bucket. Only `*_kernels.cpp` may include it.
+// Finds a key in a bucket or a table by comparing tags, for CPU kernels. Only `*_kernels.cpp` may
+// include it.
 #pragma once
 
 #include <bit>
@@ -15,6 +16,8 @@
 
 namespace emb::EMB_ISA {
 
+// Return a mask with a bit per slot of a bucket: whether its tag equals `tag`. `tags` are the 32
+// tags of the bucket.
 EMB_HD uint32_t match(const uint8_t* tags, uint8_t tag) {
 #if defined(__AVX2__)
   const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tags));
@@ -34,9 +37,11 @@ EMB_HD uint32_t match(const uint8_t* tags, uint8_t tag) {
 #endif
 }
 
+// Return the number of the lowest set bit; `mask` is not 0.
 EMB_HD int lowest(uint32_t mask) { return __builtin_ctz(mask); }
 
-// Return the slot of `key` among the `candidates` of a bucket; -1 for none.
+// Return the slot of `key` among the slots of a bucket whose bits are set in `candidates`, kNoSlot
+// if it is in none of them.
 EMB_HD int64_t find_among(const HashTable& table, int64_t bucket, uint32_t candidates,
                           int64_t key) {
   for (; candidates != 0; candidates &= candidates - 1) {
@@ -46,10 +51,12 @@ EMB_HD int64_t find_among(const HashTable& table, int64_t bucket, uint32_t candi
   return kNoSlot;
 }
 
+// Return the slot of `key`, whose tag is `tag`, in a bucket, kNoSlot if it is not there.
 EMB_HD int64_t find_in(const HashTable& table, int64_t bucket, uint8_t tag, int64_t key) {
   return find_among(table, bucket, match(table.tags + bucket * kSlots, tag), key);
 }
 
+// Return the slot of `key` in a table, kNoSlot if it has none.
 EMB_HD int64_t find_key(const HashTable& table, int64_t key) {
   const uint64_t mixed = table.hash(key);
   const uint8_t tag = tag_of(mixed);

@@ -29,8 +29,8 @@ struct CellClaim {
 // numbered, kNumberedCell and the number of its miss.
 struct KeyCells {
   uint32_t* cells;
-  uint32_t mask;      // of the cells
-  uint32_t* cell_of;  // by position; kNoCell for keys that are not taken
+  uint32_t mask;      // number of cells - 1, a mask of ones
+  uint32_t* cell_of;  // cell of each position; kNoCell for keys that are not taken
   uint64_t hash_key;
 
   // Claim the cell of the key at a position of table t. The value of a claimed cell only decreases,
@@ -72,11 +72,11 @@ struct MissOutput {
 
 // Scratch for the numbers of a batch's misses.
 struct BatchPlan {
-  int32_t* segments;     // in the order of their tables
-  int64_t* starts;       // where each begins in a batch of that order, and their end
-  int32_t* next;         // by table, and for segments of no table: while segments are ordered
-  int64_t* misses;       // by table
-  int32_t* part_firsts;  // by part of the batch: its first positions + 1; 0 until known
+  int32_t* segments;     // segments in the order of their tables
+  int64_t* starts;       // beginning of each in a batch of that order, and their end
+  int32_t* next;         // next segment of each table, and of no table, while segments are ordered
+  int64_t* misses;       // misses of each table
+  int32_t* part_firsts;  // first positions of each part of the batch, + 1; 0 until known
   int32_t *taken_parts, *is_valid;
 };
 

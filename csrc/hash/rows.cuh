@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kTileThreads)
 struct SlotCells {
   int32_t* cells;
   uint32_t mask;
-  uint32_t* cell_of;  // by position
+  uint32_t* cell_of;  // cell of each position
 };
 
 // The value of a claimed cell only increases, and all its values are positions of one slot.
@@ -249,7 +249,7 @@ template <class T>
 __global__ void __launch_bounds__(kTileThreads)
     hash_add_rows_kernel(RowArray<T> values, SlotGroups groups, int64_t dim, int lanes,
                          const T* rows) {
-  constexpr int kColumns = 16 / static_cast<int>(sizeof(T));  // of a lane
+  constexpr int kColumns = 16 / static_cast<int>(sizeof(T));  // columns that a lane holds
   const LaneGroup lane(lanes);
   const int64_t step = simt::warps_in_grid() * lane.groups_in_warp();
   const int count = *groups.count;

@@ -15,7 +15,7 @@ struct TierRows {
   float* row_states[kMaxRowStates] = {};
   Dtype weight_type = Dtype::kFloat;
   Dtype state_types[kMaxElementStates] = {};
-  int64_t elements = 0;  // of the weights
+  int64_t elements = 0;  // elements of the weights
   int64_t rows = 0;      // entries of the row-wise states, a large number if there are none
 
   // Return whether weights and element-wise states start at a multiple of `columns` elements.
@@ -48,7 +48,7 @@ struct UpdateRowsArgs {
   const float* grads;  // [.., width]
   int64_t width;
   const double* hyper;
-  const int32_t* rows = nullptr;  // of the gradients; null if there is one for each row
+  const int32_t* rows = nullptr;  // row of each gradient; null if gradient i is that of row i
   int64_t first_row = 0;          // id of row 0 in the random numbers of stochastic rounding
 };
 

@@ -2,18 +2,20 @@
 // functor.
 //
 // A functor is a pure function of registers: no thread index, no device, no dtype. It is built from
-// `hyper` and runs in three steps. `add_sums` is called for every element of a row and adds its
-// terms to up to kNumRowSums sums; `begin_row` turns these and the row-wise states into two
-// factors; `step` updates one element. The sums are skipped for optimizers that need none. The CPU
-// and CUDA drivers differ only in which thread calls them:
+// `hyper`. `add_sums` is called for every element of a row and adds its terms to up to kNumRowSums
+// sums; `begin_row` turns these and the row-wise states into two factors; `step` updates one
+// element. Optimizers without sums skip the first. The CPU and CUDA drivers differ only in which
+// thread calls them. The members of a functor:
 //
-//   kName, kNumHyper          its name, and its number of arguments after the common entries of
-//   `hyper` kElementStates            states with one entry per element, which come first in the
-//   list of states kSteppedStates            how many of them `step` updates; the others are not
-//   touched kRowStates                states of one float per row kNumRowSums               how
-//   many sums kSumsNeedGradientOnly     whether the sums depend on the gradient only kCountsSteps
-//   whether `hyper` must hold the number of the step, from 1 add_sums<Math>(w, g, m, v, sums),
-//   begin_row(states, sums, dim), step(w, g, &m, &v, scale)
+//   kName                 its name
+//   kNumHyper             its arguments in `hyper`, after the common entries
+//   kElementStates        states with one entry per element, which come first in the list of states
+//   kSteppedStates        how many of them `step` updates; the others are not touched
+//   kRowStates            states of one float per row
+//   kNumRowSums           sums over a row
+//   kSumsNeedGradientOnly whether the sums depend on the gradient only
+//   kCountsSteps          whether `hyper` must hold the number of the step, from 1
+//   add_sums<Math>(w, g, m, v, sums), begin_row(states, sums, dim), step(w, g, &m, &v, scale)
 #pragma once
 
 #include <cmath>

@@ -24,9 +24,9 @@ struct OptimizerStepArgs {
   int stepped_states = 0;        // element-wise states that the optimizer updates
   int row_states = 0;
   int sums = 0;                         // how many sums over a row it needs,
-  bool sums_need_gradient_only = true;  // and whether they depend on the gradient only
+  bool sums_need_gradient_only = true;  // whether the sums depend on the gradient only
   const double* hyper =
-      nullptr;  // on the device, so that a captured graph reads its current values
+      nullptr;  // device memory, so that a captured graph reads its current values
   TierRows tiers[kTiers] = {};
 
   // Return whether the first step of a row needs all of the row.
@@ -239,7 +239,7 @@ EMB_DEVICE void add_penalty(const Step& step, const Columns& x, float (&gradient
 
 // Where a lane's columns are written after the step.
 struct ColumnLocation {
-  int64_t element;  // in the tier
+  int64_t element;  // first element of the columns in the tier
   int64_t row;      // linear row id
   int column, valid;
 };

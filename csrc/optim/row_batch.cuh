@@ -26,12 +26,11 @@ struct RowLayout {
   }
 
   EMB_DEVICE int rank() const { return static_cast<int>(threadIdx.x) & (lanes - 1); }
-  EMB_DEVICE int own() const {
-    return vectors ? rank() * kColumns : rank();
-  }  // first column of lane,
-  EMB_DEVICE int step() const { return vectors ? 1 : lanes; }  // and how far apart its columns are
+  // Return the first column of the lane in a slice.
+  EMB_DEVICE int own() const { return vectors ? rank() * kColumns : rank(); }
+  EMB_DEVICE int step() const { return vectors ? 1 : lanes; }  // distance between columns of a lane
   EMB_DEVICE int width() const { return lanes * kColumns; }    // columns of a slice
-  EMB_DEVICE int columns() const { return width() << log2_slices; }  // of a row in a batch
+  EMB_DEVICE int columns() const { return width() << log2_slices; }  // columns of a row in a batch
   EMB_DEVICE int slice_of_row(int s) const { return s & ((1 << log2_slices) - 1); }
   EMB_DEVICE bool is_first_slice(int s) const { return slice_of_row(s) == 0; }
   EMB_DEVICE bool is_last_slice(int s) const { return slice_of_row(s + 1) == 0; }
@@ -44,7 +43,7 @@ struct RowLayout {
 // Where a lane's columns of a slice start. The functions below are passed a function of the number
 // of the slice, `location_of(s)`: locations are computed when they are used.
 struct SliceLocation {
-  int64_t element;  // in weights and element-wise states
+  int64_t element;  // first element of the row in weights and element-wise states
   int valid;        // columns from there to the end of the row; none if <= 0
 };
 

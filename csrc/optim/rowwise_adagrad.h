@@ -214,11 +214,11 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   enum AdjustColumn : int {
     kDecayKind = kHalflife + 1,  // a CounterDecay
     kRate,
-    kFirstStep,            // of the adjustments
+    kFirstStep,            // step from which on rates are adjusted
     kBound,                // exponent or bound of the tail's learning rate
     kTailRate,             // a TailRate
     kThreshold,            // count from which a row is in the tail
-    kThresholdIsRelative,  // to the largest count
+    kThresholdIsRelative,  // whether the threshold is a part of the largest count
     kLargestCount
   };
   static constexpr const char* kName = "rowwise_adagrad_counter";

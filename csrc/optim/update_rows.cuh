@@ -1,7 +1,7 @@
 // An optimizer over all rows of matrices with dense gradients on the GPU: a block per row, a warp
 // per row of up to 128 columns, with the same bits. A row whose gradient is all zero was not part
-// of the batch and keeps its weights and states. One launch serves one matrix, whose arguments are
-// those of the kernel, or any number, whose arguments are in device memory.
+// of the batch and keeps its weights and states. One launch serves one matrix, described by the
+// arguments of the kernel, or any number of them, described in device memory.
 #pragma once
 
 #include "core/search.cuh"
@@ -31,8 +31,9 @@ struct MatrixStep {
   int64_t first_block;  // among the blocks of all matrices
 };
 
-// Replace each of `values` by its sum over the block, in warp order, and return whether `flag`
-// holds in any thread; in every thread. Two barriers.
+// Replace each of `values`, in every thread, by its sum over the block, added in the order of
+// warps. Return whether `flag` holds in any thread. All threads of the block call this; two
+// barriers.
 EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   constexpr int kWarps = kMatrixThreads / static_cast<int>(simt::kWarp);
   __shared__ float sum_of_warp[kWarps][kMaxRowSums];
@@ -70,6 +71,7 @@ EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 
 // Add the terms of this thread's columns to the sums of a row; return whether their gradient is
 // nonzero.
+template <class Access>
 EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, const Step& step,
                         const TierRows& tier, int64_t start, unsigned thread, unsigned threads,
                         float (&sums)[kMaxRowSums]) {
@@ -83,15 +85,16 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
     if (args.sums == 0) continue;
     Columns x;
     if (!args.sums_need_gradient_only || step.decay.l2 != 0.0f) {
-      load_columns<AtRunTime>(args, tier, start + column, valid, &x);
+      load_columns<Access>(args, tier, start + column, valid, &x);
       add_penalty(step, x, gradient);
     }
-    sum_columns<AtRunTime>(args, step, x, gradient, sums);
+    sum_columns<Access>(args, step, x, gradient, sums);
   }
   return nonzero;
 }
 
 // Update the rows of block `block` of a matrix; all threads of the block call this.
+template <class Access>
 EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs& args,
                                    const Step& step, const TierRows& tier, int64_t block) {
   const bool by_warp = in.by_warp();
@@ -104,10 +107,9 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs
   for (int s = 0; s < kMaxRowStates; ++s) {
     if (s < args.row_states) states[s] = tier.row_states[s][row];
   }
-  const bool nonzero = sum_row(in, args, step, tier, start, thread, threads, sums);
+  const bool nonzero = sum_row<Access>(in, args, step, tier, start, thread, threads, sums);
   if (!(by_warp ? warp_sums(sums, nonzero) : block_sums(sums, nonzero))) return;
-  const RowFactors scale =
-      begin_row<AtRunTime>(args, step, states, sums, static_cast<int>(in.width));
+  const RowFactors scale = begin_row<Access>(args, step, states, sums, static_cast<int>(in.width));
   for (int s = 0; s < kMaxRowStates; ++s) {
     if (s < args.row_states && thread == 0) tier.row_states[s][row] = states[s];
   }
@@ -116,55 +118,62 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs
     float gradient[kColumns];
     Columns x;
     read_columns(in.grad + start + column, valid, gradient);
-    load_columns<AtRunTime>(args, tier, start + column, valid, &x);
+    load_columns<Access>(args, tier, start + column, valid, &x);
     add_penalty(step, x, gradient);
     const ColumnLocation location{start + column, in.first_row + row, static_cast<int>(column),
                                   valid};
-    step_columns<AtRunTime>(args, step, tier, location, gradient, scale, &x);
+    step_columns<Access>(args, step, tier, location, gradient, scale, &x);
   }
 }
 
-// Six blocks per multiprocessor allow 80 registers; left alone, ptxas takes 64 and spills two.
-[[maybe_unused]] static __global__ void __launch_bounds__(kMatrixThreads, 6)
-    update_rows_kernel(MatrixGrad in, OptimizerStepArgs args) {
+// The matrices of a launch: one, or `count` of them in device memory.
+struct MatrixSteps {
+  MatrixStep one;
+  const MatrixStep* many = nullptr;
+  int count = 1;
+  int64_t blocks = 0;  // blocks that all matrices take together
+
+  EMB_DEVICE const MatrixStep& of_block(int64_t block) const {
+    if (many == nullptr) return one;
+    const auto first_block = [&](int i) { return many[i].first_block; };
+    return many[warp_search(first_block, count, block)];
+  }
+};
+
+// One kernel serves one matrix and many, and one library file compiles it (update_matrix.h): a copy
+// is a hundred kilobytes of code. Six blocks per multiprocessor allow 80 registers; left alone,
+// ptxas takes 64 and spills two.
+template <class Access>
+__global__ void __launch_bounds__(kMatrixThreads, 6)
+    update_matrices_kernel(const EMB_GRID_CONSTANT MatrixSteps matrices, OptimizerStepArgs args) {
   __shared__ StepStorage storage;
-  build_step<AtRunTime>(args, &storage);
+  build_step<Access>(args, &storage);
   const Step& step = storage.get();
-  for (int64_t block = blockIdx.x; block < in.blocks(); block += gridDim.x) {
-    update_matrix_rows(in, args, step, step.tiers[0], block);
+  for (int64_t block = blockIdx.x; block < matrices.blocks; block += gridDim.x) {
+    const MatrixStep& matrix = matrices.of_block(block);
+    update_matrix_rows<Access>(matrix.in, args, step, matrix.tier, block - matrix.first_block);
   }
 }
 
-// The same for `count` matrices with `blocks` blocks in all; the tiers of `args` are not read.
-[[maybe_unused]] static __global__ void __launch_bounds__(kMatrixThreads, 6)
-    update_matrices_kernel(const MatrixStep* matrices, int count, int64_t blocks,
-                           OptimizerStepArgs args) {
-  __shared__ StepStorage storage;
-  build_step<AtRunTime>(args, &storage);
-  const Step& step = storage.get();
-  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const auto first = [&](int i) { return matrices[i].first_block; };
-    const MatrixStep& matrix = matrices[warp_search(first, count, block)];
-    update_matrix_rows(matrix.in, args, step, matrix.tier, block - matrix.first_block);
-  }
-}
-
+// Update the matrix `in` with the first tier of `step`.
 template <class Launcher>
 void launch_update_rows(const Launcher& launcher, const MatrixGrad& in,
                         const OptimizerStepArgs& step) {
   if (in.rows * in.width == 0) return;
-  launcher(update_rows_kernel, blocks_for(in.blocks(), 1, launcher.blocks(64)), kMatrixThreads, in,
-           step);
+  const MatrixSteps one{{in, step.tiers[0], 0}, nullptr, 1, in.blocks()};
+  launcher(update_matrices_kernel<AtRunTime>, blocks_for(in.blocks(), 1, launcher.blocks(64)),
+           kMatrixThreads, one, step);
 }
 
-// `matrices` are in device memory.
+// Update `count` matrices with `blocks` blocks in all; `matrices` are in device memory. The tiers
+// of `step` are not read.
 template <class Launcher>
 void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices, int count,
                             int64_t blocks, const OptimizerStepArgs& step) {
   if (blocks == 0) return;
   // Each block builds the numbers of the optimizer, which takes Adam two powers in double.
-  launcher(update_matrices_kernel, blocks_for(blocks, 1, launcher.blocks(12)), kMatrixThreads,
-           matrices, count, blocks, step);
+  launcher(update_matrices_kernel<AtRunTime>, blocks_for(blocks, 1, launcher.blocks(12)),
+           kMatrixThreads, MatrixSteps{{}, matrices, count, blocks}, step);
 }
 
 }  // namespace emb::cuda

@@ -3,16 +3,30 @@
 
 #include <vector>
 
+#include "core/check.h"
+#include "optim/device_states.h"
 #include "optim/update_matrix.h"
 
 namespace emb::cuda {
+
+template void launch_update_matrices(const CudaLauncher&, const MatrixStep*, int, int64_t,
+                                     const OptimizerStepArgs&);
+
 namespace {
 
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
                   int64_t optimizer, const Tensor& grads, int64_t first_row) {
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
-  update_matrix(op, CudaLauncher(weights), weights, states, hyper, optimizer, grads, first_row);
+  const CudaLauncher launcher(weights);
+  check_same_device(op, "grads", grads, weights);
+  check_same_device(op, "hyper", hyper, weights);
+  const OptimizerStepArgs step =
+      optimizer_step_args(op, {weights}, optimizer, states, hyper, weights.size(0));
+  const Tensor gradient = torch::stable::contiguous(grads);
+  const MatrixGrad in{gradient.const_data_ptr<float>(), weights.size(0), weights.size(1),
+                      first_row};
+  launch_update_rows(launcher, in, step);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ struct RowScale {
   half16 scale, offset;
 };
 
-inline constexpr int kWordBytes = 4;  // of which a row is a multiple
+inline constexpr int kWordBytes = 4;  // rows are a multiple of a word
 inline constexpr int kHeaderBytes = sizeof(RowScale);
 static_assert(kHeaderBytes == 4);
 
@@ -27,7 +27,7 @@ inline constexpr float kLargestHalf = 65504.0f;
 // Return the bytes of the numbers of `columns` values.
 EMB_HD int64_t packed_bytes(int64_t columns, int bits) { return (columns * bits + 7) / 8; }
 
-// Return the bytes from a row to the next.
+// Return the bytes of a row of `dim` columns, header and padding included.
 EMB_HD int64_t row_bytes(int64_t dim, int bits) {
   const uint64_t words = (static_cast<uint64_t>(dim * bits) + 31) / 32;
   return kHeaderBytes + static_cast<int64_t>(words) * kWordBytes;
@@ -96,13 +96,9 @@ struct QuantLookupArgs {
   const uint8_t* packed;  // row 0 of the feature's table
   int64_t rows, dim;
   const void* indices;
-  Bags bags;
-  Pooling pooling;
+  BagRows bags;
   const float* sample_weights;  // [L] or null
-  const BagLayout* bag_layout;  // of a variable batch, else null
-  // Output row of bag `first_bag`; of lookup 0 for NONE; element 0 in a variable batch.
-  void* out;
-  int64_t out_stride, first_bag;
+  void* out;                    // base of the rows of `bags`
 };
 
 using QuantLookupFn = void (*)(const QuantLookupArgs&, int64_t first_bag, int64_t last_bag);

@@ -1,8 +1,10 @@
-// Quantised tables on the GPU: quantise rows, look up bags.
+// Quantised tables on the GPU: `quantize_rows_`, a warp per row, and `quant_lookup`, which reads
+// rows as they are stored and adds up floats. args.h has the format of rows.
 #pragma once
 
 #include <type_traits>
 
+#include "core/bag_task.cuh"
 #include "core/dtype.h"
 #include "core/half.h"
 #include "core/layout.h"
@@ -88,7 +90,7 @@ inline constexpr int kQuantThreads = 128;
 inline constexpr int kQuantPoolBlocks = 6;
 inline constexpr int kQuantShortBlocks = 7;
 inline constexpr int kQuad = 4;          // columns
-inline constexpr int kQuantColumns = 8;  // per lane: two quads
+inline constexpr int kQuantColumns = 8;  // columns per lane: two quads
 inline constexpr int kQuantRowsInFlight = 8;
 inline constexpr int kMinQuantLanes = kQuantRowsInFlight;  // so each row in flight has its lane
 
@@ -109,41 +111,8 @@ struct QuantArgs {
   EMB_HD int64_t items() const { return pooling == Pooling::kNone ? bags.num_lookups : bags.count; }
 };
 
-// A bag, or without pooling a lookup. Only what the inner loop needs stays in registers.
-struct QuantTask {
-  const Feature* feature;
-  int begin = 0, length = 0, dim = 0;
-
-  EMB_DEVICE QuantTask(const QuantArgs& args, uint32_t item) : feature(args.features) {
-    if (item >= args.items()) return;
-    if (args.pooling == Pooling::kNone) {
-      begin = static_cast<int>(item);
-      dim = static_cast<int>(args.columns);
-      // Lookups before the first bag have no feature; their output is zero.
-      if (begin < args.bags.begin(0)) return;
-      feature += feature_of_lookup(args.map, args.bags, args.num_features, begin);
-      length = 1;
-      return;
-    }
-    feature += args.map.feature(item);
-    begin = static_cast<int>(args.bags.begin(item));
-    length = static_cast<int>(args.bags.end(item)) - begin;
-    dim = static_cast<int>(feature->dim);
-  }
-
-  // Return the factor of the sum of the rows.
-  EMB_DEVICE float mean_factor(const QuantArgs& args) const {
-    const bool mean = args.pooling == Pooling::kMean && length > 0;
-    return mean ? 1.0f / static_cast<float>(length) : 1.0f;
-  }
-  // Return the first element of the output of `item`.
-  EMB_DEVICE int64_t element(const QuantArgs& args, uint32_t item) const {
-    if (args.pooling == Pooling::kNone) return item * args.columns;
-    return dim > 0 ? args.map.element(item, feature->column) : 0;
-  }
-};
-
-// The scale and offset of the row of lookup `i` at `address` (null: none), and its weight.
+// The scale and offset of the row of lookup `i`, which is at `address`, and the weight of the
+// lookup; zeros for a null address.
 struct QuantHeader {
   uint32_t header = 0;
   float weight = 0.0f;
@@ -162,14 +131,14 @@ struct QuantHeader {
   }
 };
 
-// Return the index of lookup i of a bag, of any lookup after its end.
-EMB_DEVICE int64_t index_at(const QuantArgs& args, const QuantTask& task, int i) {
+// Return the index of lookup i of a bag, -1 beyond its end.
+EMB_DEVICE int64_t index_at(const QuantArgs& args, const BagTask& task, int i) {
   return i < task.length ? args.indices[task.begin + i] : -1;
 }
 
 // Return the address of row i of a bag, null if there is none.
 template <int kBits>
-EMB_DEVICE const uint8_t* row_address(const QuantArgs& args, const QuantTask& task, int i) {
+EMB_DEVICE const uint8_t* row_address(const QuantArgs& args, const BagTask& task, int i) {
   const int64_t row = repair_index(index_at(args, task, i), task.feature->rows);
   if (i >= task.length || row < 0) return nullptr;
   return args.packed + task.feature->weight_offset + row * row_bytes(task.dim, kBits);
@@ -182,7 +151,7 @@ EMB_DEVICE const uint8_t* shuffle(const uint8_t* address, int lane) {
 
 // The columns of a lane in its group's stripe of `kQuantColumns * lanes` columns.
 struct QuadColumns {
-  int first, second;  // of either quad
+  int first, second;  // first column of either quad
 
   EMB_DEVICE QuadColumns(const LaneGroup& lane, int base)
       : first(base + lane.rank * kQuad), second(first + lane.lanes * kQuad) {}
@@ -251,7 +220,7 @@ EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadCo
 // `Row` is the type of row numbers, which are shared: 64 bits cost another shuffle per row. Where
 // there is no row, row 0 is read and its numbers are multiplied by 0: no branch per row.
 template <int kBits, class Row>
-EMB_DEVICE void sum_packed(const QuantArgs& args, const QuantTask& task, const LaneGroup& lane,
+EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const LaneGroup& lane,
                            const QuadColumns& columns, int longest, float (&sum)[kQuantColumns]) {
   constexpr int R = kQuantRowsInFlight;
   const uint8_t* table = args.packed + task.feature->weight_offset;
@@ -304,7 +273,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
   const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * groups;
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * groups; first < bags;
        first += stride) {
-    const QuantTask task(args, first + lane.group);
+    const BagTask task(args, first + lane.group);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
     const bool large = __any_sync(simt::kFullMask, task.feature->rows >> 32 != 0);
@@ -317,10 +286,10 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
       } else {
         sum_packed<kBits, uint32_t>(args, task, lane, columns, longest, sum);
       }
-      const float factor = task.mean_factor(args);
+      const float factor = mean_factor(args.pooling, task.length);
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[e] *= factor;
-      write_quads<false>(args, task.element(args, first + lane.group), columns, task.dim, sum);
+      write_quads<false>(args, task.bag_element(args, first + lane.group), columns, task.dim, sum);
     }
   }
 }
@@ -339,7 +308,7 @@ struct QuantRow {
   const uint8_t* address;
   QuantHeader header;
 
-  EMB_DEVICE QuantRow(const QuantArgs& args, const QuantTask& task, int i)
+  EMB_DEVICE QuantRow(const QuantArgs& args, const BagTask& task, int i)
       : address(row_address<kBits>(args, task, i)),
         header(args, address, int64_t{task.begin} + i) {}
 };
@@ -347,7 +316,7 @@ struct QuantRow {
 // Write columns of the only rows of bags. Lane `owner` of the warp holds the metadata and the row
 // of the group's first bag, the next one `groups` lanes on.
 template <int kBits>
-EMB_DEVICE void write_single_rows(const QuantArgs& args, const QuantTask& task,
+EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
                                   const QuantRow<kBits>& row, int64_t element_of_lane,
                                   const QuadColumns& columns, int owner, int groups) {
   constexpr int N = kQuantColumns, S = kSingleRowsInFlight, kWarp = simt::kWarp;
@@ -373,9 +342,10 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const QuantTask& task,
   }
 }
 
-// Sum and write columns of some bags of a group; owners as above.
+// Sum and write columns of kQuantBagsInFlight bags of a group. `owner` is as above; `is_owner`:
+// this lane holds the metadata of one of these bags.
 template <int kBits>
-EMB_DEVICE void pool_short_bags(const QuantArgs& args, const QuantTask& task, QuantRow<kBits>& row,
+EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kBits>& row,
                                 int64_t element_of_lane, const QuadColumns& columns, int owner,
                                 int groups, bool is_owner) {
   constexpr int N = kQuantColumns, S = kQuantBagsInFlight, kWarp = simt::kWarp;
@@ -401,7 +371,7 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const QuantTask& task, Qu
       row = QuantRow<kBits>(args, task, next);
     }
   }
-  const float factor_of_lane = task.mean_factor(args);
+  const float factor_of_lane = mean_factor(args.pooling, task.length);
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, owner + s * groups);
@@ -424,7 +394,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
   const auto stride = static_cast<uint32_t>(simt::threads_in_grid());
   for (auto first = static_cast<uint32_t>(simt::global_warp() * simt::kWarp); first < items;
        first += stride) {
-    const QuantTask task(args, first + mine);
+    const BagTask task(args, int64_t{first} + mine, args.items());
     QuantRow<kBits> row(args, task, 0);
     const int64_t element = task.element(args, first + mine);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
@@ -453,17 +423,10 @@ inline bool has_short_quant_bags(const QuantArgs& args) {
   return args.pooling == Pooling::kNone || args.bags.num_lookups <= kShort * args.bags.count;
 }
 
-// Return the mean columns per output row; the width of each feature is known on the device only.
-inline int64_t quant_mean_width(const QuantArgs& args) {
-  const int64_t rows = args.map.layout != nullptr ? args.bags.count : args.num_features;
-  if (args.pooling == Pooling::kNone || rows == 0) return args.columns;
-  return (args.columns + rows - 1) / rows;
-}
-
 template <int kBits, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   constexpr int kWarp = static_cast<int>(simt::kWarp);
-  const int64_t width = quant_mean_width(args);
+  const int64_t width = mean_width(args);
   const int fewest = lanes_for(width, kQuantColumns);
   const int lanes = fewest < kMinQuantLanes ? kMinQuantLanes : fewest;
   const unsigned stripes = blocks_for(width, lanes * kQuantColumns, 64);

@@ -85,19 +85,14 @@ Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
           .at[call.bits == 8 ? 0 : 1][static_cast<int>(call.output_type)][indices.is_int64];
   for_feature_bags(bags, feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const Feature& x = feature[f];
-    const bool fixed = !none && !variable;
-    const int64_t first = fixed ? call.map.element(static_cast<uint32_t>(begin), x.column) : 0;
+    const int64_t base = BagRows::base(call.map, call.pooling, begin, x.column);
     const QuantLookupArgs args{rows + x.weight_offset,
                                x.rows,
                                x.dim,
                                indices.data,
-                               bags,
-                               call.pooling,
+                               {bags, call.pooling, call.map.layout, call.columns},
                                call.weights(),
-                               call.map.layout,
-                               output + first * out.element_size(),
-                               call.columns,
-                               begin};
+                               output + base * out.element_size()};
     pool(args, begin, end);
   });
   return out;

@@ -1,7 +1,7 @@
 // Quantised tables on one CPU thread: quantise rows (one pass for the range of a row, one for its
 // numbers), look up bags.
-
 #include "core/half.h"
+#include "core/pool_bag.h"
 #include "core/vec.h"
 #include "quant/args.h"
 
@@ -107,9 +107,8 @@ EMB_HD Vec load_packed_first(const uint8_t* p, int n) {
 
 namespace {
 
-// The lookup. As for plain tables, cache misses on random rows dominate: the rows of the next
-// lookups are prefetched, across bags, and a bag's sum stays in registers. Rows are converted to
-// floats before they are added: separate sums of their offsets would cancel in long bags.
+// The lookup. Rows are converted to floats before they are added: separate sums of their offsets
+// would cancel in long bags.
 
 // How many lookups ahead rows are prefetched: a row is one line, or a few.
 constexpr int64_t kAhead = 16;
@@ -144,114 +143,53 @@ struct RowFactors {
   }
 };
 
+// The lookups of one feature as `pool_bags` reads them. An address is `kHeaderBytes` before the
+// numbers of the first column that is not skipped.
 template <int kBits, class I>
 struct PackedRows {
   const QuantLookupArgs& args;
   int64_t stride, last;
+  int64_t skipped = 0;  // bytes of columns
 
-  EMB_HD int64_t row(int64_t i) const {
-    return repair_index(static_cast<const I*>(args.indices)[i], args.rows);
+  struct Values {
+    const uint8_t* numbers;
+    RowFactors factors;
+    EMB_HD Vec vector(int v) const {
+      return factors.by * load_packed<kBits>(numbers + v * kPackedBytes<kBits>) + factors.plus;
+    }
+    EMB_HD Vec first(int n) const {
+      return factors.by * load_packed_first<kBits>(numbers, n) + factors.plus;
+    }
+  };
+
+  EMB_HD int64_t dim() const { return args.dim; }
+  EMB_HD static int64_t distance() { return kAhead; }
+  EMB_HD void skip_columns(int64_t count) { skipped += count * kBits / 8; }
+  EMB_HD const uint8_t* at(int64_t i) const {
+    const int64_t row = repair_index(static_cast<const I*>(args.indices)[i], args.rows);
+    return row < 0 ? nullptr : args.packed + row * stride + skipped;
   }
-  // Return the address `kHeaderBytes` before the numbers of the columns from `column` on.
-  EMB_HD const uint8_t* at(int64_t row, int64_t column) const {
-    return args.packed + row * stride + column * kBits / 8;
+  EMB_HD Values values(const uint8_t* address, int64_t i) const {
+    const float weight = args.sample_weights != nullptr ? args.sample_weights[i] : 1.0f;
+    return {address + kHeaderBytes, {address - skipped, weight}};
   }
-  EMB_HD RowFactors factors(int64_t row, int64_t i) const {
-    return {at(row, 0), args.sample_weights ? args.sample_weights[i] : 1.0f};
-  }
-  // Prefetch columns [column, column + count) of the row of lookup i, if there is such a lookup.
-  EMB_HD void prefetch(int64_t i, int64_t column, int64_t count) const {
+  EMB_HD void prefetch(int64_t i, int64_t count) const {
     if (i >= last) return;
-    const int64_t r = row(i);
-    if (r < 0) return;
     // A row begins at any word of a line: the last line is not a multiple of 64 bytes away.
-    const uint8_t* p = at(r, column);
+    const uint8_t* address = at(i);
+    if (address == nullptr) return;
     const int64_t end = kHeaderBytes + packed_bytes(count, kBits);
-    for (int64_t line = 0; line < end - kWordBytes; line += 64) __builtin_prefetch(p + line, 0, 3);
-    __builtin_prefetch(p + end - 1, 0, 3);
+    for (int64_t line = 0; line < end - kWordBytes; line += 64) {
+      __builtin_prefetch(address + line, 0, 3);
+    }
+    __builtin_prefetch(address + end - 1, 0, 3);
   }
 };
 
-// Pool columns [column, column + kVectors * kLanes) of one bag.
-template <int kVectors, int kBits, class I, class O>
-EMB_HD void pool_block(const PackedRows<kBits, I>& rows, int64_t column, int64_t begin, int64_t end,
-                       float factor, O* out) {
-  Vec sums[kVectors] = {};
-  for (int64_t i = begin; i < end; ++i) {
-    rows.prefetch(i + kAhead, column, kVectors * kLanes);
-    const int64_t row = rows.row(i);
-    if (row < 0) continue;
-    const RowFactors factors = rows.factors(row, i);
-    const uint8_t* source = rows.at(row, column);
-    for (int v = 0; v < kVectors; ++v) {
-      const Vec numbers = load_packed<kBits>(source + kHeaderBytes + v * kPackedBytes<kBits>);
-      sums[v] += factors.by * numbers + factors.plus;
-    }
-  }
-  for (int v = 0; v < kVectors; ++v) {
-    store(out + column + v * kLanes, sums[v] * broadcast(factor));
-  }
-}
-
-template <int kBits, class I, class O>
-EMB_HD void pool_tail(const PackedRows<kBits, I>& rows, int64_t column, int64_t begin, int64_t end,
-                      float factor, O* out) {
-  const int rest = static_cast<int>(rows.args.dim - column);
-  Vec total = {};
-  for (int64_t i = begin; i < end; ++i) {
-    rows.prefetch(i + kAhead, column, rest);
-    const int64_t row = rows.row(i);
-    if (row < 0) continue;
-    const RowFactors factors = rows.factors(row, i);
-    const uint8_t* source = rows.at(row, column);
-    total += factors.by * load_packed_first<kBits>(source + kHeaderBytes, rest) + factors.plus;
-  }
-  store_first(out + column, total * broadcast(factor), rest);
-}
-
-template <int kBits, class I, class O>
-EMB_HD void pool_bag(const PackedRows<kBits, I>& rows, int64_t begin, int64_t end, float factor,
-                     O* out) {
-  const int64_t dim = rows.args.dim;
-  int64_t column = 0;
-  for (; dim - column >= 8 * kLanes; column += 8 * kLanes) {
-    pool_block<8>(rows, column, begin, end, factor, out);
-  }
-  if (dim - column >= 4 * kLanes) {
-    pool_block<4>(rows, column, begin, end, factor, out);
-    column += 4 * kLanes;
-  }
-  if (dim - column >= 2 * kLanes) {
-    pool_block<2>(rows, column, begin, end, factor, out);
-    column += 2 * kLanes;
-  }
-  if (dim - column >= kLanes) {
-    pool_block<1>(rows, column, begin, end, factor, out);
-    column += kLanes;
-  }
-  if (column < dim) pool_tail(rows, column, begin, end, factor, out);
-}
-
 template <int kBits, class O, class I>
 void lookup(const QuantLookupArgs& args, int64_t first_bag, int64_t last_bag) {
-  const int64_t first = args.bags.begin(first_bag), last = args.bags.end(last_bag - 1);
-  const PackedRows<kBits, I> rows{args, row_bytes(args.dim, kBits), last};
-  for (int64_t i = first; i < first + kAhead; ++i) rows.prefetch(i, 0, args.dim);
-  O* out = static_cast<O*>(args.out);
-  if (args.pooling == Pooling::kNone) {  // every lookup is a bag
-    for (int64_t i = first; i < last; ++i) {
-      pool_bag(rows, i, i + 1, 1.0f, out + i * args.out_stride);
-    }
-    return;
-  }
-  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
-    const bool mean = args.pooling == Pooling::kMean && end > begin;
-    const float factor = mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
-    const int64_t offset =
-        args.bag_layout ? args.bag_layout[bag].element : (bag - args.first_bag) * args.out_stride;
-    pool_bag(rows, begin, end, factor, out + offset);
-  }
+  const PackedRows<kBits, I> rows{args, row_bytes(args.dim, kBits), args.bags.end_lookup(last_bag)};
+  pool_bags(args.bags, rows, first_bag, last_bag, static_cast<O*>(args.out));
 }
 
 constexpr QuantLookupTable make_table() {

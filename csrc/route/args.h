@@ -47,8 +47,8 @@ EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row
 }
 
 struct RoutedId {
-  int64_t block;  // of its feature
-  int64_t id;     // as the rank with the block numbers it
+  int64_t block;  // block among those of its feature
+  int64_t id;     // row of the id as the rank with the block numbers it
 };
 
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
@@ -129,7 +129,7 @@ struct LocalPart {
 struct CombineArgs {
   const void* in;
   void* out;
-  LocalPart local;  // of `in` for `combine`, of `out` for `combine_backward`
+  LocalPart local;  // the local part of `in` for `combine`, of `out` for `combine_backward`
   const SourcePiece* pieces;
   IndexArray lengths;
   const int32_t* rows;

@@ -22,8 +22,9 @@ struct DeviceCombine {
   float scale;
   const void* in;
   void* out;
-  LocalPart local;                  // of the source of `combine`
-  int64_t source_numel, out_numel;  // those of `combine`, with `local`
+  LocalPart local;  // the local part of the source of `combine`
+  int64_t source_numel,
+      out_numel;  // elements of the source and the output of `combine`, `local` included
 };
 
 EMB_DEVICE bool lies_inside(int64_t offset, int64_t width, int64_t numel) {

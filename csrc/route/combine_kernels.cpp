@@ -2,6 +2,7 @@
 // not change.
 #include <type_traits>
 
+#include "core/pool_bag.h"
 #include "core/vec.h"
 #include "route/args.h"
 
@@ -38,37 +39,39 @@ void copy_rows(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64
   }
 }
 
+// The pieces of a target for one of its rows, as `pool_bag` reads them: piece i is row i.
+template <class S>
+struct PieceRows {
+  const CombineArgs& args;
+  int64_t width, row;
+  int64_t skipped = 0;  // columns
+
+  struct Values {
+    const S* address;
+    EMB_HD Vec vector(int v) const { return load(address + v * kLanes); }
+    EMB_HD Vec first(int n) const { return load_first(address, n); }
+  };
+
+  EMB_HD int64_t dim() const { return width; }
+  EMB_HD static int64_t distance() { return 0; }
+  EMB_HD void skip_columns(int64_t count) { skipped += count; }
+  EMB_HD const S* at(int64_t piece) const {
+    const S* address = row_of(args, args.pieces[piece], static_cast<const S*>(args.in), row);
+    return address == nullptr ? nullptr : address + skipped;
+  }
+  EMB_HD static Values values(const S* address, int64_t) { return {address}; }
+  EMB_HD static void prefetch(int64_t, int64_t) {}  // rows of a target are neighbours
+};
+
 // Sum the pieces of a target for a row, divide by `length` and multiply by the scale.
 template <class S, class O>
 void add_rows(const CombineArgs& args, const Target& target, int64_t row, float length, O* out) {
-  const auto add = [&](const auto& body) {
-    for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
-      const S* piece = row_of(args, args.pieces[p], static_cast<const S*>(args.in), row);
-      if (piece != nullptr) body(piece);
-    }
-  };
   const auto scaled = [&](Vec sum) {
     if (length != 1.0f) sum /= broadcast(length);
     return args.scale != 1.0f ? sum * broadcast(args.scale) : sum;
   };
-  int64_t c = 0;
-  for (; c + 4 * kLanes <= target.width; c += 4 * kLanes) {
-    Vec sum[4] = {};
-    add([&](const S* piece) {
-      for (int v = 0; v < 4; ++v) sum[v] += load(piece + c + v * kLanes);
-    });
-    for (int v = 0; v < 4; ++v) store(out + c + v * kLanes, scaled(sum[v]));
-  }
-  for (; c + kLanes <= target.width; c += kLanes) {
-    Vec sum{};
-    add([&](const S* piece) { sum += load(piece + c); });
-    store(out + c, scaled(sum));
-  }
-  const int rest = static_cast<int>(target.width - c);
-  if (rest == 0) return;
-  Vec sum{};
-  add([&](const S* piece) { sum += load_first(piece + c, rest); });
-  store_first(out + c, scaled(sum), rest);
+  const PieceRows<S> pieces{args, target.width, row};
+  pool_bag(pieces, target.first_piece, target.end_piece, scaled, out);
 }
 
 template <class S, class O>

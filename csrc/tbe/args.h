@@ -48,15 +48,11 @@ struct TableRows {
 
 struct LookupArgs {
   TableRows rows;
-  Bags bags;
-  Pooling pooling;
+  BagRows bags;
   const float* sample_weights;  // [L] or null
-  const BagLayout* bag_layout;  // of a variable batch, else null
-  // Output row of bag `first_bag`; of lookup 0 for NONE; element 0 in a variable batch.
-  void* out;
-  int64_t out_stride, first_bag;
-  float* scratch = nullptr;  // one row, if the cache and the table differ in dtype
-  bool stream = false;       // store past the caches; output rows are whole cache lines
+  void* out;                    // base of the rows of `bags`
+  float* scratch = nullptr;     // one row, if the cache and the table differ in dtype
+  bool stream = false;          // store past the caches; output rows are whole cache lines
 };
 
 using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag);
@@ -70,11 +66,8 @@ struct LookupTable {
 
 struct SampleWeightArgs {
   TableRows rows;
-  Bags bags;
-  Pooling pooling;
-  const BagLayout* bag_layout;  // of a variable batch, else null
-  const void* grad;             // row of bag `first_bag`; element 0 in a variable batch
-  int64_t grad_stride, first_bag;
+  BagRows bags;
+  const void* grad;          // base of the rows of `bags`
   float* out;                // [L]
   float* scratch = nullptr;  // one row, if the cache and the table differ in dtype
 };
@@ -99,7 +92,7 @@ struct GradArgs {
   int64_t grad_stride;  // elements of `element_size` bytes
   int64_t element_size;
   const Feature* features;
-  const BagLayout* bag_layout;  // of the bags of a variable batch; null for a fixed one
+  const BagLayout* bag_layout;  // the bags of a variable batch; null for a fixed one
   int64_t batch;                // bags per feature of a fixed batch
   Divider by_batch;
   const int32_t *segments, *lookups, *bags;
@@ -128,7 +121,7 @@ struct TableSpan {
 struct UpdateArgs {
   GradArgs grads;
   LongSegments longs = {};
-  const TableSpan* tables = nullptr;  // by ascending rows; null if a table has a cache
+  const TableSpan* tables = nullptr;  // tables by ascending rows; null if one of them has a cache
   int64_t num_tables = 0;
   const int64_t* rows = nullptr;       // [U] linear row ids
   const int32_t* row_slots = nullptr;  // [U] slots of rows in the cache, or null

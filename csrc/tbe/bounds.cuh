@@ -16,7 +16,7 @@ struct BoundsArgs {
   unsigned long long* progress;    // [2], scratch; null will do for `checks_with_one_block`
   int32_t* repaired;               // [num_bags + 1]
   unsigned long long* violations;  // [2]: indices, offsets; null to count none
-  bool adds = true;                // to `violations`, else they are written
+  bool adds = true;                // counts are added to `violations`, else they replace it
 };
 
 inline bool checks_with_one_block(int64_t num_lookups, int64_t num_bags) {

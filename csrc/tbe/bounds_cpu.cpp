@@ -32,12 +32,12 @@ int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) 
 [[noreturn]] void fail_index(const Feature* features, IndexArray indices, const int32_t* offsets,
                              const FeatureBags& bags) {
   for (int64_t f = 0; f < bags.num_features(); ++f) {
-    for (int64_t bag = bags.first[f]; bag < bags.first[f + 1]; ++bag) {
+    for (int64_t bag = bags.first_bags[f]; bag < bags.first_bags[f + 1]; ++bag) {
       for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
         STD_TORCH_CHECK(indices[i] >= -1 && indices[i] < features[f].rows,
                         "bounds_check: indices of feature ", f, " must be in [0, ",
                         features[f].rows, "), or -1 for a pruned one, got ", indices[i],
-                        " at position ", i, " (sample ", bag - bags.first[f],
+                        " at position ", i, " (sample ", bag - bags.first_bags[f],
                         "); with BoundsCheck.WARNING it would read row 0");
       }
     }
@@ -75,7 +75,8 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   std::vector<int64_t> bad(parts, 0);
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t f = 0; f < bags.num_features(); ++f) {
-      const int64_t first = fixed[bags.first[f]], length = fixed[bags.first[f + 1]] - first;
+      const int64_t first = fixed[bags.first_bags[f]],
+                    length = fixed[bags.first_bags[f + 1]] - first;
       bad[part] += count_bad(ids, first + length * part / parts,
                              first + length * (part + 1) / parts, feature[f].rows);
     }

@@ -32,7 +32,7 @@ TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
     const auto base = static_cast<uint64_t>(features[f].row_base);
     const auto rows = static_cast<uint64_t>(features[f].rows);
-    const int64_t bag = feature_bags.first[f];
+    const int64_t bag = feature_bags.first_bags[f];
     const Run* last = found.runs.empty() ? nullptr : &found.runs.back();
     if (last == nullptr || last->base != base || last->keys != rows) {
       if (rows >= uint64_t{1} << 32 || (last != nullptr && base < last->base + last->keys)) {
@@ -41,7 +41,7 @@ TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
       found.runs.push_back({offsets[bag], base, rows});
       found.first_bag.push_back(bag);
     }
-    largest = std::max(largest, offsets[feature_bags.first[f + 1]] - found.runs.back().first);
+    largest = std::max(largest, offsets[feature_bags.first_bags[f + 1]] - found.runs.back().first);
   }
   const bool is_balanced = num_threads() == 1 || largest * num_threads() <= 2 * offsets.back();
   if (found.runs.size() < 2 || largest > kSmallInput || !is_balanced) return {};
@@ -55,8 +55,8 @@ bool all_found(const Feature* features, const FeatureBags& feature_bags, const I
                std::span<const int32_t> offsets) {
   int64_t signs = -static_cast<int64_t>(offsets[0]);
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
-    const int64_t last_row = features[f].rows - 1, end = offsets[feature_bags.first[f + 1]];
-    for (int64_t i = offsets[feature_bags.first[f]]; i < end; ++i) {
+    const int64_t last_row = features[f].rows - 1, end = offsets[feature_bags.first_bags[f + 1]];
+    for (int64_t i = offsets[feature_bags.first_bags[f]]; i < end; ++i) {
       signs |= indices[i] | (last_row - indices[i]);
     }
   }
@@ -103,9 +103,9 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
     // Lookups before the first bag belong to no group.
     for (int64_t i = firsts[part]; i < offsets[bags[part]]; ++i) put(i, total_rows), bag_of[i] = 0;
     for (int64_t bag = bags[part]; bag < bags[part + 1];) {
-      const int64_t f = feature_bags.of(bag);
+      const int64_t f = feature_bags.feature_of(bag);
       const Feature& feature = features[f];
-      const int64_t last = std::min(bags[part + 1], feature_bags.first[f + 1]);
+      const int64_t last = std::min(bags[part + 1], feature_bags.first_bags[f + 1]);
       for (; bag < last; ++bag) {
         for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
           const int64_t row = repair_index(indices[i], feature.rows);

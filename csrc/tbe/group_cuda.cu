@@ -12,6 +12,10 @@
 #include "tbe/keys.cuh"
 
 namespace emb::cuda {
+
+template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, const BatchCheck&,
+                                 const SortBuffers<uint32_t>&);
+
 namespace {
 
 // Return how to group a batch in one launch, without items if that is impossible.

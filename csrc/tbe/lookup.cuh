@@ -1,12 +1,12 @@
 // Forward of table-batched embeddings on the GPU. A group of 4 to 32 lanes takes a bag. Each lane
 // owns 16 bytes of the row, so a warp always requests 512 bytes at a time, and four rows of each
 // bag are in flight before the first is used. Each lane reads one index, a tile ahead of its use,
-// and shares it by shuffles. The groups of a warp run in lockstep
-// (the trip count is that of the longest bag), so all collectives name the full warp. Sums are in
-// the order of the lookups. There are variants for short bags, for long bags, for sequences and for
-// caches with another dtype.
+// and shares it by shuffles. The groups of a warp run in lockstep (the trip count is that of the
+// longest bag), so all collectives name the full warp. Sums are in the order of the lookups. There
+// are variants for short bags, for long bags, for sequences and for caches with another dtype.
 #pragma once
 
+#include "core/bag_task.cuh"
 #include "core/dtype.h"
 #include "core/layout.h"
 #include "core/row_slice.cuh"
@@ -93,28 +93,6 @@ EMB_DEVICE bool has_whole_vectors(const LookupArgs& args, const Feature& feature
     whole = whole && feature.cache_stride % N == 0 && is_aligned(args.cache, 16);
   }
   return whole;
-}
-
-// The bag of one group of lanes. Only what the inner loop needs stays in registers: the rest of the
-// feature is read again, from the cache, where it is used.
-struct BagTask {
-  const Feature* feature;
-  int begin = 0, length = 0, dim = 0;
-
-  EMB_DEVICE BagTask(const LookupArgs& args, uint32_t bag) : feature(args.features) {
-    if (bag >= args.bags.count) return;
-    feature += args.map.feature(bag);
-    begin = static_cast<int>(args.bags.begin(bag));
-    length = static_cast<int>(args.bags.end(bag)) - begin;
-    dim = static_cast<int>(feature->dim);
-  }
-};
-
-// Return the mean columns per output row of one bag.
-inline int64_t mean_width(const LookupArgs& args) {
-  const int64_t rows = args.map.layout != nullptr ? args.bags.count : args.num_features;
-  if (args.pooling == Pooling::kNone || rows == 0) return args.columns;
-  return (args.columns + rows - 1) / rows;
 }
 
 // Sum columns [column, column + N) of a bag over all of its lookups.
@@ -287,9 +265,8 @@ EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, cons
 template <int N>
 EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                                  uint32_t bag, int column, float (&sum)[kBagsInFlight][N]) {
-  const int64_t place = task.dim > 0 ? args.map.element(bag, task.feature->column) : 0;
-  const bool mean = args.pooling == Pooling::kMean && task.length > 0;
-  const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
+  const int64_t place = task.bag_element(args, bag);
+  const float scale = mean_factor(args.pooling, task.length);
 #pragma unroll
   for (int s = 0; s < kBagsInFlight; ++s) {
     const int owner = s * lane.groups_in_warp() + lane.group;
@@ -396,15 +373,15 @@ inline bool has_long_bags(const LookupArgs& args, int lanes) {
   return args.bags.num_lookups >= kLong * args.bags.count && args.bags.count * lanes < kEnoughLanes;
 }
 
-// Lookups if the cache has another dtype than the tables, for
-// every pair of dtypes. A group of lanes takes a bag, as in pool_kernel: each lane locates one row,
-// and four rows are in flight in their storage formats.
+// Lookups where the cache has another dtype than the tables, for every pair of dtypes. A group of
+// lanes takes a bag, as in pool_kernel: each lane locates one row, and four rows are in flight in
+// their storage formats.
 
 inline bool has_mixed_rows(const LookupArgs& args) {
   return args.slots != nullptr && args.cache_type != args.weight_type;
 }
 
-inline constexpr int kMixedColumns = 4;  // per lane
+inline constexpr int kMixedColumns = 4;  // columns per lane
 
 // Columns of a row of either dtype, as they are stored.
 struct MixedSlice {
@@ -508,33 +485,17 @@ EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const
   }
 }
 
-// Without pooling every lookup is a bag.
-EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag, int64_t bags) {
-  if (bag >= bags) return BagTask(args, static_cast<uint32_t>(args.bags.count));
-  if (args.pooling != Pooling::kNone) return BagTask(args, static_cast<uint32_t>(bag));
-  BagTask task(args, static_cast<uint32_t>(args.bags.count));
-  task.begin = static_cast<int>(bag);
-  task.dim = static_cast<int>(args.columns);
-  if (args.bags.count > 0 && bag >= args.bags.begin(0)) {
-    task.feature = args.features + feature_of_lookup(args.map, args.bags, args.num_features, bag);
-    task.length = 1;
-  }
-  return task;
-}
-
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
     mixed_lookup_kernel(LookupArgs args, int64_t bags, int lanes) {
   constexpr int N = kMixedColumns;
   const LaneGroup lane(lanes);
-  const bool none = args.pooling == Pooling::kNone;
   const int64_t stride = simt::warps_in_grid() * lane.groups_in_warp();
   for (int64_t first = simt::global_warp() * lane.groups_in_warp(); first < bags; first += stride) {
     const int64_t bag = first + lane.group;
-    const BagTask task = mixed_task(args, bag, bags);
+    const BagTask task(args, bag, bags);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const bool mean = args.pooling == Pooling::kMean && task.length > 0;
-    const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
+    const float scale = mean_factor(args.pooling, task.length);
     for (int base = 0; base < widest; base += lanes * N) {
       const int column = base + lane.rank * N;
       float sum[N] = {};
@@ -542,10 +503,8 @@ EMB_DEVICE BagTask mixed_task(const LookupArgs& args, int64_t bag, int64_t bags)
       if (column >= task.dim) continue;
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[e] *= scale;
-      const int64_t place =
-          none ? bag * args.columns
-               : args.map.element(static_cast<uint32_t>(bag), task.feature->column);
-      stream_columns(args.output, args.output_type, place + column, task.dim - column, sum);
+      stream_columns(args.output, args.output_type, task.element(args, bag) + column,
+                     task.dim - column, sum);
     }
   }
 }

@@ -51,7 +51,7 @@ bool variable_rows_cover(const LookupInputs& in, int64_t columns) {
   std::vector<std::pair<int64_t, int64_t>> runs;
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
     const int64_t dim = feature[f].dim;
-    for (int64_t bag = feature_bags.first[f]; bag < feature_bags.first[f + 1]; ++bag) {
+    for (int64_t bag = feature_bags.first_bags[f]; bag < feature_bags.first_bags[f + 1]; ++bag) {
       const int64_t element = layout[bag].element;
       if (!runs.empty() && runs.back().second == element) {
         runs.back().second += dim;
@@ -79,7 +79,7 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const bool variable = feature_bags.map.layout != nullptr, none = in.pooling == Pooling::kNone;
   int64_t covered = 0;
   for (int64_t f = 0; f < num_features; ++f) {
-    const int64_t bags = feature_bags.first[f + 1] - feature_bags.first[f];
+    const int64_t bags = feature_bags.first_bags[f + 1] - feature_bags.first_bags[f];
     covered += feature[f].dim * (variable ? bags : 1);
     STD_TORCH_CHECK(!none || feature[f].dim == columns,
                     "tbe_lookup: pooling none needs one dim for all features, got ", feature[f].dim,
@@ -112,11 +112,11 @@ Tensor look_up(const LookupInputs& in, const std::optional<Tensor>& scales, int6
   for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const TableRows rows = in.rows_of(feature[f]);
     const bool fixed = in.pooling != Pooling::kNone && map.layout == nullptr;
-    const int64_t first = fixed ? map.element(static_cast<uint32_t>(begin), feature[f].column) : 0;
-    LookupArgs args{rows,       in.bags,
-                    in.pooling, scales ? scales->const_data_ptr<float>() : nullptr,
-                    map.layout, output + first * out.element_size(),
-                    columns,    begin};
+    const int64_t base = BagRows::base(map, in.pooling, begin, feature[f].column);
+    LookupArgs args{rows,
+                    {in.bags, in.pooling, map.layout, columns},
+                    scales ? scales->const_data_ptr<float>() : nullptr,
+                    output + base * out.element_size()};
     const bool mixed = rows.caching == Caching::kMixed;
     const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
     args.scratch = scratch.get();
@@ -154,8 +154,8 @@ bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags
   std::vector<char> valid(parts, 1);
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t f = 0; f < num_features; ++f) {
-      const int64_t first = bags.offsets[feature_bags.first[f]];
-      const int64_t length = bags.offsets[feature_bags.first[f + 1]] - first;
+      const int64_t first = bags.offsets[feature_bags.first_bags[f]];
+      const int64_t length = bags.offsets[feature_bags.first_bags[f + 1]] - first;
       valid[part] &= indices_are_valid(indices, first + length * part / parts,
                                        first + length * (part + 1) / parts, feature[f].rows);
     }

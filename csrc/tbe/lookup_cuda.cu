@@ -19,6 +19,11 @@
 #include "tbe/sample_weights.cuh"
 
 namespace emb::cuda {
+
+// The kernel under `launch_bounds_check` is compiled with group_cuda.cu alone.
+extern template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, const BatchCheck&,
+                                        const SortBuffers<uint32_t>&);
+
 namespace {
 
 // The checked arguments of a lookup, with the contiguous copies they point into.

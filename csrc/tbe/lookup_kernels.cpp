@@ -1,13 +1,14 @@
 // Forward of table-batched embeddings on one CPU thread. It is bound by cache misses on random
 // rows, so it must keep enough of them in flight: rows are prefetched a fixed number of lookups
-// ahead, across bags. A bag's sum stays in registers, in blocks of up to 8 vectors.
+// ahead, across bags.
 //
 // Two paths give the same bits. If all indices of a range are rows of its table and there is no
 // cache, as is usual, addresses need no repair and whole rows are prefetched, in few instructions
-// per lookup: more of them then wait for memory side by side. The other path repairs every index as
-// it reads it.
+// per lookup: more of them then wait for memory side by side. The other path, `pool_bags` of
+// core/pool_bag.h, repairs every index as it reads it.
 #include <type_traits>
 
+#include "core/pool_bag.h"
 #include "tbe/args.h"
 #include "tbe/read_rows.h"
 
@@ -23,95 +24,40 @@ int64_t prefetch_distance(int64_t row_bytes) {
   return rows < 2 ? 2 : rows > 32 ? 32 : rows;
 }
 
-// The lookups of one feature, in order, with prefetch of the next rows.
+// The lookups of one feature as `pool_bags` reads them.
 template <class Reader>
-struct Rows {
+struct WeightedRows {
+  using Element = typename Reader::Element;
   Reader reader;
   const float* sample_weights;
-  int64_t last, distance;
+  int64_t last, ahead;
 
-  EMB_HD float weight(int64_t i) const { return sample_weights ? sample_weights[i] : 1.0f; }
+  struct Values {
+    const Element* columns;
+    Vec weight;
+    EMB_HD Vec vector(int v) const { return weight * load(columns + v * kLanes); }
+    EMB_HD Vec first(int n) const { return weight * load_first(columns, n); }
+  };
+
+  EMB_HD int64_t dim() const { return reader.dim; }
+  EMB_HD int64_t distance() const { return ahead; }
+  EMB_HD void skip_columns(int64_t count) { reader.skip_columns(count); }
+  EMB_HD const Element* at(int64_t i) const { return reader.at(i); }
+  EMB_HD Values values(const Element* columns, int64_t i) const {
+    return {columns, broadcast(sample_weights != nullptr ? sample_weights[i] : 1.0f)};
+  }
   EMB_HD void prefetch(int64_t i, int64_t count) const {
     if (i < last) reader.prefetch(i, count);
   }
 };
 
-// Pool columns [column, column + kVectors * kLanes) of one bag. Every block prefetches its columns
-// of the next rows, so that the number of lines is a compile-time constant.
-template <int kVectors, class Reader, class O>
-EMB_HD void pool_block(Rows<Reader> rows, int64_t column, int64_t begin, int64_t end, float scale,
-                       O* out) {
-  rows.reader.skip_columns(column);
-  Vec sums[kVectors] = {};
-  for (int64_t i = begin; i < end; ++i) {
-    rows.prefetch(i + rows.distance, kVectors * kLanes);
-    const auto* source = rows.reader.at(i);
-    if (source == nullptr) continue;
-    const Vec weight = broadcast(rows.weight(i));
-    for (int v = 0; v < kVectors; ++v) sums[v] += weight * load(source + v * kLanes);
-  }
-  const Vec factor = broadcast(scale);
-  for (int v = 0; v < kVectors; ++v) store(out + column + v * kLanes, sums[v] * factor);
-}
-
-template <class Reader, class O>
-EMB_HD void pool_tail(Rows<Reader> rows, int64_t column, int64_t begin, int64_t end, float scale,
-                      O* out) {
-  const int rest = static_cast<int>(rows.reader.dim - column);
-  rows.reader.skip_columns(column);
-  Vec total = {};
-  for (int64_t i = begin; i < end; ++i) {
-    rows.prefetch(i + rows.distance, rest);
-    const auto* source = rows.reader.at(i);
-    if (source == nullptr) continue;
-    total += broadcast(rows.weight(i)) * load_first(source, rest);
-  }
-  store_first(out + column, total * broadcast(scale), rest);
-}
-
-template <class Reader, class O>
-EMB_HD void pool_bag(const Rows<Reader>& rows, int64_t begin, int64_t end, float scale, O* out) {
-  const int64_t dim = rows.reader.dim;
-  int64_t column = 0;
-  for (; dim - column >= 8 * kLanes; column += 8 * kLanes) {
-    pool_block<8>(rows, column, begin, end, scale, out);
-  }
-  if (dim - column >= 4 * kLanes) {
-    pool_block<4>(rows, column, begin, end, scale, out);
-    column += 4 * kLanes;
-  }
-  if (dim - column >= 2 * kLanes) {
-    pool_block<2>(rows, column, begin, end, scale, out);
-    column += 2 * kLanes;
-  }
-  if (dim - column >= kLanes) {
-    pool_block<1>(rows, column, begin, end, scale, out);
-    column += kLanes;
-  }
-  if (column < dim) pool_tail(rows, column, begin, end, scale, out);
-}
-
 template <class O, class Reader>
 EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag,
                  int64_t last_bag) {
-  const int64_t first = args.bags.begin(first_bag), last = args.bags.end(last_bag - 1);
   const int64_t distance = prefetch_distance(args.rows.dim * sizeof(typename Reader::Element));
-  const Rows<Reader> rows{reader, args.sample_weights, last, distance};
-  for (int64_t i = first; i < first + distance; ++i) rows.prefetch(i, args.rows.dim);
-  O* out = static_cast<O*>(args.out);
-  if (args.pooling == Pooling::kNone) {  // every lookup is a bag
-    for (int64_t i = first; i < last; ++i) {
-      pool_bag(rows, i, i + 1, 1.0f, out + i * args.out_stride);
-    }
-    return;
-  }
-  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
-    const bool mean = args.pooling == Pooling::kMean && end > begin;
-    const int64_t offset =
-        args.bag_layout ? args.bag_layout[bag].element : (bag - args.first_bag) * args.out_stride;
-    pool_bag(rows, begin, end, mean ? 1.0f / static_cast<float>(end - begin) : 1.0f, out + offset);
-  }
+  const WeightedRows<Reader> rows{reader, args.sample_weights, args.bags.end_lookup(last_bag),
+                                  distance};
+  pool_bags(args.bags, rows, first_bag, last_bag, static_cast<O*>(args.out));
 }
 
 // The path for valid indices.
@@ -263,23 +209,21 @@ bool all_ones(const Bags& bags, int64_t first_bag, int64_t last_bag) {
 // Pool bags of rows of kVectors registers, or of any length if that is 0.
 template <int kVectors, bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
-  const int64_t first = args.bags.begin(first_bag), last = args.bags.end(last_bag - 1);
+  const BagRows& bags = args.bags;
+  const int64_t first = bags.first_lookup(first_bag), last = bags.end_lookup(last_bag);
   const ValidRows<kVectors, W, I> rows(args, ids, last);
   rows.prefetch_first(first);
   const float* weights = args.sample_weights;
   O* const out = static_cast<O*>(args.out);
-  if (args.pooling == Pooling::kNone) {
+  if (bags.pooling == Pooling::kNone) {
     for (int64_t i = first; i < last; ++i) {
       rows.prefetch_after(i);
-      copy_row<kVectors, kStream>(rows.at(i), rows.dim(), 1.0f, out + i * args.out_stride);
+      copy_row<kVectors, kStream>(rows.at(i), rows.dim(), 1.0f, out + i * bags.stride);
     }
     return;
   }
-  const auto row_of = [&](int64_t bag) {
-    return out + (args.bag_layout != nullptr ? args.bag_layout[bag].element
-                                             : (bag - args.first_bag) * args.out_stride);
-  };
-  if (all_ones(args.bags, first_bag, last_bag)) {
+  const auto row_of = [&](int64_t bag) { return out + bags.element(first_bag, bag); };
+  if (all_ones(bags.bags, first_bag, last_bag)) {
     for (int64_t bag = first_bag, i = first; bag < last_bag; ++bag, ++i) {
       rows.prefetch_after(i);
       const float weight = weights != nullptr ? weights[i] : 1.0f;
@@ -289,9 +233,8 @@ void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t
   }
   int64_t begin = first;
   for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    const int64_t end = args.bags.end(bag);
-    const bool mean = args.pooling == Pooling::kMean && end > begin;
-    const float scale = mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
+    const int64_t end = bags.bags.end(bag);
+    const float scale = mean_factor(bags.pooling, end - begin);
     if constexpr (kVectors == 0) {
       sum_bag(rows, weights, begin, end, scale, row_of(bag));
     } else if constexpr (kVectors <= 8) {
@@ -350,7 +293,7 @@ bool all_valid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
 template <class W, class O, class I>
 void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const auto* ids = static_cast<const I*>(args.rows.indices.data);
-  const int64_t first = args.bags.begin(first_bag), last = args.bags.end(last_bag - 1);
+  const int64_t first = args.bags.first_lookup(first_bag), last = args.bags.end_lookup(last_bag);
   if (!all_valid(ids, first, last, args.rows.rows)) {
     return pool<O>(args, PlainRows<W, const I*>(args.rows, ids), first_bag, last_bag);
   }

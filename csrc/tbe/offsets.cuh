@@ -20,7 +20,7 @@ struct BatchCheck {
   bool fatal = false;           // fail as an assert does
   // [2]: invalid indices, and offsets that the repair changed plus lost indices; null: not counted
   unsigned long long* violations = nullptr;
-  bool adds = true;                        // to `violations`, else they are written
+  bool adds = true;                        // counts are added to `violations`, else they replace it
   unsigned long long* progress = nullptr;  // [2], scratch of a launch of several blocks
 };
 

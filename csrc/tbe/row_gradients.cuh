@@ -58,12 +58,12 @@ struct ChunkTask {
 };
 
 struct GradArgs {
-  const void* grad;  // as `map` says, or [L, stride] for NONE
+  const void* grad;  // rows where `map` has them, or [L, stride] for NONE
   Dtype grad_type;
   int64_t stride;
   const Feature* features;
   BagMap map;
-  Bags bags_in;  // for the lengths that MEAN divides by
+  Bags bags_in;  // bags, by whose lengths MEAN divides
   Pooling pooling;
   const float* sample_weights;  // [L] or null
   // As `tbe_group` returns them.

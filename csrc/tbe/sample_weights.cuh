@@ -93,8 +93,7 @@ EMB_DEVICE void for_bag_gradients(const SampleWeightArgs& args, const LaneGroup&
     const BagTask task(in, first + lane.group);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const bool mean = in.pooling == Pooling::kMean && task.length > 0;
-    const float scale = mean ? 1.0f / static_cast<float>(task.length) : 1.0f;
+    const float scale = mean_factor(in.pooling, task.length);
     const uint32_t bag = first + lane.group;
     const int64_t output = bag < bags ? in.map.element(bag, task.feature->column) : 0;
     for (int base = 0; base < widest; base += lane.lanes * N) {

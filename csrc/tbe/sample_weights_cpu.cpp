@@ -44,11 +44,11 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   float* result = out.mutable_data_ptr<float>();
   for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const TableRows rows = in.rows_of(feature[f]);
-    const int64_t first =
-        map.layout ? 0 : map.element(static_cast<uint32_t>(begin), feature[f].column);
-    SampleWeightArgs args{
-        rows,        in.bags, in.pooling, map.layout, gradient + first * grad.element_size(),
-        map.columns, begin,   result};
+    const int64_t base = BagRows::base(map, in.pooling, begin, feature[f].column);
+    SampleWeightArgs args{rows,
+                          {in.bags, in.pooling, map.layout, map.columns},
+                          gradient + base * grad.element_size(),
+                          result};
     const bool mixed = rows.caching == Caching::kMixed;
     const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
     args.scratch = scratch.get();

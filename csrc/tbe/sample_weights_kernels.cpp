@@ -21,15 +21,12 @@ EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
 template <class G, class Reader>
 EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t first_bag,
                      int64_t last_bag) {
-  const int64_t last = args.bags.end(last_bag - 1);
-  for (int64_t bag = first_bag; bag < last_bag; ++bag) {
-    const int64_t begin = args.bags.begin(bag), end = args.bags.end(bag);
-    const bool mean = args.pooling == Pooling::kMean && end > begin;
-    const float scale = mean ? 1.0f / static_cast<float>(end - begin) : 1.0f;
-    const int64_t offset =
-        args.bag_layout ? args.bag_layout[bag].element : (bag - args.first_bag) * args.grad_stride;
-    const G* grad = static_cast<const G*>(args.grad) + offset;
-    for (int64_t i = begin; i < end; ++i) {
+  const int64_t last = args.bags.end_lookup(last_bag), count = args.bags.count(first_bag, last_bag);
+  for (int64_t k = 0; k < count; ++k) {
+    const BagSpan bag = args.bags.span(first_bag, k);
+    const float scale = mean_factor(args.bags.pooling, bag.end - bag.begin);
+    const G* grad = static_cast<const G*>(args.grad) + bag.element;
+    for (int64_t i = bag.begin; i < bag.end; ++i) {
       if (i + kRowsAhead < last) rows.prefetch(i + kRowsAhead, rows.dim);
       const auto* row = rows.at(i);
       args.out[i] = row == nullptr ? 0.0f : dot(row, grad, rows.dim) * scale;

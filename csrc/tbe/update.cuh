@@ -1,12 +1,12 @@
 // Backward of table-batched embeddings on the GPU, fused with the optimizer.
 //
-// A warp takes a tile of up to 32 unique rows. Each lane reads what the grouping says
-// of one of them, and its row-wise states, into shared memory: once per row, not once per lane of a
-// group. Then groups of 4 to 32 lanes take rows of their lanes in batches, whose weights, states
-// and gradients are in registers at once (row_batch.cuh). Rows of one lookup come first. The
-// gradients of others are summed into shared memory before their batch starts, each lane its own
-// columns. The lane that holds a row computes its factors, so that roots and divisions of a batch
-// are computed together. No atomics on data.
+// A warp takes a tile of up to 32 unique rows. Each lane reads the grouping's entry for one of
+// them, and its row-wise states, into shared memory: once per row, not once per lane of a group.
+// Then groups of 4 to 32 lanes take rows of their lanes in batches, whose weights, states and
+// gradients are in registers at once (row_batch.cuh). Rows of one lookup come first. The gradients
+// of others are summed into shared memory before their batch starts, each lane its own columns. The
+// lane that holds a row computes its factors, so that roots and divisions of a batch are computed
+// together. No atomics on data.
 #pragma once
 
 #include <algorithm>
@@ -87,14 +87,14 @@ EMB_DEVICE bool reads_vectors(const GradArgs& args) {
 // the row is read in vectors, otherwise of one.
 struct TileRow {
   uint32_t weight, grad;  // low words of the offsets of the row and of its only gradient,
-  uint32_t high;          // and the lower 16 bits of their high words
-  float scale;            // of its only gradient
+  uint32_t high;          // the lower 16 bits of their high words
+  float scale;            // factor of the only gradient of the row
   int begin, length;      // its lookups
   bool is_summed;         // its gradient is a sum, or not aligned as the row is: see sum_lookups
   int64_t id;             // linear
-  int64_t state;          // in the row-wise states
+  int64_t state;          // entry of the row-wise states
   float states[kMaxRowStates];
-  uint32_t layout;  // of rows that are processed together: dim, tier, whether read in vectors
+  uint32_t layout;  // what rows of one batch share: dim, tier, whether read in vectors
 
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;
 
@@ -157,7 +157,7 @@ struct TileUpdate {
   const OptimizerStepArgs& optimizer;
   const Step& step;
   const TierRows& tier;
-  const TileRow* rows;  // of the tile, by lane
+  const TileRow* rows;  // rows of the tile, by lane
   RowLayout layout;
   bool wide;  // whether any offset has a high word
   float (*row_gradient)[kUpdateThreads][kColumns];

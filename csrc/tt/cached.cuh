@@ -25,13 +25,6 @@ EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
   return i < args.starts[args.num_features] ? low : -1;
 }
 
-EMB_DEVICE void add_to(int64_t* counter, int64_t count) {
-  if (count > 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(counter),
-              static_cast<unsigned long long>(count));
-  }
-}
-
 [[maybe_unused]] static __global__ void __launch_bounds__(kStoredThreads)
     tt_count_kernel(TtCountArgs args) {
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
@@ -50,8 +43,9 @@ EMB_DEVICE void add_to(int64_t* counter, int64_t count) {
     if (!is_lookup || (is_one && lane != leader)) continue;
     int64_t* counters = args.of_feature(feature);
     if (counters == nullptr) continue;
-    add_to(counters, is_one ? __popc(lookups) : 1);
-    add_to(counters + 1, is_one ? __popc(hits) : is_hit);
+    const int num_hits = is_one ? __popc(hits) : int{is_hit};
+    simt::atomic_add(counters, is_one ? __popc(lookups) : 1);
+    if (num_hits > 0) simt::atomic_add(counters + 1, num_hits);
   }
 }
 

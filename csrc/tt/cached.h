@@ -9,10 +9,10 @@ namespace emb {
 
 // The outputs are [n]; `rows` and `cold` are null where no rows are stored.
 struct TtStoredArgs {
-  IndexArray indices;    // as the batch has them
+  IndexArray indices;    // indices of the batch
   const int64_t* ids;    // repaired: -1 for lookups to skip
   const int64_t* keys;   // the ids among those of all tables
-  const int64_t* slots;  // of the keys in the index of stored rows, -1 for none; null: all are
+  const int64_t* slots;  // slot of each key in the index of stored rows, -1 for none; null: all are
   const int64_t* row_of_slot;
   int64_t num_slots;
   int64_t n;

@@ -115,9 +115,9 @@ struct TtTables {
   std::vector<std::vector<Tensor>> cores;
   std::vector<int64_t> first_cores = {0};
   std::vector<int64_t> first_keys = {0}, first_lefts = {0}, first_rights = {0};
-  Dtype type = Dtype::kFloat;  // of all cores
-  int64_t dim = 0;             // of the widest table
-  int64_t value_size = 0;      // of the largest left half
+  Dtype type = Dtype::kFloat;  // dtype of all cores
+  int64_t dim = 0;             // columns of the widest table
+  int64_t value_size = 0;      // floats of the largest left half
 
   // Lists of all tables one after the other; table t has num_cores[t] entries of each.
   TtTables(const char* op, const std::vector<Tensor>& all_cores,

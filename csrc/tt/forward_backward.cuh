@@ -28,7 +28,7 @@ struct TtBatchTable {
   const void* cores[kMaxCores];
   const float* left[2];     // the cores of the left half as floats, of 16-bit ones copies
   float* mirrored[2];       // the outer and the inner core of a right pair, axes reversed
-  float* grads[kMaxCores];  // of the cores; null in a forward pass
+  float* grads[kMaxCores];  // gradients of the cores; null in a forward pass
   float* mirrored_grads[2];
 };
 
@@ -36,7 +36,7 @@ struct TtBatchTable {
 // same for all tables; rows and their gradients have `row_stride`.
 struct TtBatch {
   std::vector<TtBatchTable> tables;
-  Dtype type;  // of the cores
+  Dtype type;  // dtype of the cores
   TtPlan plan;
   MatmulPrecision precision;
   int64_t left_ids = 0, right_ids = 0, left_stride = 0, right_stride = 0, row_stride = 0;
@@ -82,10 +82,10 @@ struct TtBatch {
 // The buffers of a pass. Those of length 0 are null.
 struct TtMemory {
   float* right_values = nullptr;
-  const float* left_values = nullptr;  // of the forward pass, or made by `expand`
-  float* made_left_values = nullptr;   // where `expand` writes; null if there is no need
+  const float* left_values = nullptr;  // left values from the forward pass, or made by `expand`
+  float* made_left_values = nullptr;   // left values that `expand` writes; null if it need not
   // Of a backward pass.
-  float *left_grads = nullptr, *right_grads = nullptr;  // of the values of pairs
+  float *left_grads = nullptr, *right_grads = nullptr;  // gradients of the values of pairs
   float* partials = nullptr;
   float *left_outer_values = nullptr, *right_outer_values = nullptr;
 
@@ -279,7 +279,7 @@ class TtArrays {
   TtKernels kernels_;
   bool has_last_cores_ = false;
   int num_left_pairs_ = 0, max_right_tiles_ = 0;
-  int64_t max_left_floats_ = 0;  // of what TtTableRows::left points to
+  int64_t max_left_floats_ = 0;  // most floats that TtTableRows::left points to
   int64_t pair_inner_rows_ = 0, pair_outer_rows_ = 0;
   int64_t widen_rows_ = 0, mirror_rows_ = 0, update_blocks_ = 0;
   std::vector<TtTableRows> rows_;

@@ -43,7 +43,7 @@ inline void tt_reverse(const TtReverseArgs& args, int64_t rows) {
 
 // Float copies of the core rows that a batch uses, of cores stored in 16 bits.
 struct UsedCores {
-  std::vector<int32_t> rows[kMaxCores];  // of the whole core, ascending
+  std::vector<int32_t> rows[kMaxCores];  // used rows of the whole core, ascending
   Floats values[kMaxCores];
   std::vector<int32_t> lefts, rights;  // ids of the halves among those that these rows make
 };
@@ -54,14 +54,14 @@ struct UsedCores {
 // keep their order among each other, so all results have the bits of float cores of equal values.
 struct TtBatch {
   TtShape shape;
-  int64_t first_core;  // in the list of the cores of all tables
+  int64_t first_core;  // number of the first core in the list of the cores of all tables
   TtPlan plan;
   int64_t first_row, first_left, first_right;
   int64_t num_rows, num_lefts, num_rights;
   int64_t first_left_id, first_right_id;
   TtHalf left, right;
   std::vector<const float*> cores;
-  UsedCores used;  // of 16-bit cores
+  UsedCores used;  // the rows that 16-bit cores have as floats
 
   TtBatch(const TtTables& tables, const TtPlan& all, int64_t t)
       : shape(tables.shapes[t]),
@@ -137,7 +137,7 @@ void TtBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
 
 // The right halves of a batch, expanded: [V][columns, rank].
 struct TtRights {
-  std::optional<PairRows> rows;           // of a pair
+  std::optional<PairRows> rows;           // the rows of a pair
   Floats mirrored_outer, mirrored_inner;  // these rows with their axes reversed
   Floats values;
   TtHalfCores cores;
@@ -552,10 +552,10 @@ class Backward {
   const float* row_grads_;
   int64_t stride_;
   bool alone_;
-  int64_t rows_done_;  // by right_sums, if alone
+  int64_t rows_done_;  // rows that right_sums has added, if it works alone
   Floats right_grads_;
   Floats recomputed_;               // values of left halves that the forward pass did not save
-  const CoreStep* step_ = nullptr;  // of the inner core, if it is updated at once
+  const CoreStep* step_ = nullptr;  // the step of the inner core, if it is updated at once
   std::vector<int32_t> step_rows_;  // rows of the inner core by number
   std::vector<int32_t> cursors_;
   TtValues left_;
@@ -633,7 +633,7 @@ void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Te
   const GradInputs inputs(op, tables, plan_tensors, prefixes, row_grads);
   const std::vector<TierRows> tiers = check_core_states(op, optimizer, cores, states, hyper);
   const UpdateRowsFn update = tt_update_table().find(static_cast<int>(optimizer));
-  std::vector<int64_t> first_rows = {0};  // of each core, among the rows of all cores
+  std::vector<int64_t> first_rows = {0};  // first row of each core among the rows of all cores
   for (const Tensor& core : cores) first_rows.push_back(first_rows.back() + core.size(0));
   for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch, bool alone) {
     const auto step_of = [&](size_t k) {

@@ -14,6 +14,7 @@
 #include "core/launch.h"
 #include "group/device_sort.h"
 #include "optim/device_states.h"
+#include "optim/update_matrix.h"
 #include "tbe/entries.h"
 #include "tt/check.h"
 #include "tt/forward_backward.cuh"
@@ -241,7 +242,7 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
 // The gradients of all cores in one tensor. Cores that are no part of a pair come first: only rows
 // of the batch are written there, so they must be zero before.
 struct GradMemory {
-  std::vector<int64_t> offsets;  // by core
+  std::vector<int64_t> offsets;  // offset of each core
   int64_t zeros = 0, floats = 0;
 
   explicit GradMemory(const TtTables& tables) {
@@ -298,7 +299,7 @@ void take_values(const float* left_values, TtBatch* batch, Memory& take, TtMemor
 // Add the steps of an optimizer on all cores.
 void add_steps(const std::vector<Tensor>& cores, const std::vector<OptimizerStepArgs>& steps,
                const GradMemory& places, const float* grads, TtArrays* arrays) {
-  int64_t first_row = 0;  // of each core, among the rows of all cores
+  int64_t first_row = 0;  // first row of a core among the rows of all cores
   for (size_t k = 0; k < cores.size(); ++k) {
     const MatrixGrad in{grads + places.offsets[k], cores[k].size(0), cores[k].size(1), first_row};
     arrays->add_step({in, steps[k].tiers[0], 0});

@@ -23,7 +23,7 @@ struct TtHalves {
   const float* outer;  // [outer_rows][q_outer, inner_rank]
   const float* inner;  // [inner_rows][inner_rank, q_inner, rank]
   const int32_t *ids, *range;
-  int64_t first_id;      // of the table
+  int64_t first_id;      // first id of the table
   int64_t value_stride;  // floats between the values of halves
   bool mirrored;         // columns of a value come as (inner, outer)
 
@@ -72,12 +72,12 @@ struct TtHalves {
 struct TtPair {
   TtHalves halves;
   int64_t first_inner, first_outer;  // numbers of its core rows among those of all pairs
-  float* values;                     // of the halves of all tables
+  float* values;                     // values of the halves of all tables
   const float* value_grads;          // the same
   // One outer row per half; those of a table follow each other from the place of its first half on.
   float* outer_values;
   int64_t outer_stride;              // floats per half of all tables
-  float *outer_grads, *inner_grads;  // of the cores of this pair
+  float *outer_grads, *inner_grads;  // gradients of the cores of this pair
 
   EMB_DEVICE float* outer_values_of_table() const {
     return outer_values + halves.range[0] * outer_stride;
@@ -90,7 +90,7 @@ struct TtPairs {
   int count = 0;
   int64_t first_inner = 0;  // number of the first inner row
   int64_t inner_rows = 0, outer_rows = 0;
-  int64_t equal_inner_rows = 0;  // of each pair, 0 if they differ
+  int64_t equal_inner_rows = 0;  // inner rows of every pair, 0 if pairs differ
   int max_width = 0, max_inner_rank = 0;
 
   // Return the pair of an inner row. All lanes of a warp call this.
@@ -118,9 +118,9 @@ struct TtPairs {
 };
 
 inline constexpr int kPairThreads = 128;
-inline constexpr int kPairBlocks = 5;           // on a multiprocessor: what registers must allow
-inline constexpr int kDepth = 32;               // of the tiles in shared memory, along k
-inline constexpr int kWarpM = 32, kWarpN = 16;  // of the part of a tile that a warp computes
+inline constexpr int kPairBlocks = 5;  // blocks per multiprocessor, which registers must allow
+inline constexpr int kDepth = 32;      // depth, along k, of the tiles in shared memory
+inline constexpr int kWarpM = 32, kWarpN = 16;  // size of the part of a tile that a warp computes
 
 // A tile of one operand in shared memory, kCount values of m or n by kDepth of k. Lines run along k
 // or along m or n, as they do in global memory; between them is room such that the loads of a
@@ -189,7 +189,7 @@ struct PairMemory {
 // The lane's place in the product that its block computes.
 template <int kN>
 struct PairLane {
-  int row, column;  // of a fragment, see core/mma.cuh
+  int row, column;  // this lane's row and column of a fragment, see core/mma.cuh
   int m, n;         // the first of its warp within the tile
 
   EMB_DEVICE PairLane() {

@@ -14,7 +14,7 @@ namespace emb {
 // The core rows that the halves of a pair use, ascending, and the number among them of each half.
 struct PairRows {
   std::vector<int32_t> outer, inner;                  // core rows
-  std::vector<int32_t> outer_numbers, inner_numbers;  // by half
+  std::vector<int32_t> outer_numbers, inner_numbers;  // numbers of the core rows, by half
 
   PairRows(const TtHalfCores& cores, int64_t halves)
       : outer_numbers(halves), inner_numbers(halves) {

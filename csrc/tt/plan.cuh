@@ -13,7 +13,7 @@ namespace emb::cuda {
 struct TtKeysArgs {
   IndexArray ids;
   int64_t n;
-  const TtTableIds* tables;  // by feature
+  const TtTableIds* tables;  // tables by feature
   int num_features;
   Bags bags;
   BagMap map;
@@ -178,7 +178,7 @@ struct TtLeftsArgs {
 struct TtFinishArgs {
   InverseArgs rights, lookups;
   const int64_t* keys;
-  const int32_t *left_ids, *right_ids;  // of the distinct halves
+  const int32_t *left_ids, *right_ids;  // ids of the distinct halves
   const TtTableIds* tables;
   int num_tables;
   int32_t* starts;

@@ -36,7 +36,7 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   // The lookups of feature f are [ends[f - 1], ends[f]).
   std::vector<int64_t> ends(std::max<int64_t>(feature_bags.num_features(), 1), n);
   for (int64_t f = 0; f + 1 < feature_bags.num_features(); ++f) {
-    const int64_t bag = feature_bags.first[f + 1];
+    const int64_t bag = feature_bags.first_bags[f + 1];
     ends[f] = std::max(f > 0 ? ends[f - 1] : 0, bag < bags.count ? bags.begin(bag) : n);
   }
   STD_TORCH_CHECK(n == 0 || feature_bags.num_features() > 0, op,

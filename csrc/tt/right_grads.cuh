@@ -18,7 +18,7 @@
 namespace emb::cuda {
 
 inline constexpr int kChunkRows = 64;
-inline constexpr int kTileQuads = 32;   // of four ranks each, of a tile
+inline constexpr int kTileQuads = 32;   // quads of ranks per tile
 inline constexpr int kTileColumns = 4;  // right columns of a tile
 
 // Chunk c of half v of the batch has work item v + begin / 64 + c, where `begin` is its first
@@ -34,7 +34,7 @@ struct TtRightGrads {
   bool has_vectors;  // whether rows of gradients allow vectors, and 32 bits hold all offsets
   float* partials;   // [chunk_slots][right_stride]
   float* values;     // gradients of the values of pairs, [V][right_stride]
-  int max_tiles;     // of any table
+  int max_tiles;     // most tiles of any table
 };
 
 EMB_HD int right_tiles(int right_columns, int rank) {
@@ -49,7 +49,7 @@ EMB_DEVICE bool has_right_vectors(const TtTableRows& table, const TtRightGrads& 
 // Rows of one right half that a block adds.
 struct RowChunk {
   int64_t half;
-  int number, count;  // of this chunk, and of the chunks of the half
+  int number, count;  // number of this chunk, and number of chunks of the half
   int first, rows;    // entries of right_rows
 
   // All lanes of a warp call this.
@@ -152,7 +152,8 @@ struct OuterSums {
 // Sums of the lanes of four warps, [4 right columns, quads * 4 ranks].
 class TileSums {
  public:
-  static constexpr int kStride = 17;  // of the sums of a lane: no two lanes share a bank
+  static constexpr int kStride =
+      17;  // floats between the sums of two lanes: no two lanes share a bank
 
   // Write the sums of all lanes; ends with a barrier.
   EMB_DEVICE void store(OuterSums* own, int quads) {
@@ -218,14 +219,15 @@ class TileSums {
 template <bool kVectors>
 EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, const float* row_grads,
                           const RowChunk& chunk, int quads, int rank, int column, OuterSums* sums) {
-  constexpr int kLinesInFlight = kVectors ? 4 : 2;  // of a lane
+  constexpr int kLinesInFlight = kVectors ? 4 : 2;  // lines that a lane has in flight
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   const int ranks = table.rank, columns = table.right_columns;
   const auto left = args.left_of(table);
   LineWalk walk(quads, table.left_columns);
   for (int done = 0; done < chunk.rows; done += static_cast<int>(simt::kWarp)) {
     const int rest = chunk.rows - done, rows = rest < 32 ? rest : 32;
-    uint32_t own_left = 0, own_row = 0;  // with vectors in units of four floats
+    uint32_t own_left = 0,
+             own_row = 0;  // offsets of this lane, with vectors in units of four floats
     if (lane < rows) {
       const int64_t j = args.plan.right_rows[chunk.first + done + lane];
       const int64_t u = args.plan.row_lefts[j];

@@ -31,7 +31,7 @@ template <class Float>
 struct TtHalfRows {
   Float* data;
   const int32_t* ids;
-  int64_t first_id;  // of the table
+  int64_t first_id;  // first id of the table
   int64_t stride;    // floats between rows
 
   EMB_DEVICE Float* at(int64_t u) const {
@@ -137,7 +137,7 @@ struct FragmentLane {
 };
 
 inline constexpr int kFragmentM = 16;  // left columns of a warp
-inline constexpr int kFragments = 4;   // of 8 columns each: what a warp computes at once
+inline constexpr int kFragments = 4;   // fragments of 8 columns that a warp computes at once
 
 // The left columns that a warp computes: 16 of them.
 struct LeftColumns {
@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(kRowThreads, 5)
     const float* left = args.left_of(table).at(u);
     const int end = args.plan.left_segments[u + 1];
     const LeftColumns columns(table.left_columns, number, lane);
-    int row = args.plan.left_segments[u];  // of the first column
-    int offset = 0;                        // of the first column within its row
+    int row = args.plan.left_segments[u];  // row of the first column
+    int offset = 0;                        // offset of the first column within its row
     while (row < end) {
       // A column is `i` columns after the first; return its row, and its number there in `i`.
       const auto row_of = [&](int* i) {

@@ -64,7 +64,7 @@ class InnerPrefetch {
 // Rows whose operands are prefetched. They are read in the order of the other half, so that the
 // hardware does not foresee them.
 constexpr int64_t kRowsAhead = 6;
-constexpr int64_t kSumsAhead = 2;  // for the same, but from the second-level cache
+constexpr int64_t kSumsAhead = 2;  // sums ahead that are prefetched from the second-level cache
 
 // Copy the outer rows of the halves [begin, end) one after the other: [n q_outer, inner_rank].
 EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, float* packed) {
@@ -364,7 +364,7 @@ void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin,
 EMB_HD void prefetch_row_of_right(const TtRightGradsArgs& args, int64_t cursor, int64_t last) {
   if (cursor + kRowsAhead >= last) return;
   const int64_t j = args.rows[cursor + kRowsAhead];
-  if (j >= args.row_end) return;  // of a later wave
+  if (j >= args.row_end) return;  // a half of a later wave
   const int64_t nbytes = args.left_columns * int64_t{sizeof(float)};
   prefetch_row<false>(args.row_grads + j * args.row_stride, nbytes * args.right_columns);
   prefetch_row<false>(args.left.at(args.row_lefts[j] - args.first_left), nbytes * args.rank);

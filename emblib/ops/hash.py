@@ -50,9 +50,9 @@ Rows of values by slot, `values` `[slots, dim]` with contiguous rows, slot -1 fo
   the default value. Returns the rows and which keys were found. The rows of table t begin with that
   of its first slot
 - `read_rows(values, slots, default_value)` reads rows
-- `start_rows_(values, slots, groups, first, starting, default_value, reads)` writes the rows of the
-  new keys of a batch, each the `starting` row of its first position, and returns the rows of all
-  positions (none if not `reads`)
+- `start_rows_(values, slots, groups, first, starting, default_value, returns_rows)` writes the rows
+  of the new keys of a batch, each the `starting` row of its first position, and returns the rows of
+  all positions (none if not `returns_rows`)
 - `write_rows_(values, slots, rows)` writes rows; the last one of a slot stays
 - `add_rows_(values, slots, segments, permutation, count, rows)` adds rows to those in slots, one
   after the other in the order of positions, each sum rounded; its second to fifth argument are what
@@ -200,7 +200,7 @@ def _(
 @torch.library.register_fake("emblib::hash_grow_")
 def _(
     index: list[Tensor],
-    rows: list[Tensor],
+    row_buffers: list[Tensor],
     row_layout: Tensor,
     ids: Tensor,
     starts: Tensor,
@@ -271,9 +271,9 @@ def _(
     first: Tensor,
     starting: Tensor,
     default_value: float,
-    reads: bool,
+    returns_rows: bool,
 ) -> Tensor:
-    return values.new_empty(slots.numel() if reads else 0, values.size(1))
+    return values.new_empty(slots.numel() if returns_rows else 0, values.size(1))
 
 
 @torch.library.register_fake("emblib::hash_write_rows_")

@@ -155,8 +155,8 @@ def test_wrong_input_is_refused() -> None:
     plane = torch.zeros(72)
     good = list(_call([plane], [[[0, 8, 9, 8, 3]]], [Normal()], list(range(9))))
     for at, value, message in (
-        (1, torch.tensor([[[1, 8, 9, 8, 3]]]), "inside plane 0"),
-        (1, torch.tensor([[[0, 8, 2**62, 8, 3]]]), "inside plane 0"),
+        (1, torch.tensor([[[1, 8, 9, 8, 3]]]), "inside row buffer 0"),
+        (1, torch.tensor([[[0, 8, 2**62, 8, 3]]]), "inside row buffer 0"),
         (1, torch.tensor([[0, 8, 9, 8, 3]]), r"\[tables, row_buffers, 5\]"),
         (2, torch.zeros(1, 1, 6, dtype=torch.float64), r"\[tables, row_buffers, 7\]"),
         (4, torch.full((9,), 9), "positions of ids"),

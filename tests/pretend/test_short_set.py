@@ -1,14 +1,22 @@
 """The short set of the pretend GPU passes: the part of it that every run of the tests includes."""
 
+import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
 
-from tests.pretend.library import ROOT
+from tests.pretend.library import FOLDER, ROOT, build
 from tests.pretend.session import MATRIX, SCHEDULES, WIDE, count_outcomes
 from tests.pretend.torch_cuda import Settings
+
+# A kernel is 10 to 120 kB of code per architecture: raise this number where a new one pays.
+MAX_KERNELS = 162
+KERNEL = re.compile(
+    r"^[0-9a-f]* [WwTt] (?:void )?emb::cuda::(\w+_kernel(?:<[^(]*>)?)\([^{\n]*$", re.M
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the plugin is off where a GPU is")
@@ -16,6 +24,18 @@ def test_short_set_passes() -> None:
     command = [sys.executable, "-m", "tests.pretend.session", "short"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+
+
+def test_every_kernel_is_compiled_once() -> None:
+    """Entries share kernels by `extern template`; a copy in every file would grow the library."""
+    build()
+    kernels = Counter[str]()
+    for path in FOLDER.glob("*_cuda-*.o"):
+        command = ["nm", "--demangle", "--defined-only", str(path)]
+        symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        kernels.update(set(KERNEL.findall(symbols)))
+    assert not [name for name, files in kernels.items() if files > 1]
+    assert len(kernels) <= MAX_KERNELS
 
 
 def test_the_matrix_names_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ template __global__ void update_kernel<Compiled<Narrow<Sgd>>>(GradArgs, Optimize
 template __global__ void update_kernel<Compiled<Adagrad>>(GradArgs, OptimizerStepArgs, Tile);
 template __global__ void update_kernel<Compiled<RowwiseAdagrad>>(GradArgs, OptimizerStepArgs, Tile);
 template __global__ void update_kernel<Compiled<Adam>>(GradArgs, OptimizerStepArgs, Tile);
+template __global__ void update_matrices_kernel<AtRunTime>(const __grid_constant__ MatrixSteps,
+                                                           OptimizerStepArgs);
 template __global__ void chunk_kernel<float>(GradArgs, int);
 template __global__ void chunk_kernel<half16>(GradArgs, int);
 template __global__ void chunk_kernel<bfloat16>(GradArgs, int);
