@@ -126,7 +126,7 @@ def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
         told = (
             [best] if best["contender"] == run.subject.contender else [best, *_rows(subject_rows)]
         )
-        words = " and ".join(_efficiency(row) for row in told)
+        words = text.listed([_efficiency(row) for row in told])
         sentences.append(f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}.")
     return [*sentences, *shared]
 

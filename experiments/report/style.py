@@ -72,11 +72,26 @@ MARKERS = {
     "torchrec": "P",
     "tensorly": "X",
 }
+# Contenders with the style of another name: those of one figure must differ.
+ALIASES = {
+    "dynamic": "other_1",
+    "scored": "tbe",
+    "scored_growing": "tt",
+    "scored_lru": "cached_lru",
+    "scored_lfu": "cached_lfu",
+    "sorted_keys": "torch",
+    "lines": "published",
+    "lines_huge": "offline",
+    "cykhash": "reference_tt",
+    "hierarchicalkv": "fbgemm",
+    "fbtt": "other_4",
+}
 OTHERS = [name for name in COLOURS if name.startswith("other_")]
 
 
 def known(contender: str) -> str:
     """Return the style of a contender; an unknown one always gets the same."""
+    contender = ALIASES.get(contender, contender)
     if contender in COLOURS:
         return contender
     for family in ("torchrec", "fbgemm", "tensorly", "torch"):
