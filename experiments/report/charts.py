@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from matplotlib.transforms import Transform, offset_copy
@@ -158,7 +159,7 @@ def curves(
         y.begin(axes.yaxis)
         for line in lines:
             _curve(axes, line)
-        _marks(axes, marks)
+        _marks(axes, _near(marks, lines) if y.log else marks)
         if names == "points":
             axes.margins(x=POINT_MARGIN, y=0.25)
         x.finish(axes.xaxis)
@@ -181,6 +182,16 @@ def curves(
     return draw
 
 
+def _near(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
+    """Return the marks without level ones so far from all points that most of a panel is empty."""
+    heights = [value for line in lines for value in line.y if value > 0]
+    if not heights:
+        return list(marks)
+    low, high = min(heights) / FAR, FAR * max(heights)
+    return [m for m in marks if m.upright or m.words or m.label or low <= m.at <= high]
+
+
+FAR = 3.0  # ratio between a mark and the nearest point
 POINT_MARGIN = 0.12  # of the range of points, left free beside them; names go towards the middle
 LEGEND_DEPTH = 36.0  # typographic points from the panel down to a legend below it
 
@@ -190,12 +201,16 @@ def _legend(axes: Axes, place: str, columns: int) -> None:
     if place == "outside":
         options = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
     elif place == "below":
-        foot = offset_copy(axes.transAxes, axes.figure, y=-LEGEND_DEPTH, units="points")
+        foot = offset_copy(
+            axes.transAxes, cast(Canvas, axes.figure), y=-LEGEND_DEPTH, units="points"
+        )
         options = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": foot}
     axes.legend(fontsize=8, ncols=columns, **options)
     engine = axes.figure.get_layout_engine()
     if place == "below" and engine is not None:
-        engine.execute(axes.figure)  # names at the edge are spaced by the height that remains
+        engine.execute(
+            cast(Canvas, axes.figure)
+        )  # names at the edge are spaced by the height that remains
 
 
 def _curve(axes: Axes, line: Curve) -> None:
@@ -307,7 +322,8 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
     apart only where they would meet. All positions are in the units of the data, so that names stay
     at their marks when the layout of the figure changes the size of the panel.
     """
-    scale = 72 / axes.figure.dpi
+    canvas = cast(Canvas, axes.figure)
+    scale = 72 / canvas.dpi
     low, high = axes.bbox.y0 * scale, axes.bbox.y1 * scale
     edge = [name for name in names if name.at_edge]
     right = [name for name in names if name.shift > 0 and not name.at_edge]
@@ -326,7 +342,7 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
                 name.point,
                 (name.x, y),
                 xycoords=across,
-                textcoords=offset_copy(across, axes.figure, x=name.shift, units="points"),
+                textcoords=offset_copy(across, canvas, x=name.shift, units="points"),
                 color=name.colour,
                 ha="left" if name.shift > 0 else "right",
                 va="center",

@@ -112,7 +112,7 @@ def test_the_plan_has_its_processes_and_a_part_that_fails_is_not_kept(
 ) -> None:
     commands: list[list[str]] = []
 
-    def watched(command: list[str]) -> tuple[int, dict[str, object]]:
+    def watched(command: list[str]) -> tuple[int, dict[str, float]]:
         commands.append(command)
         return int("peers" in " ".join(command)), IDLE
 

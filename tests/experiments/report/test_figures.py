@@ -8,6 +8,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
@@ -348,7 +349,9 @@ def test_names_of_near_ceilings_stand_apart_right_of_the_panel() -> None:
     charts.curves([points, gather], scale, scale, names="below", marks=marks)(axes)
     canvas.draw_without_rendering()
     boxes = [Text.get_window_extent(name) for name in axes.texts]  # without the thin lines
-    panel, legend = axes.bbox, axes.get_legend().get_window_extent()
+    panel, names = axes.bbox, axes.get_legend()
+    assert names is not None
+    legend = names.get_window_extent()
     label = axes.xaxis.label.get_window_extent()
     plt.close()
     assert len(boxes) == 3
@@ -362,7 +365,7 @@ def test_the_scale_of_a_roofline_is_that_of_its_points(plain: Run) -> None:
     (figure,) = figures.roofline_figures(plain.at("hot"))
     _, axes = plt.subplots()
     figure.panels[0].draw(axes)
-    drawn = [y for line in axes.lines for y in line.get_ydata() if y > 0]
+    drawn = [float(y) for line in axes.lines for y in np.asarray(line.get_ydata()) if y > 0]
     low, high = axes.get_ylim()
     plt.close()
     assert low > min(drawn) / 3
@@ -385,6 +388,17 @@ def test_contenders_of_the_same_memory_are_compared_by_time_alone(tmp_path: Path
 def test_tables_of_keys_have_colours_of_their_own() -> None:
     names = ("scored", "scored_growing", "sorted_keys", "lines", "lines_huge", "cykhash")
     assert len({style.colour_of(name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize(("at", "drawn"), [(1.0, False), (3.0, True)])
+def test_a_line_far_from_all_points_leaves_no_empty_scale(at: float, drawn: bool) -> None:
+    scale = charts.Scale("", log=10)
+    _, axes = plt.subplots()
+    charts.curves([charts.Curve([1, 2], [5, 7])], scale, scale, marks=[charts.Mark(at)])(axes)
+    low, count = float(axes.get_ylim()[0]), len(axes.lines)
+    plt.close()
+    assert count == 1 + drawn
+    assert (low < 3.0) is drawn
 
 
 def test_almost_equal_values_have_a_scale(recwarn: pytest.WarningsRecorder) -> None:
