@@ -168,7 +168,7 @@ def machine_words(state: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class StoredEvidence:
     """What is known of a stored measurement."""
 
     commit: str  # empty: not recorded
@@ -179,7 +179,7 @@ class Evidence:
     state: Mapping[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> Evidence:
+    def read(cls, folder: Path) -> StoredEvidence:
         """Read a run, or the result of a program of tests.bench."""
         facts, contenders = _facts(folder)
         areas = {area for n in contenders for start, area in AREA_OF.items() if n.startswith(start)}

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.evidence import Evidence, machine_words
+from experiments.evidence import StoredEvidence, machine_words
 from experiments.paths import REFERENCE
 from experiments.report import text
 from experiments.timing.statistics import Summary, summarise
@@ -278,7 +278,7 @@ def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -
         by_device.setdefault(path.parent.parent.name, []).append(path.parent)
     for runs in by_device.values():
         device = json.loads((runs[0] / "environment.json").read_text())["device"]
-        ages = dict.fromkeys(Evidence.read(run).age() for run in runs)
+        ages = dict.fromkeys(StoredEvidence.read(run).age() for run in runs)
         names = text.listed([f"`{run.name}`" for run in runs])
         lines.append(f"- {device}: {names}, {'; '.join(ages)}.")
     return lines
@@ -286,7 +286,7 @@ def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -
 
 def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / DEVICE) -> str:
     """Say how many shapes the matrix has, in how many processes, of which code and machine."""
-    known = Evidence.read(folder / "cpu_matrix")
+    known = StoredEvidence.read(folder / "cpu_matrix")
     shapes = len({row["shape"] for row in rows})
     processes = min(len(row["ratios"]) for row in rows)
     return (

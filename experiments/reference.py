@@ -116,7 +116,7 @@ def results(folder: Path = REFERENCE) -> str:
 
 
 def _ran(measured: Run, path: Path) -> str:
-    e, known = measured.environment, evidence.Evidence.read(path)
+    e, known = measured.environment, evidence.StoredEvidence.read(path)
     state = f"; {evidence.machine_words(known.state)}" if known.state else ""
     return f"`{e['command']}` on {e['device']} (torch {e['torch']}, {known.age()}{state})"
 

@@ -136,7 +136,7 @@ def is_remote(path: Path) -> bool:
     return re.match(r"[\w.@-]{2,}:.", str(path)) is not None and not path.exists()
 
 
-def copied(path: Path, scratch: Path) -> Path:
+def fetched(path: Path, scratch: Path) -> Path:
     """Copy a run or a bundle of another machine into `scratch` by scp; return others as they are.
 
     Raises:

@@ -192,7 +192,7 @@ def _near(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
 
 
 FAR = 3.0  # ratio between a mark and the nearest point
-POINT_MARGIN = 0.12  # of the range of points, left free beside them; names go towards the middle
+POINT_MARGIN = 0.12  # of the range of points, left free on both sides; names go towards the middle
 LEGEND_DEPTH = 36.0  # typographic points from the panel down to a legend below it
 
 

@@ -259,7 +259,7 @@ def _roofline(rows: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing
 
 
 def _dodge(names: Sequence[str], name: str) -> float:
-    """Return the factor that moves a contender beside the others of its size."""
+    """Return the factor that moves a contender next to the others of its size."""
     return 2.0 ** (CONTENDER_SHIFT * (2 * names.index(name) - len(names) + 1))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments import evidence, front_page, reference
-from experiments.evidence import Evidence
+from experiments.evidence import StoredEvidence
 from experiments.machine import sources
 from experiments.paths import REFERENCE, ROOT
 from experiments.results.store import runs_in
@@ -81,10 +81,17 @@ def test_evidence_says_which_code_has_changed_since(
 ) -> None:
     now = {"dense tables": "a", "tensor trains": "b", "hash tables": "c"}
     monkeypatch.setattr(sources, "digests", lambda device: now)
-    assert Evidence.read(_stored(tmp_path, now)).age() == "commit 1a2b3c, 2026-11-26, of this code"
+    assert (
+        StoredEvidence.read(_stored(tmp_path, now)).age()
+        == "commit 1a2b3c, 2026-11-26, of this code"
+    )
     old = now | {"tensor trains": "old", "hash tables": "old"}  # no hash table was measured
-    assert Evidence.read(_stored(tmp_path, old)).age().endswith(", before changes of tensor trains")
-    unknown = Evidence.read(_stored(tmp_path, {}))
+    assert (
+        StoredEvidence.read(_stored(tmp_path, old))
+        .age()
+        .endswith(", before changes of tensor trains")
+    )
+    unknown = StoredEvidence.read(_stored(tmp_path, {}))
     assert unknown.age().endswith(", before changes of dense tables and tensor trains")
 
 
@@ -148,7 +155,7 @@ def test_every_part_of_the_plan_is_an_experiment_that_fits_its_schema() -> None:
 def test_every_reference_says_how_old_it_is() -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()
     for run in runs_in(REFERENCE, "*/*"):
-        known = Evidence.read(run)
+        known = StoredEvidence.read(run)
         assert known.commit in page
         assert known.age() in page
 
