@@ -115,7 +115,7 @@ def figures(run: Run) -> list[Figure]:
     drawn = []
     if pairs:
         height = 1.2 + max(FEWEST_LINES, LINE * len(pairs))
-        panel = Panel("Ours on the scale of theirs", _beside(pairs), 9.0, height)
+        panel = Panel("Ours on the scale of theirs", _pair_chart(pairs), 9.0, height)
         drawn.append(
             Figure(
                 "published",
@@ -134,7 +134,7 @@ def figures(run: Run) -> list[Figure]:
 SHADES = {Reproduction.REPRODUCED: "#2e8540", Reproduction.DIFFERS: "#be123c"}
 
 
-def _beside(judged: Sequence[JudgedFigure]) -> Drawing:
+def _pair_chart(judged: Sequence[JudgedFigure]) -> Drawing:
     """Draw one line per pair, with both numbers, on the scale of their ratio."""
 
     def draw(axes: Axes) -> None:

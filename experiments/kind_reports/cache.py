@@ -210,7 +210,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     return [f"{command}.", what, "", *table, "", link]
 
 
-OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # of the sizes written at points, by curve
+OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # from a point to its written size, by curve
 
 
 def figures(run: Run) -> list[Figure]:

@@ -29,7 +29,7 @@ NOTES = (
     "the network around it: forward, backward and all updates. Ratios are paired step by step; "
     "shown are the median over steps, then the mean over seeds with its 95 % interval.",
 )
-CLOSE = 0.001  # of AUC: what counts as kept
+CLOSE = 0.001  # a smaller loss of AUC counts as none
 TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
 _MARKERS = "osDv^P*XhpdH<>o"
 HEIGHT = 4.2  # inches of a panel

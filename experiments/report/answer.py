@@ -15,7 +15,7 @@ from experiments.report.document import Tile
 
 Rows = dict[str, dict[str, Any]]  # by phase
 PLAIN, DENSE = "torch", "tbe"  # contenders: nn.EmbeddingBag, and emblib's dense tables
-STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # of a tile, by verdict
+STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # verdict -> style of a tile
 
 
 def answer(run: Run) -> list[str]:

@@ -38,7 +38,7 @@ class Scale:
     label: str
     log: int = 0  # base of a logarithmic scale; 0: linear
     ticks: Sequence[float] = ()  # empty: as many as there is room for
-    names: Sequence[str] = ()  # of the ticks; empty: the numbers
+    names: Sequence[str] = ()  # a name per tick; empty: the numbers
     low: float | None = None
     high: float | None = None
     shown: Callable[[float], str] | None = None  # how a tick is written
@@ -53,7 +53,7 @@ class Scale:
     def finish(self, axis: Any) -> None:
         """Set limits, ticks and label after everything is plotted."""
         data = [float(end) for end in axis.get_data_interval()]
-        # Of almost equal values matplotlib would make equal ends, which have no scale.
+        # matplotlib would give almost equal values equal ends, which have no scale.
         single = math.isclose(data[0], data[1], rel_tol=NEARLY_EQUAL)
         getattr(axis.axes, f"set_autoscale{axis.axis_name}_on")(not single)
         ends = data if single else axis.get_view_interval()
@@ -114,7 +114,7 @@ class Curve:
     high: Floats | None = None
     band: bool = False  # the interval is a band and not bars
     names: Sequence[str] = ()  # a name per point, written next to it
-    offset: tuple[float, float] = (0, 7)  # of those names, in typographic points
+    offset: tuple[float, float] = (0, 7)  # from a point to its name, in typographic points
     above: bool = False  # drawn over other curves
     edge_name: str = ""  # written right of the panel, at the height of the last point
 
@@ -192,7 +192,7 @@ def _near(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
 
 
 FAR = 3.0  # ratio between a mark and the nearest point
-POINT_MARGIN = 0.12  # of the range of points, left free on both sides; names go towards the middle
+POINT_MARGIN = 0.12  # share of the range, free on both sides: names go towards the middle
 LEGEND_DEPTH = 36.0  # typographic points from the panel down to a legend below it
 
 
@@ -368,12 +368,14 @@ def _meet(axes: Axes, right: Sequence[Name], left: Sequence[Name]) -> bool:
 
 
 def apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return ascending heights at least `gap` apart, as near to the wanted ones as possible.
+    """Return ascending heights at least `gap` apart, as near to the wanted heights as possible.
 
-    Neighbours that would overlap become a block about the mean of what its members want; blocks
-    merge until none overlap. They stay between `low` and `high` where there is room.
+    Neighbours that would overlap form a block around the mean of their wanted heights; blocks merge
+    until none overlap. All heights stay between `low` and `high` where these leave enough room.
     """
-    blocks: list[list[float]] = []  # [sum of first heights that its members want, members]
+    blocks: list[
+        list[float]
+    ] = []  # [sum of the first heights that members want, number of members]
     for height in sorted(wanted):
         blocks.append([height, 1.0])
         while len(blocks) > 1:
@@ -482,7 +484,7 @@ def _bar(axes: Axes, row: Row, y: int) -> None:
         axes.annotate(row.words, (row.value, y), (4, 0), textcoords="offset points", va="center")
 
 
-MAX_ROWS = 44  # of a panel; beyond it the first and the last are shown
+MAX_ROWS = 44  # lines of a panel; of more, the first and the last are shown
 
 
 def forest(title: str, lines: Sequence[Row], label: str) -> Panel:

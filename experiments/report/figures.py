@@ -19,7 +19,7 @@ from experiments.report.style import HEIGHT, WIDTH, Drawing, Figure, Panel, colo
 from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
 from experiments.timing.statistics import summarise
 
-UNIT = "us per lookup"  # of published numbers that can stand on one axis with ours
+UNIT = "us per lookup"  # published numbers in this unit share an axis with ours
 PHASES = {"step": "forward + backward + update", "forward": "forward"}
 LOG_AXES = ("T", "E", "D", "B", "L", "rank")
 BAR_HEIGHT = 0.4  # inches

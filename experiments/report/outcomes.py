@@ -33,7 +33,7 @@ def outcomes(run: Run) -> pd.DataFrame:
     frame["mode"] = [mode_of(r) for r in run.records]
     frame["process"] = [replicate_of(r) for r in run.records]
     keys = ["cell", "arm", "mode"]
-    last = frame.drop_duplicates([*keys, "process"], keep="last")  # of a process that was repeated
+    last = frame.drop_duplicates([*keys, "process"], keep="last")  # a repeated process counts once
     rows = [_together(group) for _, group in last.groupby(keys, sort=False)]
     return pd.DataFrame(rows, columns=[*frame, "good", "total"])
 

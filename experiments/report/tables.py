@@ -67,7 +67,7 @@ def ratio_value(row: Row, *, is_baseline: bool = False) -> Value:
     return Value.of(row["ratio"], lambda _: text.ratio(row))
 
 
-WIDE_LETTERS = 140  # of a row that fits a page of 1,280 px at the usual size
+WIDE_LETTERS = 140  # letters of a row that fit 1,280 px at the usual size
 CELL_PADDING = 2  # letters
 
 Column = Callable[[Any], Value | str] | str  # a function of a row, or the name of its words
