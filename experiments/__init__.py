@@ -20,6 +20,7 @@ imports from those before it only, for annotations from any):
     gate              the kind that compares two revisions of emblib
     bundle            results as an archive that can be verified
     compare           one experiment on several machines
+    evidence          what README.md and docs/benchmarks.md quote: its plan, and how old it is
     front_page, kernel_times, doctor, gallery, launch, listing, reference, cli
                       commands: `python run.py COMMAND --help`
 

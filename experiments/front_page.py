@@ -20,7 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.evidence import StoredEvidence, machine_words
 from experiments.paths import REFERENCE
+from experiments.report import text
 from experiments.timing.statistics import Summary, summarise
 
 SPEED = "<!-- speed:start -->", "<!-- speed:end -->"  # in README.md
@@ -162,17 +164,19 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         work, column = (row["pass"], row["dtype"]), (row["peer"], row["threads"], row["pages"])
         cells.setdefault((work, column), []).append(row)
+    measured = {column for _, column in cells}
+    columns = {column: head for column, head in MATRIX_COLUMNS.items() if column in measured}
     lines = [
-        f"| peer's time ÷ emblib's | {' | '.join(MATRIX_COLUMNS.values())} |",
-        f"| --- |{' ---: |' * len(MATRIX_COLUMNS)}",
+        f"| peer's time ÷ emblib's | {' | '.join(columns.values())} |",
+        f"| --- |{' ---: |' * len(columns)}",
     ]
     for work, title in MATRIX_WORK.items():
-        shown = [_matrix_cell(cells.get((work, column), [])) for column in MATRIX_COLUMNS]
+        shown = [_matrix_cell(cells.get((work, column), [])) for column in columns]
         lines.append(f"| {title} | {' | '.join(shown)} |")
     lines += ["", "Where emblib is slower (peer's time ÷ emblib's):", ""]
     slower = 0
     for work, title in MATRIX_WORK.items():
-        for column, head in MATRIX_COLUMNS.items():
+        for column, head in columns.items():
             lost = [row for row in cells.get((work, column), []) if _median(row) < 1]
             if lost:
                 slower += len(lost)
@@ -260,15 +264,43 @@ def _speed_cell(shapes: Sequence[float]) -> str:
 
 
 def front_page(readme: str, folder: Path = REFERENCE) -> str:
-    """Return the text of README.md with its table of speed replaced."""
-    block = speed_table(matrix_rows(folder / DEVICE), gpu_ratios(folder))
+    """Return the text of README.md with its table of speed, and its source, replaced."""
+    rows = matrix_rows(folder / DEVICE)
+    block = "\n".join([speed_table(rows, gpu_ratios(folder)), "", *speed_sources(rows, folder)])
     return replaced(readme, SPEED, block)
+
+
+def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -> list[str]:
+    """Return a line per machine of the table of speed: what was measured of which code."""
+    lines = [f"- CPU: {matrix_source(rows, folder / DEVICE)}."]
+    by_device: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("nvidia-*/*/results.csv")):
+        by_device.setdefault(path.parent.parent.name, []).append(path.parent)
+    for runs in by_device.values():
+        device = json.loads((runs[0] / "environment.json").read_text())["device"]
+        ages = dict.fromkeys(StoredEvidence.read(run).age() for run in runs)
+        names = text.listed([f"`{run.name}`" for run in runs])
+        lines.append(f"- {device}: {names}, {'; '.join(ages)}.")
+    return lines
+
+
+def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / DEVICE) -> str:
+    """Say how many shapes the matrix has, in how many processes, of which code and machine."""
+    known = StoredEvidence.read(folder / "cpu_matrix")
+    shapes = len({row["shape"] for row in rows})
+    processes = min(len(row["ratios"]) for row in rows)
+    return (
+        f"{shapes} shapes, each in {processes} processes, {known.age()}; "
+        f"{machine_words(known.state)}"
+    )
 
 
 def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
     """Return the text of docs/benchmarks.md with the tables of this module replaced."""
     page = replaced(page, PEERS, table(ratios(folder), second_opinions(folder)))
-    return replaced(page, MATRIX, matrix_table(matrix_rows(folder)))
+    rows = matrix_rows(folder)
+    source = text.capitalised(f"{matrix_source(rows, folder)}.")
+    return replaced(page, MATRIX, f"{source}\n\n{matrix_table(rows)}")
 
 
 def replaced(page: str, markers: tuple[str, str], block: str) -> str:

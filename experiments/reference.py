@@ -4,8 +4,9 @@
 docs/benchmarks.md and reports/README.md. `add` measures the named experiments on this machine (by
 default those that have a reference), stores the finished runs, updates these pages and
 reports/published/README.md, and compares each run with the references of other machines; its
-arguments with `=` go to every run, e.g. timing=paper. Exit status: 0 done, 1 a run failed or a page
-is out of date, 2 wrong usage.
+arguments with `=` go to every run, e.g. timing=paper. `measure` measures what README.md and
+docs/benchmarks.md quote, on one commit (experiments/evidence.py), and updates the pages. Exit
+status: 0 done, 1 a run failed or a page is out of date, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import configure, front_page
+from experiments import configure, evidence, front_page
 from experiments.config.schema import UsageError, folder_name
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
@@ -40,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands.add_parser("check", help="check that these tables are up to date")
     adder = commands.add_parser("add", help="measure on this machine and store the runs")
     adder.add_argument("words", nargs="*", metavar="EXPERIMENT|KEY=VALUE")
+    measured = commands.add_parser("measure", help="measure what README.md quotes, on one commit")
+    measured.add_argument("timing", nargs="?", choices=["timing=smoke"], help="only try the plan")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,6 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.action == "add":
         return add(arguments.words)
+    if arguments.action == "measure":
+        smoke = arguments.timing is not None
+        worst = evidence.measure(lambda name: keep(newest(name)), smoke=smoke)
+        return worst if smoke else max(worst, write_pages())
     return update(write=arguments.action == "write")
 
 
@@ -79,7 +86,7 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     measured = Run.read(run_directory)
     if measured.smoke or measured.info.get("status") != "finished":
         raise ValueError("only a finished run at full size can be a reference")
-    device = re.sub(r"[^a-z0-9]+", "-", str(measured.environment["device"]).lower()).strip("-")
+    device = evidence.device_folder(str(measured.environment["device"]))
     target = folder / device / folder_name(measured.config.name)  # an older one there is removed
     if target.exists():
         shutil.rmtree(target)
@@ -97,7 +104,7 @@ def results(folder: Path = REFERENCE) -> str:
     blocks, answers = [], []
     for path in runs_in(folder, "*/*"):
         measured = Run.read(path)
-        lines = measured.kind.readme_lines(measured, _ran(measured), _link(path))
+        lines = measured.kind.readme_lines(measured, _ran(measured, path), _link(path))
         if lines is None:
             answers.append(_line(measured, path))
         else:
@@ -108,18 +115,16 @@ def results(folder: Path = REFERENCE) -> str:
     )
 
 
-def _ran(measured: Run) -> str:
-    e, git = measured.environment, measured.environment.get("git") or {}
-    return (
-        f"`{e['command']}` on {e['device']} (torch {e['torch']}, emblib {git.get('sha')}, "
-        f"{e['time_utc'][:10]})"
-    )
+def _ran(measured: Run, path: Path) -> str:
+    e, known = measured.environment, evidence.StoredEvidence.read(path)
+    state = f"; {evidence.machine_words(known.state)}" if known.state else ""
+    return f"`{e['command']}` on {e['device']} (torch {e['torch']}, {known.age()}{state})"
 
 
 def _line(measured: Run, path: Path) -> str:
     """Return the bold sentence of a run's report, which is its answer."""
     answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
-    return f"- {_ran(measured)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
+    return f"- {_ran(measured, path)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
 
 
 def _link(path: Path) -> str:
@@ -168,6 +173,12 @@ def add(words: Sequence[str]) -> int:
                 paths = [os.path.relpath(path, ROOT) for path in (other, stored)]
                 folder = f"reports/compare/{name}/{other.parent.name}-{stored.parent.name}"
                 _run_py("compare", *paths, "--out", folder)
+    return max(worst, write_pages())
+
+
+def write_pages() -> int:
+    """Update the pages that show references; return 1 where one failed."""
+    worst = 0
     for page in (["reference", "write"], ["compare", "--overview", "write"]):
         if _run_py(*page):
             print(f"{' '.join(page)} failed: its page is out of date", file=sys.stderr)

@@ -84,6 +84,7 @@ LAYERS_OF_THE_HARNESS = (
     "gate",
     "bundle",
     "compare",
+    "evidence",
     "front_page",
     "kernel_times",
     "doctor",

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from experiments.config.schema import folder_name
+from experiments.config.schema import UsageError, folder_name
 from experiments.paths import ROOT
 
 
@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `compare`."""
     parser.description = (
         "Compare one experiment on several machines. Runs are directories of reports/runs or "
-        "reports/reference, or bundles (.zip); the first is what the others are compared with. "
+        "reports/reference, bundles (.zip), or either on another machine (HOST:PATH, copied by "
+        "scp); the first is what the others are compared with. "
         "Bundles of several experiments give a page per experiment that all have. Exit status: 0 "
         "done, 2 wrong usage, 6 nothing comparable; with --overview check, 1 where the page is out "
         "of date."
@@ -54,10 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name} is out of date: run `{pages.COMMAND} write`")
             return 1
         return 0
-    words = " ".join(os.path.relpath(path) for path in arguments.runs)
+    words = " ".join(
+        str(path) if machines.is_remote(path) else os.path.relpath(path) for path in arguments.runs
+    )
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            compared = machines.comparisons(arguments.runs, Path(scratch))
+            runs = [machines.fetched(path, Path(scratch)) for path in arguments.runs]
+            compared = machines.comparisons(runs, Path(scratch))
             for experiment, paths in compared:
                 out = arguments.out
                 if out is not None and len(compared) > 1:
@@ -66,13 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
                 if page.is_relative_to(ROOT):
                     page = page.relative_to(ROOT)
                 print(f"\nreport: {page}")
-    except BundleError as error:
+    except (BundleError, UsageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except machines.NotComparable as error:
         print(f"error: {error}", file=sys.stderr)
         usage = len(arguments.runs) < 2 or any(
-            not path.is_dir() and path.suffix != ".zip" for path in arguments.runs
+            not path.is_dir() and path.suffix != ".zip" and not machines.is_remote(path)
+            for path in arguments.runs
         )
         return 2 if usage else 6
     return 0

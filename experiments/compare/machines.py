@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.bundle import archive
-from experiments.config.schema import AXES
+from experiments.config.schema import AXES, UsageError
 from experiments.config.sweep import SWEEP
 from experiments.kinds.base import TIME
 from experiments.machine import ceilings
@@ -126,6 +129,30 @@ def by_value(machines: Sequence[Machine], values: Iterable[str | None]) -> str:
 
 def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def is_remote(path: Path) -> bool:
+    """Return whether a path is HOST:PATH, one of another machine."""
+    return re.match(r"[\w.@-]{2,}:.", str(path)) is not None and not path.exists()
+
+
+def fetched(path: Path, scratch: Path) -> Path:
+    """Copy a run or a bundle of another machine into `scratch` by scp; return others as they are.
+
+    Raises:
+        UsageError: scp is not installed, or could not copy it.
+    """
+    if not is_remote(path):
+        return path
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    try:
+        command = ["scp", "-rq", "-o", "BatchMode=yes", "--", str(path), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UsageError(f"{path} is on another machine, and there is no scp to copy it") from None
+    if done.returncode:
+        raise UsageError(f"{path} could not be copied: {done.stderr.strip() or 'scp failed'}")
+    return folder / path.name
 
 
 def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Path]]]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from experiments.config.sweep import Arm
 from experiments.kind_reports import keys as keys_report
@@ -14,6 +13,7 @@ from experiments.report import answer as timed
 from experiments.report import figures as timed_figures
 from experiments.report import published as anchors
 from experiments.report import text
+from experiments.report.charts import plain_ticks
 from experiments.report.data import Run
 from experiments.report.published import JudgedFigure, Reproduction, shown
 from experiments.report.style import INK, Drawing, Figure, Panel
@@ -115,7 +115,7 @@ def figures(run: Run) -> list[Figure]:
     drawn = []
     if pairs:
         height = 1.2 + max(FEWEST_LINES, LINE * len(pairs))
-        panel = Panel("Ours on the scale of theirs", _beside(pairs), 9.0, height)
+        panel = Panel("Ours on the scale of theirs", _pair_chart(pairs), 9.0, height)
         drawn.append(
             Figure(
                 "published",
@@ -134,7 +134,7 @@ def figures(run: Run) -> list[Figure]:
 SHADES = {Reproduction.REPRODUCED: "#2e8540", Reproduction.DIFFERS: "#be123c"}
 
 
-def _beside(judged: Sequence[JudgedFigure]) -> Drawing:
+def _pair_chart(judged: Sequence[JudgedFigure]) -> Drawing:
     """Draw one line per pair, with both numbers, on the scale of their ratio."""
 
     def draw(axes: Axes) -> None:
@@ -147,21 +147,24 @@ def _beside(judged: Sequence[JudgedFigure]) -> Drawing:
             words = f"{_pair(finding)}: {finding.verdict.value}"
             axes.annotate(
                 words,
-                (min(1.0, ratio), line),
+                (1.0, line),
                 (0, 9),
                 textcoords="offset points",
+                ha="center",
                 fontsize=9,
                 color=shade,
             )
         axes.set_xscale("log")
-        low, high = axes.get_xlim()
-        axes.set_xlim(min(low, 0.8), max(high, 4.0))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        axes.xaxis.set_minor_formatter(FuncFormatter(lambda v, _: ""))
+        # At least a factor of 1.5 on both sides: a deviation of 1 % must look small.
+        far = 1.2 * max(
+            [1.25, *(max(f.ours, f.figure.value) / min(f.ours, f.figure.value) for f in judged)]
+        )
+        axes.set_xlim(1 / far, far)
+        plain_ticks(axes.xaxis)
         axes.set_yticks(range(len(judged)), [_short(f.figure.name) for f in judged])
         axes.set_ylim(len(judged) - 0.4, -0.8)
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel("published = 1")
+        axes.set_xlabel("ours ÷ published")
 
     return draw
 

@@ -57,7 +57,7 @@ def answer(run: Run) -> list[str]:
     ]
     best = by_name["offline"]
     return [
-        f"With {size_of(best)} of the rows in the cache, {' and '.join(served)} of the lookups of "
+        f"With {size_of(best)} of the rows in the cache, {text.listed(served)} of the lookups of "
         f"{_what(run)}, where a cache that knows the future serves "
         f"{text.percent(best['lookup_hit_rate'])}{_cost(run)}.",
         *_rest(by_name, best),
@@ -210,12 +210,13 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     return [f"{command}.", what, "", *table, "", link]
 
 
-OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # of the sizes written at points, by curve
+OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # from a point to its written size, by curve
 
 
 def figures(run: Run) -> list[Figure]:
     """Return hit rates against size, throughput against hit rate, skew, and the filling."""
-    drawn = [_hit_rates(run), _throughput(run), _along(run), _filling(run)]
+    rates = _hit_rates(run)
+    drawn = [*rates[:1], _throughput(run), *rates[1:], _along(run), _filling(run)]
     return [f for f in drawn if f is not None and f.panels]
 
 
@@ -226,33 +227,40 @@ def policy_curve(contender: str, x: Any, y: Any) -> Curve:
     return contender_curve(contender, x, y, marker="", line=DASHED, width=1.6, above=True)
 
 
-def _hit_rates(run: Run) -> Figure | None:
+def _hit_rates(run: Run) -> list[Figure]:
+    """Return the hit rates at the base point of the sweep, then those at its other points."""
     rows = good(run)
     if not len(rows):
-        return None
+        return []
 
-    def place(cell: str) -> tuple[float, ...]:
+    def axes_of(cell: str) -> tuple[float, ...]:
         first = rows[rows["cell"] == cell].iloc[0]
         return tuple(float(first[a]) for a in AXES)
 
-    cells = sorted(rows["cell"].unique(), key=place)
-    panels = []
-    for column, of in OF.items():
-        for cell in cells:
-            rows_of_cell = rows[rows["cell"] == cell]
-            title = f"Per {of[:-1]}, {point(run, rows_of_cell.iloc[0])}"
-            panels.append(Panel(title, _curves(rows_of_cell, column, legend=cell == cells[0])))
-    return Figure(
-        "hit_rate",
-        "Hit rate against the size of the cache",
+    base, *others = rows["cell"].unique()
+    caption = (
         "Share of the lookups, and of the distinct rows of a batch, that hit in the cache once it "
         "has been filled. Solid: measured. Dashed: ideals, which know the whole trace; per "
         "distinct row no cache can exceed the offline optimum. Dotted: the most probable rows of "
-        "the distribution of ids, in an endless trace. Higher is better.",
-        run.sizes(SWEEP),
-        panels,
-        columns=len(cells),
+        "the distribution of ids, in an endless trace. Higher is better."
     )
+    drawn = []
+    for name, title, cells in (
+        ("hit_rate", "Hit rate against the size of the cache", [base]),
+        ("hit_rates", "Hit rates of the other workloads", sorted(others, key=axes_of)),
+    ):
+        panels = [
+            Panel(
+                f"Per {of[:-1]}, {point(run, rows[rows['cell'] == cell].iloc[0])}",
+                _curves(rows[rows["cell"] == cell], column, legend=cell == cells[0]),
+            )
+            for column, of in OF.items()
+            for cell in cells
+        ]
+        words = caption if cells == [base] else "As above. Higher is better."
+        columns = min(len(cells), 3) if len(cells) > 1 else 0
+        drawn.append(Figure(name, title, words, run.sizes(SWEEP), panels, columns=columns))
+    return drawn
 
 
 def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:

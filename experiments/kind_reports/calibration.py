@@ -41,7 +41,7 @@ LINKS = {
     "link_bytes_per_s": "between ranks of a node, all sending",
     "network_bytes_per_s": "between nodes, all sending; on one host this is its own memory",
 }
-BETWEEN = ("exchange_s", "message_s", *LINKS)  # of several ranks
+BETWEEN = ("exchange_s", "message_s", *LINKS)  # constants of exchanges between ranks
 NOTES = (
     "Constants of the planner's cost model (docs/planner.md). What ranks compute and send is "
     "measured by all of them at once, where each has a core, since they share memory; what they "

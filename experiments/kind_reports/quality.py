@@ -29,7 +29,7 @@ NOTES = (
     "the network around it: forward, backward and all updates. Ratios are paired step by step; "
     "shown are the median over steps, then the mean over seeds with its 95 % interval.",
 )
-CLOSE = 0.001  # of AUC: what counts as kept
+CLOSE = 0.001  # a smaller loss of AUC counts as none
 TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
 _MARKERS = "osDv^P*XhpdH<>o"
 HEIGHT = 4.2  # inches of a panel
@@ -44,15 +44,19 @@ def answer(run: Run) -> list[str]:
         return [f"No answer: {run.subject.label} has no result."]
     share = _share(run, subject_rows)
     at_share = rows[rows["share"] == share]
-    sentences = []
-    for data, group in at_share.groupby("data", sort=False):
-        row = group[group["contender"] == run.subject.contender]
-        if len(row):
-            best = group.loc[group["auc"].idxmax()]
-            sentences.append(_sentence(run, str(data), row.iloc[0], best))
+    of_subject = at_share[at_share["contender"] == run.subject.contender]
+    changes = [f"{_signed(r['auc_change'])} on {r['data']}" for _, r in of_subject.iterrows()]
+    times = of_subject["ratio"]
+    span = " to ".join(dict.fromkeys(text.times(end) for end in (times.min(), times.max())))
+    headline = (
+        f"With {_small(share)} of the bytes of the large tables "
+        f"({TRAINED[run.subject.contender]}), the AUC changes by {text.listed(changes)}, and a "
+        f"step takes {span} the time of one with plain tables."
+    )
     smallest = _kept(rows)
     return [
-        f"With {_small(share)} of the bytes of the large tables, {'; '.join(sentences)}.",
+        headline,
+        _best(run, at_share),
         *([smallest] if smallest else []),
         *_order(at_share),
     ]
@@ -87,15 +91,13 @@ def _share(run: Run, rows: pd.DataFrame) -> float:
     return float(min(shares, key=lambda s: abs(math.log(s / wanted)), default=1.0))
 
 
-def _sentence(run: Run, data: str, row: pd.Series, best: pd.Series) -> str:
-    method = TRAINED[str(row["contender"])]
-    sentence = (
-        f"{method} has on {data} an AUC of {row['auc']:.4f}, {_change(row)} from plain, and a step "
-        f"takes {text.times(row['ratio'])} the time"
-    )
-    if best["contender"] == row["contender"]:
-        return f"{sentence} (the best of {len(run.config.contenders) - 1} methods)"
-    return f"{sentence} (the best is {TRAINED[str(best['contender'])]}, {_change(best)})"
+def _best(run: Run, at_share: pd.DataFrame) -> str:
+    """Name the method with the highest AUC on each data set."""
+    best = at_share.loc[at_share.groupby("data", sort=False)["auc"].idxmax()]
+    words = [
+        f"on {r['data']} {TRAINED[str(r['contender'])]}, {_change(r)}" for _, r in best.iterrows()
+    ]
+    return f"Best of {len(run.config.contenders) - 1} methods: {'; '.join(words)}."
 
 
 def _small(share: float) -> str:

@@ -123,10 +123,10 @@ def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
         last = last[last["cell"] == last["cell"].iloc[0]]
         best = last.loc[last["median_s"].idxmin()]
         subject_rows = last[last["contender"] == run.subject.contender]
-        told = (
+        compared = (
             [best] if best["contender"] == run.subject.contender else [best, *_rows(subject_rows)]
         )
-        words = " and ".join(_efficiency(row) for row in told)
+        words = text.listed([_efficiency(row) for row in compared])
         sentences.append(f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}.")
     return [*sentences, *shared]
 
@@ -196,10 +196,10 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             line = f"{_sizes(run, str(cell))}.{note}"
             table = _table(every[every["cell"] == cell], rows[rows["cell"] == cell])
             parts.append((text.capitalised(title), line, table))
-    told = sharding.predictions(run.records)
-    if len(told):
+    predicted = sharding.predictions(run.records)
+    if len(predicted):
         words = "Of worlds that were not measured these are predictions, and nothing else."
-        parts.append(("Predicted steps", words, _predictions(told)))
+        parts.append(("Predicted steps", words, _predictions(predicted)))
     return parts
 
 
@@ -293,9 +293,9 @@ def figures(run: Run) -> list[Figure]:
     rows = rows_of(run)
     if not len(rows):
         return []
-    told = sharding.predictions(run.records)
-    drawn = [_draw_against(run, rows), _over_ranks(run, rows, told), _split(run, rows)]
-    return [f for f in (*drawn, _draw_predicted(run, told)) if f.panels]
+    predicted = sharding.predictions(run.records)
+    drawn = [_draw_against(run, rows), _over_ranks(run, rows, predicted), _split(run, rows)]
+    return [f for f in (*drawn, _draw_predicted(run, predicted)) if f.panels]
 
 
 def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
@@ -329,7 +329,7 @@ def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
     )
 
 
-def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
+def _over_ranks(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     ours = rows[rows["contender"].str.startswith(SHARDED)]
     panels = []
     for scaling in Scaling:
@@ -337,7 +337,11 @@ def _over_ranks(run: Run, rows: pd.DataFrame, told: pd.DataFrame) -> Figure:
         if scaled["world_size"].nunique() < 2 or not (scaled["scaling"] == scaling.value).any():
             continue
         first = scaled["section"].iloc[0]
-        beyond = told[told["beyond"] & (told["scaling"] == scaling.value)] if len(told) else told
+        beyond = (
+            predicted[predicted["beyond"] & (predicted["scaling"] == scaling.value)]
+            if len(predicted)
+            else predicted
+        )
         beyond = beyond[beyond["section"] == first] if len(beyond) else beyond
         title = f"{scaling.value.capitalize()} scaling"
         panels.append(Panel(title, _steps(scaled[scaled["section"] == first], beyond), 1.1 * WIDTH))
@@ -404,12 +408,12 @@ def _split(run: Run, rows: pd.DataFrame) -> Figure:
     )
 
 
-def _draw_predicted(run: Run, told: pd.DataFrame) -> Figure:
-    correlation, _, points = sharding.agreement(told)
+def _draw_predicted(run: Run, predicted: pd.DataFrame) -> Figure:
+    correlation, _, points = sharding.agreement(predicted)
     words = "" if math.isnan(correlation) else f" Rank correlation {text.digits(correlation, 2)}."
     panels = []
     if points:
-        measured, lines = told[~told["beyond"]], []
+        measured, lines = predicted[~predicted["beyond"]], []
         smallest = measured["world_size"].min()
         for (kind, world), group in measured.groupby(["type", "world_size"], sort=False):
             lines.append(

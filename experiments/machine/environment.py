@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from experiments.machine import sources
 from experiments.machine.cpu import CORES, Cpu, usable_cores
 from experiments.machine.telemetry import Nvml
 from experiments.paths import ROOT
@@ -53,6 +54,7 @@ def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "emblib": version_of("emblib"),
         "git": git_state(),
+        "sources": sources.digests(device.type),
         "packages": {package: version_of(package) for package in PACKAGES},
         "variables": {k: v for k, v in sorted(os.environ.items()) if re.match(VARIABLES, k)},
     }

@@ -14,7 +14,8 @@ from experiments.report.data import Run
 from experiments.report.document import Tile
 
 Rows = dict[str, dict[str, Any]]  # by phase
-STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # of a tile, by verdict
+PLAIN, DENSE = "torch", "tbe"  # contenders: nn.EmbeddingBag, and emblib's dense tables
+STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # verdict -> style of a tile
 
 
 def answer(run: Run) -> list[str]:
@@ -29,6 +30,8 @@ def answer(run: Run) -> list[str]:
             reason = rows["step"]["reason"] if rows else "it was not among the contenders"
             return [f"No answer: {arm.label} has no result on the headline workload ({reason})."]
     sentences = [_headline(first, subject["step"], baseline["step"])]
+    if gain := _gain(first, cell):
+        sentences[0] += f" {gain}"
     sentences.append(f"Forward alone takes {text.ratio(subject['forward'])}.")
     steps = _swept_steps(first)
     if len(steps) > 1:
@@ -50,33 +53,44 @@ def _pick(run: Run, cell: str, arm: str) -> Rows:
 
 
 def _headline(run: Run, step: dict[str, Any], base: dict[str, Any]) -> str:
-    """State what a step of the subject costs and saves on the headline workload."""
+    """State what a step of the subject saves and costs on the headline workload."""
     subject, baseline, ratio = run.subject.label, run.baseline.label, text.ratio(step)
+    weights, plain = step["weights_bytes"], base["weights_bytes"]
     cost = f"{subject} takes {ratio} the step time of {baseline}"
     if step["ratio_hi"] < 1:
-        cost = (
-            f"{subject} is {text.times(1 / step['ratio'])} as fast as {baseline}: it takes {ratio} "
-            "its step time"
-        )
-    mode = "" if step["mode"] == Mode.hot.value else f", {step['mode']},"
+        faster = f"{subject} is {text.times(1 / step['ratio'])} as fast as {baseline}"
+        cost = f"{faster}: it takes {ratio} its step time"
+    saved, memory = "", f" with the same memory ({text.size(weights)})"
+    if weights != plain:
+        share, sizes = plain / weights, f"{text.size(weights)} against {text.size(plain)}"
+        of = "of the memory" if share >= 1 else "the memory"
+        saved = f"{subject} needs {text.fraction(share)} {of} of {baseline} ({sizes}); "
+        cost, memory = cost.replace(subject, "it", 1), ""
     scale = step["rows_scale"]
     scaled = f" scaled to {text.digits(100 * scale)} % of the rows" if scale < 1 else ""
+    mode = "" if step["mode"] == Mode.hot.value else f", mode {step['mode']}"
     word = text.verdict(step["verdict"])  # empty: too few processes
     processes = text.count(step["processes"], "process", "processes")
     verdict = f"; {word}, {processes}" if word else ""
     if word == "unsure" and math.isfinite(step["visible"]):
         percent = f"{100 * step['visible']:.1f} %"
         verdict = f"; unsure: {processes} can show differences of {percent} or more"
-    weights, plain = step["weights_bytes"], base["weights_bytes"]
-    memory = f"with the same memory ({text.size(weights)})"
-    if weights != plain:
-        share, sizes = text.fraction(plain / weights), f"{text.size(weights)} against "
-        memory = f"while using {share} of the memory ({sizes}{text.size(plain)})"
-    return (
-        f"On this machine {cost}{mode} on {run.title(run.headline)}{scaled} "
-        f"({text.seconds(step['median_s'])} against {text.seconds(base['median_s'])}{verdict}) "
-        f"{memory}."
-    )
+    times = f"{text.seconds(step['median_s'])} against {text.seconds(base['median_s'])}"
+    return f"On {run.title(run.headline)}{scaled}, {saved}{cost} ({times}{mode}{verdict}){memory}."
+
+
+def _gain(run: Run, cell: str) -> str:
+    """State what the baseline gains over the tables of PyTorch; empty where they did not run."""
+    rows = _pick(run, cell, PLAIN)
+    if PLAIN in (run.subject.key, run.baseline.key) or not rows or rows["step"]["status"] != "ok":
+        return ""
+    step, baseline, torch = rows["step"], run.baseline.label, rows["step"]["label"]
+    if text.missing(step["ratio"]):
+        return ""
+    compared = f"{torch} takes {text.ratio(step)} the step time of {baseline}"
+    if step["ratio"] > 1 and run.baseline.contender == DENSE:
+        compared = f"{baseline} is {text.ratio(step)} as fast as {torch}"
+    return f"{compared} ({text.seconds(step['median_s'])})."
 
 
 def _swept_steps(run: Run) -> pd.DataFrame:
@@ -104,7 +118,9 @@ def tiles(run: Run) -> list[Tile]:
     subject = _pick(first, cell, run.subject.key) if cell else {}
     if not subject or subject["step"]["status"] != "ok":
         return []
-    shown = []
+    step, shown = subject["step"], []
+    if step["compression"] != 1:
+        shown.append(Tile(text.fraction(step["compression"]), "of the plain tables' memory"))
     for phase in ("step", "forward"):
         row = subject[phase]
         if not text.missing(row["ratio"]):
@@ -112,8 +128,5 @@ def tiles(run: Run) -> list[Tile]:
             interval = text.interval(row["ratio_lo"], row["ratio_hi"])
             meaning = f"{phase} time of {run.baseline.label} {interval}{word and ': ' + word}"
             shown.append(Tile(text.times(row["ratio"]), meaning, STYLES.get(word, "")))
-    step = subject["step"]
-    if step["compression"] != 1:
-        shown.append(Tile(f"1/{text.digits(step['compression'])}", "of the plain tables' memory"))
     rate = text.digits(step["lookups"] / step["median_s"] / 1e6)
     return [*shown, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]

@@ -6,16 +6,17 @@ for the web page.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.transforms import Transform, offset_copy
 
 from experiments.report import text
 from experiments.report.style import GRID, INK, WIDTH, Drawing, Panel
@@ -37,7 +38,7 @@ class Scale:
     label: str
     log: int = 0  # base of a logarithmic scale; 0: linear
     ticks: Sequence[float] = ()  # empty: as many as there is room for
-    names: Sequence[str] = ()  # of the ticks; empty: the numbers
+    names: Sequence[str] = ()  # a name per tick; empty: the numbers
     low: float | None = None
     high: float | None = None
     shown: Callable[[float], str] | None = None  # how a tick is written
@@ -52,7 +53,7 @@ class Scale:
     def finish(self, axis: Any) -> None:
         """Set limits, ticks and label after everything is plotted."""
         data = [float(end) for end in axis.get_data_interval()]
-        # Of almost equal values matplotlib would make equal ends, which have no scale.
+        # matplotlib would give almost equal values equal ends, which have no scale.
         single = math.isclose(data[0], data[1], rel_tol=NEARLY_EQUAL)
         getattr(axis.axes, f"set_autoscale{axis.axis_name}_on")(not single)
         ends = data if single else axis.get_view_interval()
@@ -112,9 +113,10 @@ class Curve:
     low: Floats | None = None
     high: Floats | None = None
     band: bool = False  # the interval is a band and not bars
-    names: Sequence[str] = ()  # of the points, written next to them
-    offset: tuple[float, float] = (0, 7)  # of those names, in typographic points
+    names: Sequence[str] = ()  # a name per point, written next to it
+    offset: tuple[float, float] = (0, 7)  # from a point to its name, in typographic points
     above: bool = False  # drawn over other curves
+    edge_name: str = ""  # written right of the panel, at the height of the last point
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Mark:
     line: LineStyle = "-"
     width: float = 1.0
     label: str = ""  # in the legend
-    words: str = ""  # written at the line
+    words: str = ""  # right of the panel; of an upright line, at its foot
     upright: bool = False
 
 
@@ -146,10 +148,10 @@ def curves(
         x: The horizontal scale.
         y: The vertical scale.
         names: position of the names: a location of a legend, "outside" (a legend right of the
-            panel), "ends" (at the right end of each curve), "points" (next to each named point) or
-            "" (nowhere).
+            panel), "below" (a legend below it), "ends" (at the right end of each curve), "points"
+            (next to each named point) or "" (nowhere).
         columns: Columns of the legend.
-        marks: Lines across the panel.
+        marks: Lines across the panel. The names of level ones stand right of the panel.
     """
 
     def draw(axes: Axes) -> None:
@@ -157,36 +159,58 @@ def curves(
         y.begin(axes.yaxis)
         for line in lines:
             _curve(axes, line)
-        _marks(axes, marks)
+        _marks(axes, _near(marks, lines) if y.log else marks)
         if names == "points":
-            axes.margins(x=0.3, y=0.25)
+            axes.margins(x=POINT_MARGIN, y=0.25)
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
         _words(axes, marks)
+        written = _edge_names(lines, marks)
         if names == "points":
-            # Towards the middle, where names of both sides meet.
-            middle = math.prod(math.sqrt(v) for v in axes.get_xlim())
-            points = [
-                Name(name, (x, y), _end_of(line, x, middle), line.colour, 9 if x < middle else -9)
-                for line in lines
-                for x, y, name in zip(line.x, line.y, line.names, strict=True)
-            ]
-            _write_names(axes, points)
+            written += _point_names(axes, lines)
         elif names == "ends":
             named = [line for line in lines if line.label]
             right = max((max(line.x) for line in named), default=0.0)
-            ends = [
+            written += [
                 Name(line.label, (list(line.x)[-1], list(line.y)[-1]), right, line.colour, 12)
                 for line in named
             ]
-            _write_names(axes, ends)
         elif names and axes.get_legend_handles_labels()[1]:
-            where: dict[str, Any] = {"loc": names}
-            if names == "outside":
-                where = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-            axes.legend(fontsize=8, ncols=columns, **where)
+            _legend(axes, names, columns)
+        _write_names(axes, written)
 
     return draw
+
+
+def _near(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
+    """Return the marks without level ones so far from all points that most of a panel is empty."""
+    heights = [value for line in lines for value in line.y if value > 0]
+    if not heights:
+        return list(marks)
+    low, high = min(heights) / FAR, FAR * max(heights)
+    return [m for m in marks if m.upright or m.words or m.label or low <= m.at <= high]
+
+
+FAR = 3.0  # ratio between a mark and the nearest point
+POINT_MARGIN = 0.12  # share of the range, free on both sides: names go towards the middle
+LEGEND_DEPTH = 36.0  # typographic points from the panel down to a legend below it
+
+
+def _legend(axes: Axes, place: str, columns: int) -> None:
+    options: dict[str, Any] = {"loc": place}
+    if place == "outside":
+        options = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    elif place == "below":
+        foot = offset_copy(
+            axes.transAxes, cast(Canvas, axes.figure), y=-LEGEND_DEPTH, units="points"
+        )
+        options = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": foot}
+    axes.legend(fontsize=8, ncols=columns, **options)
+    engine = axes.figure.get_layout_engine()
+    if place == "below" and engine is not None:
+        engine.execute(
+            cast(Canvas, axes.figure)
+        )  # names at the edge are spaced by the height that remains
 
 
 def _curve(axes: Axes, line: Curve) -> None:
@@ -233,34 +257,55 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
 
 
 def _words(axes: Axes, marks: Sequence[Mark]) -> None:
-    """Write the words of the marks, once the limits of the axes are known."""
-    below = _crowded(axes, [mark.at for mark in marks if mark.words and not mark.upright])
+    """Write the words of upright marks at their feet."""
     for mark in marks:
-        if mark.words:
-            at, coordinates = (
-                ((mark.at, 0), ("data", "axes fraction"))
-                if mark.upright
-                else ((0.01, mark.at), ("axes fraction", "data"))
-            )
-            under = not mark.upright and mark.at in below
+        if mark.words and mark.upright:
             axes.annotate(
                 mark.words,
-                at,
-                (3, -3 if under else 4),
-                xycoords=coordinates,
+                (mark.at, 0),
+                (3, 4),
+                xycoords=("data", "axes fraction"),
                 textcoords="offset points",
-                va="top" if under else "baseline",
                 fontsize=8,
                 color=mark.colour,
             )
 
 
-def _crowded(axes: Axes, heights: Sequence[float]) -> set[float]:
-    """Return the level marks whose words go below the line, for the next line is close above."""
-    pixels = [float(axes.transData.transform((1, v))[1]) for v in sorted(heights)]
-    gap = NAME_POINTS * axes.figure.dpi / 72
-    pairs = zip(sorted(heights), itertools.pairwise(pixels), strict=False)
-    return {height for height, (lower, upper) in pairs if upper - lower < gap}
+@dataclass(frozen=True)
+class Name:
+    """A name next to a point: `shift` typographic points right of `x`, left of it if negative.
+
+    With `at_edge`, horizontal positions are shares of the panel's width.
+    """
+
+    words: str
+    point: tuple[float, float]
+    x: float
+    colour: str
+    shift: float
+    at_edge: bool = False
+
+    def transform(self, axes: Axes) -> Transform:
+        """Return the transform of the name's positions."""
+        return axes.get_yaxis_transform() if self.at_edge else axes.transData
+
+
+def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[Name]:
+    """Return the names of level marks and of curves that have one at the edge."""
+    heights = [(m.words, m.at, m.colour) for m in marks if m.words and not m.upright]
+    heights += [(c.edge_name, list(c.y)[-1], c.colour) for c in lines if c.edge_name]
+    return [Name(words, (1.0, y), 1.0, colour, 5, at_edge=True) for words, y, colour in heights]
+
+
+def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
+    """Return the names of points, written towards the middle, where those of both sides meet."""
+    low, high = axes.get_xlim()
+    middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
+    return [
+        Name(name, (x, y), _end_of(line, x, middle), line.colour, 9 if x < middle else -9)
+        for line in lines
+        for x, y, name in zip(line.x, line.y, line.names, strict=True)
+    ]
 
 
 def _end_of(line: Curve, x: float, middle: float) -> float:
@@ -270,55 +315,46 @@ def _end_of(line: Curve, x: float, middle: float) -> float:
     return min(v for v in line.x if v >= middle)
 
 
-@dataclass(frozen=True)
-class Name:
-    """A name next to a point: `shift` typographic points right of `x`, left of it if negative."""
-
-    words: str
-    point: tuple[float, float]
-    x: float
-    colour: str
-    shift: float
-
-
 def _write_names(axes: Axes, names: Sequence[Name]) -> None:
     """Write names at the height of their points, moved as little as keeps them apart.
 
     A name that had to move is joined with its point by a thin line. Names of the two sides are kept
-    apart only where they would meet. Heights are logarithmic.
+    apart only where they would meet. All positions are in the units of the data, so that names stay
+    at their marks when the layout of the figure changes the size of the panel.
     """
-    low, high = (math.log(v) for v in axes.get_ylim())
-    scale = 72 / axes.figure.dpi
-    gap = NAME_POINTS / (axes.bbox.height * scale) * (high - low)
-    right = [name for name in names if name.shift > 0]
+    canvas = cast(Canvas, axes.figure)
+    scale = 72 / canvas.dpi
+    low, high = axes.bbox.y0 * scale, axes.bbox.y1 * scale
+    edge = [name for name in names if name.at_edge]
+    right = [name for name in names if name.shift > 0 and not name.at_edge]
     left = [name for name in names if name.shift <= 0]
     groups = [[*right, *left]] if _meet(axes, right, left) else [right, left]
-    for group in groups:
-        ordered = sorted(group, key=lambda name: name.point[1])
-        wanted = [math.log(name.point[1]) for name in ordered]
-        for name, wished, height in zip(
-            ordered, wanted, apart(wanted, gap, low, high), strict=True
-        ):
-            moved = abs(height - wished) > gap / 3
+    for group in (*groups, edge):
+        placed = [(_height(axes, name), name) for name in group]
+        placed.sort(key=lambda pair: pair[0])
+        wanted = [height for height, _ in placed]
+        for (wish, name), height in zip(placed, apart(wanted, NAME_POINTS, low, high), strict=True):
+            moved = abs(height - wish) > NAME_POINTS / 3
+            y = float(axes.transData.inverted().transform((0.0, height / scale))[1])
+            across = name.transform(axes)
             axes.annotate(
                 name.words,
-                name.point if moved else (name.x, math.exp(height)),
-                _offset(axes, name, math.exp(height)) if moved else (name.shift, 0),
-                textcoords="offset points",
+                name.point,
+                (name.x, y),
+                xycoords=across,
+                textcoords=offset_copy(across, canvas, x=name.shift, units="points"),
                 color=name.colour,
                 ha="left" if name.shift > 0 else "right",
                 va="center",
-                fontsize=9,
+                fontsize=8 if name.at_edge else 9,
                 annotation_clip=False,
                 arrowprops={"arrowstyle": "-", "color": name.colour, "lw": 0.6} if moved else None,
             )
 
 
-def _offset(axes: Axes, name: Name, height: float) -> tuple[float, float]:
-    """Return where a moved name is, in typographic points from its point."""
-    ends = axes.transData.transform([name.point, (name.x, height)])
-    across, up = (ends[1] - ends[0]) * 72 / axes.figure.dpi
-    return across + name.shift, up
+def _height(axes: Axes, name: Name) -> float:
+    """Return the height of a name's point in typographic points."""
+    return float(name.transform(axes).transform(name.point)[1]) * 72 / axes.figure.dpi
 
 
 def _meet(axes: Axes, right: Sequence[Name], left: Sequence[Name]) -> bool:
@@ -332,12 +368,14 @@ def _meet(axes: Axes, right: Sequence[Name], left: Sequence[Name]) -> bool:
 
 
 def apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return ascending heights at least `gap` apart, as near to the wanted ones as possible.
+    """Return ascending heights at least `gap` apart, as near to the wanted heights as possible.
 
-    Neighbours that would overlap become a block about the mean of what its members want; blocks
-    merge until none overlap. They stay between `low` and `high` where there is room.
+    Neighbours that would overlap form a block around the mean of their wanted heights; blocks merge
+    until none overlap. All heights stay between `low` and `high` where these leave enough room.
     """
-    blocks: list[list[float]] = []  # [sum of first heights that its members want, members]
+    blocks: list[
+        list[float]
+    ] = []  # [sum of the first heights that members want, number of members]
     for height in sorted(wanted):
         blocks.append([height, 1.0])
         while len(blocks) > 1:
@@ -446,7 +484,7 @@ def _bar(axes: Axes, row: Row, y: int) -> None:
         axes.annotate(row.words, (row.value, y), (4, 0), textcoords="offset points", va="center")
 
 
-MAX_ROWS = 44  # of a panel; beyond it the first and the last are shown
+MAX_ROWS = 44  # lines of a panel; of more, the first and the last are shown
 
 
 def forest(title: str, lines: Sequence[Row], label: str) -> Panel:

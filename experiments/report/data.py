@@ -218,7 +218,7 @@ class Run:
         base = rows.iloc[0]
         others = [other for other in AXES if other != axis]
         rows = rows[(rows[others] == base[others]).all(axis=1) & (rows["status"] == "ok")]
-        if axis != "rank":  # of each contender one variant
+        if axis != "rank":  # one variant per contender
             ranks = {0, *(int(r) for r in self.config.tt.ranks)}
             sizes = [0.0, *self.config.cache.fractions[:1]] if "cache" in self.config else [0.0]
             rows = rows[rows["rank"].isin(ranks) & rows["cache"].isin(sizes)]

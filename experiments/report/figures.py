@@ -15,13 +15,15 @@ from experiments.machine.ceilings import Roofs
 from experiments.report import ratios, text
 from experiments.report.charts import DASHED, SHORT, Curve, Mark, Row, Scale, curves, row_chart
 from experiments.report.data import AXIS_NAMES, Run
-from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
+from experiments.report.style import HEIGHT, WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
 from experiments.timing.statistics import summarise
 
-UNIT = "us per lookup"  # of published numbers that can stand on one axis with ours
+UNIT = "us per lookup"  # published numbers in this unit share an axis with ours
 PHASES = {"step": "forward + backward + update", "forward": "forward"}
 LOG_AXES = ("T", "E", "D", "B", "L", "rank")
+BAR_HEIGHT = 0.4  # inches
+SAME_MEMORY = 1.05  # ratio of the most to the least memory, up to which it is the same
 
 
 def figures(run: Run) -> list[Figure]:
@@ -61,43 +63,65 @@ def _headline(run: Run) -> pd.DataFrame:
 
 
 def cost_figures(run: Run) -> list[Figure]:
-    """Return time against memory."""
+    """Return time against memory; where all contenders need the same memory, time alone."""
     rows = _headline(run)
     if not len(rows):
         return []
-
-    def scatter(rows: pd.DataFrame) -> Drawing:
-        lines = [
-            contender_curve(
-                str(name),
-                group["weights_bytes"] / 1e6,
-                1e3 * group["median_s"],
-                width=1.2,
-                low=1e3 * group["q25_s"],
-                high=1e3 * group["q75_s"],
-                names=list(group["label"]),
-                offset=(0, 0),
-            )
-            for name, unsorted in rows.groupby("contender", sort=False)
-            for group in [unsorted.sort_values("weights_bytes")]
-        ]
-        across, up = Scale("parameters (MB)", log=10), Scale("time per batch (ms)", log=10)
-        return curves(lines, across, up, names="points")
-
+    sizes = rows["weights_bytes"]
+    draw, height, what = _time_by_memory, HEIGHT, "Time against memory"
+    caption = (
+        "Each mark is one contender: parameters on the horizontal axis, median time of one "
+        "batch on the vertical one, with quartiles. Left and down is better."
+    )
+    if sizes.max() <= SAME_MEMORY * sizes.min():
+        draw, height, what = _time_bars, 1.3 + BAR_HEIGHT * rows["arm"].nunique(), "Time"
+        caption = (
+            "Bars: median time of one batch; lines: quartiles; then the time ÷ that of "
+            f"{run.baseline.label}. All need {text.size(sizes.max())}. Shorter is better."
+        )
     panels = [
-        Panel(f"Time of {title}", scatter(rows[rows["phase"] == phase]))
+        Panel(f"Time of {title}", draw(rows[rows["phase"] == phase]), height=height)
         for phase, title in PHASES.items()
     ]
-    return [
-        Figure(
-            "cost_and_memory",
-            f"Time against memory on {run.title(run.headline)}",
-            "Each mark is one contender: parameters on the horizontal axis, median time of one "
-            "batch on the vertical one, with quartiles. Left and down is better.",
-            run.sizes(run.headline),
-            panels,
+    title = f"{what} on {run.title(run.headline)}"
+    return [Figure("cost_and_memory", title, caption, run.sizes(run.headline), panels)]
+
+
+def _time_by_memory(rows: pd.DataFrame) -> Drawing:
+    lines = [
+        contender_curve(
+            str(name),
+            group["weights_bytes"] / 1e6,
+            1e3 * group["median_s"],
+            width=1.2,
+            low=1e3 * group["q25_s"],
+            high=1e3 * group["q75_s"],
+            names=list(group["label"]),
+            offset=(0, 0),
         )
+        for name, unsorted in rows.groupby("contender", sort=False)
+        for group in [unsorted.sort_values("weights_bytes")]
     ]
+    across, up = Scale("parameters (MB)", log=10), Scale("time per batch (ms)", log=10)
+    return curves(lines, across, up, names="points")
+
+
+def _time_bars(rows: pd.DataFrame) -> Drawing:
+    lines = [
+        Row(
+            str(row["label"]),
+            1e3 * row["median_s"],
+            colour_of(str(row["contender"])),
+            1e3 * row["q25_s"],
+            1e3 * row["q75_s"],
+            bar=True,
+            words=f"{text.seconds(row['median_s'])}, {text.times(row['ratio'])}",
+        )
+        for _, row in rows.sort_values("median_s").iterrows()
+    ]
+    longest = max(line.value for line in lines)
+    across = Scale("time per batch (ms)", low=0, reach=(0, 1.35 * longest))  # room for the words
+    return row_chart(lines, across)
 
 
 def modes(run: Run) -> list[Figure]:
@@ -211,26 +235,32 @@ def _roofline(rows: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing
     rows = rows.assign(row_bytes=WEIGHT_BYTES * rows["D"])
     sizes = sorted(int(size) for size in rows["row_bytes"].unique())
     ends = (sizes[0] / 1.6, sizes[-1] * 1.6)
+    at_size = rows.groupby("row_bytes")["contender"].unique()
     lines, groups = [], list(rows.groupby("contender", sort=False))
-    for number, (name, group) in enumerate(groups):
-        x = group["row_bytes"] * 2 ** (CONTENDER_SHIFT * (2 * number - len(groups) + 1))
-        points = contender_curve(str(name), x, group["distinct_gb_s"], line="", size=5)
+    for name, group in groups:
+        shifts = [_dodge(list(at_size[size]), name) for size in group["row_bytes"]]
+        points = contender_curve(
+            str(name), group["row_bytes"] * shifts, group["distinct_gb_s"], line="", size=5
+        )
         lines.append(dataclasses.replace(points, y=group["useful_gb_s"], hollow=True, label=""))
         lines.append(points)
     gather = {s: v for s, v in roofs.gather_gb_s if ends[0] <= s <= ends[1]}
     if gather:
-        lines.append(Curve(list(gather), list(gather.values()), label="gather", line=DASHED))
+        lines.append(Curve(list(gather), list(gather.values()), line=DASHED, edge_name="gather"))
     marks = []
     if math.isfinite(roofs.copy_gb_s):
-        marks.append(Mark(roofs.copy_gb_s, width=1.4, words=f"copy {_rate(roofs.copy_gb_s)} GB/s"))
+        marks.append(Mark(roofs.copy_gb_s, width=1.4, words=f"copy {_rate(roofs.copy_gb_s)}"))
     if theory:
-        marks.append(Mark(theory, line=":", words=f"theoretical {_rate(theory)} GB/s"))
+        marks.append(Mark(theory, line=":", words=f"theory {_rate(theory)}"))
     top = max((v for v in (roofs.copy_gb_s, theory, *gather.values()) if v and v > 0), default=1.0)
-    legend = math.ceil((len(groups) + bool(gather)) / 2)  # its lines, below every mark
-    bottom = float(rows[["distinct_gb_s", "useful_gb_s"]].min().min()) / 3**legend
     across = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=ends[0], high=ends[1])
-    up = Scale("GB/s", log=10, reach=(bottom, 1.6 * top))
-    return curves(lines, across, up, names="lower right", columns=2, marks=marks)
+    up = Scale("GB/s", log=10, reach=(top, 1.3 * top))
+    return curves(lines, across, up, names="below", columns=3, marks=marks)
+
+
+def _dodge(names: Sequence[str], name: str) -> float:
+    """Return the factor that moves a contender next to the others of its size."""
+    return 2.0 ** (CONTENDER_SHIFT * (2 * names.index(name) - len(names) + 1))
 
 
 def _rate(gb_s: float) -> str:

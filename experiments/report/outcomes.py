@@ -33,7 +33,7 @@ def outcomes(run: Run) -> pd.DataFrame:
     frame["mode"] = [mode_of(r) for r in run.records]
     frame["process"] = [replicate_of(r) for r in run.records]
     keys = ["cell", "arm", "mode"]
-    last = frame.drop_duplicates([*keys, "process"], keep="last")  # of a process that was repeated
+    last = frame.drop_duplicates([*keys, "process"], keep="last")  # a repeated process counts once
     rows = [_together(group) for _, group in last.groupby(keys, sort=False)]
     return pd.DataFrame(rows, columns=[*frame, "good", "total"])
 
@@ -71,23 +71,27 @@ def figures(run: Run) -> list[Figure]:
     words = "; ".join(f"{s}: {MEANING[s]}" for s in MEANING if s in set(results["status"]))
     results["short"] = results["cell"].map(_short)
     unique = results["short"].nunique() == results["cell"].nunique()
+    cells = results["short" if unique else "cell"]
+    arms = results["label"]
+    # Whichever there is more of stands below each other: names of rows need no tilt.
+    down, across = (arms, cells) if arms.nunique() > cells.nunique() else (cells, arms)
     entries = [
         Square(
-            row.label,
-            row.short if unique else row.cell,
-            MARK.get(row.status, row.status),
-            STATUS.get(row.status, STATUS["error"]),
-            0.25 if row.status == "ok" else 0.6,
+            column,
+            row,
+            MARK.get(status, status),
+            STATUS.get(status, STATUS["error"]),
+            0.25 if status == "ok" else 0.6,
         )
-        for row in results.itertuples()
+        for column, row, status in zip(across, down, results["status"], strict=True)
     ]
-    width = max(5.4, 2.6 + 0.55 * results["label"].nunique())
-    height = max(2.2, 0.26 * results["cell"].nunique() + 1.6)
+    width = max(5.4, 2.6 + 0.55 * across.nunique())
+    height = max(2.2, 0.26 * down.nunique() + 1.6)
     return [
         Figure(
             "outcomes",
             "Outcome of every measurement",
-            f"A line per cell, a column per contender. {words}. Reasons are in the table.",
+            f"Cells by contenders. {words}. Reasons are in the table.",
             f"{len(results)} measurements",
             [Panel("Outcomes", squares(entries), width, height)],
         )

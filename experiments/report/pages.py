@@ -21,12 +21,13 @@ def page(run: Run) -> Page:
     """Return the report of a run."""
     cases = run.case_reports()
     tables = [*run.kind.tables(run), *(table for case in cases for table in case.tables)]
-    sections = [Section(title, [words], table=table) for title, words, table in tables]
     answer = run.kind.answer(run)
     if added := [words for case in cases for words in case.answer]:
         answer = [" ".join([*answer[:1], *added]), *answer[1:]]
-    for mode in run.modes:
-        sections += mode_sections(run, mode)
+    drawn = [section for mode in run.modes for section in mode_sections(run, mode)]
+    main, rest = drawn[:1], drawn[1:]
+    sections = [*main, *(Section(title, [words], table=table) for title, words, table in tables)]
+    sections += rest
     sections += [
         Section("Failures", [outcomes.sentence(run)], table=outcomes.table(run)),
         Section("How to read this", points=[*notes.how_to_read(run), *run.kind.how_to_read()]),
@@ -52,7 +53,7 @@ def page(run: Run) -> Page:
         sections=sections,
         subtitle=figures.subtitle(run),
         question=str(run.info.get("question", "")),
-        tiles=run.kind.tiles(run),
+        tiles=[] if run.smoke else run.kind.tiles(run),  # large numbers that would mean nothing
         notices=[Notice(words) for words in notes.notices(run)],
         closing=CLOSING,
     )
@@ -83,7 +84,8 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
     cases = [section for name in alone.sections() for section in _case(alone, name)]
     if first:
         return [
-            Section("Results", figures=drawn[:1], parts=cases),
+            Section("Answer", figures=drawn[:1]),
+            Section("Results", parts=cases),
             Section("Figures", figures=drawn[1:]),
         ]
     return [

@@ -230,13 +230,13 @@ def _row(run: Run, figure: PublishedFigure, place: Place) -> tuple[pd.Series | N
         table = table[arm & (table["section"] == place.section)]
     if not len(table):
         return None, f"our run has no {place.arm} in {place.section}"
-    # Of several modes the one that theirs was measured in, so that the others are not judged.
+    # Judge only the mode in which the published figure was measured.
     alike = table[table["mode"] == figure.work.get("mode")]
     row = (alike if len(alike) else table).iloc[0]
     return (row, "") if row["status"] == "ok" else (None, f"{row['status']}: {row['reason']}")
 
 
-Measure = Callable[[pd.Series, float], float]  # of a row, with its time in seconds
+Measure = Callable[[pd.Series, float], float]  # (row, its time in seconds) -> number
 OURS: Mapping[Quantity, Measure] = {
     Quantity.compression: lambda row, _: float(row["compression"]),
     Quantity.us_per_lookup: lambda row, s: 1e6 * s / float(row["lookups"]),

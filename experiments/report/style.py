@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 INK, GRID = "#1b1f24", "#d4d7db"
-SLOWER, FASTER = "#c2410f", "#1766b0"  # of a diverging scale; their opacity says how much
+SLOWER, FASTER = "#c2410f", "#1766b0"  # ends of a diverging scale; the opacity says how much
 
 # Okabe & Ito's palette first: its colours differ with any common colour blindness and in print.
 COLOURS = {
@@ -45,7 +45,7 @@ COLOURS = {
     "other_3": "#6b7a00",
     "other_4": "#a8336b",
 }
-# Of outcomes other than "ok"; each status is also written out, colour alone says nothing.
+# Colours of outcomes. Each status is also written out, because colour alone says nothing.
 STATUS = {
     "ok": "#2e8540",
     "partly": "#9aa51c",
@@ -72,11 +72,26 @@ MARKERS = {
     "torchrec": "P",
     "tensorly": "X",
 }
+# Contenders with the style of another name: those of one figure must differ.
+ALIASES = {
+    "dynamic": "other_1",
+    "scored": "tbe",
+    "scored_growing": "tt",
+    "scored_lru": "cached_lru",
+    "scored_lfu": "cached_lfu",
+    "sorted_keys": "torch",
+    "lines": "published",
+    "lines_huge": "offline",
+    "cykhash": "reference_tt",
+    "hierarchicalkv": "fbgemm",
+    "fbtt": "other_4",
+}
 OTHERS = [name for name in COLOURS if name.startswith("other_")]
 
 
-def known(contender: str) -> str:
+def style_name(contender: str) -> str:
     """Return the style of a contender; an unknown one always gets the same."""
+    contender = ALIASES.get(contender, contender)
     if contender in COLOURS:
         return contender
     for family in ("torchrec", "fbgemm", "tensorly", "torch"):
@@ -87,12 +102,12 @@ def known(contender: str) -> str:
 
 def colour_of(contender: str) -> str:
     """Return a contender's colour as '#rrggbb'."""
-    return COLOURS[known(contender)]
+    return COLOURS[style_name(contender)]
 
 
 def marker_of(contender: str) -> str:
     """Return a matplotlib marker."""
-    return MARKERS.get(known(contender), "h")
+    return MARKERS.get(style_name(contender), "h")
 
 
 def variables() -> dict[str, str]:
@@ -131,7 +146,7 @@ class Figure:
     caption: str
     sizes: str
     panels: Sequence[Panel]
-    columns: int = 0  # of the sheet; 0: as many as look well
+    columns: int = 0  # columns of the sheet; 0: chosen by the number of panels
     subtitle: str = ""  # machine and software; empty: the page's
 
 

@@ -67,6 +67,9 @@ def ratio_value(row: Row, *, is_baseline: bool = False) -> Value:
     return Value.of(row["ratio"], lambda _: text.ratio(row))
 
 
+WIDE_LETTERS = 140  # letters of a row that fit 1,280 px at the usual size
+CELL_PADDING = 2  # letters
+
 Column = Callable[[Any], Value | str] | str  # a function of a row, or the name of its words
 
 
@@ -108,6 +111,14 @@ class Table:
             [" ".join(v.shown.replace("|", "\\|").split("\n")) for v in row] for row in self.rows
         ]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    @property
+    def is_wide(self) -> bool:
+        """Return whether the page shows the table in small letters, intervals below numbers."""
+        longest = [
+            max((len(row[i].shown) for row in self.rows), default=0) for i in range(len(self.heads))
+        ]
+        return sum(longest) + CELL_PADDING * len(longest) > WIDE_LETTERS
 
     def is_text(self, column: int) -> bool:
         """Return whether a column holds words: none of its entries has a number to sort by."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -94,6 +94,11 @@ def ratio(row: Mapping[str, Any]) -> str:
 def fraction(value: float) -> str:
     """Return 1/x for a compression ratio x >= 1."""
     return f"1/{digits(value)}" if value >= 1 else times(1 / value)
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return 'a, b and c'."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def count(amount: float, one: str, many: str = "") -> str:

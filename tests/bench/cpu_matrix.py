@@ -1,7 +1,7 @@
 """Lookups and steps on the CPU over a matrix of shapes, against FBGEMM and `nn.EmbeddingBag`.
 
     python -m tests.bench.cpu_matrix [--threads 1 2] [--pages small huge] [--out FOLDER]
-                                     [--seconds 0.2] [--processes 3] [--points WORD ...]
+                                     [--seconds 0.2] [--processes 3] [--points WORD ...] [--curated]
 
 Every shape and dtype is measured forward and as a training step (forward, backward and update) of
 three optimizers. The contenders of a point run in one process, in random order within a round, on
@@ -14,8 +14,9 @@ over the rounds, and in brackets the lowest and the highest.
 Each number of threads and each page size has its processes: pages are `small` (4 KiB) or `huge`,
 which malloc asks for by GLIBC_TUNABLES, for all contenders alike. (emblib asks for huge pages
 itself for its tables, and for outputs of 32 MB and more, in both.) fp16 is measured with small
-pages. FBGEMM has no Adam on the CPU and torch no row-wise Adagrad. Writes cpu_matrix.json and
-cpu_matrix.md to --out.
+pages. FBGEMM has no Adam on the CPU and torch no row-wise Adagrad. `--curated` leaves out batches
+of 32, and fp16 but for 64 columns: a third of the time. Writes cpu_matrix.json, with the commit and
+the machine, and cpu_matrix.md to --out.
 """
 
 import argparse
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from emblib import Pooling
+from experiments.machine import environment
 from tests.bench.cpu_peers import ENVIRONMENT, Case, EmbeddingBag, Emblib, Fbgemm, Variant
 
 BATCHES, LENGTHS, TABLES, DIMS = (1, 32, 512, 4096), (1, 20), (1, 26), (16, 64, 128)
@@ -53,6 +55,7 @@ WITHOUT_PEER = {("torch", "rowwise_adagrad"), ("fbgemm", "adam")}
 HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 SAMPLE_SECONDS = 1e-3
 MOST_LOOKUPS = 26 * 4096  # of a point: batches of more take seconds and tell nothing new
+CURATED_FP16_DIM, CURATED_WITHOUT_BATCH = 64, 32
 LEAST_ROUNDS, MOST_ROUNDS = 3, 11
 Row = dict[str, Any]
 
@@ -172,10 +175,16 @@ def measure(pages: str, arguments: argparse.Namespace) -> list[Row]:
     """All points at one page size and number of threads."""
     dtypes = DTYPES if pages == "small" else ("fp32",)
     groups = [Group(*four) for four in itertools.product(TABLES, DIMS, dtypes, PASSES)]
+    if arguments.curated:
+        groups = [
+            group for group in groups if group.dtype == "fp32" or group.dim == CURATED_FP16_DIM
+        ]
     rows: list[Row] = []
     start = time.monotonic()
     for done, group in enumerate(groups):
         cases = [case for case in group.cases() if _is_chosen(case, group, arguments.points)]
+        if arguments.curated:
+            cases = [case for case in cases if case.batch != CURATED_WITHOUT_BATCH]
         tables = group.contenders() if cases else {}
         for case in cases:
             found = rows_of(case, group, tables, pages, arguments.seconds)
@@ -224,8 +233,8 @@ def table_of(rows: list[Row]) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    low, *_, high = sorted(row["ratios"])
-    return f"{statistics.median(row['ratios']):.2f} [{low:.2f}, {high:.2f}]"
+    ratios = row["ratios"]
+    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
 
 
 def as_json(info: Row, rows: list[Row]) -> str:
@@ -248,6 +257,7 @@ def in_processes(arguments: argparse.Namespace) -> list[Row]:
         environment |= {"OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "tests.bench.cpu_matrix", "--only", str(threads), pages]
         command += ["--seconds", str(arguments.seconds), "--points", *arguments.points]
+        command += ["--curated"] * arguments.curated
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
         for row in json.loads(done.stdout):
             ratio, seconds = row.pop("ratio"), row.pop("emblib_s")
@@ -265,6 +275,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="per point")
     parser.add_argument("--processes", type=int, default=3, help="per point")
     parser.add_argument("--points", nargs="*", default=[], help="words of the points to measure")
+    parser.add_argument("--curated", action="store_true", help="fewer shapes, for the front page")
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -281,6 +292,7 @@ def main() -> None:
             "torch": torch.__version__,
             "machine": platform.processor() or platform.machine(),
             "load": os.getloadavg(),
+            "environment": environment.describe(torch.device("cpu"), sys.argv[1:]),
         }
         (arguments.out / "cpu_matrix.json").write_text(as_json(info, rows))
         (arguments.out / "cpu_matrix.md").write_text(table_of(rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from experiments import compare
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
+from experiments.compare import machines, pages
 from experiments.compare.machines import NotComparable, comparisons
+from experiments.paths import ROOT
 from tests.experiments import FIRST_SCHEMA, command_line
 
 main = command_line(compare)
@@ -49,6 +52,51 @@ def test_bundles_without_a_common_experiment_are_named(tmp_path: Path) -> None:
     with pytest.raises(NotComparable, match=r"a\.zip: peers; b\.zip: micro"):
         comparisons(paths, tmp_path / "out")
     assert main([*map(str, paths)]) == 6
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_run_of_another_machine_is_copied(
+    failing: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def scp(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        source, target = command[-2:]
+        assert source == "someone@gpu-host:runs/b.zip"
+        if not failing:
+            packed(Path(target) / "b.zip", "tt_vs_tbe")
+        return subprocess.CompletedProcess(command, int(failing), "", "no route to host")
+
+    monkeypatch.setattr(machines.subprocess, "run", scp)
+    remote = Path("someone@gpu-host:runs/b.zip")
+    if failing:
+        assert main([str(FIRST_SCHEMA), str(remote)]) == 2
+        assert "could not be copied: no route to host" in capsys.readouterr().err
+        return
+    ((name, _),) = comparisons([FIRST_SCHEMA, machines.fetched(remote, tmp_path)], tmp_path / "out")
+    assert name == "tt_vs_tbe"
+
+
+def test_a_path_of_this_machine_is_not_copied(tmp_path: Path) -> None:
+    here = tmp_path / "some:run"
+    here.mkdir()
+    for path in (here, FIRST_SCHEMA, Path("none.zip")):
+        assert machines.fetched(path, tmp_path) == path
+
+
+@pytest.mark.parametrize("experiment", ["peers", "tt_vs_tbe"])
+def test_the_committed_generations_are_those_of_the_references(experiment: str) -> None:
+    folders = [
+        f"reports/reference/{name}/{experiment}"
+        for name in ("nvidia-h100-80gb-hbm3", "nvidia-h200")
+    ]
+    command = f"python run.py compare {' '.join(folders)}"
+    comparison = machines.Comparison.read([ROOT / folder for folder in folders])
+    stored = (ROOT / "reports/generations" / experiment / "report.md").read_text()
+    assert pages.page(comparison, command).markdown() == stored, (
+        f"{command} --out reports/generations/{experiment}"
+    )
 
 
 def test_a_damaged_or_missing_bundle_is_wrong_usage(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import ceilings
@@ -130,7 +132,7 @@ def test_the_roofs_are_drawn_with_the_theory_where_it_is_known(tmp_path: Path) -
     assert device.bandwidth_gb_s is not None
     (figure,) = figures.roofline_figures(run)
     words = _texts(figure.panels[0])
-    assert words == ["copy 50 GB/s", f"theoretical {device.bandwidth_gb_s:,.4g} GB/s"]
+    assert words == ["gather", "copy 50", f"theory {device.bandwidth_gb_s:,.4g}"]
     assert f"Dotted: theoretical bandwidth of {device.name}" in figure.caption
 
 
@@ -166,7 +168,7 @@ def test_the_roof_is_the_copy_of_an_older_run(tmp_path: Path) -> None:
     assert "of gather" not in section_table(run, "criteo").heads
     (figure,) = figures.roofline_figures(run)
     assert "Limits: copy bandwidth of memory" in figure.caption
-    assert "copy 50 GB/s" in _texts(figure.panels[0])
+    assert "copy 50" in _texts(figure.panels[0])
 
 
 def test_no_roof_no_roofline(tmp_path: Path) -> None:
@@ -198,6 +200,11 @@ def test_failures_are_a_map_and_a_table(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, fate=_fate)))
     (figure,) = outcomes.figures(run)
     marks = _texts(figure.panels[0])
+    _, axes = plt.subplots()
+    figure.panels[0].draw(axes)
+    columns, lines = (len(labels()) for labels in (axes.get_xticklabels, axes.get_yticklabels))
+    plt.close()
+    assert lines >= columns  # names of rows need no tilt
     assert marks.count("oom") == (outcomes.outcomes(run)["label"] == "EmbeddingBag").sum()
     assert {"✓", "½", "oom"} == set(marks)
     table = outcomes.table(run)
@@ -333,15 +340,65 @@ def test_names_of_near_points_stay_next_to_them_and_apart() -> None:
     assert not any(one.overlaps(another) for one, another in pairs)
 
 
-def test_words_of_two_near_lines_do_not_overlap() -> None:
-    marks = [charts.Mark(2961, words="copy 2,961 GB/s"), charts.Mark(3350, words="theoretical")]
+def test_names_of_near_ceilings_stand_apart_right_of_the_panel() -> None:
+    marks = [charts.Mark(2961, words="copy 2,961"), charts.Mark(3350, words="theory 3,350")]
     scale = charts.Scale("", log=10, low=1.0, high=5000.0)
-    _, axes = plt.subplots()
-    charts.curves([charts.Curve([1, 2], [10, 20])], scale, scale, marks=marks)(axes)
-    axes.figure.canvas.draw()
-    below, above = (text.get_window_extent() for text in axes.texts)
+    points = charts.Curve([1, 2], [10, 20], label="points")
+    gather = charts.Curve([1, 2], [2700, 2800], edge_name="gather")
+    canvas, axes = plt.subplots(layout="constrained")
+    charts.curves([points, gather], scale, scale, names="below", marks=marks)(axes)
+    canvas.draw_without_rendering()
+    boxes = [Text.get_window_extent(name) for name in axes.texts]  # without the thin lines
+    panel, names = axes.bbox, axes.get_legend()
+    assert names is not None
+    legend = names.get_window_extent()
+    label = axes.xaxis.label.get_window_extent()
     plt.close()
-    assert not below.overlaps(above)
+    assert len(boxes) == 3
+    assert all(box.x0 > panel.x1 for box in boxes)
+    assert not any(one.overlaps(another) for one, another in itertools.combinations(boxes, 2))
+    assert legend.y1 < label.y0  # below the panel, so that no part of the scale is left for it
+
+
+def test_the_scale_of_a_roofline_is_that_of_its_points(plain: Run) -> None:
+    """No decade is left empty for a legend, and contenders of one size are next to each other."""
+    (figure,) = figures.roofline_figures(plain.at("hot"))
+    _, axes = plt.subplots()
+    figure.panels[0].draw(axes)
+    drawn = [float(y) for line in axes.lines for y in np.asarray(line.get_ydata()) if y > 0]
+    low, high = axes.get_ylim()
+    plt.close()
+    assert low > min(drawn) / 3
+    assert high < 3 * max(drawn)
+    shifts = [figures._dodge(["a", "b"], name) for name in ("a", "b")]
+    assert math.prod(shifts) == pytest.approx(1)
+    assert shifts[0] < 1
+
+
+def test_contenders_of_the_same_memory_are_compared_by_time_alone(tmp_path: Path) -> None:
+    run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, replicates=1)))
+    run.table["weights_bytes"] = 1000.0
+    (figure,) = figures.cost_figures(run)
+    assert figure.title.startswith("Time on ")
+    words = _texts(figure.panels[0])
+    assert words
+    assert all(re.fullmatch(r"[\d.]+ [mµ]s, [\d.]+×", word) for word in words)
+
+
+def test_tables_of_keys_have_colours_of_their_own() -> None:
+    names = ("scored", "scored_growing", "sorted_keys", "lines", "lines_huge", "cykhash")
+    assert len({style.colour_of(name) for name in names}) == len(names)
+
+
+@pytest.mark.parametrize(("at", "drawn"), [(1.0, False), (3.0, True)])
+def test_a_line_far_from_all_points_leaves_no_empty_scale(at: float, drawn: bool) -> None:
+    scale = charts.Scale("", log=10)
+    _, axes = plt.subplots()
+    charts.curves([charts.Curve([1, 2], [5, 7])], scale, scale, marks=[charts.Mark(at)])(axes)
+    low, count = float(axes.get_ylim()[0]), len(axes.lines)
+    plt.close()
+    assert count == 1 + drawn
+    assert (low < 3.0) is drawn
 
 
 def test_almost_equal_values_have_a_scale(recwarn: pytest.WarningsRecorder) -> None:

@@ -1,0 +1,219 @@
+"""The measurements that README.md and docs/benchmarks.md quote: their plan, their age, the machine.
+
+`python run.py reference measure` measures the plan on one commit: `tests.bench.cpu_matrix` against
+FBGEMM and nn.EmbeddingBag, `peers` (with TorchRec and TensorLy where they are installed),
+`hash_load_factor` (with cykhash), and on a machine with a GPU what `GPU_PARTS` names; at least five
+processes per cell, in about twenty minutes on a CPU. What else the machine did before and meanwhile
+is stored with each part, in machine.json. `timing=smoke` tries the plan and stores nothing.
+
+A measurement stores digests of the code that it is of (experiments/machine/sources.py). Where that
+code has changed since, the generated text says so; a test compares the text. A change of a kernel
+thus never asks for a new measurement, but the page cannot pass off an old one as current.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import yaml
+
+from experiments.machine import environment, sources
+from experiments.machine.cpu import BUSY_CORES, CpuTime
+from experiments.machine.telemetry import MAX_STOLEN_SHARE
+from experiments.paths import REFERENCE, ROOT
+from experiments.report import text
+
+PROCESSES = 5  # per cell
+STATE = "machine.json"  # what else the machine did
+MATRIX = "cpu_matrix"
+# Contenders by the beginning of their names -> the area of the code that they run besides TBE's.
+AREA_OF = {
+    "tt": "tensor trains",
+    "scored": "hash tables",
+    "dynamic": "hash tables",
+    "tiered": "hash tables",
+    "evicting": "hash tables",
+    "cached": "caches",
+    "disk": "caches",
+}
+LOOK_SECONDS = 1.0  # for which other processes are watched before a part
+SAMPLE_SECONDS = 5.0  # between two samples of the load during a part
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of the plan: an experiment with its settings, or the matrix of tests.bench."""
+
+    name: str
+    settings: Sequence[str] = ()
+
+    def command(self, *, smoke: bool, out: Path) -> list[str]:
+        """Return the command that measures the part; the matrix writes to `out`."""
+        if self.name == MATRIX:
+            chosen = ["--processes", str(PROCESSES)]
+            if smoke:
+                chosen = ["--processes", "1", "--seconds", "0.01", "--points", "T1", "D16", "B1"]
+            words = ["-m", "tests.bench.cpu_matrix", "--curated", "--pages", "small"]
+            return [sys.executable, *words, "--out", str(out), *chosen]
+        chosen = [f"timing.replicates={PROCESSES}", *self.settings]
+        if smoke:
+            chosen = ["timing=smoke", *(w for w in self.settings if w.startswith("device"))]
+        return [sys.executable, "run.py", f"+experiment={self.name}", *chosen]
+
+
+CPU_PARTS = (
+    Part(MATRIX),
+    Part("peers", ("device=cpu", "device.threads=1", "timing.total_seconds=300")),
+    Part(
+        "hash_load_factor",
+        ("device=cpu", "device.threads=1", "sweep.D=[]", "timing.total_seconds=180"),
+    ),
+)
+GPU_PARTS = (
+    Part("gpu_matrix", ("device=cuda", "timing.total_seconds=400")),
+    Part("peers", ("device=cuda", "timing.total_seconds=240")),
+    Part("tt_vs_tbe", ("device=cuda", "timing.total_seconds=240")),
+)
+
+
+def measure(keep: Callable[[str], Path], *, smoke: bool) -> int:
+    """Measure the plan and store what finished; return 1 where a part failed.
+
+    Args:
+        keep: function that stores the newest run of an experiment and returns its folder.
+        smoke: whether to try every part at a size that means nothing, and store nothing.
+    """
+    worst = 0
+    for part in (*CPU_PARTS, *(GPU_PARTS if torch.cuda.is_available() else ())):
+        folder = ROOT / "reports" / "runs" / "smoke" / MATRIX if smoke else matrix_folder()
+        command = part.command(smoke=smoke, out=folder)
+        print("$ " + " ".join(["python", *command[1:]]), flush=True)
+        status, state = watched(command)
+        print(f"{part.name}: {machine_words(state)}", flush=True)
+        if status:
+            print(f"{part.name}: did not finish well and is not kept", file=sys.stderr)
+            worst = 1
+        elif not smoke:
+            stored = folder if part.name == MATRIX else keep(part.name)
+            (stored / STATE).write_text(json.dumps(state, indent=1) + "\n")
+            print(f"kept {os.path.relpath(stored, ROOT)}")
+    return worst
+
+
+def matrix_folder() -> Path:
+    """Return the folder of the matrix: of the CPU with all its threads."""
+    return REFERENCE / device_folder(environment.device_name(torch.device("cpu"))) / MATRIX
+
+
+def device_folder(device: str) -> str:
+    """Return the name of a device's folder in reports/reference."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """Run a command; return its exit status, and what else the machine did before and meanwhile."""
+    before = CpuTime()
+    time.sleep(LOOK_SECONDS)
+    state = {"load_before": round(psutil.getloadavg()[0], 2), "others_before": before.shares()[1]}
+    meanwhile, ours, start = CpuTime(), _child_seconds(), time.monotonic()
+    loads: list[float] = []
+    process = subprocess.Popen(command, cwd=ROOT)
+    while (status := process.poll()) is None:
+        loads.append(round(psutil.getloadavg()[0], 2))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SAMPLE_SECONDS)
+    seconds = max(time.monotonic() - start, 1e-3)
+    stolen, used = meanwhile.shares()
+    others = max(0.0, (used or 0.0) - (_child_seconds() - ours) / seconds)
+    return status, state | {
+        "load_during": [min(loads), statistics.median(loads), max(loads)],
+        "others_during": round(others, 2),
+        "stolen": round(stolen or 0.0, 4),
+        "seconds": round(seconds),
+    }
+
+
+def _child_seconds() -> float:
+    """Return the processor time of the children that have ended."""
+    return os.times().children_user + os.times().children_system
+
+
+def machine_words(state: Mapping[str, Any]) -> str:
+    """Say whether the machine did nothing else while a part was measured."""
+    if not state:
+        return "what else the machine did was not recorded"
+    others = max(state["others_before"] or 0.0, state["others_during"])
+    if others <= BUSY_CORES and state["stolen"] <= MAX_STOLEN_SHARE:
+        return "on an idle machine"
+    low, median, high = state["load_during"]
+    stolen, before = text.percent(state["stolen"]), state["load_before"]
+    return (
+        f"the machine was not idle: others used {others:.1f} cores, {stolen} of the time was "
+        f"stolen, the load was {before:.1f} before and {low:.1f} to {high:.1f} (median "
+        f"{median:.1f}) meanwhile"
+    )
+
+
+@dataclass(frozen=True)
+class StoredEvidence:
+    """What is known of a stored measurement."""
+
+    commit: str  # empty: not recorded
+    date: str
+    device: str  # cpu or cuda
+    areas: Sequence[str]  # of the code that it speaks of
+    measured: Mapping[str, str]  # area -> digest; empty: not recorded
+    state: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> StoredEvidence:
+        """Read a run, or the result of a program of tests.bench."""
+        facts, contenders = _facts(folder)
+        areas = {area for n in contenders for start, area in AREA_OF.items() if n.startswith(start)}
+        state = folder / STATE
+        return cls(
+            commit=str((facts.get("git") or {}).get("sha") or ""),
+            date=str(facts.get("time_utc", ""))[:10],
+            device="cuda" if facts.get("gpu") else "cpu",
+            areas=["dense tables", *sorted(areas)],
+            measured=facts.get("sources") or {},
+            state=json.loads(state.read_text()) if state.is_file() else {},
+        )
+
+    def changed(self) -> list[str]:
+        """Return the areas whose code has changed since; without digests, all that are named."""
+        now = sources.digests(self.device)
+        return [area for area in self.areas if self.measured.get(area) != now.get(area)]
+
+    def age(self) -> str:
+        """Return e.g. 'commit 1a2b3c, 2026-11-26, before changes of dense tables'."""
+        code = f"commit {self.commit}" if self.commit else "of a commit that was not recorded"
+        when = f", {self.date}" if self.date else ""
+        changed = self.changed()
+        since = f", before changes of {text.listed(changed)}" if changed else ", of this code"
+        return f"{code}{when}{since}"
+
+
+def _facts(folder: Path) -> tuple[dict[str, Any], set[str]]:
+    """Return the environment of a measurement and the names of its contenders."""
+    path = folder / "environment.json"
+    if path.is_file():
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        cases = [case for case in (config.get("cases") or {}).values() if case]
+        named = [part.get("contenders") or () for part in (config, *cases)]
+        return json.loads(path.read_text()), {name for names in named for name in names}
+    content = json.loads((folder / f"{folder.name}.json").read_text())
+    return content.get("environment") or {}, set()
