@@ -207,9 +207,15 @@ def test_rows_of_few_bits(bits: int) -> None:
         assert bool(((again - rows).abs() <= step.unsqueeze(1) * 0.51).all())
 
 
+NOT_ON_CPUS = {"init_address_lookup", "prune_embedding_tables", "remap_indices_update_utils"}
+"""Operators that FBGEMM's CPU build does not register."""
+
+
 def test_schemas_are_those_of_fbgemm() -> None:
     peer_module("fbgemm_gpu.sparse_ops")
     for name, (schema, _) in OPERATORS.items():
+        if name in NOT_ON_CPUS:
+            continue
         theirs = getattr(torch.ops.fbgemm, name).default
         assert str(theirs._schema) == f"fbgemm::{torch._C.parse_schema(schema)}"
 

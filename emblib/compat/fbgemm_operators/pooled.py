@@ -239,6 +239,8 @@ def merge_pooled_embeddings(
     cat_dim: int = 1,
 ) -> Tensor:
     """Concatenate tensors on one device."""
+    if any(tensor.is_meta for tensor in pooled_embeddings):  # while a graph is exported
+        return torch.empty_like(torch.cat(list(pooled_embeddings), cat_dim), device=target_device)
     return torch.cat(all_to_one_device(pooled_embeddings, target_device), dim=cat_dim)
 
 
