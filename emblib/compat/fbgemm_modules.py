@@ -164,7 +164,8 @@ class Installation:
             parent, _, name = full.rpartition(".")
             if parent:
                 setattr(self._modules[parent], name, module)
-        self._modules[ROOT].__dict__["is_of_emblib"] = True
+        # As in FBGEMM's wheels, where it says that the operators need not be loaded by hand.
+        vars(self._modules[ROOT]).update(is_of_emblib=True, open_source=True)
 
     def install(self) -> None:
         """Register modules and operators; a second call changes nothing.
