@@ -246,6 +246,13 @@ class QuantizedCommCodec:
         return ctx
 
 
+def none_throws(optional: Any, message: str = "Unexpected `None`") -> Any:
+    """Return what is not None."""
+    if optional is None:
+        raise AssertionError(message)
+    return optional
+
+
 def _row_nbytes(row_dim: int, precision: SparseType) -> int:
     """Return the bytes of a row of a message; those of FP8 fill up to a multiple of 4."""
     fill = -row_dim % 4 if precision is SparseType.FP8 else 0
@@ -311,6 +318,7 @@ NAMES: dict[str, dict[str, Any | Callable[..., Any]]] = {
     "quantize_comm": {
         "QuantizationContext": QuantizationContext,
         "QuantizedCommCodec": QuantizedCommCodec,
+        "none_throws": none_throws,
     },
     "quantize_utils": {
         "RoundingMode": RoundingMode,
