@@ -38,6 +38,8 @@ SMALL_FILES = {
     "emblib/tables/disabled_call.py",
     # A public module.
     "emblib/checkpoints.py",
+    # Copied into site-packages by the build, and imported from there before anything else.
+    "emblib/compat/fbgemm_switch.py",
     # Between two layers: tables, and the collections that share them.
     "emblib/tables/reading.py",
     # Loaded by name: a contender, and kinds of experiments.

@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from emblib.compat.fbgemm_operators import pooled, rowwise
+from emblib.compat.fbgemm_operators import messages, pooled, rowwise
 from emblib.compat.fbgemm_types import SparseType, as_member
 
-_INT8_OVERHEAD = 8  # float32 scale and minimum of a row
+_ROW_OVERHEAD = 8  # bytes: float32 scale and minimum of an INT8 row, scale and 0 of a FP8 row
 _HALVES = {SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
 
 
 class RoundingMode(enum.IntEnum):
-    """Rounding of MX4 messages, which emblib does not have."""
+    """Rounding of the exponent of a group of an MX4 message."""
 
     nearest = 0
     floor = 1
@@ -37,8 +38,75 @@ class QuantizationContext:
     padded_dim_sum_per_rank: list[int] | None = None
 
 
+def fp32_to_mx4(
+    tensor: Tensor,
+    group_size: int = 32,
+    ebits: int = 2,
+    mbits: int = 1,
+    rounding_mode: RoundingMode | int | None = RoundingMode.even,
+    stochastic_casting: bool = False,
+    use_triton: bool = True,
+) -> Tensor:
+    """Quantise `[..., D]` to MX4, see `messages.to_mx4`; `use_triton` is ignored."""
+    if (ebits, mbits) != (2, 1) or stochastic_casting:
+        raise NotImplementedError(
+            "MX4 values have 2 exponent bits and 1 mantissa bit, rounded to nearest, got "
+            f"ebits={ebits}, mbits={mbits}, stochastic_casting={stochastic_casting}"
+        )
+    rounding = RoundingMode.even if rounding_mode is None else rounding_mode
+    return messages.to_mx4(tensor, group_size, int(rounding))
+
+
+def mx4_to_float(
+    tensor: Tensor,
+    group_size: int = 32,
+    use_triton: bool = True,
+    ebits: int = 2,
+    mbits: int = 1,
+    output_dtype: SparseType | None = None,
+) -> Tensor:
+    """Return the values of MX4 groups as FP32 or BF16; `use_triton` is ignored."""
+    kind = SparseType.FP32 if output_dtype is None else as_member(SparseType, output_dtype)
+    if kind not in (SparseType.FP32, SparseType.BF16):
+        raise ValueError(f"MX4 is decoded to FP32 or BF16, whose exponents suffice, not to {kind}")
+    if (ebits, mbits) != (2, 1):
+        raise NotImplementedError("MX4 values have 2 exponent bits and 1 mantissa bit")
+    return messages.mx4_to_float(tensor, group_size).to(kind.as_dtype())
+
+
+def fp32_to_fp16_with_clamp(tensor: Tensor) -> Tensor:
+    """Convert to float16, clamped to its largest finite values."""
+    return _clamp(tensor, torch.float16)
+
+
+def fp32_to_bf16_with_clamp(tensor: Tensor) -> Tensor:
+    """Convert to bfloat16, clamped to its largest finite values."""
+    return _clamp(tensor, torch.bfloat16)
+
+
+def _clamp(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return tensor.clamp(-largest, largest).to(dtype)
+
+
+def fp32_to_hfp8_with_clamp(
+    tensor: Tensor, ebits: int = 4, mbits: int = 3, bias: int = 15
+) -> Tensor:
+    """Convert to bytes of `ebits` exponent bits, clamped to their largest value."""
+    largest = 2.0 ** (2**ebits - 2 - bias) * (2 - 2.0**-mbits)
+    return messages.to_hfp8(tensor, ebits, bias, largest)
+
+
+def hfp8_to_fp32(tensor: Tensor, ebits: int = 4, bias: int = 15) -> Tensor:
+    """Return the float32 values of bytes of `ebits` exponent bits."""
+    return messages.hfp8_to_float(tensor.view(torch.uint8), ebits, bias)
+
+
 class QuantizedCommCodec:
-    """Encode messages as FP32, FP16, BF16 or INT8, with the interface of FBGEMM's class."""
+    """Encode messages as FP32, FP16, BF16, INT8, FP8 or MX4, with the interface of FBGEMM's class.
+
+    FP8 has a scale per `row_dim` values, or none without a `row_dim`; it works on CPUs as well.
+    """
 
     def __init__(
         self,
@@ -50,48 +118,77 @@ class QuantizedCommCodec:
         output_dtype: SparseType | None = None,
     ) -> None:
         self._precision = as_member(SparseType, comm_precision)
-        supported = (SparseType.FP32, SparseType.INT8, *_HALVES)
+        supported = (*_HALVES, SparseType.FP32, SparseType.INT8, SparseType.FP8, SparseType.MX4)
         if self._precision not in supported:
             raise NotImplementedError(
                 f"messages of {self._precision.name} are not supported; use one of "
                 f"{', '.join(kind.name for kind in supported)}"
             )
-        if output_dtype not in (None, SparseType.FP32):
-            raise NotImplementedError("messages are decoded to FP32; leave output_dtype out")
         self._loss_scale = loss_scale if self._precision in _HALVES else None
-        self._row_dim = row_dim
+        self._row_dim = -1 if row_dim is None else row_dim
+        if row_dim is None and self._precision is SparseType.MX4:
+            self._row_dim = QuantizationContext().mx_group_size
+        self._is_fwd = is_fwd
+        self._rounding = RoundingMode.even if rounding_mode is None else rounding_mode
+        output = SparseType.FP32 if output_dtype is None else output_dtype
+        self._output = as_member(SparseType, output)
 
     def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
         """Return the message; 16-bit values are clamped to the largest finite ones."""
         if self._loss_scale is not None:
             input_tensor = input_tensor * self._loss_scale
         if self._precision in _HALVES:
-            dtype = _HALVES[self._precision]
-            largest = torch.finfo(dtype).max
-            return input_tensor.clamp(-largest, largest).to(dtype)
-        if self._precision is SparseType.INT8:
+            return _clamp(input_tensor, _HALVES[self._precision])
+        if self._precision is SparseType.FP32:
+            return input_tensor
+        if self._precision is SparseType.MX4:
+            ctx = ctx or QuantizationContext()
+            return fp32_to_mx4(
+                input_tensor, ctx.mx_group_size, rounding_mode=ctx.rounding_mode
+            ).view(-1)
+        if self._is_rows(ctx):
             ctx = self._required(ctx)
-            rows = rowwise.to_fused_8bit(input_tensor.reshape(-1, ctx.row_dim))
+            rows = input_tensor.reshape(-1, ctx.row_dim)
+            if self._precision is SparseType.FP8:
+                rows = messages.to_fp8_rows(rows, self._is_fwd)
+            else:
+                rows = rowwise.to_fused_8bit(rows)
             ctx.row_dim_quant = rows.size(1)
             return rows.view(-1)
-        return input_tensor
+        return fp32_to_hfp8_with_clamp(input_tensor)
 
     def decode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
-        """Return the values of a message as float32."""
-        if self._precision is SparseType.INT8:
-            rows = input_tensor.view(-1, self._required(ctx).row_dim + _INT8_OVERHEAD)
-            return rowwise.fused_8bit_to_float(rows).view(-1)
+        """Return the values of a message as float32, those of FP8 and MX4 as `output_dtype`."""
+        if self._precision is SparseType.MX4:
+            size = (ctx or QuantizationContext()).mx_group_size
+            return mx4_to_float(input_tensor, size, output_dtype=self._output)
+        if self._precision is SparseType.FP8 and not self._is_rows(ctx):
+            return hfp8_to_fp32(input_tensor)
+        if self._is_rows(ctx):
+            row_dim = self._required(ctx).row_dim
+            rows = input_tensor.view(-1, _row_nbytes(row_dim, self._precision))
+            if self._precision is SparseType.INT8:
+                return rowwise.fused_8bit_to_float(rows).view(-1)
+            values = messages.fp8_rows_to_float(rows, self._is_fwd, self._output.as_int())
+            return values[:, :row_dim].flatten()
         values = input_tensor.float()
         return values if self._loss_scale is None else values / self._loss_scale
 
     def calc_quantized_size(self, input_len: int, ctx: QuantizationContext | None = None) -> int:
         """Return the length of the message of `input_len` values."""
-        if self._precision is not SparseType.INT8:
+        if self._precision is SparseType.MX4:
+            row_dim = self._required(ctx).mx_group_size
+            nbytes = row_dim // 2 + 1
+        elif self._is_rows(ctx) and self._precision in (SparseType.INT8, SparseType.FP8):
+            row_dim = self._required(ctx).row_dim
+            nbytes = _row_nbytes(row_dim, self._precision)
+        else:
             return input_len
-        row_dim = self._required(ctx).row_dim
         if input_len % row_dim:
-            raise ValueError(f"INT8 messages have rows of {row_dim} values, got {input_len}")
-        return input_len // row_dim * (row_dim + _INT8_OVERHEAD)
+            raise AssertionError(
+                f"{self._precision.name} messages have rows of {row_dim} values, got {input_len}"
+            )
+        return input_len // row_dim * nbytes
 
     @property
     def quantized_dtype(self) -> torch.dtype:
@@ -100,9 +197,13 @@ class QuantizedCommCodec:
 
     def create_context(self) -> QuantizationContext | None:
         """Return a context for one message."""
-        if self._row_dim is None:
-            return QuantizationContext()
-        return QuantizationContext(self._row_dim)
+        if self._precision is SparseType.FP8:
+            return QuantizationContext(self._row_dim)
+        if self._precision is SparseType.MX4:
+            return QuantizationContext(
+                self._row_dim, mx_group_size=self._row_dim, rounding_mode=self._rounding
+            )
+        return QuantizationContext()
 
     def padded_size(
         self,
@@ -111,14 +212,55 @@ class QuantizedCommCodec:
         my_rank: int,
         qcomm_ctx: QuantizationContext,
     ) -> tuple[int, int]:
-        """Return the columns of a message and of its padding, of which there is none."""
-        return input_tensor.size(0 if input_tensor.ndim == 1 else 1), 0
+        """Return the columns of a message and of its padding.
 
-    @staticmethod
-    def _required(ctx: QuantizationContext | None) -> QuantizationContext:
+        MX4 pads the columns of each rank to whole groups, FP8 to whole rows if the environment has
+        TORCHREC_ENABLE_FP8_ROWWISE_PADDING=1.
+        """
+        if input_tensor.ndim == 1:
+            return input_tensor.size(0), 0
+        columns = input_tensor.size(1)
+        if self._precision is SparseType.MX4:
+            block = qcomm_ctx.mx_group_size
+        elif self._precision is SparseType.FP8 and self._row_dim > 0 and _pads_fp8_rows():
+            block = qcomm_ctx.row_dim
+        else:
+            return columns, 0
+        if columns != dim_per_rank[my_rank]:
+            raise ValueError(f"rank {my_rank} has {dim_per_rank[my_rank]} columns, got {columns}")
+        qcomm_ctx.padded_dim_sum_per_rank = [dim + -dim % block for dim in dim_per_rank]
+        padding = -columns % block
+        return columns + padding, padding
+
+    def _is_rows(self, ctx: QuantizationContext | None) -> bool:
+        """Return whether a message is rows with a scale each."""
+        if self._precision is SparseType.FP8:
+            return ctx is not None and ctx.row_dim > 0
+        return self._precision is SparseType.INT8
+
+    def _required(self, ctx: QuantizationContext | None) -> QuantizationContext:
         if ctx is None:
-            raise ValueError("INT8 messages need the context of create_context()")
+            raise ValueError(
+                f"{self._precision.name} messages need the context of create_context()"
+            )
         return ctx
+
+
+def none_throws(optional: Any, message: str = "Unexpected `None`") -> Any:
+    """Return what is not None."""
+    if optional is None:
+        raise AssertionError(message)
+    return optional
+
+
+def _row_nbytes(row_dim: int, precision: SparseType) -> int:
+    """Return the bytes of a row of a message; those of FP8 fill up to a multiple of 4."""
+    fill = -row_dim % 4 if precision is SparseType.FP8 else 0
+    return row_dim + fill + _ROW_OVERHEAD
+
+
+def _pads_fp8_rows() -> bool:
+    return os.environ.get("TORCHREC_ENABLE_FP8_ROWWISE_PADDING", "0") != "0"
 
 
 class PermutePooledEmbeddings:
@@ -176,8 +318,17 @@ NAMES: dict[str, dict[str, Any | Callable[..., Any]]] = {
     "quantize_comm": {
         "QuantizationContext": QuantizationContext,
         "QuantizedCommCodec": QuantizedCommCodec,
+        "none_throws": none_throws,
     },
-    "quantize_utils": {"RoundingMode": RoundingMode},
+    "quantize_utils": {
+        "RoundingMode": RoundingMode,
+        "fp32_to_bf16_with_clamp": fp32_to_bf16_with_clamp,
+        "fp32_to_fp16_with_clamp": fp32_to_fp16_with_clamp,
+        "fp32_to_hfp8_with_clamp": fp32_to_hfp8_with_clamp,
+        "fp32_to_mx4": fp32_to_mx4,
+        "hfp8_to_fp32": hfp8_to_fp32,
+        "mx4_to_float": mx4_to_float,
+    },
     "permute_pooled_embedding_modules": {"PermutePooledEmbeddings": PermutePooledEmbeddings},
     "permute_pooled_embedding_modules_split": {
         "PermutePooledEmbeddingsSplit": PermutePooledEmbeddingsSplit

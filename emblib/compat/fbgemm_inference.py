@@ -227,15 +227,15 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         """Return the lookup in ops alone, for graphs.
 
         Raises:
-            TypeError: tables of floats, or of several formats.
+            TypeError: tables of several formats.
         """
         if not self._parts:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
-        if len(self._parts) > 1 or not isinstance(self._parts[0].bags, QuantizedEmbeddingBags):
+        if len(self._parts) > 1:
             formats = sorted({spec[3].name for spec in self.embedding_specs})
             raise TypeError(
-                "torch.fx and TorchScript take tables that are all INT8 or all INT4, got "
-                f"{formats}: trace with this class as a leaf module"
+                f"torch.fx and TorchScript take tables of one format, got {formats}: trace with "
+                "this class as a leaf module"
             )
         return ScriptableLookup(self._parts[0].bags)
 
@@ -407,19 +407,23 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
 
 class ScriptableLookup(nn.Module):
-    """The lookup of quantised tables in ops alone, for `torch.fx` and TorchScript.
+    """The lookup of tables of one format in ops alone, for `torch.fx` and TorchScript.
 
     It shares the memory of the tables. Invalid input is skipped without a report.
     """
 
-    packed: Tensor
+    rows: Tensor
     features: Tensor
 
-    def __init__(self, bags: QuantizedEmbeddingBags) -> None:
+    def __init__(self, bags: QuantizedEmbeddingBags | TableBatchedEmbeddingBags) -> None:
         super().__init__()
-        for name in ("packed", "features"):
-            self.register_buffer(name, getattr(bags, name), persistent=False)
-        self.bits, self.output_dim = int(bags.bits), int(bags.output_dim)
+        self.bits = 0  # for floats
+        if isinstance(bags, QuantizedEmbeddingBags):
+            self.bits = int(bags.bits)
+        rows: Tensor = getattr(bags, "weights" if self.bits == 0 else "packed")
+        self.register_buffer("rows", rows.detach(), persistent=False)
+        self.register_buffer("features", bags.features, persistent=False)
+        self.output_dim = int(bags.output_dim)
         self.output_dtype: torch.dtype = bags.output_dtype
         self.pooling = int(codes.POOLING[bags.pooling.value])
 
@@ -427,18 +431,32 @@ class ScriptableLookup(nn.Module):
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Return pooled rows, as the module does."""
-        result: Tensor = torch.ops.emblib.quant_lookup(
-            self.packed,
-            self.features,
-            indices,
-            offsets,
-            None,
-            per_sample_weights,
-            self.pooling,
-            self.bits,
-            self.output_dim,
-            self.output_dtype,
-        )
+        if self.bits == 0:
+            result: Tensor = torch.ops.emblib.tbe_lookup(
+                [self.rows],
+                self.features,
+                indices,
+                offsets,
+                None,
+                None,
+                per_sample_weights,
+                self.pooling,
+                self.output_dim,
+                self.output_dtype,
+            )
+        else:
+            result = torch.ops.emblib.quant_lookup(
+                self.rows,
+                self.features,
+                indices,
+                offsets,
+                None,
+                per_sample_weights,
+                self.pooling,
+                self.bits,
+                self.output_dim,
+                self.output_dtype,
+            )
         return result
 
 

@@ -6,8 +6,11 @@ import enum
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, _library
 
 from emblib.compat import fbgemm_comms, fbgemm_inference, fbgemm_operators
 from emblib.compat.torchrec_tree import raising
@@ -26,16 +29,26 @@ class BackendType(enum.IntEnum):
     DRAM_SSD = 3
 
 
-class EvictionPolicy(NamedTuple):
-    """Eviction from key-value tables, without options: those tables raise."""
+class EnrichmentType(enum.IntEnum):
+    """Sources of rows of key-value tables, which raise."""
+
+    IGR_LASER_EMBEDDING = 0
+    IGR_LASER_SID = 1
+    ONEFLOW_OPENTAB_SID = 2
+    ONEFLOW_FEATURE_STORE_SID = 3
+    IN_MEMORY_TEST_ONLY = 4
 
 
-class KVZCHParams(NamedTuple):
-    """Options of key-value tables, which raise."""
+class EnrichmentResponseFormat(enum.IntEnum):
+    """Formats of sources of rows of key-value tables, which raise."""
+
+    JSON = 0
+    THRIFT_FLOAT = 1
+    THRIFT_INT64 = 2
 
 
-class KVZCHTBEConfig(NamedTuple):
-    """Options of key-value tables, which raise."""
+class KeyValueOptions(SimpleNamespace):
+    """Options of key-value tables, kept as they are given: those tables raise."""
 
 
 _RAISES = {
@@ -48,10 +61,30 @@ _RAISES = {
 }
 _KEY_VALUE: dict[str, Any] = {
     "BackendType": BackendType,
-    "EvictionPolicy": EvictionPolicy,
-    "KVZCHParams": KVZCHParams,
-    "KVZCHTBEConfig": KVZCHTBEConfig,
+    "EnrichmentResponseFormat": EnrichmentResponseFormat,
+    "EnrichmentType": EnrichmentType,
+    **{
+        name: type(name, (KeyValueOptions,), {})
+        for name in ("EnrichmentPolicy", "EvictionPolicy", "KVZCHParams", "KVZCHTBEConfig")
+    },
 }
+
+
+def get_table_batched_offsets_from_dense(
+    merged_indices: Tensor,
+    L: int | None = None,
+    total_B: int | None = None,
+    use_cpu: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return indices `[T * B * L]` and offsets `[T * B + 1]` of indices `[T, B, L]`."""
+    if L is None or total_B is None:
+        tables, batch, L = merged_indices.shape
+        total_B = tables * batch
+    device = torch.device("cpu") if use_cpu else torch.get_default_device()
+    if not use_cpu and torch.cuda.is_available():
+        device = torch.device("cuda")
+    offsets = torch.arange(total_B + 1, device=device) * L
+    return merged_indices.contiguous().view(-1).to(device), offsets
 
 
 def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -75,9 +108,11 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         ),
         "rounded_row_size_in_bytes": fbgemm_comms.rounded_row_size_in_bytes,
     }
+    dense = {"get_table_batched_offsets_from_dense": get_table_batched_offsets_from_dense}
     return {
         "": {},
         "sparse_ops": {},
+        "split_embedding_utils": dense,
         "split_embedding_configs": {
             "EmbOptimType": names["EmbOptimType"],
             "SparseType": names["SparseType"],
@@ -98,8 +133,10 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             for name in ("TBEStatsReporter", "TBEStatsReporterConfig", "StdLogStatsReporterConfig")
         },
         "tbe.ssd": disk | _KEY_VALUE | {"ASSOC": 32},
+        "tbe.ssd.ssd_config": _KEY_VALUE,
         "tbe.ssd.training": disk,
         "tbe.ssd.utils": {},
+        "tbe.utils": dense,
         "tbe.ssd.utils.partially_materialized_tensor": partial,
         **fbgemm_comms.NAMES,
     }
@@ -127,7 +164,8 @@ class Installation:
             parent, _, name = full.rpartition(".")
             if parent:
                 setattr(self._modules[parent], name, module)
-        self._modules[ROOT].__dict__["is_of_emblib"] = True
+        # As in FBGEMM's wheels, where it says that the operators need not be loaded by hand.
+        vars(self._modules[ROOT]).update(is_of_emblib=True, open_source=True)
 
     def install(self) -> None:
         """Register modules and operators; a second call changes nothing.
@@ -155,4 +193,17 @@ class Installation:
                 "in a process that does not load it"
             )
         fbgemm_operators.register()
+        _register_no_fakes()
         sys.modules.update(self._modules)
+
+
+def _register_no_fakes() -> None:
+    """Let TorchRec register fakes of FBGEMM's TorchScript classes, which emblib does not have."""
+    register = _library.register_fake_class
+
+    def register_fake_class(qualname: str, fake_class: Any = None) -> Any:
+        if not qualname.startswith("fbgemm::"):
+            return register(qualname, fake_class)
+        return (lambda cls: cls) if fake_class is None else fake_class
+
+    vars(_library)["register_fake_class"] = register_fake_class

@@ -1,20 +1,26 @@
 """`emblib.compat.fbgemm.install()`: modules, operators, and an unmodified TorchRec over them."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from tests.bench.suites_of_peers import REPOSITORY, switch_folder
 
-def run(source: str) -> None:
+
+def run(source: str, variables: Mapping[str, str] | None = None) -> None:
     """Run a program in a process of its own, as the operators stay registered."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(source)],
         capture_output=True,
         text=True,
         timeout=240,
+        env=os.environ | (variables or {}),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -62,6 +68,15 @@ def test_modules_and_operators() -> None:
         for mine, compiled, fake in zip(eager, graph, on_meta):
             assert (mine is None) == (compiled is None) == (fake is None)
             assert mine is None or torch.equal(mine, compiled) and fake.shape == mine.shape
+        merged = ops.merge_pooled_embeddings([torch.empty(2, 3, device="meta")] * 2, 2, "cpu")
+        assert merged.device.type == "cpu" and merged.shape == (2, 6)
+        assert torch._library.register_fake_class("fbgemm::AtomicCounter", Exception) is Exception
+        slots, metadata = ops.create_zch_buffer(5)
+        assert slots.shape == (5, 1) and metadata is None
+        from fbgemm_gpu.split_embedding_utils import get_table_batched_offsets_from_dense
+
+        ids, offsets = get_table_batched_offsets_from_dense(torch.arange(12).view(2, 3, 2))
+        assert ids.tolist() == list(range(12)) and offsets.tolist() == [0, 2, 4, 6, 8, 10, 12]
         try:
             import fbgemm_gpu.docs
         except ModuleNotFoundError:
@@ -70,6 +85,24 @@ def test_modules_and_operators() -> None:
             raise AssertionError
         """
     )
+
+
+def test_the_switch_reaches_children(tmp_path: Path) -> None:
+    """A process and its child, with the variable and without."""
+    switch_folder(tmp_path)
+    child = "import sys; import fbgemm_gpu; print(hasattr(fbgemm_gpu, 'is_of_emblib'))"
+    source = f"""
+        import os, subprocess, sys
+        switched = "_emblib_as_fbgemm" in sys.modules
+        assert switched == (os.environ["EMBLIB_AS_FBGEMM"] == "1")
+        assert "torch" not in sys.modules and "emblib" not in sys.modules
+        command = [sys.executable, "-W", "ignore", "-c", {child!r}]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.stdout == "True\\n" if switched else done.stdout != "True\\n", done.stderr
+    """
+    paths = [str(tmp_path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    for value in ("0", "1"):
+        run(source, {"PYTHONPATH": os.pathsep.join(paths), "EMBLIB_AS_FBGEMM": value})
 
 
 def test_another_fbgemm_raises() -> None:

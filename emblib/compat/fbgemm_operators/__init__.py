@@ -3,7 +3,7 @@
 `register()` registers them; `emblib.compat.fbgemm.install()` calls it. Importing registers nothing.
 """
 
-from emblib.compat.fbgemm_operators import bucketize, jagged, pooled, rowwise
+from emblib.compat.fbgemm_operators import bucketize, jagged, messages, pooled, remapping, rowwise
 from emblib.compat.fbgemm_operators.registry import OPERATORS, foreign, is_registered, register
 
 __all__ = [
@@ -12,7 +12,9 @@ __all__ = [
     "foreign",
     "is_registered",
     "jagged",
+    "messages",
     "pooled",
     "register",
+    "remapping",
     "rowwise",
 ]

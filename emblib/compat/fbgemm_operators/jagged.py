@@ -170,6 +170,34 @@ def permute_2d_sparse_data_input1d(
 
 
 @operator(
+    "permute_2D_sparse_preallocated_out(Tensor permute, Tensor lengths, Tensor values, "
+    "Tensor? weights=None, SymInt? permuted_lengths_sum=None, "
+    "Tensor(a!)? permuted_lengths_out=None, Tensor(b!)? permuted_indices_out=None, "
+    "Tensor(c!)? permuted_weights_out=None) -> (Tensor(a!), Tensor(b!), Tensor(c!)?)"
+)
+def permute_2d_sparse_preallocated_out(
+    permute: Tensor,
+    lengths: Tensor,
+    values: Tensor,
+    weights: Tensor | None = None,
+    permuted_lengths_sum: int | None = None,
+    permuted_lengths_out: Tensor | None = None,
+    permuted_indices_out: Tensor | None = None,
+    permuted_weights_out: Tensor | None = None,
+) -> _Permuted:
+    """Permute as `permute_2D_sparse_data`, into the tensors that are given."""
+    found = permute_2d_sparse_data(permute, lengths, values, weights, permuted_lengths_sum)
+    given = permuted_lengths_out, permuted_indices_out, permuted_weights_out
+    for result, out in zip(found, given, strict=True):
+        check(out is None or result is None or out.shape == result.shape, "an output does not fit")
+    copied = [
+        result if out is None or result is None else out.copy_(result)
+        for result, out in zip(found, given, strict=True)
+    ]
+    return copied[0], copied[1], copied[2]  # type: ignore[return-value]
+
+
+@operator(
     "expand_into_jagged_permute(Tensor permute, Tensor input_offset, Tensor output_offset, "
     "SymInt output_size) -> Tensor"
 )
@@ -261,6 +289,110 @@ def dense_to_jagged(
         rows = dense.flatten(0, 1).index_select(0, segment * size + position.clamp(max=size - 1))
         dense = torch.where(inside.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
     return dense, list(x_offsets)
+
+
+@operator(
+    "jagged_dense_elementwise_add_jagged_output(Tensor x_values, Tensor[] x_offsets, Tensor y) -> "
+    "(Tensor, Tensor[])"
+)
+def jagged_dense_add(
+    x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Add dense `[B, N, ..., D]` to jagged values; what lies beyond N stays as it is."""
+    return x_values + dense_to_jagged(y, x_offsets, x_values.size(0))[0], list(x_offsets)
+
+
+@operator(
+    "jagged_dense_elementwise_mul(Tensor x_values, Tensor[] x_offsets, Tensor y) -> "
+    "(Tensor, Tensor[])"
+)
+def jagged_dense_mul(
+    x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Multiply jagged values by dense `[B, N, ..., D]`, which counts as 0 beyond N."""
+    return x_values * dense_to_jagged(y, x_offsets, x_values.size(0))[0], list(x_offsets)
+
+
+# Batches of requests
+
+
+def _source_segments(batch_offsets: Tensor, ads: int, tables: int, broadcast: object) -> Tensor:
+    """Return for each table and ad, `[T * A]`, its segment in requests that were concatenated.
+
+    A request has its ads table by table; with `broadcast` it has one segment per table for all ads.
+    """
+    ad = torch.arange(ads, device=batch_offsets.device)
+    table = torch.arange(tables, device=batch_offsets.device).unsqueeze(1)
+    starts = batch_offsets.long()
+    request = torch.searchsorted(starts[1:].contiguous(), ad, right=True)
+    if broadcast:
+        return (request * tables + table).flatten()
+    first, count = starts[request], starts.diff()[request]
+    return (tables * first + table * count + ad - first).flatten()
+
+
+@operator(
+    "reorder_batched_ad_lengths(Tensor cat_ad_lengths, Tensor batch_offsets, "
+    "SymInt num_ads_in_batch, bool broadcast_lengths=False, SymInt max_batch_size=0) -> Tensor"
+)
+def reorder_batched_ad_lengths(
+    cat_ad_lengths: Tensor,
+    batch_offsets: Tensor,
+    num_ads_in_batch: int,
+    broadcast_lengths: bool = False,
+    max_batch_size: int = 0,
+) -> Tensor:
+    """Return the lengths of concatenated requests table by table, `[T * A]`.
+
+    Args:
+        cat_ad_lengths: lengths of the requests, each table by table.
+        batch_offsets: first ad of each request, and their number.
+        num_ads_in_batch: number of ads A.
+        broadcast_lengths: whether a request has one length per table for all its ads.
+        max_batch_size: number of ads to fill the tables up to, with zeros; 0 for none.
+    """
+    given = batch_offsets.numel() - 1 if broadcast_lengths else num_ads_in_batch
+    check(
+        given > 0 and cat_ad_lengths.numel() % given == 0,
+        f"cat_ad_lengths must have as many entries per table as {given}, got "
+        f"{cat_ad_lengths.numel()}",
+    )
+    tables = cat_ad_lengths.numel() // given
+    segments = _source_segments(batch_offsets, num_ads_in_batch, tables, broadcast_lengths)
+    lengths = cat_ad_lengths.index_select(0, segments)
+    if not max_batch_size:
+        return lengths
+    fill = max_batch_size - num_ads_in_batch
+    check(fill >= 0 and not broadcast_lengths, "max_batch_size must be at least num_ads_in_batch")
+    return functional.pad(lengths.view(tables, -1), (0, fill)).flatten()
+
+
+@operator(
+    "reorder_batched_ad_indices(Tensor cat_ad_offsets, Tensor cat_ad_indices, "
+    "Tensor reordered_cat_ad_offsets, Tensor batch_offsets, SymInt num_ads_in_batch, "
+    "bool broadcast_indices=False, SymInt num_indices_after_broadcast=-1) -> Tensor"
+)
+def reorder_batched_ad_indices(
+    cat_ad_offsets: Tensor,
+    cat_ad_indices: Tensor,
+    reordered_cat_ad_offsets: Tensor,
+    batch_offsets: Tensor,
+    num_ads_in_batch: int,
+    broadcast_indices: bool = False,
+    num_indices_after_broadcast: int = -1,
+) -> Tensor:
+    """Return the ids of concatenated requests in the order of `reorder_batched_ad_lengths`.
+
+    `reordered_cat_ad_offsets` are the sums of its lengths; with `broadcast_indices` their last is
+    `num_indices_after_broadcast`, which saves reading it.
+    """
+    tables = (reordered_cat_ad_offsets.numel() - 1) // max(num_ads_in_batch, 1)
+    segments = _source_segments(batch_offsets, num_ads_in_batch, tables, broadcast_indices)
+    starts = cat_ad_offsets.index_select(0, segments).long()
+    total = num_indices_after_broadcast if broadcast_indices else cat_ad_indices.numel()
+    lengths = reordered_cat_ad_offsets.diff().long()
+    positions = segment_positions(starts, lengths, total if total >= 0 else None)
+    return cat_ad_indices.index_select(0, positions)
 
 
 # Selection

@@ -219,6 +219,29 @@ def batch_index_select_dim0(
     return torch.cat([rows.flatten() for rows in chosen])
 
 
+@operator(
+    "batch_index_select_dim0_tensor(Tensor inputs, Tensor indices, Tensor input_num_indices, "
+    "Tensor input_rows, Tensor input_columns, bool permute_output_dim_0_1=False) -> Tensor"
+)
+def batch_index_select_dim0_tensor(
+    inputs: Tensor,
+    indices: Tensor,
+    input_num_indices: Tensor,
+    input_rows: Tensor,
+    input_columns: Tensor,
+    permute_output_dim_0_1: bool = False,
+) -> Tensor:
+    """Return what `batch_index_select_dim0` does; a GPU is waited for, to read the sizes."""
+    return batch_index_select_dim0(
+        inputs,
+        indices,
+        input_num_indices.tolist(),
+        input_rows.tolist(),
+        input_columns.tolist(),
+        permute_output_dim_0_1,
+    )
+
+
 # Devices
 
 
@@ -239,6 +262,8 @@ def merge_pooled_embeddings(
     cat_dim: int = 1,
 ) -> Tensor:
     """Concatenate tensors on one device."""
+    if any(tensor.is_meta for tensor in pooled_embeddings):  # while a graph is exported
+        return torch.empty_like(torch.cat(list(pooled_embeddings), cat_dim), device=target_device)
     return torch.cat(all_to_one_device(pooled_embeddings, target_device), dim=cat_dim)
 
 
@@ -255,3 +280,14 @@ def sum_reduce_to_one(input_tensors: Sequence[Tensor], target_device: torch.devi
 def is_uvm_tensor(t: Tensor) -> bool:
     """Return False: tables in host memory are pinned, not managed by the driver."""
     return False
+
+
+@operator("new_unified_tensor(Tensor self, int[] sizes, bool is_host_mapped) -> Tensor")
+def new_unified_tensor(self: Tensor, sizes: Sequence[int], is_host_mapped: bool) -> Tensor:
+    """Return an uninitialised tensor in host memory, which on a CPU is any."""
+    if self.is_cuda:
+        raise NotImplementedError(
+            "memory that CPU and GPU share is a property of tables in emblib: a table with "
+            "EmbeddingLocation.MANAGED, or emblib.Placement.MANAGED (docs/placement.md)"
+        )
+    return self.new_empty(sizes)

@@ -1,0 +1,145 @@
+"""Operators and functions that quantise messages: FP8 with a scale per row, HFP8, MX4.
+
+HFP8 is a byte of sign, `ebits` exponent bits and 7 - `ebits` mantissa bits, rounded to nearest
+even, without infinities. A FP8 row is such bytes of the row times a scale, filled up to a multiple
+of 4, then the float32 scale and 4 bytes of 0. MX4 is groups of values that share an exponent: half
+a byte per value (sign, 2 exponent bits, 1 mantissa bit; ties round away from zero), then the byte
+of the exponent.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from emblib.compat.fbgemm_operators.checks import check, check_rows
+from emblib.compat.fbgemm_operators.registry import operator
+
+_MANTISSA_BITS = 23  # of a float32
+_EXPONENT_BIAS = 127  # of a float32
+_MIN_NORMAL = 2.0**-126  # of a float32
+_SCALE_BYTES = 8  # of a FP8 row
+_FP8_FORMATS = {True: (4, 15, 0.9375), False: (5, 31, 0.875)}
+"""Exponent bits, bias and largest value, forward and backward."""
+_DTYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}  # codes of SparseType
+_MX4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+_MX4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Return `2 ** exponent`, exactly, for int32 exponents from -127 to 127."""
+    bits = (exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
+    bits = bits.masked_fill(exponent == -_EXPONENT_BIAS, 1 << (_MANTISSA_BITS - 1))
+    return bits.view(torch.float32)
+
+
+@operator(
+    "FloatToHFP8Quantized(Tensor input, int ebits, int exponent_bias, float max_pos) -> Tensor"
+)
+def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Tensor:
+    """Return the bytes of values, clamped to `max_pos`."""
+    mantissa_bits = 7 - ebits
+    values = input.float()
+    size = values.abs().fmin(torch.full_like(values[..., :1], max_pos))
+    # Adding a power of two that is 23 - mantissa_bits binades larger rounds the bits below off.
+    binade = size.view(torch.int32) & (0xFF << _MANTISSA_BITS)
+    large = (binade + ((_MANTISSA_BITS - mantissa_bits) << _MANTISSA_BITS)).view(torch.float32)
+    rounded = ((large + size) - large).view(torch.int32)
+    normal = (rounded - ((_EXPONENT_BIAS - exponent_bias) << _MANTISSA_BITS)) >> (
+        _MANTISSA_BITS - mantissa_bits
+    )
+    subnormal = (size + 2.0 ** (_MANTISSA_BITS + 1 - exponent_bias - mantissa_bits)).view(
+        torch.int32
+    )
+    code = torch.where(size >= 2.0 ** (1 - exponent_bias), normal, subnormal & 0x7F)
+    return ((code & 0x7F) | (values.signbit().int() << 7)).to(torch.uint8)
+
+
+@operator("HFP8QuantizedToFloat(Tensor input, int ebits, int exponent_bias) -> Tensor")
+def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
+    """Return the float32 values of bytes."""
+    code = input.int()
+    size = ((code & 0x7F) << (_MANTISSA_BITS - 7 + ebits)).view(torch.float32)
+    # As a float32 the bits are the value over a power of two, for subnormal bytes too.
+    factor = 2.0 ** (_EXPONENT_BIAS - exponent_bias)
+    return torch.where(code > 0x7F, -1.0, 1.0) * (size * factor)
+
+
+@operator("FloatToFP8RowwiseQuantized(Tensor t, bool forward) -> Tensor")
+def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
+    """Quantise rows `[..., D]` to bytes with a scale; 4 exponent bits forward, 5 backward."""
+    check_rows("t", t)
+    ebits, bias, max_pos = _FP8_FORMATS[forward]
+    values = functional.pad(t.float(), (0, -t.size(-1) % 4))
+    largest = values.abs().amax(-1, keepdim=True) if values.size(-1) else values.sum(-1, True)
+    scale = max_pos / (largest + 1e-20)
+    tail = torch.cat([scale, torch.zeros_like(scale)], dim=-1)
+    codes = to_hfp8(values * scale, ebits, bias, max_pos)
+    return torch.cat([codes, tail.view(torch.uint8)], dim=-1)
+
+
+@operator("FP8RowwiseQuantizedToFloat(Tensor input, bool forward, int output_dtype=0) -> Tensor")
+def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Tensor:
+    """Return the values of FP8 rows, with the columns that filled them up."""
+    check_rows("input", input)
+    check(output_dtype in _DTYPES, f"output_dtype must be one of {[*_DTYPES]}, got {output_dtype}")
+    ebits, bias, _ = _FP8_FORMATS[forward]
+    codes = input[..., :-_SCALE_BYTES]
+    scale = input[..., -_SCALE_BYTES:].contiguous().view(torch.float32)[..., :1]
+    return (hfp8_to_float(codes, ebits, bias) / scale).to(_DTYPES[output_dtype])
+
+
+def _shared_exponent(largest: Tensor, rounding: int) -> Tensor:
+    """Return the exponent of a group's largest value; `rounding` is a member of RoundingMode."""
+    exponent = largest.masked_fill(largest == 0, _MIN_NORMAL)
+    if rounding in (2, 3):  # even and stochastic: what is added to the bits below the mantissa
+        below = _MANTISSA_BITS - 1  # MX4 has 1 bit of mantissa
+        added: Tensor | int = (1 << (below - 1)) - 1
+        if rounding == 3:
+            noise = torch.randint_like(exponent, high=2**31 - 1, dtype=torch.int32)
+            added = noise & ((1 << below) - 1)
+        exponent = (exponent.view(torch.int32) + added).view(torch.float32)
+    exponent = exponent.log2()
+    if rounding == 4:
+        return exponent.ceil()
+    return (exponent + 0.5).floor() if rounding == 0 else exponent.floor()
+
+
+def to_mx4(values: Tensor, group_size: int = 32, rounding: int = 2) -> Tensor:
+    """Quantise `[..., D]` to groups of `group_size` along the last dimension.
+
+    Args:
+        values: rows; D is filled with zeros up to whole groups.
+        group_size: even number of values per group.
+        rounding: how the exponent of a group is rounded, a member of `RoundingMode`.
+
+    Returns:
+        uint8 `[..., D / 2 + D / group_size]`.
+    """
+    if values.numel() == 0:
+        return torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+    fill = -values.size(-1) % group_size
+    groups = functional.pad(values.float(), (0, fill)).reshape(-1, group_size)
+    exponent = _shared_exponent(groups.abs().amax(1, keepdim=True), rounding)
+    # Rounding makes NaN of the largest float32 values, as their exponent has none above it.
+    exponent = exponent.nan_to_num(128.0, posinf=128.0) - 2  # 4 is the largest power of two of MX4
+    exponent = exponent.clamp(-127, 125).int()
+    scaled = groups / _power_of_two(exponent)
+    midpoints = scaled.new_tensor(_MX4_MIDPOINTS)
+    codes = torch.bucketize(scaled.abs(), midpoints, right=True) | (scaled.signbit().long() << 3)
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return (
+        torch.cat([packed, exponent + _EXPONENT_BIAS], dim=1)
+        .to(torch.uint8)
+        .view(*values.shape[:-1], -1)
+    )
+
+
+def mx4_to_float(packed: Tensor, group_size: int = 32) -> Tensor:
+    """Return the float32 values of MX4 groups, `[..., D]`."""
+    if packed.numel() == 0:
+        return torch.empty(packed.shape, device=packed.device)
+    groups = packed.reshape(-1, group_size // 2 + 1).int()
+    codes = torch.stack([groups[:, :-1] & 15, groups[:, :-1] >> 4], dim=-1).flatten(1)
+    values = torch.tensor(_MX4_VALUES, device=packed.device)
+    values = torch.cat([values, 0 - values])[codes]  # code 8 is +0, as FBGEMM has it
+    return (values * _power_of_two(groups[:, -1:] - _EXPONENT_BIAS)).view(*packed.shape[:-1], -1)
