@@ -110,6 +110,34 @@ def _argument_names(node: Documented) -> set[str]:
     return {arg.arg for arg in every if arg is not None}
 
 
+def _classes_of_the_harness() -> dict[str, ast.ClassDef]:
+    nodes = (node for place, node in _documented() if place.startswith("experiments/"))
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def _documented_methods(name: str, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """Return the methods that a class or a base of it documents."""
+    if name not in classes:
+        return {"forward"} if name == "Module" else set()
+    bases = {ast.unparse(base).rpartition(".")[2] for base in classes[name].bases}
+    inherited = set().union(*(_documented_methods(base, classes) for base in bases))
+    methods = [m for m in classes[name].body if isinstance(m, ast.FunctionDef)]
+    return inherited | {m.name for m in methods if ast.get_docstring(m)}
+
+
+def test_methods_of_the_harness_have_or_inherit_a_docstring() -> None:
+    classes = _classes_of_the_harness()
+    bad = [
+        f"{name}.{method.name}"
+        for name, node in classes.items()
+        if not name.startswith("_")
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+        if method.name not in _documented_methods(name, classes)
+    ]
+    assert not bad, "\n".join(bad)
+
+
 def test_texts_of_arguments_begin_with_a_noun() -> None:
     bad = [
         f"{place}: {entry.names}: {entry.text}"

@@ -64,16 +64,15 @@ Condition = Callable[[dict[str, Any]], bool]
 
 def label_of(contender: str) -> str:
     """Return the label of a contender or of a computed arm."""
-    return (COMPUTED | LOOKUPS | CALIBRATED | PREDICTED | TRAINED).get(contender) or registry.label(
-        contender
-    )
+    computed = COMPUTED | LOOKUPS | CALIBRATED | PREDICTED | TRAINED
+    return computed.get(contender) or registry.facts_of(contender).label
 
 
 def variants_of(contender: str) -> str:
     """Return what there is an arm for each of: "rank", "cache", or nothing."""
     if contender in LOOKUPS | CALIBRATED | PREDICTED:
         return ""
-    return "cache" if contender in COMPUTED else registry.variants(contender)
+    return "cache" if contender in COMPUTED else registry.facts_of(contender).variants
 
 
 @dataclass(frozen=True, order=True)

@@ -271,7 +271,8 @@ def median_of(record: Record, phase: str) -> float:
 def check_keyed(prefix: str, names: Sequence[str], *, wanted: bool) -> None:
     """Raise UsageError unless the contenders are all hash tables, or none is one."""
     for name in names:
-        if wanted is not registry.keyed(name) and name in registry.names():
-            a = "a table of keys" if registry.keyed(name) else "no table of keys"
+        keyed = registry.facts_of(name).keyed
+        if wanted is not keyed and name in registry.names():
+            a = "a table of keys" if keyed else "no table of keys"
             where = "where keys.loads names loads, or in kind=growth"
             raise UsageError(f"{prefix}contenders: {name} is {a}; those are measured {where}")

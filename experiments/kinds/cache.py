@@ -30,7 +30,6 @@ class Cache(Kind):
     )
 
     def check(self, config: Config) -> None:
-        """Check that all contenders have a cache."""
         super().check(config)
         cached = (*registry.cached(), *EXACT)
         if not set(config.contenders) <= set(cached):

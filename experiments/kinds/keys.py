@@ -35,7 +35,6 @@ class Keys(Kind):
     reporting = Reporting("experiments.kind_reports.keys")
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return the rate of each table's first operation."""
         return " · ".join(_rate_of(record) for record in records)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:

@@ -57,7 +57,6 @@ class Predictions(Kind):
             raise UsageError("optimizer: kind=predictions times steps of sgd")
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
-        """Check sizes, exponents and shares."""
         for name in ("ranks", "lookups", "skews"):
             if not options[name]:
                 raise UsageError(f"{prefix}options.{name} must not be empty")

@@ -58,7 +58,6 @@ class Quality(Kind):
     )
 
     def check(self, config: Config) -> None:
-        """Check methods, shares and rates."""
         super().check(config)
         if unknown := [name for name in config.contenders if name not in TRAINED]:
             raise UsageError(
@@ -68,7 +67,6 @@ class Quality(Kind):
             raise UsageError("optimizer: kind=quality trains tables with adagrad")
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
-        """Check data, shares and rates."""
         if unknown := [name for name in options["data"] if name not in DATA]:
             raise UsageError(
                 f"{prefix}options.data: there is {', '.join(DATA)}, not {', '.join(unknown)}"

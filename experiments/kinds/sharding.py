@@ -57,7 +57,8 @@ class OverRanks(Kind):
             for scaling in asked.scaling[:1] if ranks == 1 else asked.scaling:
                 size = cell.workload.B
                 batch = max(1, size // ranks) if scaling is Scaling.strong else size
-                arms = tuple(a for a in cell.arms if registry.fits(a.contender, ranks))
+                alone = [a for a in cell.arms if registry.facts_of(a.contender).alone]
+                arms = tuple(a for a in cell.arms if ranks == 1 or a not in alone)
                 if (ranks, batch) in seen or not arms:
                     continue
                 seen.add((ranks, batch))
@@ -104,7 +105,6 @@ class Calibration(OverRanks):
     )
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return whether it worked."""
         done = any(record["status"] == "ok" for record in records)
         return "calibrated" if done else super().progress(records)
 

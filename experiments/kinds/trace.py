@@ -46,7 +46,6 @@ class Trace(base.Kind):
         return [replace(cell, cache=config.cache, kind=self.name) for cell in cells]
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return how many distinct rows are looked up."""
         if any(r["status"] != "ok" for r in records):
             return super().progress(records)
         counts = [r["analysis"]["distinct"] for r in records]

@@ -77,7 +77,6 @@ class CpuTelemetry(Telemetry):
         self._sampled = 0.0
 
     def start(self) -> None:
-        """Read the counters."""
         self._throttled, self._time = self.cpu.throttled(), CpuTime()
         self._sample()
 
@@ -92,7 +91,6 @@ class CpuTelemetry(Telemetry):
         return ["cpu_thermal"]
 
     def stop(self) -> None:
-        """Read the counters again."""
         self._sample()
         self.stolen, self.others = self._time.shares()
 
@@ -107,7 +105,6 @@ class CpuTelemetry(Telemetry):
         )
 
     def flags(self) -> list[str]:
-        """Return flags for stolen time and other processes."""
         raised = {
             "stolen_time": (self.stolen or 0.0) > MAX_STOLEN_SHARE,
             "busy": (self.others or 0.0) > BUSY_CORES,
@@ -140,12 +137,10 @@ class NvmlTelemetry(Telemetry):
         self._thread = threading.Thread(target=self._watch, name="nvml", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._joules = self.nvml.joules()
         self._thread.start()
 
     def check(self) -> list[str]:
-        """Return what slowed the GPU since the last check, by the samples and a new one."""
         slowed = reasons(self.nvml.mask() or 0)
         with self._lock:
             self._slowed.update(slowed)

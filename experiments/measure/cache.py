@@ -65,7 +65,7 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
         measured.add((arm.contender, size))
         session.note(f"{arm.key}|running the trace")
         try:
-            if registry.keyed(arm.contender):
+            if registry.facts_of(arm.contender).keyed:
                 ids = [_linear(batch, shapes) for batch in pool.batches]
                 samples = run_keys(arm.contender, ids, size, session)
             elif arm.contender in COMPUTED:

@@ -61,7 +61,6 @@ class Operation(TimedCall):
         return self.filled.table.prepare(call.keys, call.values)
 
     def before(self, number: int) -> Any:
-        """Return the arguments: new keys for a call that changes the table, else prepared ones."""
         self.filled.restore()
         if not self.changes:
             return self.ready[number]
@@ -72,7 +71,6 @@ class Operation(TimedCall):
         return self._prepare(call)
 
     def call(self, ready: Any) -> object:
-        """Run the operation."""
         return self.work(ready)
 
 

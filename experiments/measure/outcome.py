@@ -118,7 +118,7 @@ def describe(
     arm, measured, work = outcome.arm, outcome.measured, cell.workload
     params = {k: getattr(v, "value", v) for k, v in dataclasses.asdict(work).items()}
     params["file"] = Path(work.file).name if work.file else ""  # its sha256 says which file it is
-    timed = measured.describe()
+    timed, entry = measured.describe(), registry.facts_of(arm.contender)
     return {
         "run_id": session.run_id,
         **session.identity,
@@ -140,8 +140,8 @@ def describe(
         "status": outcome.status,
         "reason": outcome.reason,
         **timed,
-        "flags": [*timed["flags"], *registry.unknown_versions(arm.contender)],
-        "packages": registry.packages(arm.contender),
+        "flags": [*timed["flags"], *entry.unknown_versions()],
+        "packages": entry.versions(),
         "seed": session.seed,
         "world_size": session.config.device.ranks,
         "rows_scale": cell.rows_scale,

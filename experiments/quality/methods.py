@@ -297,7 +297,6 @@ class CachedTensorTrain(Rows):
         self.count(sizes["weights"] + sizes["cache"])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look the ids up; training counts them."""
         return look_up(self.bags, ids)
 
 
@@ -333,7 +332,6 @@ class Robe(Rows):
         self.optimizers = [torch.optim.Adagrad([self.array], task.rate)]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the runs."""
         table = torch.arange(ids.shape[1], device=ids.device)
         start = mixed(ids * len(table) + table, 0) % len(self.array)
         run = torch.arange(self.task.dim, device=ids.device)
@@ -367,7 +365,6 @@ class Dhe(Rows):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return what the networks make of the hashes."""
         many = torch.stack([mixed(ids, n) for n in range(self.hashes)], -1)
         numbers = (many % (1 << 20)).float() / (1 << 19) - 1
         rows = [net(numbers[:, t]) for t, net in enumerate(self.networks)]

@@ -81,24 +81,20 @@ class ProcessSync(RankSync):
         return {name: partial(watched, phase) for name, phase in phases.items()}
 
     def clock(self, clock: Clock) -> Clock:
-        """Return a clock that reads the slowest rank's time."""
         shared = RankClock(clock, self)
         self.clocks[clock.mode.value] = shared
         return shared
 
     def telemetry(self, telemetry: Telemetry) -> Telemetry:
-        """Return telemetry in which what slowed one rank slowed all."""
         return SharedTelemetry(telemetry, self.peers)
 
     def total(self, counters: Mapping[str, int]) -> Mapping[str, int]:
-        """Sum the counters over ranks."""
         if not counters:
             return counters
         every = self.peers.gather([float(value) for value in counters.values()])
         return {k: int(sum(v)) for k, v in zip(counters, zip(*every, strict=True), strict=True)}
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's object, by rank."""
         return self.peers.exchange(value)
 
     def settle(self, outcomes: Mapping[str, Outcome]) -> None:
@@ -175,7 +171,6 @@ class RankClock(Clock):
         return adapted
 
     def describe(self) -> dict[str, object]:
-        """Describe the wrapped clock."""
         return self.inner.describe()
 
     def seconds_of(self, key: str, samples: Sequence[tuple[int, float]], calls: int) -> Any:
@@ -196,19 +191,15 @@ class SharedTelemetry(Telemetry):
         self.inner, self.peers = telemetry, peers
 
     def start(self) -> None:
-        """Start watching this rank."""
         self.inner.start()
 
     def stop(self) -> None:
-        """Stop watching this rank."""
         self.inner.stop()
 
     def summary(self) -> dict[str, Any]:
-        """Return the observations of this rank."""
         return self.inner.summary()
 
     def check(self) -> list[str]:
-        """Return what slowed any of the ranks."""
         mine = self.inner.check()
         slowed = [rank for rank, (seen,) in enumerate(self.peers.gather([len(mine)])) if seen]
         return mine or [f"rank {rank}" for rank in slowed]

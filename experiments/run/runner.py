@@ -88,7 +88,7 @@ def dense_arms(cell: Cell) -> int:
     """Count the contenders of the cell that hold its tables uncompressed; computed arms do not."""
     if not kinds.find(cell.kind).measurement.makes_tables:
         return 0
-    return sum(registry.dense(arm.contender) for arm in cell.arms)
+    return sum(registry.facts_of(arm.contender).dense for arm in cell.arms)
 
 
 def fit_memory(cell: Cell, session: Session) -> Cell:

@@ -50,7 +50,6 @@ class CallClock(Clock):
         self.inside = 0.0
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Wrap the phase so that only its inner call is timed."""
         return self._timed(phase) if isinstance(phase, TimedCall) else phase
 
     def _timed(self, phase: TimedCall) -> Phase:
@@ -67,7 +66,6 @@ class CallClock(Clock):
         return run
 
     def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds inside the calls that `work` makes."""
         self.inside = 0.0
         work()
         return self.inside / 1e9

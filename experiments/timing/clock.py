@@ -128,7 +128,6 @@ class ColdClock(Clock):
         return readings
 
     def describe(self) -> dict[str, object]:
-        """Describe how much is written to empty the caches."""
         return {"mode": self.mode.value, "flush_bytes": self.flush_bytes}
 
 

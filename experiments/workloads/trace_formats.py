@@ -128,7 +128,6 @@ class MappedReader(Reader):
         """Return the lookups of the samples from `start` to before `end`."""
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-        """Yield slices up to the end of the shortest table."""
         tables = self.positions(names)
         samples = min(self.samples[t] for t in tables)
         for start in range(0, samples, size):
@@ -143,7 +142,6 @@ class LineReader(Reader):
         """Yield per line the ids of each table."""
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-        """Yield blocks of lines."""
         samples = self._samples(self.positions(names))
         while block := list(itertools.islice(samples, size)):
             yield [
@@ -222,7 +220,6 @@ class Recorded(MappedReader):
         self.samples = [len(starts) - 1 for starts in self.starts]
 
     def columns(self) -> list[Column]:
-        """Return the tables as the recorder named them, with their rows."""
         return [Column(f.name, f.rows) for f in self.trace.features]
 
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
@@ -268,7 +265,6 @@ class Csv(LineReader):
     """
 
     def columns(self) -> list[Column]:
-        """Return the columns as the first line names them."""
         with text(self.path) as file:
             names = next(csv.reader(file), [])
         if not names or any(not n.strip() or re.fullmatch(r"-?\d+", n.strip()) for n in names):

@@ -73,7 +73,7 @@ def test_contenders_say_whether_they_run_here(monkeypatch: pytest.MonkeyPatch) -
     rows = {row[0]: row for row in listing.contenders().rows}
     assert set(rows) == set(registry.names())
     assert rows["tbe"][3] == "yes"
-    assert rows["tt"][1:3] == (registry.label("tt"), "rank")
+    assert rows["tt"][1:3] == (registry.find("tt").label, "rank")
     assert rows["torchrec"][3].startswith("not installed: ")
     assert "0.1" in rows["fbgemm"][3]
     assert "known to work" in rows["fbgemm"][3]
