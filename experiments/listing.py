@@ -1,4 +1,4 @@
-"""List what there is: experiments, contenders, workloads, presets, hardware, committed results."""
+"""List experiments, contenders, workloads, presets, hardware and committed results."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from experiments.run import jobs
 
 UNKNOWN = "–"
 NEEDS_A_GPU = "needs a GPU"
-WIDTH_CHARACTERS = 110  # where it is not a terminal's
-UNBROKEN_CHARACTERS = 24  # characters that stay on one line
+WIDTH_CHARACTERS = 110  # width outside a terminal
+UNBROKEN_CHARACTERS = 24  # maximum length of texts that are not wrapped
 
 
 @dataclass
 class Listing:
-    """A table of the list."""
+    """A section of the list: a table, with a note below it."""
 
     title: str
     columns: tuple[str, ...]
@@ -41,7 +41,7 @@ class Listing:
 
 
 def experiments() -> Listing:
-    """List the experiments with their questions and costs at their default presets."""
+    """Return the experiments with their questions and costs at their default presets."""
     section = Listing(
         "Experiments",
         ("name and question", "kind", "cells", "at most"),
@@ -61,7 +61,7 @@ def experiments() -> Listing:
 
 
 def extent(config: Config) -> tuple[str, str]:
-    """Return the cells and their time limit; unknown where the work has none."""
+    """Return the number of cells and the time limit, or UNKNOWN."""
     if kinds.find(config.kind).leads:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)
@@ -81,7 +81,7 @@ def _duration(seconds: float) -> str:
 
 
 def contenders() -> Listing:
-    """List the contenders and whether they can run here."""
+    """Return the contenders, and whether they can run here."""
     section = Listing(
         "Contenders",
         ("name", "in reports", "one per", "here"),
@@ -97,12 +97,12 @@ def contenders() -> Listing:
 
 
 def workloads() -> Listing:
-    """List the group `workload`."""
+    """Return the options of the group `workload`."""
     return _group("Workloads", "workload", "workload=NAME, and workload.B=512 for a part of one")
 
 
 def presets() -> Listing:
-    """List the group `timing`."""
+    """Return the options of the group `timing`."""
     note = "timing=NAME, and timing.cell_seconds=5 for a part of one"
     return _group("Timing presets", "timing", note)
 
@@ -127,7 +127,7 @@ def summary(file: Path) -> str:
 
 
 def hardware() -> Listing:
-    """List the table of devices, with theoretical figures."""
+    """Return the devices of conf/hardware with their theoretical figures."""
     from experiments.machine.ceilings import FIGURES, table
 
     section = Listing(
@@ -143,7 +143,7 @@ def hardware() -> Listing:
 
 
 def references(folder: Path = REFERENCE) -> Listing:
-    """List the committed runs."""
+    """Return the committed runs in `folder`."""
     section = Listing(
         "Committed results",
         ("device", "experiment", "torch", "emblib", "measured"),

@@ -1,4 +1,4 @@
-"""The terminal's output during a run: a live line on a TTY, plain lines elsewhere."""
+"""The output on the terminal during a run: a live line on a TTY, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.results.store import Record
 
 
 class Display:
-    """Counts cells, estimates what is left, prints a line per finished cell."""
+    """A display that counts jobs, estimates the remaining time and prints a line per job."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -38,29 +38,29 @@ class Display:
         self.bar.stop()
 
     def left(self) -> str:
-        """Estimate from the mean so far; empty until there is one."""
+        """Return the remaining time, estimated from the mean so far; "" before the first job."""
         if not self.done:
             return ""
         seconds = self.elapsed() / self.done * (self.total - self.done)
         return f"~{seconds:.0f} s left"
 
     def elapsed(self) -> float:
-        """Return the seconds since the display was created."""
+        """Return the seconds since the construction."""
         return time.monotonic() - self.start
 
-    def begin(self, what: str) -> None:
-        """Show that a cell, or one of its contenders, starts."""
-        self.bar.update(self.task, description=what, left=self.left())
+    def begin(self, activity: str) -> None:
+        """Show the present activity on the live line."""
+        self.bar.update(self.task, description=activity, left=self.left())
 
     def finish(self, line: str) -> None:
-        """Show that a cell is done; an empty line is not shown."""
+        """Count a job as done; print its line unless that is empty."""
         self.done += 1
         self.bar.update(self.task, completed=self.done, left=self.left())
         if line:
             self.console.print(f"[{self.done}/{self.total}] {line}", markup=False)
 
     def skip(self) -> None:
-        """Remove a cell that will not be measured from the total."""
+        """Remove a job that will not be measured from the total."""
         self.total -= 1
         self.bar.update(self.task, total=self.total, left=self.left())
 
@@ -70,7 +70,7 @@ class Display:
 
 
 def where(cell: Cell) -> str:
-    """Return a short description of a cell."""
+    """Return section, sizes and distribution of a cell in a short line."""
     w = cell.workload
     ids = f" s={w.s:g}" if w.distribution.value == "zipf" else f" {w.distribution.value}"
     tables = f" T={w.T}" if w.T > 1 else ""
@@ -79,5 +79,5 @@ def where(cell: Cell) -> str:
 
 
 def outcome_line(records: Sequence[Record]) -> str:
-    """Return what a job found, or what became of it, in the words of its kind."""
+    """Return the result or the status of a job in a line, as its kind formats it."""
     return kinds.find(str(records[0]["kind"])).progress(records)
