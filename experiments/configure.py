@@ -280,17 +280,15 @@ def check_values(config: Config) -> None:
                 f"sweep.{axis} changes nothing about a trace: leave it out with 'sweep.{axis}=[]'"
             )
     timing, device = config.timing, config.device
-    for name in ("replicates", "pool", "min_rounds", "max_rounds"):
-        value = getattr(timing, name)
-        _require(f"timing.{name} must be >= 1", value, holds=value >= 1)
-    seconds = timing.cell_seconds
-    _require("timing.cell_seconds must be > 0", f"{seconds:g}", holds=seconds > 0)
     for name, value in dataclasses.asdict(timing).items():
-        if isinstance(value, int | float):
+        if name in ("replicates", "pool", "min_rounds", "max_rounds"):
+            _require(f"timing.{name} must be >= 1", value, holds=value >= 1)
+        elif name == "cell_seconds":
+            _require("timing.cell_seconds must be > 0", f"{value:g}", holds=value > 0)
+        elif isinstance(value, int | float):
             _require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
     _require("device.ranks must be >= 1", device.ranks, holds=device.ranks >= 1)
-    if device.threads < 0:
-        raise UsageError(f"device.threads must be >= 0, got {device.threads}; 0: torch's default")
+    _require("device.threads must be >= 0", device.threads, holds=device.threads >= 0)
     share = device.memory_share
     _require("device.memory_share must be in (0, 1]", f"{share:g}", holds=0 < share <= 1)
     _require("lr must be > 0", config.lr, holds=config.lr > 0)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +97,9 @@ def contenders() -> Listing:
     return section
 
 
-def workloads() -> Listing:
-    """Return the options of the group `workload`."""
-    return _group("Workloads", "workload", "workload=NAME, and workload.B=512 for a part of one")
-
-
-def presets() -> Listing:
-    """Return the options of the group `timing`."""
-    note = "timing=NAME, and timing.cell_seconds=5 for a part of one"
-    return _group("Timing presets", "timing", note)
-
-
-def _group(title: str, group: str, note: str) -> Listing:
+def group_options(title: str, group: str, example: str) -> Listing:
+    """Return the options of a config group with the opening comments of their files."""
+    note = f"{group}=NAME, and {group}.{example} for a part of one"
     section = Listing(title, ("name", "what it is"), note=note)
     for name in configure.groups()[group]:
         section.rows.append((name, summary(CONF / group / f"{name}.yaml")))
@@ -161,8 +153,8 @@ def references(folder: Path = REFERENCE) -> Listing:
 SECTIONS: dict[str, Callable[[], Listing]] = {
     "experiments": experiments,
     "contenders": contenders,
-    "workloads": workloads,
-    "presets": presets,
+    "workloads": partial(group_options, "Workloads", "workload", "B=512"),
+    "presets": partial(group_options, "Timing presets", "timing", "cell_seconds=5"),
     "hardware": hardware,
     "references": references,
 }
@@ -195,14 +187,11 @@ def show(names: Sequence[str] = (), console: Console | None = None) -> None:
         section = SECTIONS[name]()
         if number:
             console.print()
-        console.print(_heading(section))
+        count = (f"  {len(section.rows)}", "dim")
+        console.print(Text.assemble((section.title, "bold"), count))
         console.print(_table(section) if section.rows else Text("  none yet", style="dim"))
         if section.note:
             console.print(Text(f"  {section.note}", style="dim"))
-
-
-def _heading(section: Listing) -> Text:
-    return Text.assemble((section.title, "bold"), (f"  {len(section.rows)}", "dim"))
 
 
 def _table(section: Listing) -> Table:

@@ -32,6 +32,8 @@ NO_VERBS = re.compile(
     r"(What|How|Which|Whether|Of|Where|When|Who|As|If|For|In|On|To|From|By|Everything|Those|All|Its"
     r"|Both|Likewise)\b"
 )
+# Rooms of the harness whose docstrings are not in this form yet.
+UNREAD = ("experiments/gate/", "experiments/kind_reports/", "experiments/report/")
 SECTION = re.compile(r"(Args|Attributes):")
 ENTRY = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*): (.+)")
 
@@ -154,7 +156,7 @@ def test_docstrings_begin_with_a_verb_or_noun() -> None:
     bad = [
         f"{place}: {line.splitlines()[0]}"
         for place, node in _documented()
-        if place.startswith("emblib/") and NO_VERBS.match(line := ast.get_docstring(node) or "")
+        if not place.startswith(UNREAD) and NO_VERBS.match(line := ast.get_docstring(node) or "")
     ]
     assert not bad, "\n".join(bad)
 

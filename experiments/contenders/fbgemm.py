@@ -29,7 +29,7 @@ COLUMN_MULTIPLE = 4  # FBGEMM's kernels need D divisible by this
 
 
 class Fbgemm(OneModule):
-    """All tables in one FBGEMM module on the device, with the optimizer fused into backward.
+    """One FBGEMM module with all tables on the device and the optimizer fused into backward.
 
     Ids and offsets are int32 if that suffices for the rows of all tables, because FBGEMM's update
     is then faster. The bounds check has its default, a warning, as emblib's.

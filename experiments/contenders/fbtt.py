@@ -34,7 +34,8 @@ def library() -> Any:
     return importlib.import_module("tt_embeddings_ops")
 
 
-LIBRARY = library()  # at import time, so that the registry reports a failure to load
+# Loaded at import, so that the registry reports a failure.
+LIBRARY = library()
 
 
 class Trains:

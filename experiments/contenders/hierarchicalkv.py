@@ -40,7 +40,8 @@ def library() -> Any:
     return lib
 
 
-LIBRARY = library()  # at import time, so that the registry reports a failure to load
+# Loaded at import, so that the registry reports a failure.
+LIBRARY = library()
 
 
 class HierarchicalKV(KeyTable):

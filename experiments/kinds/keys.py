@@ -82,8 +82,7 @@ def _row(
 ) -> dict[str, Any]:
     good = metrics.good(group)
     record = good[0] if good else group[0]
-    time = metrics.summarise_processes([metrics.seconds(r, phase) for r in good], pools.times)
-    effect = metrics.ratio(good, as_yardstick(metrics.good(base), phase), phase, pools.ratios)
+    timed = metrics.timed_columns(good, as_yardstick(metrics.good(base), phase), phase, pools)
     names = ("section", "cell", "contender", "arm", "label", "load", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -96,11 +95,8 @@ def _row(
         "slots": record.get("slots", math.nan),
         "keys_there": record.get("keys_there", math.nan),
         "hits": record.get("hits", math.nan),
-        **time.columns(),
-        "samples": time.n,
-        "processes": len(good),
-        "keys_per_s": record["lookups"] / time.median,
-        **effect.columns(),
+        **timed,
+        "keys_per_s": record["lookups"] / timed["median_s"],
         "bytes": record.get("weights_bytes"),
     }
 

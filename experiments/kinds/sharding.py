@@ -150,8 +150,6 @@ def _row(
 ) -> dict[str, Any]:
     good = metrics.good(group)
     record = good[0] if good else group[0]
-    time = metrics.summarise_processes([metrics.seconds(r, phase) for r in good], pools.times)
-    effect = metrics.ratio(good, metrics.good(base), phase, pools.ratios)
     names = ("section", "cell", "contender", "arm", "label", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -163,10 +161,7 @@ def _row(
         "phase": phase,
         "status": metrics.status_of(group),
         "reason": record["reason"],
-        **time.columns(),
-        "samples": time.n,
-        "processes": len(good),
-        **effect.columns(),
+        **metrics.timed_columns(good, metrics.good(base), phase, pools),
         "weights_bytes": record["weights_bytes"],
     }
 

@@ -35,6 +35,7 @@ BAG_LENGTH = 32
 SPIN_CYCLES = 200_000  # about 100 us of a GPU: longer than the host takes to launch a call
 CACHES_PER_TABLE = 8  # table ÷ last-level cache: large enough that hits do not matter
 MIN_RUNS = 3  # minimum number of calls per ceiling
+RESOLUTION_SECONDS = 1e-9  # shortest time, of a GPU whose events stand still
 MATRIX_SIDE = 1024  # rows and columns of the multiplied matrices
 MEMORY_SHARE = 0.1  # maximum of the table ÷ free memory
 SMOKE_BYTES = 32 << 20  # minimum of the table, and its size in smoke runs
@@ -181,7 +182,7 @@ def shortest(work: Callable[[], object], device: torch.device, seconds: float) -
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    return min(times)
+    return max(min(times), RESOLUTION_SECONDS)
 
 
 def best(

@@ -74,8 +74,8 @@ class Operation(TimedCall):
         if not self.changes:
             return self.ready[number]
         call = self._next()
-        room = self.filled.table.task.slots - self.filled.calls.resident
-        if self.filled.table.erases and len(call.new) <= room:
+        free_slots = self.filled.table.task.slots - self.filled.calls.resident
+        if self.filled.table.erases and len(call.new) <= free_slots:
             self.filled.added = call.new
         return self._prepare(call)
 

@@ -49,9 +49,9 @@ def _compare(what: str, got: Tensor, want: Tensor, slack: Tensor) -> None:
     if got.shape != want.shape:
         raise Wrong(f"{what}: shape {tuple(got.shape)}, reference has {tuple(want.shape)}")
     scale = float(want.abs().max()) if want.numel() else 0.0
-    off = (got - want).abs()
-    if not (off <= RTOL * scale + slack).all():  # also catches NaN
-        worst = float(off.max())
+    error = (got - want).abs()
+    if not (error <= RTOL * scale + slack).all():  # also catches NaN
+        worst = float(error.max())
         raise Wrong(f"{what}: differs from the reference by up to {worst:.3g} of {scale:.3g}")
     if not torch.isfinite(want).all():
         raise Wrong(f"{what}: the reference itself is not finite")
@@ -133,9 +133,8 @@ def describe(
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     arm, measured, work = outcome.arm, outcome.measured, cell.workload
     params = {k: getattr(v, "value", v) for k, v in dataclasses.asdict(work).items()}
-    params["file"] = (
-        Path(work.file).name if work.file else ""
-    )  # the path is private; sha256 identifies the file
+    # The path is private; sha256 identifies the file.
+    params["file"] = Path(work.file).name if work.file else ""
     timed, entry = measured.describe(), registry.facts_of(arm.contender)
     return {
         "run_id": session.run_id,

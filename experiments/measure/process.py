@@ -77,12 +77,12 @@ class Child:
         # Shared memory, so that the note can be read after the child's death, and writing it needs
         # no system call, which would disturb a measurement.
         self._note = _context().RawArray("c", NOTE_BYTES)
-        self._pipe, theirs = multiprocessing.Pipe()
+        self._pipe, child_end = multiprocessing.Pipe()
         self.process = _context().Process(
-            target=_enter, args=(theirs, self._note, target, arguments, limits), daemon=True
+            target=_enter, args=(child_end, self._note, target, arguments, limits), daemon=True
         )
         self.process.start()
-        theirs.close()
+        child_end.close()
 
     def send(self, message: Any) -> None:
         """Send a message to the child; raise Died if it has ended."""
@@ -166,7 +166,7 @@ class Child:
         self.close()
 
 
-_pages: list[Any] = []  # in a child: the shared memory of its note
+_pages: list[Any] = []  # the shared memory of a child's note; empty in the parent
 
 
 def note(text: str) -> None:

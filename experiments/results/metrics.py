@@ -281,6 +281,16 @@ def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> l
     return [statistics.process_effect(best, other) for best, other in pairs]
 
 
+def timed_columns(
+    processes: Sequence[Record], base: Sequence[Record], phase: str, pools: Pools
+) -> dict[str, Any]:
+    """Return the columns about the times of a phase, and about its ratio to `base`."""
+    time = summarise_processes([seconds(r, phase) for r in processes], pools.times)
+    effect = ratio(processes, base, phase, pools.ratios)
+    counts = {"samples": time.n, "processes": len(processes)}
+    return {**time.columns(), **counts, **effect.columns()}
+
+
 def replicate_of(record: Record) -> int:
     """Return the number of the process of a record, which is 0 in the first schema."""
     return int(record.get("replicate", 0))

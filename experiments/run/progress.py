@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from experiments import kinds
 from experiments.config.sweep import Cell
@@ -18,17 +24,18 @@ class Display:
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self.total, self.done, self.start = total, 0, time.monotonic()
+        self.total, self.done = total, 0
         self.bar = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}  {task.description}"),
+            TimeRemainingColumn(),
+            TextColumn("left  {task.description}"),
             console=self.console,
             transient=True,
             disable=not self.console.is_terminal,
         )
-        self.task = self.bar.add_task("", total=total, left="")
+        self.task = self.bar.add_task("", total=total)
 
     def __enter__(self) -> Display:
         self.bar.start()
@@ -37,32 +44,21 @@ class Display:
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
-    def left(self) -> str:
-        """Return the remaining time, estimated from the mean so far; "" before the first job."""
-        if not self.done:
-            return ""
-        seconds = self.elapsed() / self.done * (self.total - self.done)
-        return f"~{seconds:.0f} s left"
-
-    def elapsed(self) -> float:
-        """Return the seconds since the construction."""
-        return time.monotonic() - self.start
-
     def begin(self, activity: str) -> None:
         """Show the present activity on the live line."""
-        self.bar.update(self.task, description=activity, left=self.left())
+        self.bar.update(self.task, description=activity)
 
     def finish(self, line: str) -> None:
         """Count a job as done; print its line unless that is empty."""
         self.done += 1
-        self.bar.update(self.task, completed=self.done, left=self.left())
+        self.bar.update(self.task, completed=self.done)
         if line:
             self.console.print(f"[{self.done}/{self.total}] {line}", markup=False)
 
     def skip(self) -> None:
         """Remove a job that will not be measured from the total."""
         self.total -= 1
-        self.bar.update(self.task, total=self.total, left=self.left())
+        self.bar.update(self.task, total=self.total)
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""

@@ -292,8 +292,8 @@ def _by_rank(record: Record, ranks: ProcessSync) -> Record:
     clock = ranks.clocks.get(record["mode"])
     calls = record.get("executions", {})
     samples = {
-        phase: clock.seconds_of(f"{record['arm']}/{phase}", taken, calls.get(phase, 1))
-        for phase, taken in record["samples"].items()
+        phase: clock.seconds_of(f"{record['arm']}/{phase}", of_phase, calls.get(phase, 1))
+        for phase, of_phase in record["samples"].items()
         if clock
     }
     return {"rank_samples": samples, "rank_threads": torch.get_num_threads()}

@@ -157,7 +157,7 @@ def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
         f"{axis}={value:g}"
         for axis, values in axes_of(config).items()
         if axis != "B" or not config.timing.max_batch  # a capped batch differs from its value
-        for value in values
+        for value in dict.fromkeys(values)
         if value not in measured[axis]
     ]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments import kinds
-from experiments.config.schema import Config
+from experiments.config.schema import Config, UsageError
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import bandwidth, environment, memory, preflight
 from experiments.measure.outcome import Outcome, describe
@@ -111,10 +111,15 @@ def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[s
     """Return environment.json from a child, so that the parent never opens the GPU.
 
     Raises:
-        UsageError: device.strict is set, and the machine is unfit.
+        UsageError: the child died, or device.strict is set and the machine is unfit.
     """
     with Child("experiments.run.worker:look", (config, device, list(words))) as child:
-        surveyed: dict[str, Any] = child.receive()
+        try:
+            surveyed: dict[str, Any] = child.receive()
+        except Died as death:
+            raise UsageError(
+                f"this machine could not be examined: {death}; `python run.py doctor` checks it"
+            ) from death
     if config.device.strict:
         preflight.demand(surveyed["preflight"])
     return surveyed

@@ -158,24 +158,24 @@ class CudaClock(Clock):
             return [self._read_alone(work) for work in works]
         readings: list[Reading] = []
         launched: list[Launched] = []
-        begun = self.gpu.now()
+        chunk_start = self.gpu.now()
         for work in works:
             launched.append(self._launch(work))
             if len(launched) == SAMPLES_PER_CHUNK:
-                readings += self._collect(launched, begun)
-                launched, begun = [], self.gpu.now()
-        return readings + self._collect(launched, begun)
+                readings += self._collect(launched, chunk_start)
+                launched, chunk_start = [], self.gpu.now()
+        return readings + self._collect(launched, chunk_start)
 
     def _read_alone(self, work: Work) -> Reading:
         """Time from an idle GPU to an idle GPU by the host's clock."""
-        begun = self.gpu.now()
+        before = self.gpu.now()
         self.gpu.synchronise()
         start = self.gpu.now()
         work.call()
         returned = self.gpu.now()
         self.gpu.synchronise()
         end = self.gpu.now()
-        return Reading(end - start, returned - start, end - begun)
+        return Reading(end - start, returned - start, end - before)
 
     def _launch(self, work: Work) -> Launched:
         """Launch a sample behind a spin; lengthen the next spin if this one was too short."""
@@ -198,12 +198,12 @@ class CudaClock(Clock):
             self.ahead[work.key] = 0.0 if self.in_vain[work.key] >= MAX_VAIN_SPINS else longer
         return start, end, wall, exposed
 
-    def _collect(self, launched: list[Launched], begun: float) -> list[Reading]:
+    def _collect(self, launched: list[Launched], chunk_start: float) -> list[Reading]:
         if not launched:
             return []
         self.gpu.synchronise()
         seconds = [self.gpu.between(start, end) for start, end, _, _ in launched]
-        extra = max(0.0, self.gpu.now() - begun - sum(seconds)) / len(launched)
+        extra = max(0.0, self.gpu.now() - chunk_start - sum(seconds)) / len(launched)
         return [
             Reading(s, wall, s + extra, exposed)
             for s, (_, _, wall, exposed) in zip(seconds, launched, strict=True)
@@ -221,7 +221,7 @@ class CudaClock(Clock):
         return self._rate
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """In graph mode capture a graph per batch; raise UnsupportedMode if that fails."""
+        """Capture a graph per batch in mode graph; raise UnsupportedMode if that fails."""
         if self.mode is not Mode.graph:
             return phase
         try:

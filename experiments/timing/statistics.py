@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
-CONFIDENCE = 0.95  # of all intervals
+CONFIDENCE = 0.95  # probability of every interval
 SETTLED_WINDOW, SETTLED_WITHIN = 32, 0.05  # estimates of the noise that agree to this share
 
 

@@ -113,9 +113,9 @@ class Blocks:
     @classmethod
     def of(cls, ranking: Ids, judged: Ids, rows: int) -> Blocks:
         """Build from the lookups per row in both halves; `rows` counts rows without lookups too."""
-        counts, where = np.unique(-ranking, return_inverse=True)
-        sizes = np.bincount(where, minlength=len(counts))
-        lookups = np.bincount(where, judged, minlength=len(counts)).astype(np.int64)
+        counts, block = np.unique(-ranking, return_inverse=True)
+        sizes = np.bincount(block, minlength=len(counts))
+        lookups = np.bincount(block, judged, minlength=len(counts)).astype(np.int64)
         rest = rows - len(ranking)
         if rest > 0 and len(counts) and counts[-1] == 0:
             sizes[-1] += rest
@@ -140,16 +140,16 @@ def fit(ranking: Ids, judged: Ids, rows: int) -> ZipfFit | None:
     for _ in range(ROUNDS):
         s = np.linspace(low[0], high[0], POINTS)
         log_q = np.linspace(low[1], high[1], POINTS)
-        likely = np.stack([_log_likelihood(blocks, s, float(np.expm1(t))) for t in log_q])
-        at = np.unravel_index(int(likely.argmax()), likely.shape)
-        best = (float(s[at[1]]), float(log_q[at[0]]))
+        likelihood = np.stack([_log_likelihood(blocks, s, float(np.expm1(t))) for t in log_q])
+        at_q, at_s = np.unravel_index(int(likelihood.argmax()), likelihood.shape)
+        best = (float(s[at_s]), float(log_q[at_q]))
         half = (high - low) * ZOOM / 2
         low = np.maximum(np.array(best) - half, 0.0)
         high = np.array(best) + half
     s_best, q_best = best[0], float(np.expm1(best[1]))
     mass = masses(blocks, np.array([s_best]), q_best)[0]
-    seen = np.cumsum(blocks.lookups) / blocks.lookups.sum()
-    return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - seen).max()))
+    observed = np.cumsum(blocks.lookups) / blocks.lookups.sum()
+    return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - observed).max()))
 
 
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
@@ -188,8 +188,8 @@ class Lookups:
     @cached_property
     def ids(self) -> Ids:
         """Return the row of each lookup; rows are numbered from 0 in the order of ids."""
-        every = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
-        return np.unique(every, return_inverse=True)[1].astype(np.int64)
+        ids = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
+        return np.unique(ids, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def counts(self) -> Ids:
@@ -299,18 +299,18 @@ def distances(lookups: Lookups) -> Numbers:
     `median` is the median distance, without first lookups.
     """
     distance = stack_distances(lookups.ids)
-    again = distance[distance != NEVER]
-    bits = int(again.max(initial=1)).bit_length()
+    reused = distance[distance != NEVER]
+    bits = int(reused.max(initial=1)).bit_length()
     edges = [0, *(2**k for k in range(bits + 1))]
-    inside = np.histogram(again, edges)[0]
+    counts = np.histogram(reused, edges)[0]
     total = len(distance)
     distinct = sum(len(np.unique(ids)) for ids in lookups.slices())
     return {
         "edges": edges,
-        "reuse": [_share(int(n), total) for n in inside],
-        "first": _share(total - len(again), total),
+        "reuse": [_share(int(n), total) for n in counts],
+        "first": _share(total - len(reused), total),
         "within_batch": _share(total - distinct, total),
-        "median": float(np.median(again)) if len(again) else math.nan,
+        "median": float(np.median(reused)) if len(reused) else math.nan,
     }
 
 
@@ -340,10 +340,10 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> Numbers:
 
     distinct = len(np.unique(trace.rows))
     sizes = sorted({max(1, round(f * distinct)) for f in fractions})
-    every = sorted({*_spaced(distinct).tolist(), *sizes})
+    curve_sizes = sorted({*_spaced(distinct).tolist(), *sizes})
     return {
         "distinct": distinct,
-        "lru": [least_recently_used(size) for size in every],
+        "lru": [least_recently_used(size) for size in curve_sizes],
         "offline": [ideal(cache_bounds.offline, size) for size in sizes],
         "static_top": [ideal(cache_bounds.static_top, size) for size in sizes],
     }

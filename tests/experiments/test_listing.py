@@ -80,11 +80,11 @@ def test_contenders_say_whether_they_run_here(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_groups_are_told_in_their_own_words() -> None:
-    presets = {row[0]: row[1] for row in listing.presets().rows}
+    presets = {row[0]: row[1] for row in listing.SECTIONS["presets"]().rows}
     assert set(presets) == set(configure.groups()["timing"])
     assert presets["quick"].startswith("A first look")
     assert all(presets.values())
-    assert all(text for _, text in listing.workloads().rows)
+    assert all(text for _, text in listing.SECTIONS["workloads"]().rows)
 
 
 def test_references_are_found_with_where_they_come_from(tmp_path: Path) -> None:
