@@ -1,21 +1,21 @@
 """The benchmark harness: runs experiments of conf/ on emblib and its peers, and reports them.
 
-It sees emblib's public names only; emblib never imports it. Its packages, lowest first (each
-imports from those before it only, for annotations from any):
+It uses public names of emblib only, and emblib never imports it. Its packages, lowest first; each
+imports from those above it only, except for annotations:
 
-    paths, config     where things are; the schema of conf/; arms, and the cells of a sweep
+    paths, config     folders; the schema of conf/; the arms and cells of a sweep
     workloads         tables, and batches of lookups into them: distributions, trace files
     machine           the machine: environment, flags, bandwidth, ceilings, telemetry, memory
     timing            clocks, warm-up, the race, statistics and verdicts
-    contenders        the implementations that are measured; `registry`, what is known of each by
-                      name, is below config
-    quality           models that are trained with tables made smaller
+    contenders        the implementations that are measured; `registry`, the facts of each by name,
+                      is below config
+    quality           models that are trained with compressed tables
     results           records on disk, and the metrics computed from them
     measure           one cell of each kind, measured in its own process (needs torch)
     kinds             the kinds of experiments: their cells and their tables of numbers
     report            figures, tables and pages of one run; published figures
-    kind_reports      what the report of each kind says and draws
-    configure         the command line, checked
+    kind_reports      the answer, figures and tables of each kind's report
+    configure         the check of the command line
     run               jobs in fresh processes, from configuration to report; several ranks
     gate              the kind that compares two revisions of emblib
     bundle            results as an archive that can be verified
@@ -24,12 +24,12 @@ imports from those before it only, for annotations from any):
     front_page, kernel_times, doctor, gallery, launch, listing, reference, cli
                       commands: `python run.py COMMAND --help`
 
-What it calls things. A *sample* is one timed execution of a *phase* (forward or step). An *arm* is
-a contender with its rank or its cache's size. A *round* takes every phase of every arm in random
-order and then in reverse. A *cell* is one workload with its arms; its *section* is the name of its
-case, or the sweep. A *job* measures a cell in one fresh process, its *replicate*; a *pass* is a job
-for each cell. A *record*, a line of points.jsonl, is what became of an arm in one job and one
-*mode* (hot, cold, ...). The *kind* of an experiment says what is done with its cells.
+Terms. A *sample* is a timed execution of a *phase* (forward or step). An *arm* is a contender with
+a rank or a cache size. A *round* takes two samples of every phase of every arm, in random order and
+in reverse. A *cell* is a workload with its arms; its *section* is the name of its case, or "sweep".
+A *job* measures a cell in a fresh process, its *replicate*; a *pass* is a job for each of some
+cells. A *record*, a line of points.jsonl, is the outcome of an arm in a job and a *mode* (hot,
+cold, ...). The *kind* of an experiment determines how its cells are measured and reported.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ __all__ = ["load"]
 
 
 def load(*run_directories: str | Path) -> pd.DataFrame:
-    """Return the results of any number of runs as one table: a row per cell, contender and phase.
+    """Return the results of runs as one table: a row per cell, contender, mode and phase.
 
-    The columns are those of results.csv, and `run`: the directory's name.
+    The columns are those of results.csv, and `run`, the name of the directory.
     """
     import pandas as pd
 

@@ -1,6 +1,6 @@
 """`python run.py ...`: run a command, or check the words of an experiment and measure it.
 
-Usage errors exit 2 with one line.
+A usage error is one line on stderr and exit status 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from experiments.config.schema import UsageError
 from experiments.paths import CONF
 
-# Command -> its module, which has `add_arguments(parser)` and `run(arguments)`, and what it does.
+# Command -> module with `add_arguments(parser)` and `run(arguments)`, and a line for --help.
 COMMANDS = {
     "list": ("experiments.listing", "list experiments, contenders, presets and what runs here"),
     "doctor": ("experiments.doctor", "check whether this machine is fit for measurements"),
@@ -62,28 +62,34 @@ machine, far steadier on a shared one.
 """
 
 
-def listing() -> str:
-    """Return the experiments with their questions, and the choices of every other group."""
+def groups_in_brief() -> str:
+    """Return the config groups with the names of their options."""
     from experiments import configure
 
-    choices = configure.groups()
-    told = [(name, configure.question(name)) for name in choices.pop("experiment")]
-    options = [(group, ", ".join(names)) for group, names in choices.items()]
-    left = max(len(name) for name, _ in (*told, *options)) + 4
-    lines = ["experiments"]
-    for number, (name, words) in enumerate((*told, *options)):
-        lines += ["groups"] if number == len(told) else []
-        lines += textwrap.wrap(
-            words, 100, initial_indent=f"  {name}".ljust(left), subsequent_indent=" " * left
-        )
-    return "\n".join(lines)
+    return "\n".join(
+        textwrap.fill(", ".join(names), 100, initial_indent=f"{group}=", subsequent_indent="  ")
+        for group, names in configure.groups().items()
+    )
+
+
+def questions_in_brief() -> str:
+    """Return a line per experiment: its name and the beginning of its question."""
+    from experiments import configure
+
+    names = configure.groups()["experiment"]
+    left = max(map(len, names)) + 4
+    return "\n".join(
+        f"  {name}".ljust(left)
+        + textwrap.shorten(configure.question(name), 100 - left, placeholder=" …")
+        for name in names
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit status."""
-    # A thread that waits by spinning holds the core that the thread it waits for needs, if anything
-    # else runs: on two busy cores every contender then takes 10 to 50 times as long. OpenMP reads
-    # this when torch is loaded, so it is set first; a value of the user's own wins.
+    # On a busy machine, a thread that waits by spinning occupies the core of the thread it waits
+    # for: with two busy cores every contender takes 10 to 50 times as long. OpenMP reads the
+    # variable when torch is loaded, so it is set first. The user's own value has precedence.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if arguments and arguments[0] in COMMANDS:
@@ -91,8 +97,6 @@ def main(arguments: Sequence[str]) -> int:
         return _measure(arguments)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
-        if "which experiment" in str(error):
-            print("\n" + listing(), file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -122,7 +126,7 @@ def _measure(arguments: Sequence[str]) -> int:
     flags = {a for a in arguments if a.startswith("-")}
     words = [a for a in arguments if not a.startswith("-")]
     if flags & {"-h", "--help"}:
-        print(HELP + "\n" + listing())
+        print(f"{HELP}\ngroups; `python run.py list` says more\n{groups_in_brief()}")
         return 0
     if flags & {"-m", "--multirun"}:
         from experiments import launch
@@ -130,19 +134,29 @@ def _measure(arguments: Sequence[str]) -> int:
         return launch.run(arguments)
     if flags:
         return _hydra(arguments)
-    chosen = [w.partition("=")[2] for w in words if w.lstrip("+").startswith("experiment=")]
+    chosen = _experiments(words)
     if not chosen:
         configure.check_keys(words)
-        raise UsageError("which experiment? e.g. python run.py +experiment=tt_vs_tbe")
+        print(f"experiments, and what they answer\n{questions_in_brief()}\n", file=sys.stderr)
+        raise _no_experiment(words)
     config = configure.load(words)
     from experiments.run import runner  # torch, pandas and matplotlib load only when there is work
 
-    gc.freeze()  # else a seventh of a small run is spent looking through torch
+    gc.freeze()  # collections of torch's objects would take a seventh of a small run
     return runner.run(config, question=configure.question(chosen[0]), words=words)
 
 
+def _experiments(words: Sequence[str]) -> list[str]:
+    return [w.partition("=")[2] for w in words if w.lstrip("+").startswith("experiment=")]
+
+
+def _no_experiment(words: Sequence[str]) -> UsageError:
+    example = " ".join(["+experiment=tt_vs_tbe", *words])
+    return UsageError(f"which experiment? e.g. python run.py {example}; --help explains the rest")
+
+
 def _hydra(arguments: Sequence[str]) -> int:
-    """Pass Hydra's own flags (-m, --cfg, ...) on, after the same check of the keys."""
+    """Check the keys, then pass the command line with Hydra's own flags (--cfg, ...) to Hydra."""
     import hydra
     from omegaconf import DictConfig
 
@@ -160,15 +174,15 @@ def _hydra(arguments: Sequence[str]) -> int:
     configure.check_hydra(of_hydra)
     words = [a for a in typed if a not in of_hydra]
     configure.check_keys(words)
-    chosen = [w.partition("=")[2] for w in words if w.lstrip("+").startswith("experiment=")]
+    chosen = _experiments(words)
     status: int | None = None
 
     def job(composed: DictConfig) -> None:
         nonlocal status
-        status = 1  # unless it gets to its end
+        status = 1  # stays if the run raises
         try:
             if not chosen:
-                raise UsageError("which experiment? e.g. python run.py +experiment=tt_vs_tbe")
+                raise _no_experiment(words)
             config = configure.checked(composed)
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -184,6 +198,6 @@ def _hydra(arguments: Sequence[str]) -> int:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
     except SystemExit as end:
         if end.code == 1 and status is None:
-            return 2  # Hydra could not compose what was typed, and has said so
+            return 2  # Hydra has printed why it could not compose the configuration
         raise
     return status or 0

@@ -1,4 +1,4 @@
-"""From the command line to a checked Config; unknown keys and wrong values get a suggestion."""
+"""Read the command line into a checked Config; suggest keys and values for wrong ones."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from experiments.contenders import registry
 from experiments.kinds.base import Sort, check_keyed
 from experiments.paths import CONF
 
-NOT_GROUPS = ("hardware",)  # conf/hardware is a table of devices, nothing that a run chooses
+NOT_GROUPS = ("hardware",)  # folders of conf/ that a run does not choose from
 
 
 def register() -> None:
-    """Give Hydra the schema and the ${cpu_gpu:a,b} resolver (a on the CPU, b on a GPU)."""
+    """Register the schema and the resolver ${cpu_gpu:a,b} (a on a CPU, b on a GPU) with Hydra."""
 
     def cpu_gpu(cpu: Any, gpu: Any, *, _root_: DictConfig) -> Any:
         kind = cast(DeviceKind, _root_.device.kind)
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def groups() -> dict[str, list[str]]:
-    """Return the config groups and their options, read from conf/."""
+    """Return {config group: names of its options}, read from conf/."""
     folders = sorted(p for p in CONF.iterdir() if p.is_dir() and p.name not in NOT_GROUPS)
     return {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in folders}
 
@@ -69,7 +69,7 @@ def question(experiment: str) -> str:
 
 
 def load(arguments: Sequence[str]) -> Config:
-    """Compose and check; raises UsageError."""
+    """Return the configuration of the words of a command line; raise UsageError."""
     register()
     overrides = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments]
     check_keys(overrides)
@@ -88,7 +88,7 @@ def load(arguments: Sequence[str]) -> Config:
 
 
 def checked(composed: DictConfig) -> Config:
-    """Return the composed configuration as an object, its values checked; raises UsageError."""
+    """Convert a composed configuration to a Config and check its values; raise UsageError."""
     config = cast(Config, OmegaConf.to_object(composed))
     _settle(config)
     check_values(config)
@@ -96,7 +96,7 @@ def checked(composed: DictConfig) -> Config:
 
 
 def _settle(config: Config) -> None:
-    """Convert what ${cpu_gpu:...} gave, which OmegaConf has not checked, to the schema's values."""
+    """Convert the modes, which OmegaConf does not check behind ${cpu_gpu:...}; set the headline."""
     names = [getattr(mode, "value", mode) for mode in config.timing.modes]
     for name in names:
         if name not in [mode.value for mode in Mode]:
@@ -112,17 +112,23 @@ def _settle(config: Config) -> None:
         and case is not None
         and case.workload.distribution is not Distribution.trace
     ):
-        config.report.headline = ""  # the answer is about the file that was named
+        config.report.headline = ""  # the answer is about the trace, not about the case
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse with Hydra's own parser and make its error readable."""
+    """Parse overrides with Hydra's parser; raise UsageError in place of its errors."""
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         for word in overrides:
             if word in groups()["experiment"]:
                 raise UsageError(f"'{word}' is an experiment: write +experiment={word}") from error
+            if word.lstrip("+") in groups():
+                names = ", ".join(groups()[word.lstrip("+")])
+                form = _spell(word.lstrip("+"), "NAME")
+                raise UsageError(
+                    f"'{word}' needs a value: write {form}. There is: {names}"
+                ) from error
         first = str(error).splitlines()[0]
         raise UsageError(
             f"cannot read the arguments ({first}); write key=value, lists as sweep.D=[32,64]"
@@ -130,7 +136,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def check_keys(overrides: Sequence[str]) -> None:
-    """Check that every override names a group or an existing key; Hydra would accept any +key."""
+    """Raise UsageError for an override of an unknown key or group; Hydra would accept any +key."""
     choices = groups()
     cases = _case_names(overrides)
     known, lists = known_keys(cases), known_keys(cases, lists=True)
@@ -150,7 +156,7 @@ def check_keys(overrides: Sequence[str]) -> None:
 
 
 def check_hydra(words: Iterable[str]) -> None:
-    """Raise UsageError for one of Hydra's own settings that would write elsewhere."""
+    """Raise UsageError for a setting of Hydra that would move its output."""
     for word in words:
         key = word.lstrip("+~").partition("=")[0]
         if key.startswith(("hydra.run", "hydra.sweep", "hydra.output_subdir")):
@@ -158,7 +164,12 @@ def check_hydra(words: Iterable[str]) -> None:
 
 
 def known_keys(cases: Iterable[str], *, lists: bool = False) -> set[str]:
-    """Return the dotted names of all keys, or of `lists`; `cases` are the experiment's cases."""
+    """Return the dotted names of all keys of the schema.
+
+    Args:
+        cases: names of the experiment's cases.
+        lists: True for the keys of lists only.
+    """
     keys = dict(_paths(Config, ""))
     for case in cases:
         keys |= {f"cases.{case}": "CaseConfig"} | dict(_paths(CaseConfig, f"cases.{case}."))
@@ -175,24 +186,20 @@ def _paths(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _check_list(key: str, override: Override) -> None:
-    """Raise UsageError where a key that takes a list was given values without brackets."""
+    """Raise UsageError if the value of a list is written without brackets."""
     value = override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     if not all(isinstance(one, list) or str(one).startswith("${") for one in values):
-        given = (override.input_line or "").partition("=")[2]
-        raise UsageError(f"{key} is a list: write {key}=[{given}]")
+        typed = (override.input_line or "").partition("=")[2]
+        raise UsageError(f"{key} is a list: write {key}=[{typed}]")
 
 
 def _case_names(overrides: Sequence[str]) -> list[str]:
-    """Read the chosen experiment's case names from its YAML without composing it."""
-    names: list[str] = []
-    for text in overrides:
-        for experiment in re.sub(r"^\+?experiment=", "", text).split(","):
-            path = CONF / "experiment" / f"{experiment}.yaml"
-            if text.lstrip("+").startswith("experiment=") and path.is_file():
-                cases = OmegaConf.select(OmegaConf.load(path), "cases", default={})
-                names += [str(key) for key in cases]
-    return names
+    """Read the case names of the chosen experiments from their YAML, without composing it."""
+    chosen = [text.lstrip("+").removeprefix("experiment=") for text in overrides]
+    paths = [CONF / "experiment" / f"{name}.yaml" for text in chosen for name in text.split(",")]
+    loaded = [OmegaConf.load(path) for path in paths if path.is_file()]
+    return [str(key) for file in loaded for key in OmegaConf.select(file, "cases", default={})]
 
 
 def _check_choice(group: str, override: Override, options: list[str]) -> None:
@@ -227,7 +234,7 @@ def _unknown_key(
 
 
 def _one_line(error: Exception) -> str:
-    """Return the useful half of Hydra's message: the key, then the cause."""
+    """Return the key and the cause from an error of Hydra, in one line."""
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = next((x.removeprefix("full_key:").strip() for x in lines if x.startswith("full_key")), "")
@@ -240,7 +247,7 @@ def _one_line(error: Exception) -> str:
 
 
 def check_values(config: Config) -> None:
-    """Check the rules between values that types cannot express."""
+    """Check the values against rules that types cannot express; raise UsageError."""
     folder_name(config.name)
     if not config.report.folder:
         raise UsageError("report.folder must name a folder, e.g. report.folder=reports/runs")
@@ -255,13 +262,11 @@ def check_values(config: Config) -> None:
         _check_workload(prefix, point.workload)
         _check_point(prefix, point)
         sort = kind.arms.contenders
-        if point is not config or sort is not Sort.BOTH:  # else the cases are what is measured
+        if prefix or sort is not Sort.BOTH:  # such a kind measures only its cases
             wanted = bool(point.keys.loads) or sort is Sort.KEYED
             check_keyed(prefix, point.contenders, wanted=wanted)
-        case_kind = isinstance(point, CaseConfig) and point.kind
-        choices = (
-            kinds.find(case_kind).arms.choices if case_kind else () if prefix else kind.arms.choices
-        )
+        point_kind = kinds.find(point.kind) if point.kind else None  # "" for most cases
+        choices = point_kind.arms.choices if point_kind else ()
         for name in point.contenders:
             if name not in (*contenders, *choices):
                 message = _not_there("contender", name, (*choices, *contenders), "", 0.3)
@@ -275,17 +280,15 @@ def check_values(config: Config) -> None:
                 f"sweep.{axis} changes nothing about a trace: leave it out with 'sweep.{axis}=[]'"
             )
     timing, device = config.timing, config.device
-    for name in ("replicates", "pool", "min_rounds", "max_rounds"):
-        value = getattr(timing, name)
-        _require(f"timing.{name} must be >= 1", value, holds=value >= 1)
-    seconds = timing.cell_seconds
-    _require("timing.cell_seconds must be > 0", f"{seconds:g}", holds=seconds > 0)
     for name, value in dataclasses.asdict(timing).items():
-        if isinstance(value, int | float):
+        if name in ("replicates", "pool", "min_rounds", "max_rounds"):
+            _require(f"timing.{name} must be >= 1", value, holds=value >= 1)
+        elif name == "cell_seconds":
+            _require("timing.cell_seconds must be > 0", f"{value:g}", holds=value > 0)
+        elif isinstance(value, int | float):
             _require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
     _require("device.ranks must be >= 1", device.ranks, holds=device.ranks >= 1)
-    if device.threads < 0:
-        raise UsageError(f"device.threads must be >= 0, got {device.threads}; 0: torch's default")
+    _require("device.threads must be >= 0", device.threads, holds=device.threads >= 0)
     share = device.memory_share
     _require("device.memory_share must be in (0, 1]", f"{share:g}", holds=0 < share <= 1)
     _require("lr must be > 0", config.lr, holds=config.lr > 0)
@@ -305,21 +308,23 @@ def _require(rule: str, value: object, *, holds: bool) -> None:
 def _not_there(
     what: str, name: str, options: Collection[str], prefix: str, similarity: float
 ) -> str:
-    """Return the message about an unknown name, with the most similar option."""
+    """Return the error about an unknown name: the most similar option, and all options."""
     near = difflib.get_close_matches(name, options, 1, similarity)
     hint = f" Did you mean '{prefix}{near[0]}'?" if near else ""
     return f"no {what} '{name}'.{hint} There is: {', '.join(options)}"
 
 
 def _kind(config: Config) -> kinds.Kind:
-    """Return the kind; its `options` are checked and settled."""
+    """Return the kind of the run; complete the options of the run and of its cases."""
     if config.kind not in kinds.KINDS:
         raise UsageError(_not_there("kind", config.kind, kinds.KINDS, "kind=", 0.4))
     kind = kinds.find(config.kind)
     config.options = _settled(kind, config.options, "")
     for name, case in config.cases.items():
         if not case.kind and case.options:
-            raise UsageError(f"cases.{name}.options: say of which kind, cases.{name}.kind=...")
+            raise UsageError(
+                f"cases.{name}.options needs a kind that has them: cases.{name}.kind=..."
+            )
         if case.kind and case.kind not in kinds.KINDS:
             hint = _not_there("kind", case.kind, kinds.KINDS, f"cases.{name}.kind=", 0.4)
             raise UsageError(f"cases.{name}.kind: {hint}")
@@ -329,7 +334,7 @@ def _kind(config: Config) -> kinds.Kind:
 
 
 def _settled(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the options of a kind, those left out with their defaults."""
+    """Return the options of a kind, checked and completed by their defaults."""
     if kind.options is None:
         if options:
             raise UsageError(f"{prefix}options: kind={kind.name} has none, got {list(options)}")
@@ -344,7 +349,7 @@ def _settled(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str
 
 
 def _check_point(prefix: str, point: Config | CaseConfig) -> None:
-    """Check the contenders' settings of a case, or those of the sweep."""
+    """Check the settings of a case, or those of the run, whose prefix is empty."""
     tt, cache, keys, sharding = point.tt, point.cache, point.keys, point.sharding
     for fraction in cache.fractions:
         _require(f"{prefix}cache.fractions must be in (0, 1]", fraction, holds=0 < fraction <= 1)
@@ -373,7 +378,7 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
     traced = workload.distribution is Distribution.trace
     for axis in ("T", "E", "D", "B", "L"):
-        # Of a trace, 0 means what its file says.
+        # For a trace, 0 means the number in its file.
         minimum = 0 if traced and axis in ("T", "E") else 1
         value = getattr(workload, axis)
         _require(f"{prefix}workload.{axis} must be >= {minimum}", value, holds=value >= minimum)

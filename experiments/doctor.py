@@ -1,8 +1,7 @@
-"""What is installed and works here, and what would make measurements better.
+"""Check this machine: what is installed, what works, and what would improve measurements.
 
-Each check of the table CHECKS is a function that yields findings. The exit status is 0 unless
-something that the harness needs is broken; a machine that could be better is no error. Imports
-beyond the standard library are inside the checks, so that a missing package becomes a finding.
+A check of CHECKS is a function that yields results. The exit status is 1 only if something that the
+harness needs is broken. Checks import packages inside, so that a missing package becomes a result.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ TOOLS = {
     "g++": "builds the CPU kernels",
 }
 FOR_GPUS = ("nvcc", "nvidia-smi")
-DRIVER = Path("/proc/driver/nvidia")  # exists where an NVIDIA driver is loaded
+DRIVER = Path("/proc/driver/nvidia")  # exists if an NVIDIA driver is loaded
 LITTLE_SPACE_BYTES = 2 << 30
-# What csrc/core/isa.h asks for, best first.
+# Instructions that each set of CPU kernels needs (csrc/core/isa.h), best set first.
 INSTRUCTIONS = {
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
     "avx2": {"avx2", "fma", "f16c"},
 }
-# A GPU's settings as NVML reports them: label, and unit; no unit for on or off.
+# Setting of a GPU in NVML -> label and unit; "" for on or off.
 SETTINGS = {
     "sm_mhz": ("SM clock", "MHz"),
     "sm_mhz_most": ("SM clock, maximum", "MHz"),
@@ -95,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all checks, or the check of the clocks; return 1 where something needed is broken."""
+    """Run all checks, or that of the clocks; return 1 if something that is needed is broken."""
     if arguments.clocks:
         from experiments.timing import clock_check
 
@@ -112,16 +111,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class State(StrEnum):
-    """The severity of a finding."""
+    """The severity of a result: nothing to do, could be better, or needed and not working."""
 
     ok = "ok"
-    note = "note"  # worth knowing, or could be better
-    broken = "broken"  # something needed does not work
+    note = "note"
+    broken = "broken"
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the report; the section is that of the check unless given."""
+    """A line of the report; an empty section is that of the check."""
 
     what: str
     found: str
@@ -134,7 +133,7 @@ Check = Callable[[], Iterable[CheckResult]]
 
 
 def findings_of(section: str, check: Check) -> list[CheckResult]:
-    """Return the findings of a check; a check that fails becomes a finding."""
+    """Return the results of a check; an error of the check becomes a result."""
     try:
         return [replace(f, section=f.section or section) for f in check()]
     except Exception as error:
@@ -143,7 +142,7 @@ def findings_of(section: str, check: Check) -> list[CheckResult]:
 
 
 def packages() -> Iterator[CheckResult]:
-    """Check Python, required packages and optional ones."""
+    """Check Python and the packages, required and optional ones."""
     yield CheckResult("python", platform.python_version())
     for name in (*NEEDED, *OPTIONAL):
         if version := installed(name):
@@ -156,7 +155,7 @@ def packages() -> Iterator[CheckResult]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -164,7 +163,7 @@ def installed(package: str) -> str | None:
 
 
 def emblib_libraries() -> Iterator[CheckResult]:
-    """Check whether emblib loads, with which kernels, and whether they compute."""
+    """Check whether emblib loads, which kernels it uses, and whether they compute correctly."""
     try:
         import torch
 
@@ -195,7 +194,12 @@ def emblib_libraries() -> Iterator[CheckResult]:
 
 
 def kernels(cpu_flags: frozenset[str], wish: str | None) -> CheckResult:
-    """Return the selected CPU kernels: by the CPU, limited by EMBLIB_ISA, which is `wish`."""
+    """Return the CPU kernels that are in use.
+
+    Args:
+        cpu_flags: instructions of the CPU.
+        wish: value of EMBLIB_ISA, which limits them; None if it is not set.
+    """
     best = next((name for name, f in INSTRUCTIONS.items() if f <= cpu_flags), "baseline")
     order = ["baseline", *reversed(INSTRUCTIONS)]
     if wish is None:
@@ -234,7 +238,7 @@ def _compare_with_torch(device: torch.device) -> CheckResult:
 
 
 def contenders() -> Iterator[CheckResult]:
-    """Check which contenders can run here."""
+    """Check the packages of every contender."""
     from experiments.contenders import registry
 
     for entry in registry.entries().values():
@@ -262,7 +266,7 @@ def processor(
     cache, mhz, smt = cpu.last_level_cache(), mean_mhz(), cpu.number(f"{CORES}/smt/active")
     others, quota, throttled = details.get("cores_of_others"), cpu.quota(), cpu.throttled()
     on_off = {True: "on", False: "off"}
-    rows = (  # label, what is found, and the flag that it may raise
+    rows = (  # label, value, flag that it may raise
         ("model", cpu.info("model name") or None, ""),
         ("usable cores", str(details["cores"]), ""),
         ("hyper-threads", None if smt is None else on_off[smt == 1], ""),
@@ -326,7 +330,7 @@ def gpus() -> Iterator[CheckResult]:
 
 
 def no_gpu(version: str, cuda: str | None, *, driver: bool) -> CheckResult:
-    """Explain why torch sees no GPU: there is none, or torch is built without CUDA."""
+    """Return why torch finds no GPU: `cuda` is its CUDA version, `driver` whether one is loaded."""
     why = f"built for CUDA {cuda}, finds no device" if cuda else "a build for the CPU"
     if not driver:
         return CheckResult("torch", f"{version}: {why}")
@@ -381,7 +385,7 @@ def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
 
 
 def tools(*, driver: bool | None = None) -> Iterator[CheckResult]:
-    """Check external programs; none is required, and some are for GPUs only."""
+    """Check external programs, which are all optional; some are for GPUs only."""
     driver = DRIVER.exists() if driver is None else driver
     for name, use in TOOLS.items():
         if shutil.which(name):
@@ -413,7 +417,7 @@ def _mib(size: int) -> str:
 
 
 def show(findings: Sequence[CheckResult]) -> None:
-    """Print one table per section, then what to do."""
+    """Print a table per section, then the advice, then the verdict."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table

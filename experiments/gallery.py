@@ -1,7 +1,6 @@
-"""Reports of many runs as one folder of pages.
+"""Collect the reports of many runs in a folder with an index, and print the answers as Markdown.
 
-Every report is self-contained, so that any web server, or none, shows them. Prints the answers as
-Markdown.
+Every report is self-contained, so that the pages need no web server.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TITLE = f"<title>{NAME} · emblib</title>"
 
 
 def reports(folder: Path) -> pd.DataFrame:
-    """Return every run below `folder` that has a report, by experiment, the latest first."""
+    """Return a row per run below `folder` with a report, by experiment, the latest first."""
     directories = [path.parent for path in folder.rglob("index.html")]
     rows = [_report(directory) for directory in directories if (directory / "run.json").is_file()]
     columns = ["directory", "experiment", "status", "answer", "device", "measured", "emblib"]
@@ -38,7 +37,7 @@ def _report(directory: Path) -> dict[str, Any]:
     info, environment = read_json(directory, "run.json"), read_json(directory, "environment.json")
     page = directory / "report.md"
     lines = page.read_text().splitlines() if page.is_file() else []
-    bold = next((line for line in lines if line.startswith("**")), "")  # answers the question
+    bold = next((line for line in lines if line.startswith("**")), "")  # the answer
     return {
         "directory": directory,
         "experiment": str(info.get("experiment")),
@@ -51,18 +50,22 @@ def _report(directory: Path) -> dict[str, Any]:
 
 
 def target(experiment: str, directory: Path) -> str:
-    """Return where a report's page is in the gallery; raise ValueError for no name of a folder."""
+    """Return the path of a report's page in the gallery; raise ValueError for an unsafe name."""
     try:
-        folder_name(experiment)  # of a run.json that may be from anywhere
+        folder_name(experiment)  # a run.json may be from anywhere
     except UsageError as error:
         raise ValueError(f"{directory}: {error}") from error
     name, device = directory.name, directory.resolve().parent.name
-    # References are named by their experiment, in a folder per device.
+    # A reference has the name of its experiment and is in a folder of its device.
     return f"{experiment}/{device if name == experiment else name}/index.html"
 
 
 def write(runs: pd.DataFrame, out: Path) -> None:
-    """Write the pages and their list, in place of an older gallery; raise ValueError elsewhere."""
+    """Write the pages and the index to `out`, which must be new, empty or an older gallery.
+
+    Raises:
+        ValueError: `out` has other files, or the runs themselves.
+    """
     if any(path.resolve().is_relative_to(out.resolve()) for path in runs["directory"]):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
     links = [target(row.experiment, row.directory) for row in runs.itertuples()]
@@ -86,13 +89,13 @@ def write(runs: pd.DataFrame, out: Path) -> None:
 
 
 def _is_gallery(folder: Path) -> bool:
-    """Return whether a folder is a gallery; a report has an index.html of its own."""
+    """Return whether a folder is a gallery, not a report, which has an index.html too."""
     index = folder / "index.html"
     return index.is_file() and TITLE in index.read_text(errors="replace")
 
 
 def markdown(runs: pd.DataFrame) -> str:
-    """Return the answers in Markdown, for the summary of a job."""
+    """Return the answers as Markdown, for the summary of a job of CI."""
     lines = [
         f"- **{row.experiment}**{f' ({row.status})' * (row.status != 'finished')}: {row.answer}"
         for row in runs.itertuples()

@@ -1,7 +1,7 @@
 """Compare times of CUDA kernels with a model: `python run.py kernel_times --out FILE.md`.
 
-The model counts bytes, and divides them by the rate of a gather that others published; a page says
-how far measured kernels are from it. `docs/cuda_performance.md` has the model alone.
+The model divides the bytes of a kernel by a published rate of gathers; the page has the measured
+times beside it. `docs/cuda_performance.md` has the model alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UPDATE = ("update_kernel", "chunk_kernel")
 
 
 class Shape(NamedTuple):
-    """A batch of `tables` of float32 rows, each with `batch` bags of `length` distinct rows."""
+    """Sizes of a batch: tables, float32 columns, bags per table, distinct rows per bag."""
 
     tables: int
     dim: int
@@ -38,17 +38,17 @@ class Shape(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Describe the batch."""
+        """Return the sizes in words."""
         return f"{self.tables} tables, D {self.dim}, B {self.batch:,}, L {self.length}"
 
     def forward_bytes(self) -> int:
-        """Return the bytes of a lookup: rows and ids read, outputs and offsets."""
+        """Return the bytes of a lookup: rows, ids and offsets read, outputs written."""
         lookups, bags = self.tables * self.batch * self.length, self.tables * self.batch
         row = self.dim * _FLOAT
         return lookups * (row + _ID) + bags * (row + _OFFSET)
 
     def update_bytes(self) -> int:
-        """Return the bytes of an update: gradients read, rows and row-wise states both ways."""
+        """Return the bytes of an update: gradients read, rows and states read and written."""
         lookups, bags = self.tables * self.batch * self.length, self.tables * self.batch
         return bags * self.dim * _FLOAT + lookups * 2 * (self.dim + 1) * _FLOAT
 
@@ -57,12 +57,12 @@ SHAPES = (Shape(26, 64, 65_536, 1), Shape(10, 128, 4096, 20))
 
 
 def model_us(nbytes: int) -> float:
-    """Return the microseconds that the model allows for moving `nbytes`."""
+    """Return the microseconds of moving `nbytes` by the model."""
     return nbytes / GATHER_TB_S / 1e6
 
 
 class Kernels(NamedTuple):
-    """Kernels of a step: launches and microseconds by name, and the step by CUDA events."""
+    """Launches and microseconds per step of each kernel, and microseconds of a whole step."""
 
     launches: dict[str, float]
     microseconds: dict[str, float]
@@ -70,7 +70,7 @@ class Kernels(NamedTuple):
 
 
 def measure(shape: Shape, rows: int, steps: int) -> Kernels:
-    """Train tables of `rows` rows, `steps` steps by events and as many under the profiler."""
+    """Time `steps` training steps on tables of `rows` rows by events, then as many by profiler."""
     device = torch.device("cuda")
     specs = [emblib.TableSpec(rows, shape.dim)] * shape.tables
     bags = emblib.TableBatchedEmbeddingBags(specs, emblib.optim.RowwiseAdagrad(0.01), device=device)
@@ -103,7 +103,7 @@ def measure(shape: Shape, rows: int, steps: int) -> Kernels:
 
 
 def device_events(step: Callable[[int], object], steps: int) -> list[Any]:
-    """Return the profiler's events on the GPU; none from a torch that cannot profile GPUs."""
+    """Return the profiler's events on the GPU; [] if this torch cannot profile GPUs."""
     activity = torch.profiler.ProfilerActivity.CUDA
     if activity not in torch.profiler.supported_activities():
         return []
@@ -115,7 +115,7 @@ def device_events(step: Callable[[int], object], steps: int) -> list[Any]:
 
 
 def _batch(shape: Shape, rows: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Draw ids that are distinct within each table as far as there are rows."""
+    """Draw ids that are distinct within a table, unless it has too few rows."""
     generator = torch.Generator().manual_seed(seed)
     wanted = shape.batch * shape.length
     drawn = [torch.randperm(rows, generator=generator)[:wanted] for _ in range(shape.tables)]
@@ -131,7 +131,7 @@ def short_name(kernel: str) -> str:
 
 
 def section(shape: Shape, kernels_of: Kernels) -> str:
-    """Return the part of the page about one shape."""
+    """Return the section of the page about a shape, Markdown."""
     lines = [
         f"## {shape.title}",
         "",

@@ -1,7 +1,7 @@
-"""`python run.py -m +experiment=a,b ...`: run every job as its own `python run.py`.
+"""`python run.py -m +experiment=a,b ...`: run every job as a `python run.py` of its own.
 
-Hydra's launcher decides where and when: one after another (basic), in a pool of processes (joblib),
-as local or SLURM jobs (submitit). The multirun's folder records how each job ended.
+Hydra's launcher starts the jobs: one after another (basic), in a pool of processes (joblib), as
+local or SLURM jobs (submitit). The folder of the multirun has the end of each job.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from experiments.measure.process import asked_to_end_with_parent
 from experiments.paths import CONF, ROOT
 from experiments.results.store import RunStore
 
-WAIT_SECONDS = 0.5
-GPUS = "EMBLIB_GPUS"  # devices that jobs may use, where the launcher changes CUDA_VISIBLE_DEVICES
+WAIT_SECONDS = 0.5  # period of attempts to lock a processor
+GPUS = "EMBLIB_GPUS"  # GPUs for jobs; a launcher may change CUDA_VISIBLE_DEVICES
 
 
 class NotEnough(ValueError):
@@ -46,10 +46,15 @@ class NotEnough(ValueError):
 
 @dataclass(frozen=True)
 class Slot:
-    """One processor."""
+    """A processor that a job can have: a GPU, or the CPU.
 
-    name: str  # of its lock: the same for everybody on this machine
-    visible: str = ""  # its entry in CUDA_VISIBLE_DEVICES
+    Attributes:
+        name: name of its lock, the same for all processes on this machine.
+        visible: entry in CUDA_VISIBLE_DEVICES.
+    """
+
+    name: str
+    visible: str = ""
 
 
 CPU = Slot("cpu")
@@ -66,7 +71,7 @@ def list_gpus() -> list[Slot]:
 
 
 def listed_by(text: str) -> list[str]:
-    """Parse the UUIDs in `nvidia-smi -L`; for a GPU split by MIG those of its instances."""
+    """Return the UUIDs in the output of `nvidia-smi -L`; of a GPU in MIG mode its slices'."""
     uuids: list[str] = []
     for uuid in re.findall(r"UUID: ((?:GPU|MIG)-[\w/.-]+)", text):
         if uuid.startswith("MIG") and uuids and uuids[-1].startswith("GPU"):
@@ -76,7 +81,7 @@ def listed_by(text: str) -> list[str]:
 
 
 def _name(entry: str, listed: Sequence[str]) -> str:
-    """Return the UUID of an entry: unlike indices, UUIDs are the same in containers and jobs."""
+    """Return the UUID of an entry, which unlike its index is the same in containers and jobs."""
     if entry.isdigit():
         return listed[int(entry)] if int(entry) < len(listed) else f"gpu-{entry}"
     return next((uuid for uuid in listed if uuid.startswith(entry)), entry)
@@ -91,7 +96,7 @@ def _nvidia_smi() -> str:
 
 
 def lock_folder() -> Path:
-    """Return the folder of the locks, one per user and machine."""
+    """Return the folder of the locks, which is the user's."""
     return Path(tempfile.gettempdir()) / f"emblib-slots-{os.getuid()}"
 
 
@@ -102,65 +107,81 @@ def hold(
     folder: Path,
     pause: Callable[[], object] = lambda: time.sleep(WAIT_SECONDS),
 ) -> Iterator[list[Slot]]:
-    """Lock any `count` of the slots as soon as that many are free at once; `pause` waits.
+    """Wait until `count` of the slots are free at once, lock them, and yield them.
 
-    All or none: a job that held one of two GPUs while waiting could wait forever.
+    A job that locked one of two GPUs and waited for the other could wait forever.
+
+    Args:
+        slots: slots to choose from.
+        count: number of slots.
+        folder: folder of the locks.
+        pause: function that waits between two attempts.
+
+    Raises:
+        NotEnough: there are fewer slots.
     """
     if count > len(slots):
         raise NotEnough(f"the job needs {count} GPUs side by side and there are {len(slots)}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    while len(held := _take(slots, count, folder)) < count:
-        _give_back(held)
+    while len(locks := _lock_free(slots, count, folder)) < count:
+        _release(locks)
         pause()
     try:
-        yield list(held)
+        yield list(locks)
     finally:
-        _give_back(held)
+        _release(locks)
 
 
-def _take(slots: Sequence[Slot], count: int, folder: Path) -> dict[Slot, FileLock]:
-    """Lock slots that are free, at most `count` of them."""
-    held: dict[Slot, FileLock] = {}
+def _lock_free(slots: Sequence[Slot], count: int, folder: Path) -> dict[Slot, FileLock]:
+    """Lock up to `count` free slots."""
+    locks: dict[Slot, FileLock] = {}
     for slot in slots:
-        if len(held) < count:
+        if len(locks) < count:
             lock = FileLock(folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', slot.name)}.lock")
             with suppress(Timeout):
                 lock.acquire(blocking=False)
-                held[slot] = lock
-    return held
+                locks[slot] = lock
+    return locks
 
 
-def _give_back(held: dict[Slot, FileLock]) -> None:
-    for lock in held.values():
+def _release(locks: dict[Slot, FileLock]) -> None:
+    for lock in locks.values():
         lock.release()
 
 
-# Launcher -> the package that brings it.
+# Launcher -> package of its plugin.
 LAUNCHERS = {
     "basic": "",
     "joblib": "hydra_joblib_launcher",
     "submitit_local": "hydra_submitit_launcher",
     "submitit_slurm": "hydra_submitit_launcher",
 }
-# Exit statuses (cli.HELP), worst first; any other is as bad as a tool that broke.
+# Exit statuses (cli.HELP), worst first; an unknown one counts as 1.
 WORST_FIRST = (130, 1, 2, 3, 5, 4, 6, 0)
-LOOK_SECONDS = 1.0
-JOBS = "jobs"  # in the folder of a multirun: a result and a log for each
-PATIENCE_MINUTES = 7 * 24 * 60  # submitit_local counts the time that a job waits for its processor
+LOOK_SECONDS = 1.0  # period of checks for jobs that have ended
+JOBS = "jobs"  # folder of the jobs' results and logs in that of a multirun
+TIMEOUT_MINUTES = 7 * 24 * 60  # submitit_local counts the time that a job waits for a processor
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A parsed command line."""
+    """A parsed command line.
+
+    Attributes:
+        launcher: name in LAUNCHERS.
+        hydra_words: overrides of Hydra's settings, as typed.
+        words: other overrides, as typed.
+        jobs: overrides of each job, in Hydra's order.
+    """
 
     launcher: str
-    hydra_words: tuple[str, ...]  # as typed, the launcher's own settings among them
+    hydra_words: tuple[str, ...]
     words: tuple[str, ...]
-    jobs: tuple[tuple[str, ...], ...]  # the words of each, in Hydra's order
+    jobs: tuple[tuple[str, ...], ...]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Start the jobs and wait for all; return the worst of their exit statuses."""
+    """Run all jobs and return the worst of their exit statuses; raise UsageError before any."""
     plan = read(arguments)
     configs = [configure.load(words) for words in plan.jobs]
     folder = RunStore.create(ROOT / configs[0].report.folder, MULTIRUN).path
@@ -168,7 +189,7 @@ def run(arguments: Sequence[str]) -> int:
     with Watcher(folder, plan) as watcher:
         status = _launch(plan, folder)
     if status and not any((folder / JOBS).iterdir()):
-        return 2  # Hydra has said what it could not do
+        return 2  # Hydra has printed its error
     watcher.tell_rest()
     print(f"multirun: {folder}")
     ends = [read_end(folder, number) for number in range(len(plan.jobs))]
@@ -185,7 +206,7 @@ def worst(statuses: Sequence[int]) -> int:
 
 
 def read(arguments: Sequence[str]) -> LaunchPlan:
-    """Parse the command line; every usage error is raised before the first job starts."""
+    """Parse the command line and check every job; raise UsageError."""
     flags = {a for a in arguments if a.startswith("-")} - {"-m", "--multirun"}
     if flags:
         raise UsageError(f"-m goes with no other flag, got {' '.join(sorted(flags))}")
@@ -204,7 +225,7 @@ def read(arguments: Sequence[str]) -> LaunchPlan:
 
 
 def _jobs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Return all combinations of comma-separated values, as Hydra's sweeper makes them."""
+    """Yield all combinations of comma-separated values, in the order of Hydra's sweeper."""
     choices = []
     for override in configure.parse(words):
         key = override.get_key_element()
@@ -241,10 +262,10 @@ def _installed(plugin: str) -> bool:
 
 
 def _launch(plan: LaunchPlan, folder: Path) -> int:
-    """Run Hydra's part; return a status of its own where Hydra fails."""
+    """Start the jobs by Hydra's launcher; return 0, or another status if Hydra itself fails."""
     configure.register()
     words = [*plan.words, *plan.hydra_words, *_settings(plan, folder)]
-    local = plan.launcher != "submitit_slurm"  # elsewhere other GPUs may be there
+    local = plan.launcher != "submitit_slurm"  # another machine may have other GPUs
     allowed = {GPUS: ",".join(s.visible for s in list_gpus())} if local else {}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     before = sys.argv
@@ -262,7 +283,7 @@ def _launch(plan: LaunchPlan, folder: Path) -> int:
 
 
 def _settings(plan: LaunchPlan, folder: Path) -> list[str]:
-    """Return defaults of launchers that were not typed."""
+    """Return settings of Hydra and its launchers that the user has not given."""
     settings = {
         "hydra.sweep.dir": str(folder),
         "hydra.sweep.subdir": ".",
@@ -272,7 +293,7 @@ def _settings(plan: LaunchPlan, folder: Path) -> list[str]:
     if plan.launcher == "joblib":
         settings["hydra.launcher.n_jobs"] = str(max(1, len(list_gpus())))
     if plan.launcher == "submitit_local":
-        settings["hydra.launcher.timeout_min"] = str(PATIENCE_MINUTES)
+        settings["hydra.launcher.timeout_min"] = str(TIMEOUT_MINUTES)
     typed = {word.lstrip("+").partition("=")[0] for word in plan.hydra_words}
     return [f"{key}={value}" for key, value in settings.items() if key not in typed]
 
@@ -290,11 +311,11 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[key] = value
 
 
-# A job, in whatever process the launcher chose
+# A job, in the process that the launcher has started
 
 
 def run_job(composed: DictConfig) -> None:
-    """Wait for a processor, run, and record how the job ended."""
+    """Wait for a processor, run a job, and record its end."""
     at = HydraConfig.get()
     folder, number = Path(at.runtime.output_dir) / JOBS, int(at.job.num)
     words = [str(word) for word in at.overrides.task]
@@ -313,7 +334,7 @@ def run_job(composed: DictConfig) -> None:
     except KeyboardInterrupt:
         status = 130
         raise
-    except SystemExit:  # submitit queues the job again, and this is not its end
+    except SystemExit:  # submitit has queued the job again, so this is not its end
         status = None
         raise
     finally:
@@ -324,12 +345,12 @@ def run_job(composed: DictConfig) -> None:
 
 @contextmanager
 def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
-    """Return the environment of a job that has processors to itself; smoke runs may share them."""
+    """Lock the processors of a job and yield its environment; smoke runs on a CPU need no lock."""
     kind, ranks = DeviceKind(config.device.kind), _ranks(config)
     gpus = [] if kind is DeviceKind.cpu else list_gpus()
     if gpus:
-        with hold(gpus, ranks, lock_folder()) as held:
-            yield {"CUDA_VISIBLE_DEVICES": ",".join(s.visible for s in held)}
+        with hold(gpus, ranks, lock_folder()) as slots:
+            yield {"CUDA_VISIBLE_DEVICES": ",".join(s.visible for s in slots)}
     elif config.timing.max_rows:
         yield {}
     else:
@@ -338,15 +359,15 @@ def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
 
 
 def _ranks(config: DictConfig | Config) -> int:
-    """Return the largest number of concurrent ranks."""
+    """Return the maximum number of concurrent ranks."""
     if kinds.find(str(config.kind)).arms.ranks is not Ranks.OF_WORLDS:
         return int(config.device.ranks)
-    asked = [config.sharding, *(case.sharding for case in config.cases.values())]
-    return max(int(world) for sharding in asked for world in sharding.worlds)
+    settings = [config.sharding, *(case.sharding for case in config.cases.values())]
+    return max(int(world) for sharding in settings for world in sharding.worlds)
 
 
 def _run(words: Sequence[str], environment: dict[str, str], log: Path | None) -> int:
-    """Run `python run.py WORDS` to its end; with `log`, its output goes there."""
+    """Run `python run.py WORDS`, with its output in `log` if given; return its exit status."""
     command = [sys.executable, str(ROOT / "run.py"), *words]
     with log.open("ab") if log else nullcontext() as output:
         child = subprocess.Popen(
@@ -358,27 +379,27 @@ def _run(words: Sequence[str], environment: dict[str, str], log: Path | None) ->
         )
         try:
             return child.wait()
-        except KeyboardInterrupt:  # the job has had its Ctrl-C as well, and reports what it has
+        except KeyboardInterrupt:  # the job has received Ctrl-C too, and writes its report
             child.wait()
             raise
-        except BaseException:  # a scheduler's signal, of which only the launcher knows
+        except BaseException:  # a signal of the scheduler, which the job has not received
             child.terminate()
             child.wait()
             raise
 
 
 def _as_a_job() -> None:
-    """Set up signal handling: SLURM warns all processes of a job with submitit's signal."""
+    """Ignore submitit's signals, which SLURM sends to all processes of a job."""
     asked_to_end_with_parent()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
-# What became of the jobs
+# The ends of the jobs
 
 
 def read_end(folder: Path, number: int) -> dict[str, Any]:
-    """Return how a job ended; a job without a record counts as a failure of the tool."""
+    """Return the end of a job, with the last line of its log (`said`); status 1 if missing."""
     file = folder / JOBS / f"{number}.json"
     end: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     if end.get("status") is None:
@@ -390,7 +411,7 @@ def read_end(folder: Path, number: int) -> dict[str, Any]:
 
 
 class Watcher(threading.Thread):
-    """Print a line for every job that has ended while the launcher waits for all."""
+    """A thread that prints a line per ended job while the launcher waits for all."""
 
     def __init__(self, folder: Path, plan: LaunchPlan) -> None:
         super().__init__(daemon=True)
@@ -406,7 +427,7 @@ class Watcher(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Look once per second."""
+        """Print lines about ended jobs until `over` is set."""
         while not self.over.wait(LOOK_SECONDS):
             for number in list(self.left):
                 end = read_end(self.folder, number)
@@ -414,7 +435,7 @@ class Watcher(threading.Thread):
                     self._tell(number, end)
 
     def tell_rest(self) -> None:
-        """Print lines for the jobs that were not reported yet."""
+        """Print lines about the jobs without a line."""
         for number in list(self.left):
             self._tell(number, read_end(self.folder, number))
 

@@ -1,4 +1,4 @@
-"""List what there is: experiments, contenders, workloads, presets, hardware, committed results."""
+"""List experiments, contenders, workloads, presets, hardware and committed results."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ from experiments.run import jobs
 
 UNKNOWN = "–"
 NEEDS_A_GPU = "needs a GPU"
-WIDTH_CHARACTERS = 110  # where it is not a terminal's
-UNBROKEN_CHARACTERS = 24  # characters that stay on one line
+WIDTH_CHARACTERS = 110  # width outside a terminal
+UNBROKEN_CHARACTERS = 24  # maximum length of texts that are not wrapped
 
 
 @dataclass
 class Listing:
-    """A table of the list."""
+    """A section of the list: a table, with a note below it."""
 
     title: str
     columns: tuple[str, ...]
@@ -41,7 +42,7 @@ class Listing:
 
 
 def experiments() -> Listing:
-    """List the experiments with their questions and costs at their default presets."""
+    """Return the experiments with their questions and costs at their default presets."""
     section = Listing(
         "Experiments",
         ("name and question", "kind", "cells", "at most"),
@@ -61,7 +62,7 @@ def experiments() -> Listing:
 
 
 def extent(config: Config) -> tuple[str, str]:
-    """Return the cells and their time limit; unknown where the work has none."""
+    """Return the number of cells and the time limit, or UNKNOWN."""
     if kinds.find(config.kind).leads:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)
@@ -81,7 +82,7 @@ def _duration(seconds: float) -> str:
 
 
 def contenders() -> Listing:
-    """List the contenders and whether they can run here."""
+    """Return the contenders, and whether they can run here."""
     section = Listing(
         "Contenders",
         ("name", "in reports", "one per", "here"),
@@ -96,18 +97,9 @@ def contenders() -> Listing:
     return section
 
 
-def workloads() -> Listing:
-    """List the group `workload`."""
-    return _group("Workloads", "workload", "workload=NAME, and workload.B=512 for a part of one")
-
-
-def presets() -> Listing:
-    """List the group `timing`."""
-    note = "timing=NAME, and timing.cell_seconds=5 for a part of one"
-    return _group("Timing presets", "timing", note)
-
-
-def _group(title: str, group: str, note: str) -> Listing:
+def group_options(title: str, group: str, example: str) -> Listing:
+    """Return the options of a config group with the opening comments of their files."""
+    note = f"{group}=NAME, and {group}.{example} for a part of one"
     section = Listing(title, ("name", "what it is"), note=note)
     for name in configure.groups()[group]:
         section.rows.append((name, summary(CONF / group / f"{name}.yaml")))
@@ -127,7 +119,7 @@ def summary(file: Path) -> str:
 
 
 def hardware() -> Listing:
-    """List the table of devices, with theoretical figures."""
+    """Return the devices of conf/hardware with their theoretical figures."""
     from experiments.machine.ceilings import FIGURES, table
 
     section = Listing(
@@ -143,7 +135,7 @@ def hardware() -> Listing:
 
 
 def references(folder: Path = REFERENCE) -> Listing:
-    """List the committed runs."""
+    """Return the committed runs in `folder`."""
     section = Listing(
         "Committed results",
         ("device", "experiment", "torch", "emblib", "measured"),
@@ -161,8 +153,8 @@ def references(folder: Path = REFERENCE) -> Listing:
 SECTIONS: dict[str, Callable[[], Listing]] = {
     "experiments": experiments,
     "contenders": contenders,
-    "workloads": workloads,
-    "presets": presets,
+    "workloads": partial(group_options, "Workloads", "workload", "B=512"),
+    "presets": partial(group_options, "Timing presets", "timing", "cell_seconds=5"),
     "hardware": hardware,
     "references": references,
 }
@@ -195,14 +187,11 @@ def show(names: Sequence[str] = (), console: Console | None = None) -> None:
         section = SECTIONS[name]()
         if number:
             console.print()
-        console.print(_heading(section))
+        count = (f"  {len(section.rows)}", "dim")
+        console.print(Text.assemble((section.title, "bold"), count))
         console.print(_table(section) if section.rows else Text("  none yet", style="dim"))
         if section.note:
             console.print(Text(f"  {section.note}", style="dim"))
-
-
-def _heading(section: Listing) -> Text:
-    return Text.assemble((section.title, "bold"), (f"  {len(section.rows)}", "dim"))
 
 
 def _table(section: Listing) -> Table:

@@ -1,4 +1,4 @@
-"""Where things are in the repository, relative to this file."""
+"""Folders of the repository, found from this file, and of the library."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ REFERENCE = ROOT / "reports" / "reference"
 
 
 def library_folders() -> list[Path]:
-    """Return the folders of emblib; native libraries of an editable install have their own."""
+    """Return the folders of emblib; an editable install has one more for native libraries."""
     spec = find_spec("emblib")
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]

@@ -27,8 +27,9 @@ from experiments.report import text
 from experiments.report.data import Run
 from experiments.results.store import POINTS, has_records, pack_records, runs_in
 
-RESULTS = "<!-- results:start -->", "<!-- results:end -->"  # in docs/benchmarks.md
-QUESTIONS = ("<!-- experiments:start -->", "<!-- experiments:end -->")  # in reports/README.md
+# Comments around the generated blocks of docs/benchmarks.md and reports/README.md.
+RESULTS = "<!-- results:start -->", "<!-- results:end -->"
+QUESTIONS = ("<!-- experiments:start -->", "<!-- experiments:end -->")
 KEPT = ("*.yaml", "*.json", "*.jsonl", "*.xz", "*.csv", "*.md", "*.png")
 
 
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def update(*, write: bool) -> int:
-    """Update the generated tables, or return 1 if one is out of date."""
+    """Update the generated tables if `write`, else return 1 if one is out of date."""
     status = 0
     for name, updated in (
         ("README.md", front_page.front_page),
@@ -82,12 +83,16 @@ def update(*, write: bool) -> int:
 
 
 def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
-    """Copy a run to reports/reference/<device>/<experiment>, its raw samples compressed."""
+    """Copy a run to <folder>/<device>/<experiment>, with compressed samples; return the copy.
+
+    Raises:
+        ValueError: the run is a smoke run, or did not finish.
+    """
     measured = Run.read(run_directory)
     if measured.smoke or measured.info.get("status") != "finished":
         raise ValueError("only a finished run at full size can be a reference")
     device = evidence.device_folder(str(measured.environment["device"]))
-    target = folder / device / folder_name(measured.config.name)  # an older one there is removed
+    target = folder / device / folder_name(measured.config.name)  # replaces an older reference
     if target.exists():
         shutil.rmtree(target)
     target.mkdir(parents=True)
@@ -100,7 +105,7 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
 
 
 def results(folder: Path = REFERENCE) -> str:
-    """Return the block of docs/benchmarks.md: tables or answers of all references, and what ran."""
+    """Return the results of all references for docs/benchmarks.md: tables or answers."""
     blocks, answers = [], []
     for path in runs_in(folder, "*/*"):
         measured = Run.read(path)
@@ -122,7 +127,7 @@ def _ran(measured: Run, path: Path) -> str:
 
 
 def _line(measured: Run, path: Path) -> str:
-    """Return the bold sentence of a run's report, which is its answer."""
+    """Return a line with the answer of a run, the bold sentence of its report."""
     answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
     return f"- {_ran(measured, path)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
 
@@ -130,7 +135,7 @@ def _line(measured: Run, path: Path) -> str:
 def _link(path: Path) -> str:
     report = path / "report.md"
     target = f"../{report.relative_to(ROOT)}" if report.is_relative_to(ROOT) else report
-    return f"[Full report]({target})"  # as seen from docs/
+    return f"[Full report]({target})"  # relative to docs/
 
 
 def rendered(page: str, folder: Path = REFERENCE) -> str:
@@ -150,7 +155,7 @@ def questions(page: str) -> str:
 
 
 def add(words: Sequence[str]) -> int:
-    """Measure experiments here, store and compare the runs; return the worst exit status."""
+    """Measure experiments, store the runs and compare them; return 1 if one failed, else 0."""
     settings = [a for a in words if "=" in a and not a.startswith("+experiment=")]
     names = experiments_to_run([a for a in words if a not in settings])
     for name in names:
@@ -197,7 +202,7 @@ def experiments_to_run(names: Sequence[str]) -> list[str]:
 
 
 def newest(name: str) -> Path:
-    """Return the run of an experiment that was started last."""
+    """Return the latest run of an experiment in reports/runs."""
     runs = (ROOT / "reports" / "runs" / name).iterdir()
     return max(runs, key=lambda path: path.stat().st_mtime)
 

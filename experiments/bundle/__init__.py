@@ -1,6 +1,6 @@
-"""Archives of results that others can check: `python run.py bundle`.
+"""Archives of results that others can verify: `python run.py bundle`.
 
-A bundle holds runs with their raw samples, the configuration tree, the source, the commands and
+A bundle has runs with their raw samples, the configuration tree, the source, the commands and
 checksums. `verify` rebuilds every number from the samples; `verify --rerun` measures again and
 compares the claims of the runs.
 """

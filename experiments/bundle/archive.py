@@ -1,4 +1,4 @@
-"""Zip files with checksums: equal content gives equal bytes, and unlisted content is refused."""
+"""Zip files with checksums: equal content gives equal bytes; files without a sum are refused."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 SUMS = "SHA256SUMS"
-EPOCH = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can say
-MAX_BYTES = 1 << 30  # of a bundle, unpacked: far above what results need, and fits in memory
+EPOCH = (1980, 1, 1, 0, 0, 0)  # earliest time of a zip file
+MAX_BYTES = 1 << 30  # maximum of an unpacked bundle, far above the size of results
 
+# Errors of reading a damaged zip file.
 DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
@@ -33,11 +34,17 @@ TOO_LARGE = f"it would unpack to more than {MAX_BYTES >> 30} GiB"
 
 
 class BundleError(Exception):
-    """The file is not a bundle, or differs from the packed one as the message says."""
+    """A file is no bundle, or differs from what was packed; the message says how."""
 
 
 def write(path: Path, contents: Mapping[str, bytes]) -> str:
-    """Write contents and checksums (as `sha256sum -c` reads them); return the sums' checksum."""
+    """Write a zip file of {name: content} with a file of checksums; return the sha256 of that.
+
+    `sha256sum -c` can read the checksums.
+
+    Raises:
+        BundleError: the contents are larger than MAX_BYTES.
+    """
     lines = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in contents.items()]
     sums = "\n".join(sorted(lines, key=lambda line: line[66:])) + "\n"
     if sum(map(len, contents.values())) + len(sums) > MAX_BYTES:
@@ -58,7 +65,7 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
 
 
 def read(path: Path) -> dict[str, bytes]:
-    """Return the files of a bundle after comparing their checksums; raise BundleError."""
+    """Return {name: content} of a bundle; raise BundleError if a name or a checksum is wrong."""
     if not path.is_file():
         raise BundleError(f"there is no file {path}")
     try:
@@ -73,14 +80,14 @@ def read(path: Path) -> dict[str, bytes]:
 
 
 def _check_names(entries: list[zipfile.ZipInfo]) -> None:
-    """Check that names are relative, unique and plain, and that sizes are plausible."""
+    """Check that names are relative and unique, entries plain files, and the sum of sizes small."""
     counts = Counter(entry.filename for entry in entries)
     if twice := sorted(name for name, n in counts.items() if n > 1):
         raise BundleError(f"{twice[0]} is in it twice")
     for entry in entries:
-        place = PurePosixPath(entry.filename)
+        path = PurePosixPath(entry.filename)
         kind = stat.S_IFMT(entry.external_attr >> 16)
-        if place.is_absolute() or ".." in place.parts or "\\" in entry.filename:
+        if path.is_absolute() or ".." in path.parts or "\\" in entry.filename:
             raise BundleError(f"{entry.filename!r} would be outside the bundle")
         if entry.is_dir() or kind not in (0, stat.S_IFREG):
             raise BundleError(f"{entry.filename!r} is not a plain file")
@@ -111,7 +118,7 @@ def _check_sums(contents: Mapping[str, bytes]) -> None:
 
 
 def unpack(contents: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files, whose names `read` has checked, into a folder."""
+    """Write the contents, whose names `read` has checked, into a folder."""
     for name, data in contents.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

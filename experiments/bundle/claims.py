@@ -1,4 +1,4 @@
-"""The claims of a run that another machine can confirm: ratios, hit rates, bytes; no times."""
+"""The claims of a run that another machine can confirm: ratios, hit rates and bytes, no times."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from experiments.report.data import Run
 
-HIT_RATE_POINTS = 0.005  # half a percentage point, as the gate has it
-TIME_TOLERANCE = 0.25
+HIT_RATE_POINTS = 0.005  # tolerance of a hit rate, the same as the gate's
+TIME_TOLERANCE = 0.25  # tolerance of a ratio of times by default
 TOO_FEW = "one process gives no interval: measure in more of them (--timing standard)"
 RULE = (
     "A ratio of times holds if the interval measured again meets the claimed one widened by the "
@@ -23,7 +23,7 @@ RULE = (
 
 
 class Measure(Enum):
-    """The kind of number of a claim, each with its tolerance."""
+    """The kind of number of a claim."""
 
     ratio = "ratio of times"
     hit_rate = "hit rate"
@@ -40,10 +40,19 @@ class ClaimOutcome(Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """One number of one arm at one point, with its interval where it has one."""
+    """A number of an arm in a cell.
+
+    Attributes:
+        measure: kind of number.
+        about: cell, arm and mode, the same in every run of the configuration.
+        what: name of the number.
+        value: value.
+        lo: lower end of the interval; nan without an interval.
+        hi: upper end of the interval; nan without an interval.
+    """
 
     measure: Measure
-    about: str  # the cell, arm, mode and phase: the same in every run of the configuration
+    about: str
     what: str
     value: float
     lo: float
@@ -51,18 +60,18 @@ class Claim:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return the key of the same claim in another run."""
+        """Return a key that the same claim of another run has too."""
         return self.about, self.what
 
     def plain(self) -> dict[str, Any]:
-        """Return a dict for JSON; a missing interval is null."""
+        """Return the claim as a JSON object; nan becomes null."""
         values = asdict(self) | {"measure": self.measure.name}
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
 
 
 @dataclass(frozen=True)
 class CheckedClaim:
-    """A claim and its outcome."""
+    """A claim and its outcome; `again` is the new claim, `reason` why there is none."""
 
     claim: Claim
     outcome: ClaimOutcome
@@ -71,9 +80,8 @@ class CheckedClaim:
 
 
 def claims_of(run: Run) -> list[Claim]:
-    """Return all claims of a run in the order of measurement."""
-    timed_claims = [] if run.smoke else [*_ratios(run), *_hit_rates(run)]
-    return [*timed_claims, *_bytes(run)]
+    """Return the claims of a run; a smoke run claims bytes only."""
+    return _bytes(run) if run.smoke else [*_ratios(run), *_hit_rates(run), *_bytes(run)]
 
 
 def _ratios(run: Run) -> list[Claim]:
@@ -116,21 +124,29 @@ def _bytes(run: Run) -> list[Claim]:
 def compare(
     old: Sequence[Claim], new: Sequence[Claim], why_not: Mapping[str, str], tolerance: float
 ) -> list[CheckedClaim]:
-    """Pair old claims with new ones; `why_not` explains missing ones."""
+    """Pair old claims with new ones.
+
+    Args:
+        old: claims of the bundle.
+        new: claims of the new run.
+        why_not: reasons of missing claims, by `Claim.about`.
+        tolerance: relative tolerance of ratios of times.
+    """
     again = {claim.key: claim for claim in new}
     checked = []
     for claim in old:
-        other = again.get(claim.key)
+        other, reason = again.get(claim.key), ""
         if other is None:
-            reason = why_not.get(claim.about, "it was not reached")
-            checked.append(CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason))
+            outcome, reason = (
+                ClaimOutcome.unmeasured,
+                why_not.get(claim.about, "it was not reached"),
+            )
         elif claim.measure is Measure.ratio and math.isnan(other.lo):
-            checked.append(CheckedClaim(claim, ClaimOutcome.unmeasured, other, TOO_FEW))
+            outcome, reason = ClaimOutcome.unmeasured, TOO_FEW
         else:
             fits = holds(claim, other, tolerance)
-            checked.append(
-                CheckedClaim(claim, ClaimOutcome.holds if fits else ClaimOutcome.differs, other)
-            )
+            outcome = ClaimOutcome.holds if fits else ClaimOutcome.differs
+        checked.append(CheckedClaim(claim, outcome, other, reason))
     return checked
 
 
@@ -140,12 +156,8 @@ def holds(claim: Claim, again: Claim, tolerance: float) -> bool:
         return claim.value == again.value
     if claim.measure is Measure.hit_rate:
         return abs(claim.value - again.value) <= HIT_RATE_POINTS
-    (lo, hi), new_lo, new_hi = _interval(claim), again.lo, again.hi
-    if (hi < 1 < new_lo) or (new_hi < 1 < lo):
-        return False
-    return new_lo <= hi * (1 + tolerance) and lo / (1 + tolerance) <= new_hi
-
-
-def _interval(claim: Claim) -> tuple[float, float]:
     missing = math.isnan(claim.lo) or math.isnan(claim.hi)
-    return (claim.value, claim.value) if missing else (claim.lo, claim.hi)
+    lo, hi = (claim.value, claim.value) if missing else (claim.lo, claim.hi)
+    if hi < 1 < again.lo or again.hi < 1 < lo:
+        return False
+    return again.lo <= hi * (1 + tolerance) and lo / (1 + tolerance) <= again.hi

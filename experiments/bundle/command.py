@@ -1,4 +1,4 @@
-"""Pack results into an archive that others can check, and verify such archives."""
+"""Pack results into an archive that others can verify, and verify such archives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=float, default=TIME_TOLERANCE, help="of ratios of times"
     )
     checker.add_argument("--timing", default="", metavar="PRESET", help="instead of the run's own")
-    again = commands.add_parser("measure")  # of `verify --rerun`, in a process of its own
+    again = commands.add_parser("measure")  # started by `verify --rerun`
     again.add_argument("config", type=Path)
     again.add_argument("folder", type=Path)
     again.add_argument("timing", nargs="?", default="")

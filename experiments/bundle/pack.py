@@ -39,31 +39,42 @@ _templates = jinja2.Environment(
 _templates.filters["seconds"] = text.seconds
 TEMPLATE = _templates.get_template("REPRODUCE.md.jinja")
 NEEDED = ("config.yaml", "environment.json")
-# Rendered again from the samples while packing; other files have the content of the last two.
+# Files that packing renders again from the samples, and suffixes of copies in another format.
 DERIVED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
-DOUBLE = (".svg", ".parquet")
+COPIES = (".svg", ".parquet")
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The result of packing."""
+    """The result of packing.
+
+    Attributes:
+        path: the bundle.
+        bundle_id: sha256 of its checksums.
+        runs: number of runs.
+        claims: number of claims.
+        notes: shortcomings of the bundle, such as a missing source.
+    """
 
     path: Path
-    bundle_id: str  # the checksum of the checksums
+    bundle_id: str
     runs: int
     claims: int
-    notes: list[str]  # what makes the bundle less than it could be
+    notes: list[str]
 
 
 def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
-    """Pack the runs; `folder` is scratch space, in which their reports are rebuilt."""
+    """Pack runs into the bundle `out`; raise BundleError for a directory that is no run.
+
+    `folder` is a scratch folder, in which the reports are rebuilt.
+    """
     contents: dict[str, bytes] = {}
     runs: list[dict[str, Any]] = []
     notes: list[str] = []
     for directory in directories:
-        name = _place(directory, [r["folder"] for r in runs])
+        name = _folder_of(directory, [r["folder"] for r in runs])
         run = _rebuilt(directory, folder / name)
-        files = [p for p in run.path.rglob("*") if p.is_file() and p.suffix not in DOUBLE]
+        files = [p for p in run.path.rglob("*") if p.is_file() and p.suffix not in COPIES]
         for path in sorted(files):
             contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
         runs.append(describe(name, run))
@@ -96,8 +107,8 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     return Packed(out, identity, len(runs), sum(len(r["claims"]) for r in runs), notes)
 
 
-def _place(directory: Path, taken: Sequence[str]) -> str:
-    """Return runs/<experiment>/<run>, numbered where two runs have the same name."""
+def _folder_of(directory: Path, used: Sequence[str]) -> str:
+    """Return runs/<experiment>/<run>, with a number if `used` has the name."""
     missing = [name for name in NEEDED if not (directory / name).is_file()]
     missing += [] if has_records(directory) else [POINTS]
     if missing:
@@ -109,16 +120,16 @@ def _place(directory: Path, taken: Sequence[str]) -> str:
     folder, parent = directory.resolve().name, directory.resolve().parent.name
     base = f"runs/{experiment}/{folder if folder != experiment else parent}"
     name, number = base, 1
-    while name in taken:
+    while name in used:
         number += 1
         name = f"{base}-{number}"
     return name
 
 
 def _rebuilt(directory: Path, target: Path) -> Run:
-    """Copy a run with derived files written by this harness, which `verify` can reproduce.
+    """Copy a run, and write its derived files by this harness, so that `verify` can repeat it.
 
-    Kinds whose runs write their own reports (the gate's) are copied as they are.
+    Runs of kinds with reports of their own (the gate's) are copied unchanged.
     """
     try:
         run = Run.read(directory)
@@ -194,7 +205,7 @@ def _untraceable(sha: str, *, known: bool) -> str:
 
 
 def _packages() -> str:
-    """Return the packages installed where the bundle is packed."""
+    """Return the packages that are installed here, a line each."""
     versions = {(d.name or "?", d.version) for d in importlib.metadata.distributions()}
     lines = sorted(f"{name}=={version}" for name, version in versions)
     return "# Installed where the bundle was packed.\n" + "\n".join(lines) + "\n"
@@ -202,7 +213,7 @@ def _packages() -> str:
 
 @cache
 def harness() -> str:
-    """Return a hash of the code that turns samples into numbers and text."""
+    """Return a hash of the sources that compute numbers and texts from samples."""
     digest = hashlib.sha256()
     folder = ROOT / "experiments"
     sources = [p for suffix in ("py", "html", "md", "jinja") for p in folder.rglob(f"*.{suffix}")]
@@ -212,5 +223,5 @@ def harness() -> str:
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """Return the folder in which reports are rebuilt."""
+    """Return a temporary folder to rebuild reports in."""
     return tempfile.TemporaryDirectory(prefix="emblib-bundle-")

@@ -30,7 +30,7 @@ from experiments.results.store import read_config
 
 @dataclass(frozen=True)
 class Again:
-    """A run measured again, or the reason why not."""
+    """A run that was measured again, or the reason why not."""
 
     findings: list[CheckedClaim]
     run: Run | None = None
@@ -38,7 +38,17 @@ class Again:
 
 
 def configuration(path: Path, folder: Path, preset: str = "") -> Config:
-    """Return the configuration of a packed run for `folder`; raise BundleError."""
+    """Return the configuration of a packed run, to be measured again.
+
+    Args:
+        path: config.yaml of the run.
+        folder: folder of the new run.
+        preset: timing preset to use instead of the run's; "" for none.
+
+    Raises:
+        BundleError: this version of the harness cannot read the configuration.
+        UsageError: there is no such preset.
+    """
     configure.register()
     packed = read_config(path)
     assert isinstance(packed, DictConfig)
@@ -53,7 +63,7 @@ def configuration(path: Path, folder: Path, preset: str = "") -> Config:
         if not source.is_file():
             known = ", ".join(configure.groups()["timing"])
             raise UsageError(f"no timing '{preset}'. There is: {known}")
-        pool = packed.timing.pool  # the batches are part of what was measured
+        pool = packed.timing.pool  # another number of batches would be another measurement
         packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), packed)
@@ -74,7 +84,8 @@ def measure_again(
     claims = claims_of(old)
     if not claims:
         return Again([], reason="it claims nothing that could be compared")
-    if entry["cuda"] and device_kind(old_kind(old)) != "cuda":
+    device = DeviceKind[str(old.config.device.kind)]  # auto: cuda only if there is a GPU here
+    if entry["cuda"] and device_kind(device) != "cuda":
         return Again(_all(claims, "measured on a GPU, and there is none here"))
     words = ["bundle", "measure", str(packed / "config.yaml"), str(folder), preset]
     done = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT)
@@ -92,17 +103,12 @@ def measure_again(
     return Again(findings, new)
 
 
-def old_kind(run: Run) -> Any:
-    """Return the device that the configuration means; 'auto' is cuda only where there is one."""
-    return DeviceKind[str(run.config.device.kind)]
-
-
 def _all(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:
     return [CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason) for claim in claims]
 
 
 def unmeasured(run: Run) -> dict[str, str]:
-    """Return, by claim, why this run has no number for it."""
+    """Return {about: reason} of the claims that a run has no number for."""
     reasons = {}
     for record in run.failures():
         reason = f"{record['status']}: {record['reason']}"
@@ -112,7 +118,7 @@ def unmeasured(run: Run) -> dict[str, str]:
 
 
 def different_work(old: Run, new: Run) -> set[str]:
-    """Return cells whose batches differ although the seed is the same."""
+    """Return the cells whose batches differ although the seed is the same."""
     known = {(r["cell"], r["seed"]): r["pool_sha256"] for r in old.records if r.get("pool_sha256")}
     return {
         r["cell"]

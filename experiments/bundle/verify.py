@@ -23,11 +23,11 @@ from experiments.bundle.pack import VERSION, describe, harness, reproduce
 from experiments.report import write_report
 from experiments.report.data import Run
 
-# Of report.md: the picture and the caption below it.
+# A picture of report.md with its caption.
 FIGURE = re.compile(r"^!\[[^\n]*\]\([^\n]*\.png\)\n\n\*\*[^\n]*\n\n", re.MULTILINE)
-SILENT = ("figure", "svg", "style", "script")
-HEADING = "Figures"  # is there only where there are figures
-SHOWN_CHARACTERS = 60  # characters of a difference
+SILENT = ("figure", "svg", "style", "script")  # elements whose text is not compared
+HEADING = "Figures"  # heading that only reports with figures have
+SHOWN_CHARACTERS = 60  # length of a quoted difference
 
 
 class _Words(HTMLParser):
@@ -83,33 +83,35 @@ def _pieces(path: Path) -> list[str]:
 
 
 def _first(old: Sequence[str], new: Sequence[str]) -> str:
+    """Quote the first difference of two texts; "" if they are equal."""
     for packed, rebuilt in zip_longest(old, new, fillvalue=""):
         if packed != rebuilt:
-            start = next(
-                (
-                    i
-                    for i, pair in enumerate(zip(packed, rebuilt, strict=False))
-                    if len({*pair}) > 1
-                ),
-                min(len(packed), len(rebuilt)),
-            )
-            begin = max(0, start - SHOWN_CHARACTERS // 3)
-            here, there = (repr(t[begin : begin + SHOWN_CHARACTERS]) for t in (packed, rebuilt))
-            return f"{here}, but they give {there}"
+            pairs = enumerate(zip(packed, rebuilt, strict=False))
+            difference = next((i for i, (a, b) in pairs if a != b), min(len(packed), len(rebuilt)))
+            start = max(0, difference - SHOWN_CHARACTERS // 3)
+            shown = slice(start, start + SHOWN_CHARACTERS)
+            return f"{packed[shown]!r}, but they give {rebuilt[shown]!r}"
     return ""
 
 
-RELATIVE_TOLERANCE = 1e-9  # of a number that is read from text and computed in another order
-MAX_SHOWN = 5
-NUMBERS = ("value", "lo", "hi")  # of a claim
+RELATIVE_TOLERANCE = 1e-9  # error of a number that was written as text or summed in another order
+MAX_SHOWN = 5  # maximum number of differences that are shown per table
+NUMBERS = ("value", "lo", "hi")  # numeric entries of a claim
 CLAIM = ("measure", "about", "what", *NUMBERS)
 KNOWN = {"points.jsonl", "config.yaml", "environment.json", "run.json", "report.md", "index.html"}
-FACTS = ("experiment", "device", "cuda", "torch", "code", "seconds")  # of a run, that are relied on
+FACTS = ("experiment", "device", "cuda", "torch", "code", "seconds")  # required entries of a run
 
 
 @dataclass
 class Checked:
-    """The numbers that were checked, the problems, and notes for the reader."""
+    """The result of verifying a bundle.
+
+    Attributes:
+        description: bundle.json.
+        numbers: number of compared numbers.
+        problems: contradictions between the bundle and its samples.
+        notes: remarks for the reader.
+    """
 
     description: dict[str, Any]
     numbers: int = 0
@@ -118,7 +120,7 @@ class Checked:
 
 
 def check(path: Path, folder: Path) -> Checked:
-    """Unpack into `folder`, compare checksums and rebuild; raise BundleError."""
+    """Unpack a bundle into `folder` and rebuild its numbers; raise BundleError if it is damaged."""
     contents = archive.read(path)
     description = _description(contents)
     try:
@@ -139,7 +141,7 @@ def check(path: Path, folder: Path) -> Checked:
         scratch = folder.with_name("rebuilt") / str(number)
         try:
             problems = _check_run(entry, folder / entry["folder"], scratch, checked, words=same)
-        except Exception as error:  # whatever a run that was tampered with leads to
+        except Exception as error:  # a forged run may raise any error
             problems = [f"its report cannot be rendered ({type(error).__name__}: {error})"]
         checked.problems += [f"{entry['folder']}: {problem}" for problem in problems]
     return checked
@@ -209,7 +211,7 @@ def _check_run(
 
 
 def _facts(entry: Mapping[str, Any], run: Run) -> list[str]:
-    """Compare a run's entry of bundle.json with the run's own files."""
+    """Return differences between a run's entry of bundle.json and its files."""
     rebuilt = json.loads(json.dumps(describe(str(entry["folder"]), run)))
     return [
         f"bundle.json says {name} is {entry.get(name)}, the run says {rebuilt.get(name)}"
@@ -219,7 +221,7 @@ def _facts(entry: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _claims(entry: Mapping[str, Any], run: Run, checked: Checked, *, words: bool) -> list[str]:
-    """Return claims that the samples do not support; with the same harness also omitted ones."""
+    """Return claims that do not follow from the samples; with `words` also omitted ones."""
     now = {(c["about"], c["what"]): c for c in (claim.plain() for claim in claims_of(run))}
     problems = []
     for claim in entry["claims"]:
@@ -234,7 +236,7 @@ def _claims(entry: Mapping[str, Any], run: Run, checked: Checked, *, words: bool
 
 
 def _rebuilt(folder: Path, target: Path) -> Path:
-    """Return a directory with the run's samples and all tables rebuilt from them."""
+    """Copy a run to `target`, with all tables rebuilt from its samples; return it."""
     shutil.copytree(
         folder, target, ignore=shutil.ignore_patterns("*.csv", "*.png", "*.md", "*.html")
     )
@@ -254,7 +256,7 @@ def _table(path: Path) -> pd.DataFrame:
 
 
 def differences(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str], int]:
-    """Describe a few differences, and count the compared numbers."""
+    """Return up to MAX_SHOWN differences of two tables, and the number of compared numbers."""
     if len(packed) != len(rebuilt):
         return [f"{len(packed)} rows, but the samples give {len(rebuilt)}"], 0
     columns = [c for c in packed.columns if c in rebuilt.columns]

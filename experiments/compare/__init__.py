@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a comparison, or the page of published figures; return the exit status."""
+    """Write comparisons, or the page of published figures; return the exit status."""
     from experiments.bundle.archive import BundleError
     from experiments.compare import machines, pages
 

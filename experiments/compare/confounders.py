@@ -1,4 +1,4 @@
-"""What differs between runs besides the machine: a notice for each, in red where it matters."""
+"""Differences between runs besides the machine: a notice each, in red for confounders."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from omegaconf import OmegaConf
 from experiments.compare.machines import Machine, by_value
 from experiments.report.data import Run
 
-# Keys of a configuration that the machine decides, or that say how much is measured and not what.
+# Keys of a configuration that depend on the machine, or determine how much is measured, not what.
 FREE = ("device.", "report.", "timing.", "dry_run", "strict", "rerun", "seed")
 SIZES = re.compile(r"(workload|sweep)\.\w+$|contenders$|fractions$|\.note$")
 
-# Environment variables that another notice covers, or that say where scripts keep their files.
+# Environment variables that another notice covers, or that are paths of scripts.
 OTHER_VARIABLES = re.compile(r".*_NUM_THREADS$|EMBLIB_(GPU|LOCK|NOISE|PYTHON|CLOCK|CONTENDERS)")
 
 
 class Weight(Enum):
-    """How much a difference matters."""
+    """Importance of a difference."""
 
     confounder = "confounder"  # part of the speed-up may be this and not the machine
     remark = "remark"
@@ -31,7 +31,7 @@ class Weight(Enum):
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference between the runs."""
+    """A difference between the runs, `what` differs, and its values in words (`text`)."""
 
     weight: Weight
     what: str
@@ -44,7 +44,7 @@ class Difference:
 
 
 def find(machines: Sequence[Machine]) -> list[Difference]:
-    """Return all differences, those that matter most first."""
+    """Return all differences, confounders first."""
     facts = pd.DataFrame(_facts([m.run for m in machines]), dtype=object)
     facts["mode of timing"] = [m.mode for m in machines]
     remarks = ("build of torch", "preset", "CPU threads")
@@ -62,7 +62,7 @@ def find(machines: Sequence[Machine]) -> list[Difference]:
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return each fact's value per run; None where it is unknown."""
+    """Return {fact: value per run}; None is unknown."""
     environments = [run.environment for run in runs]
     torch = [str(e.get("torch") or "") or None for e in environments]
     versions = [t and t.partition("+")[0] for t in torch]
@@ -100,7 +100,7 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
 
 
 def _configuration(machines: Sequence[Machine]) -> list[Difference]:
-    """Compare the keys of the configurations; sizes may differ and are a remark only."""
+    """Return the keys of the configurations that differ; sizes are only a remark."""
     trees = [OmegaConf.to_container(m.run.config, resolve=True) for m in machines]
     values = pd.concat([pd.json_normalize(tree).map(repr) for tree in trees])
     differing = [k for k in sorted(values) if values[k].nunique() > 1 and not k.startswith(FREE)]
@@ -112,7 +112,7 @@ def _configuration(machines: Sequence[Machine]) -> list[Difference]:
 
 
 def _state(machines: Sequence[Machine]) -> list[Difference]:
-    """Return what is wrong with a single run, and whether all are of one machine."""
+    """Return faults of single runs, and whether all runs are of one machine."""
     remarks = []
     dirty = [m.label for m in machines if (m.run.environment.get("git") or {}).get("dirty")]
     if dirty:

@@ -32,11 +32,11 @@ BANDWIDTHS: dict[str, tuple[str, LineStyle]] = {
     "copy": ("bandwidth of copies", DASHED),
     "gather": ("bandwidth of gathers", "-"),
 }
-SHADES = ("#0072b2", "#d55e00", "#009e73", "#7b3fa0", "#8c6d31", "#777777")  # of machines
+SHADES = ("#0072b2", "#d55e00", "#009e73", "#7b3fa0", "#8c6d31", "#777777")  # colours of machines
 
 
 def figures(comparison: Comparison) -> list[Figure]:
-    """Return the figures that have something to show, the headline first."""
+    """Return the figures of a comparison that are not empty, the headline first."""
     step, forward = (rates(comparison, phase) for phase in PHASES)
     drawn = (
         step,
@@ -49,7 +49,7 @@ def figures(comparison: Comparison) -> list[Figure]:
 
 
 def rates(comparison: Comparison, phase: str) -> Figure:
-    """Return lookups per second, and the share of a known bandwidth, from machine to machine."""
+    """Return the figure of lookups per second, and shares of a bandwidth, over the machines."""
     points, role = comparison.points, comparison.headline
     known = known_ceiling(points)
     points = points[(points["role"] == role) & (points["phase"] == phase)]
@@ -102,7 +102,7 @@ def _over_machines(
 
 
 def speedups(comparison: Comparison) -> Figure:
-    """Return, per further machine, the speed-up of every role and the ratio of bandwidths."""
+    """Return the figure of speed-ups by role, with ratios of bandwidths, a panel per machine."""
     base = comparison.machines[0].label
     height = 1.4 + 0.34 * comparison.points["role"].nunique()
     panels = [
@@ -154,7 +154,7 @@ def _speedups(comparison: Comparison, number: int) -> Drawing:
 
 
 def against_baseline(comparison: Comparison) -> list[Figure]:
-    """Return the ratios to the baseline on each machine; empty where there are none."""
+    """Return the figure of ratios to the baseline over the machines; [] without ratios."""
     points, baseline = comparison.points, comparison.machines[0].run.baseline
     points = points[(points["role"] == comparison.headline) & (points["arm"] != baseline.key)]
     points = points[points["ratio"].notna()]
@@ -182,7 +182,7 @@ def against_baseline(comparison: Comparison) -> list[Figure]:
 
 
 def working_set(comparison: Comparison) -> list[Figure]:
-    """Return the share of the bandwidth by size of the tables, where the rows E were swept."""
+    """Return the figure of bandwidth shares by size of the tables; [] without a sweep of E."""
     points = comparison.points[comparison.points["phase"] == "step"]
     points = points[points["role"].str.match(r"sweep, (base point|E=[^,]+)$")]
     known = known_ceiling(points) if points["role"].nunique() > 1 else None

@@ -1,4 +1,4 @@
-"""Runs of one experiment on several machines, as one frame of measured points joined by cell."""
+"""Runs of an experiment on several machines, joined into a table of measured points."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from experiments.results.store import POINTS, Record, has_records, read_config, 
 WORK = ("params", "features", "rows", "rows_scale", "optimizer", "lookups")
 CONFIG = "config.yaml"
 BASE_POINT = "sweep, base point"
-KEYS = ["role", "arm", "phase"]  # of a point on each machine
-# Bandwidths that bytes per second are divided by, the most telling first.
+KEYS = ["role", "arm", "phase"]  # columns that identify a point on a machine
+# Columns with bytes per second ÷ a bandwidth, and its name, the most informative first.
 CEILINGS = {
     "of_gather": "measured gather bandwidth",
     "of_copy": "measured copy bandwidth",
@@ -37,27 +37,36 @@ CEILINGS = {
 
 
 class NotComparable(ValueError):
-    """These runs cannot be compared; the message says why and what would help."""
+    """Runs cannot be compared; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One run, the device it was measured on, and what that device's memory can do."""
+    """A run and its machine.
 
-    label: str  # short, unique among the machines compared
+    Attributes:
+        label: short name, unique among the compared machines.
+        run: the run, in `mode`.
+        device: entry of conf/hardware; None if unknown.
+        roofs: measured ceilings.
+        mode: mode of the compared samples.
+        cells: role, work and sizes per cell.
+    """
+
+    label: str
     run: Run
     device: Device | None
     roofs: Roofs
-    mode: str  # of the samples that are compared
-    cells: pd.DataFrame  # role, work and sizes by cell
+    mode: str
+    cells: pd.DataFrame
 
     @property
     def name(self) -> str:
-        """Return the device as its run names it."""
+        """Return the name of the device in the run's environment."""
         return str(self.run.environment.get("device", "unknown device"))
 
     def bandwidths(self, row_bytes: float) -> dict[str, float]:
-        """Return the bandwidth in GB/s: in theory, of copies and of gathers of such rows."""
+        """Return the bandwidths in GB/s: in theory, of copies, of gathers of such rows."""
         theory = self.device.bandwidth_gb_s if self.device else None
         return {
             "theory": math.nan if theory is None else theory,
@@ -68,24 +77,27 @@ class Machine:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The machines and what all of them measured.
+    """The machines, and the points that all of them measured.
 
-    `points` has a row per machine, role, contender and phase. A role is the position of a cell in
-    its experiment, whatever its sizes; `same` marks work equal to the first machine's; `gain` is
-    the speed-up over the first machine in lookups per second, and its interval reaches from the far
-    end of one median's interval to the far end of the other's.
+    Attributes:
+        machines: machines; the others are compared with the first.
+        points: row per machine, role, contender and phase. A role is the position of a cell in its
+            experiment, whatever its sizes. `same` is True for the work of the first machine. `gain`
+            is the speed-up over the first machine in lookups per second; its interval combines the
+            far ends of both medians' intervals.
+        left_out: sentences about points that some machine lacks.
     """
 
     machines: Sequence[Machine]
     points: pd.DataFrame
-    left_out: Sequence[str]  # what some machine lacks
+    left_out: Sequence[str]
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> Comparison:
-        """Read and match runs; the first is what the others are compared with.
+        """Read runs and match their points; the first run is the base.
 
         Raises:
-            NotComparable: The runs have nothing in common.
+            NotComparable: the runs have no point in common, or are of several experiments.
         """
         machines = read(paths)
         every = measured(machines)
@@ -96,19 +108,19 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """Return the role that the question is about, if all have it; else the first."""
+        """Return the role of the report's headline if all machines have it, else the first role."""
         wanted = str(self.machines[0].run.config.report.headline) or BASE_POINT
         roles = self.points["role"]
         return wanted if (roles == wanted).any() else str(roles.iloc[0])
 
     def bandwidth_ratios(self, number: int) -> dict[str, float]:
-        """Return how many times the first machine's bandwidth a machine has, by way to know it."""
+        """Return the bandwidths of machine `number` ÷ those of the first one, by their source."""
         width = WEIGHT_BYTES * float(self.machines[0].run.config.workload.D)
         base, other = (self.machines[n].bandwidths(width) for n in (0, number))
         return {kind: other[kind] / base[kind] for kind in base}
 
     def sizes(self, role: str) -> str:
-        """Describe how the work differs: 'B = 2,048 on one machine; 65,536 on another'."""
+        """Return the sizes that differ, such as "B = 2,048 on one machine; 65,536 on another"."""
         cells = [m.cells[m.cells["role"] == role].iloc[0]["sizes"] for m in self.machines]
         table = {name: [cell.get(name) for cell in cells] for name in cells[0]}
         return "; ".join(
@@ -119,7 +131,7 @@ class Comparison:
 
 
 def by_value(machines: Sequence[Machine], values: Iterable[str | None]) -> str:
-    """Format which machine has which value: '2.13 on A and B; 2.11 on C'; None is left out."""
+    """Return values with their machines, such as "2.13 on A and B; 2.11 on C", without None."""
     labels: dict[str, list[str]] = {}
     for machine, value in zip(machines, values, strict=True):
         if value is not None:
@@ -156,15 +168,15 @@ def fetched(path: Path, scratch: Path) -> Path:
 
 
 def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Path]]]:
-    """Return the name and the runs of each comparison, in the order of the first path.
+    """Return the experiment and the runs of each comparison, in the order of the first path.
 
-    Directories without a bundle among them are one comparison. With bundles there is one per
-    experiment that every path has a run of; of an experiment that a bundle has several runs of, the
-    last counts. Bundles are checked and unpacked into `scratch`.
+    Directories alone form one comparison, whose name is "". With a bundle among the paths there is
+    one comparison per experiment of which every path has a run; the last run of a bundle counts.
+    Bundles are checked and unpacked into `scratch`.
 
     Raises:
-        BundleError: A bundle is missing, damaged, or differs from what was packed.
-        NotComparable: The paths share no experiment.
+        BundleError: a bundle is missing, damaged, or differs from what was packed.
+        NotComparable: the paths have no experiment in common.
     """
     if not any(path.suffix == ".zip" for path in paths):
         return [("", list(paths))]
@@ -188,12 +200,12 @@ def _runs(path: Path, folder: Path) -> dict[str, Path]:
 
 
 def known_ceiling(points: pd.DataFrame) -> str | None:
-    """Return the first column of CEILINGS that every machine knows."""
+    """Return the first column of CEILINGS without missing values, or None."""
     return next((column for column in CEILINGS if points[column].notna().all()), None)
 
 
 def read(paths: Sequence[Path]) -> list[Machine]:
-    """Read runs in the given order; raise NotComparable."""
+    """Read runs of one experiment in the given order; raise NotComparable for others."""
     if len(paths) < 2:
         raise NotComparable("a comparison needs two runs or more, e.g. two of reports/reference/")
     for path in paths:
@@ -206,8 +218,8 @@ def read(paths: Sequence[Path]) -> list[Machine]:
             f"these runs ask different questions ({', '.join(names)}): take runs of one experiment"
         )
     if not all(run.kind.reporting.compared for run in runs):
-        raise NotComparable(f"{names[0]} looks at ids only: a machine makes no difference to it")
-    # A mode that all have, or else each run's own first one, which a notice says.
+        raise NotComparable(f"{names[0]} analyses ids only: a machine makes no difference to it")
+    # A mode that all runs have, else the first one of each run, which a notice states.
     shared = [mode for mode in runs[0].modes if all(mode in run.modes for run in runs)]
     machines = []
     for label, run in zip(_labels(runs), runs, strict=True):
@@ -219,7 +231,7 @@ def read(paths: Sequence[Path]) -> list[Machine]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return short names of devices; runs of one device differ by commit, else by date."""
+    """Return short names of the devices; names of runs on one device have the commit or date."""
     environments = [run.environment for run in runs]
     names = [
         str((e.get("gpu") or {}).get("name") or e.get("device", "unknown device"))
@@ -269,14 +281,14 @@ def _role(record: Record, base: Record) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """Drop defaults of params: a field that workloads got later makes no difference."""
+    """Return params without defaults, so that new fields of workloads make no difference."""
     if not isinstance(value, dict):
         return value
     return sorted((k, v) for k, v in value.items() if v not in ("", [], None, "auto", "exact"))
 
 
 def measured(machines: Sequence[Machine]) -> pd.DataFrame:
-    """Return the points of every machine, joined with those of the first (see Comparison)."""
+    """Return the points of every machine, compared with those of the first (see Comparison)."""
     frame = pd.concat([_points(n, m) for n, m in enumerate(machines)], ignore_index=True)
     if not len(frame):
         raise NotComparable("none of these runs has a time: nothing was measured")
@@ -319,7 +331,7 @@ def _points(number: int, machine: Machine) -> pd.DataFrame:
 
 
 def missing(machines: Sequence[Machine], every: pd.DataFrame) -> list[str]:
-    """Return what some machine lacks and is therefore not compared."""
+    """Return a sentence per role or contender that some machine lacks."""
     labels = [m.label for m in machines]
     counts = every.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)
     counts = counts.reindex(columns=labels).fillna(0)

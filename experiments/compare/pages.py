@@ -45,7 +45,13 @@ HOW_TO_READ = (
 
 
 def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
-    """Write the comparison, print its notices and answer, and return the path of the page."""
+    """Write the page of a comparison, print its notices and answer; return its path.
+
+    Args:
+        runs: directories of runs.
+        folder: folder of the page; None for reports/compare/<experiment>.
+        command: command that repeats the comparison.
+    """
     comparison = Comparison.read(runs)
     target = folder or FOLDER / folder_name(comparison.machines[0].run.config.name)
     store = RunStore(target.resolve())
@@ -102,7 +108,7 @@ def page(comparison: Comparison, command: str) -> Page:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """Compare each machine with the first on the headline's work; then subject and baseline."""
+    """Return the answer: each machine against the first, then subject against baseline."""
     points, base = comparison.points, comparison.machines[0]
     points = points[(points["role"] == comparison.headline) & (points["phase"] == "step")]
     arms, subject, baseline = points["arm"].unique(), base.run.subject.key, base.run.baseline
@@ -117,7 +123,7 @@ def sentences(comparison: Comparison) -> list[str]:
 
 
 def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str, Any]]) -> str:
-    """State a machine's speed-up over the first, and the bandwidth that may explain it."""
+    """Return a sentence about a machine's speed-up, with the bandwidth that may explain it."""
     point, first, role = by_machine[number], by_machine[0], comparison.headline
     title = (
         "the sweep's base point"
@@ -129,7 +135,7 @@ def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str,
     for kind, words in (
         ("theory", "its makers state {} the bandwidth"),
         ("copy", "its memory copies {} as much"),
-        ("gather", "its memory gathers {} as much"),  # said where it is known
+        ("gather", "its memory gathers {} as much"),  # the last known one counts
     ):
         if math.isfinite(ratios[kind]):
             why = words.format(text.times(ratios[kind]))
@@ -151,14 +157,14 @@ def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str,
 
 
 def _times(point: Mapping[str, Any]) -> str:
-    """Format a speed-up: '5.2× [5.0, 5.4]'; without an interval where there is none."""
+    """Return a speed-up such as "5.2× [5.0, 5.4]", or without an interval."""
     low, high = point["gain_lo"], point["gain_hi"]
     known = math.isfinite(low) and math.isfinite(high)
     return text.times(point["gain"]) + f" {text.interval(low, high)}" * known
 
 
 def points_table(comparison: Comparison, phase: str) -> Table:
-    """Return, per role and contender, each machine's gain on the first, its rate and its share."""
+    """Return the table of gains, rates and bandwidth shares per role and contender."""
     points = comparison.points[comparison.points["phase"] == phase]
     ceiling, base = known_ceiling(points), comparison.machines[0].label
 
@@ -185,7 +191,7 @@ def points_table(comparison: Comparison, phase: str) -> Table:
 
 
 def machines_table(machines: Sequence[Machine]) -> Table:
-    """Return what each machine is, what its memory does, and which software ran."""
+    """Return the table of machines: memory, power, software."""
 
     def known(value: float | None, otherwise: str, unit: str = "") -> Value:
         if value is None or text.missing(value):
@@ -227,7 +233,7 @@ def machines_table(machines: Sequence[Machine]) -> Table:
 
 
 def sources_table(machines: Sequence[Machine]) -> Table:
-    """Return where each theoretical figure was read."""
+    """Return the table of theoretical figures with their sources."""
     devices = {m.device.key: m.device for m in machines if m.device}.values()
     rows = [
         (device.name, words, device.figures.get(key), device.sources.get(key, ceilings.UNKNOWN))
@@ -253,7 +259,7 @@ in `reports/reference/`. How to add a figure or a run:
 
 
 def overview(extra: Sequence[Path] = ()) -> Page:
-    """Return the page of every published figure and its verdict, with further runs of ours."""
+    """Return the page of all published figures with verdicts by the references and `extra` runs."""
     judged = published.of_references(extra)
     counts = ", ".join(f"{n} {v.value}" for v, n in published.counted(judged).items())
     return Page(
@@ -270,7 +276,7 @@ def overview(extra: Sequence[Path] = ()) -> Page:
 
 
 def _source(source: Publication, judgements: Sequence[JudgedFigure]) -> Section:
-    """Return a publication's verdicts, and what is not run here by reason."""
+    """Return the section of a publication: verdicts, and figures that are not run, by reason."""
     command = f"`python run.py +experiment={source.experiment}`. " * bool(source.experiment)
     judged = [
         f for f in judgements if f.verdict is not Reproduction.NOT_RUN or math.isfinite(f.ours)
@@ -294,7 +300,7 @@ def _source(source: Publication, judgements: Sequence[JudgedFigure]) -> Section:
 
 
 def _listed(alike: Sequence[PublishedFigure]) -> list[str]:
-    """Return one line per figure, or one for all with the same prefix up to the last colon."""
+    """Return a line per figure; figures with the same prefix before a colon share a line."""
     groups: dict[tuple[str, str], list[str]] = {}
     for figure in alike:
         begin, colon, end = figure.name.rpartition(": ")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-# Sweepable workload fields; `rank` is the contenders' axis.
-AXES = ("T", "E", "D", "B", "L", "s", "q")
-PHASES = ("forward", "step")  # what is timed of a contender
-OPERATIONS = {  # what is timed of a table of keys, as HierarchicalKV calls it
+AXES = ("T", "E", "D", "B", "L", "s", "q")  # workload fields to sweep; `rank` is the arms' axis
+PHASES = ("forward", "step")  # timed calls of a contender that looks up bags
+# Timed calls of a hash table, with the names of HierarchicalKV.
+OPERATIONS = {
     "find": "find",
     "find_slots": "find*",
     "find_or_insert": "find_or_insert",
@@ -29,7 +29,7 @@ _FOLDER = re.compile(r"\w[\w.-]{0,99}")
 
 
 def folder_name(name: object) -> str:
-    """Return the name of a run as that of its folder; raise UsageError where it is a path."""
+    """Return the name of a run's folder; raise UsageError for a name that would be a path."""
     if not _FOLDER.fullmatch(str(name)) or name == MULTIRUN:
         raise UsageError(
             f"name={str(name)!r} cannot name the folder of a run: use up to 100 letters, digits, "
@@ -40,14 +40,14 @@ def folder_name(name: object) -> str:
 
 
 class Tables(Enum):
-    """The tables of a workload."""
+    """Sizes of a workload's tables: T of E rows, or those of the Criteo-Kaggle data set."""
 
     equal = "equal"
     criteo_kaggle = "criteo_kaggle"
 
 
 class Distribution(Enum):
-    """How often each row is looked up; `trace` reads the lookups from a file."""
+    """Distribution of ids; `trace` reads the lookups from a file."""
 
     uniform = "uniform"
     zipf = "zipf"
@@ -56,14 +56,14 @@ class Distribution(Enum):
 
 
 class Order(Enum):
-    """Ids by popularity (ranked) or shuffled (permuted)."""
+    """Order of ids: by popularity (ranked) or shuffled (permuted)."""
 
     permuted = "permuted"
     ranked = "ranked"
 
 
 class Format(Enum):
-    """Layout of a trace file; auto goes by its name and first bytes."""
+    """Layout of a trace file; `auto` derives it from the file's name and first bytes."""
 
     auto = "auto"
     dlrm = "dlrm"
@@ -74,14 +74,14 @@ class Format(Enum):
 
 
 class Ids(Enum):
-    """Ids of a trace file: rows as they are (one outside its table is an error), or modulo rows."""
+    """Ids of a trace file: row numbers, checked (exact), or any ids, modulo the rows (fold)."""
 
     exact = "exact"
     fold = "fold"
 
 
 class Design(Enum):
-    """How axes combine: one at a time around the base point, all with all, or value by value."""
+    """Combination of axes: one varies at a time, all values with all, or value by value."""
 
     one_at_a_time = "one_at_a_time"
     grid = "grid"
@@ -89,14 +89,14 @@ class Design(Enum):
 
 
 class Scaling(Enum):
-    """How the batch scales with ranks: B per rank (weak), or B in total (strong)."""
+    """Batch over ranks: B per rank (weak) or B in total (strong)."""
 
     weak = "weak"
     strong = "strong"
 
 
 class Mode(Enum):
-    """The conditions of a sample: data in caches or not, launches in a graph or by the host."""
+    """Conditions of a sample: hot or cold caches, a CUDA graph, or wall time with launches."""
 
     hot = "hot"
     cold = "cold"
@@ -105,7 +105,7 @@ class Mode(Enum):
 
 
 class Rerun(Enum):
-    """Which cells are measured again although an earlier run has them."""
+    """Cells to measure again although an earlier run has them."""
 
     none = "none"
     failed = "failed"
@@ -113,7 +113,7 @@ class Rerun(Enum):
 
 
 class DeviceKind(Enum):
-    """Where the tables live."""
+    """Device of the tables; `auto` is cuda if torch finds a GPU."""
 
     auto = "auto"
     cpu = "cpu"
@@ -139,10 +139,10 @@ class Optimizer(Enum):
 
 @dataclass
 class WorkloadConfig:
-    """T tables of E rows and D columns; B bags per batch, L lookups per bag.
+    """T tables of E rows and D columns; B bags per batch and table, L lookups per bag.
 
-    Of a trace file, T and E may be 0: all its tables, with the rows that the file says they have. L
-    is then what its bags have on average.
+    For a trace file, T = 0 means all its tables, E = 0 the rows that the file states, and L is the
+    mean length of its bags.
     """
 
     tables: Tables = Tables.equal
@@ -156,16 +156,16 @@ class WorkloadConfig:
     s: float = 1.05  # P(rank) ~ (rank + q)^-s, rank = 1..E
     q: float = 0.0
     sizes: list[int] = field(default_factory=list)  # rows of each table, instead of T and E
-    file: str = ""  # of distribution=trace
+    file: str = ""  # path of the trace for distribution=trace
     format: Format = Format.auto
-    columns: list[str] = field(default_factory=list)  # of the file, one per table; empty: all
+    columns: list[str] = field(default_factory=list)  # tables of the trace, by name; empty: all
     ids: Ids = Ids.exact
-    sha256: str = ""  # of the file: recorded; if set, a run refuses any other file
+    sha256: str = ""  # checksum of the trace, recorded; if set, another file is refused
 
 
 @dataclass
 class TTConfig:
-    """Tensor-train contender: a variant per rank; only the `tables` largest are compressed."""
+    """Tensor trains: an arm per rank; only the `tables` largest tables are compressed."""
 
     ranks: list[int] = field(default_factory=lambda: [16])
     tables: int = 7
@@ -175,24 +175,24 @@ class TTConfig:
 
 @dataclass
 class CacheConfig:
-    """Contenders with a cache: a variant per size; and how long a trace through one is."""
+    """Caches: an arm per size, and the length of a trace through them."""
 
-    fractions: list[float] = field(default_factory=lambda: [0.2])  # of all rows
-    warm_batches: int = 60  # of a trace: they fill the cache and are not counted
-    batches: int = 60  # of a trace: they are counted
-    pool: int = 64  # distinct batches of a timed cell; a few would soon fit in the cache
-    directory: str = ""  # where disk tables live while they are measured; empty: a temporary one
+    fractions: list[float] = field(default_factory=lambda: [0.2])  # cached rows ÷ all rows
+    warm_batches: int = 60  # first batches of a trace, which fill the cache and are not counted
+    batches: int = 60  # batches of a trace that are counted
+    pool: int = 64  # distinct batches of a timed cell; the rows of a few would all be cached soon
+    directory: str = ""  # folder of tables on disk; empty: a temporary one
 
 
 @dataclass
 class KeysConfig:
-    """Tables of keys: one of workload.E slots and workload.D columns, calls of B × L keys.
+    """Hash tables: workload.E slots, workload.D columns, calls with B × L keys.
 
-    A case with `loads` is of kind keys, whatever the kind of its experiment.
+    A case with `loads` has kind keys, whatever the kind of its experiment.
     """
 
-    loads: list[float] = field(default_factory=list)  # keys present ÷ slots, an arm for each
-    hits: float = 0.6  # share of a call's keys that are present
+    loads: list[float] = field(default_factory=list)  # present keys ÷ slots, an arm per value
+    hits: float = 0.6  # share of present keys in a call
     operations: list[str] = field(
         default_factory=lambda: [
             "find",
@@ -202,21 +202,21 @@ class KeysConfig:
             "insert_and_evict",
         ]
     )
-    first: float = 0.01  # share of the slots that a growing table begins with
+    first: float = 0.01  # initial slots of a growing table ÷ its final slots
 
 
 @dataclass
 class ShardingConfig:
-    """Collections over ranks (kinds sharding, calibration): a cell for each world and scaling."""
+    """Collections over ranks (kinds sharding, calibration): a cell per world and scaling."""
 
     worlds: list[int] = field(default_factory=lambda: [1, 2])
     scaling: list[Scaling] = field(default_factory=lambda: [Scaling.weak])
-    beyond: list[int] = field(default_factory=list)  # worlds whose steps are only predicted
+    beyond: list[int] = field(default_factory=list)  # larger worlds, whose steps are predicted only
 
 
 @dataclass
 class PublishedConfig:
-    """A published number; printed with its source, never divided by a measured one."""
+    """A published number, printed with its source and never divided by a measured one."""
 
     label: str = ""
     value: float = 0.0
@@ -226,11 +226,13 @@ class PublishedConfig:
 
 @dataclass
 class CaseConfig:
-    """One fixed workload with a name, measured in addition to the sweep."""
+    """A fixed workload with a name, measured in addition to the sweep."""
 
     title: str = ""
     note: str = ""
-    kind: str = ""  # a name in experiments/kinds; empty: that of the experiment, or keys
+    kind: str = (
+        ""  # a name in experiments/kinds; empty: the experiment's, or keys with `keys.loads`
+    )
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     contenders: list[str] = field(default_factory=lambda: ["tbe", "tt"])
     tt: TTConfig = field(default_factory=TTConfig)
@@ -238,12 +240,12 @@ class CaseConfig:
     keys: KeysConfig = field(default_factory=KeysConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     published: list[PublishedConfig] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)  # of its kind, if that has any
+    options: dict[str, Any] = field(default_factory=dict)  # options that its kind defines
 
 
 @dataclass
 class SweepConfig:
-    """Values of each axis; an empty list leaves the axis at the base workload's value."""
+    """Values per axis; an axis without values keeps the value of the base workload."""
 
     T: list[int] = field(default_factory=list)
     E: list[int] = field(default_factory=list)
@@ -257,43 +259,43 @@ class SweepConfig:
 
 @dataclass
 class TimingConfig:
-    """How long to measure. The caps (0 = none) shrink a run for tests; the report then says so."""
+    """Amount of measuring. A cap of 0 is no cap; the report of a capped run says that it is one."""
 
     preset: str = "standard"
-    replicates: int = 3  # fresh processes per cell; a verdict needs three
+    replicates: int = 3  # fresh processes per cell; a verdict needs 3
     modes: list[Mode] = field(default_factory=lambda: [Mode.hot])
-    pool: int = 8  # distinct batches, cycled
-    warmup: int = 3  # passes over the pool before the first sample, at least
-    warmup_seconds: float = 0.2  # of warming up, at least; then until two passes are alike
-    warmup_cap: float = 1.0  # at most: slow contenders get fewer batches to warm up
-    min_seconds: float = 0.2  # of samples, before a phase may count as precise
-    min_rounds: int = 6  # the fewest that give a 95 % interval
-    max_rounds: int = 50  # of two samples per phase
-    cell_seconds: float = 2.5  # for all contenders of one cell together
-    total_seconds: float = 75.0  # on a busy machine cells get shorter to keep to this; 0: never
-    precision: float = 0.01  # stop early: half-width of the median's 95 % interval, relative
-    energy_seconds: float = 0.0  # of steps alone, for their energy; 0: not measured
-    limit_seconds: float = 120.0  # a contender without a message for so long is ended; 0: never
-    max_rows: int = 0
-    max_batch: int = 0
-    max_cells: int = 0
-    max_ranks: int = 0
+    pool: int = 8  # distinct batches, used in turns
+    warmup: int = 3  # minimum of passes over the pool before the first sample
+    warmup_seconds: float = 0.2  # minimum of warm-up, which ends when two passes are alike
+    warmup_cap: float = 1.0  # maximum of warm-up; slow contenders then see fewer batches
+    min_seconds: float = 0.2  # sum of the samples of a phase before it may count as precise
+    min_rounds: int = 6  # 6 is the minimum that gives a 95 % interval
+    max_rounds: int = 50  # maximum of rounds, each with two samples per phase
+    cell_seconds: float = 2.5  # timing budget of a cell, all contenders together
+    total_seconds: float = 75.0  # budget of the run, which shortens and drops cells; 0: none
+    precision: float = 0.01  # relative half-width of the median's 95 % interval that ends timing
+    energy_seconds: float = 0.0  # duration of the steps whose energy is measured; 0: not measured
+    limit_seconds: float = 120.0  # silence after which a contender's process is ended; 0: never
+    max_rows: int = 0  # cap of the rows of a table; set in smoke runs only
+    max_batch: int = 0  # cap of B
+    max_cells: int = 0  # cap of the cells of the sweep
+    max_ranks: int = 0  # cap of the ranks of a world
 
 
 @dataclass
 class DeviceConfig:
-    """Where to run, on how many CPU threads (0: torch's default), in how much of free memory."""
+    """Device, and the share of the machine that a run uses."""
 
     kind: DeviceKind = DeviceKind.auto
-    threads: int = 0
-    memory_share: float = 0.6
-    ranks: int = 1  # processes, each with its own batches
-    strict: bool = False  # refuse to measure on a machine that is not fit for it
+    threads: int = 0  # CPU threads; 0: torch's default
+    memory_share: float = 0.6  # tables ÷ free memory beyond which tables are shrunk
+    ranks: int = 1  # processes that measure a cell together, each with its own batches
+    strict: bool = False  # raise an error on a machine that is unfit to measure on
 
 
 @dataclass
 class GatePoint:
-    """One thing the gate checks: a phase of the first contender of a case."""
+    """A point of the gate: a phase of the first contender of a case."""
 
     case: str = ""
     phase: str = "step"
@@ -325,7 +327,7 @@ class ReportConfig:
     headline: str = ""  # a key of `cases`, or empty for the sweep's base point
     subject: str = "tt"
     subject_rank: int = 16
-    subject_cache: float = 0.01  # of a subject with a cache: its size as a fraction of all rows
+    subject_cache: float = 0.01  # cached rows ÷ all rows of a subject with a cache
     baseline: str = "tbe"
     figures: bool = True
     folder: str = "reports/runs"  # relative to the repository
@@ -351,11 +353,11 @@ class Config:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     design: Design = Design.one_at_a_time
-    where: list[str] = field(default_factory=list)  # what does not meet all of these is left out
-    exclude: list[str] = field(default_factory=list)  # what meets any of these is left out
+    where: list[str] = field(default_factory=list)  # rules that every cell must meet
+    exclude: list[str] = field(default_factory=list)  # rules of which a cell must meet none
     cases: dict[str, CaseConfig] = field(default_factory=dict)
     timing: TimingConfig = field(default_factory=TimingConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
-    options: dict[str, Any] = field(default_factory=dict)  # of the kind, if it has any of its own
+    options: dict[str, Any] = field(default_factory=dict)  # options that the kind defines

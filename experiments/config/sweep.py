@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,18 +25,19 @@ from experiments.config.schema import (
 )
 from experiments.contenders import registry
 
-SWEEP = "sweep"  # section of the cells that come from `sweep:`; cases use their own names
+SWEEP = "sweep"  # section of the cells of `sweep:`; the section of a case is its name
 
-# Computed from a trace; they are no programs to time.
+# Arms that are computed from a trace instead of measured.
 IDEALS = {"offline": "offline optimum (ideal)", "static_top": "static top-k (ideal)"}
-# Computed as well: the same policies without sets, for which an experiment asks by name.
+# Computed arms that an experiment asks for by name: fully associative caches.
 EXACT = {"exact_lru": "exact LRU", "exact_lfu": "exact LFU"}
 COMPUTED = IDEALS | EXACT
-LOOKUPS = {"lookups": "the lookups"}  # the one arm of a trace that is only looked at
-CALIBRATED = {"constants": "constants of the cost model"}  # the one arm of a calibration
-PREDICTED = {"trains": "tensor trains"}  # the one arm of kind=predictions
+LOOKUPS = {"lookups": "the lookups"}  # the only arm of kind=trace
+CALIBRATED = {"constants": "constants of the cost model"}  # the only arm of kind=calibration
+PREDICTED = {"trains": "tensor trains"}  # the only arm of kind=predictions
 PLAIN = "plain"
-TRAINED = {  # methods of kind=quality, in the order in which they are tried
+# Methods of kind=quality, in the order of training.
+TRAINED = {
     "plain": "plain",
     "bf16": "16-bit rows",
     "narrow": "narrower",
@@ -63,29 +63,32 @@ Condition = Callable[[dict[str, Any]], bool]
 
 
 def label_of(contender: str) -> str:
-    """Return the label of a contender or of a computed arm."""
-    return (COMPUTED | LOOKUPS | CALIBRATED | PREDICTED | TRAINED).get(contender) or registry.label(
-        contender
-    )
+    """Return the name in reports of a contender, a computed arm or a method."""
+    computed = COMPUTED | LOOKUPS | CALIBRATED | PREDICTED | TRAINED
+    return computed.get(contender) or registry.facts_of(contender).label
 
 
 def variants_of(contender: str) -> str:
-    """Return what there is an arm for each of: "rank", "cache", or nothing."""
+    """Return "rank" or "cache" if the contender has an arm per rank or cache size, else ""."""
     if contender in LOOKUPS | CALIBRATED | PREDICTED:
         return ""
-    return "cache" if contender in COMPUTED else registry.variants(contender)
+    return "cache" if contender in COMPUTED else registry.facts_of(contender).variants
 
 
 @dataclass(frozen=True, order=True)
 class Arm:
-    """One contender of a cell with its variant.
+    """A contender of a cell with its variant.
 
-    A TT contender has a rank, one with a cache that cache's size, and a table of keys its load.
+    Attributes:
+        contender: name of the contender, computed arm or method.
+        rank: rank of a tensor train; 0 for others.
+        cache: cached rows ÷ all rows (in kind=quality bytes ÷ bytes of plain tables); 0 without.
+        load: keys ÷ slots of a hash table; 0 for others.
     """
 
     contender: str
     rank: int = 0
-    cache: float = 0.0  # fraction of all rows
+    cache: float = 0.0
     load: float = 0.0
 
     @property
@@ -110,21 +113,21 @@ class Arm:
 
 @dataclass(frozen=True)
 class Cell:
-    """One workload; all its arms are measured interleaved, on the same batches."""
+    """A workload with the arms that are measured on its batches, interleaved."""
 
     section: str
     title: str
     workload: WorkloadConfig
     arms: tuple[Arm, ...]
     tt: TTConfig = field(default_factory=TTConfig)
-    rows_scale: float = 1.0  # < 1 where memory or a smoke run asked for smaller tables
+    rows_scale: float = 1.0  # rows of the tables ÷ those of the workload; < 1 if shrunk or capped
     note: str = ""
     cache: CacheConfig = field(default_factory=CacheConfig)
     kind: str = "time"
     keys: KeysConfig = field(default_factory=KeysConfig)
-    ranks: int = 0  # 0: those of the run
+    ranks: int = 0  # processes that measure the cell together; 0: device.ranks
     scaling: Scaling = Scaling.weak
-    options: dict[str, Any] = field(default_factory=dict)  # of its kind
+    options: dict[str, Any] = field(default_factory=dict)  # options that its kind defines
 
     def with_arms(self, *arms: Arm) -> Cell:
         """Return the cell with other arms."""
@@ -132,7 +135,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Return what identifies the cell within its run."""
+        """Return a text that is unique within a run, and the same in every run of the cell."""
         values = " ".join(f"{a}={getattr(self.workload, a):g}" for a in AXES)
         world = f" W={self.ranks} {self.scaling.value}" * bool(self.ranks)
         return f"{self.section} {values}{world}"
@@ -144,7 +147,14 @@ def arms_of(
     fractions: Sequence[float],
     loads: Sequence[float] = (),
 ) -> tuple[Arm, ...]:
-    """Return one arm per contender and, where it has them, rank, cache size or table load."""
+    """Return an arm per contender and rank, cache size or load.
+
+    Args:
+        contenders: names of contenders, computed arms or methods.
+        ranks: ranks of tensor trains.
+        fractions: cache sizes ÷ all rows.
+        loads: keys ÷ slots; if there are any, all contenders are hash tables.
+    """
 
     def variants(name: str) -> list[Arm]:
         if loads:
@@ -160,7 +170,7 @@ def arms_of(
 
 
 def case_cells(config: Config, kind_of: Callable[[CaseConfig], str]) -> list[Cell]:
-    """Return a cell per case; `kind_of` says of which kind."""
+    """Return a cell per case; `kind_of` returns the kind of a case."""
     return [
         Cell(
             key,
@@ -179,7 +189,7 @@ def case_cells(config: Config, kind_of: Callable[[CaseConfig], str]) -> list[Cel
 
 
 def axes_of(config: Config) -> dict[str, list[Any]]:
-    """Return the axes that are swept, with their values."""
+    """Return {axis: values} of the axes that have values."""
     values = {a: list(getattr(config.sweep, a)) for a in (*AXES, "rank")}
     return {axis: v for axis, v in values.items() if v}
 
@@ -187,37 +197,44 @@ def axes_of(config: Config) -> dict[str, list[Any]]:
 def swept_cells(
     config: Config, kind: str, names: Sequence[str], loads: Sequence[float]
 ) -> Iterator[Cell]:
-    """Yield the cells of the sweep; `names` are the contenders, `loads` those of hash tables."""
+    """Yield the distinct cells of the sweep that `where` and `exclude` leave an arm.
+
+    Args:
+        config: configuration of the run.
+        kind: kind of the cells.
+        names: contenders and computed arms.
+        loads: keys ÷ slots, if the contenders are hash tables.
+
+    Raises:
+        UsageError: a rule cannot be read, or zipped axes differ in length.
+    """
     axes = axes_of(config)
-    # A named trace is measured in addition to the cases.
+    # Without axes only a trace of the user's is measured besides the cases.
     if not axes and config.cases and config.workload.distribution is not Distribution.trace:
         return
     ranks = sorted({*axes.pop("rank", []), *config.tt.ranks})
     base = config.workload
-    if config.design is Design.one_at_a_time:  # only the base point meets every rank
-        lone = [{axis: v} for axis, values in axes.items() for v in values]
-        base_first: list[tuple[dict[str, Any], list[int]]] = [({}, ranks)]
-        points_ranks = base_first + [(point, list(config.tt.ranks)) for point in lone]
-    elif config.design is Design.grid:
-        points = [dict(zip(axes, v, strict=True)) for v in itertools.product(*axes.values())]
-        points_ranks = [(point, ranks) for point in points]
+    if config.design is Design.one_at_a_time:  # only the base point has every rank
+        points = [{}, *({axis: v} for axis, values in axes.items() for v in values)]
     else:
-        points_ranks = [(point, ranks) for point in _zipped(axes)]
+        points = [dict(zip(axes, values, strict=True)) for values in _combined(config.design, axes)]
     seen: set[str] = set()
     keep = [condition(text) for text in config.where]
     drop = [condition(text) for text in config.exclude]
-    for point, cell_ranks in points_ranks:
+    for point in points:
+        lone = config.design is Design.one_at_a_time and point
         workload = dataclasses.replace(base, **point)
-        arms = tuple(
-            arm
-            for arm in arms_of(names, cell_ranks, config.cache.fractions, loads)
-            if _kept({**_values(workload), "rank": arm.rank}, keep, drop)
-        )
+        arms = []
+        sizes = config.cache.fractions
+        for arm in arms_of(names, config.tt.ranks if lone else ranks, sizes, loads):
+            values = {"rank": arm.rank} | {axis: getattr(workload, axis) for axis in AXES}
+            if all(met(values) for met in keep) and not any(met(values) for met in drop):
+                arms.append(arm)
         cell = Cell(
             SWEEP,
             title_of(workload),
             workload,
-            arms,
+            tuple(arms),
             config.tt,
             cache=config.cache,
             kind=kind,
@@ -228,78 +245,55 @@ def swept_cells(
             yield cell
 
 
-def _zipped(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Combine the first values, the second values, ...; raises UsageError unless equally many."""
+def _combined(design: Design, axes: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Combine all values with all (grid), or the first ones, the second ones, ... (zip)."""
+    if design is Design.grid:
+        return itertools.product(*axes.values())
     if len({len(values) for values in axes.values()}) > 1:
         counts = ", ".join(f"{len(values)} of {axis}" for axis, values in axes.items())
         raise UsageError(f"design=zip needs equally many values of every axis; there are {counts}")
-    return [dict(zip(axes, v, strict=True)) for v in zip(*axes.values(), strict=True)]
-
-
-def _kept(values: dict[str, Any], keep: Sequence[Condition], drop: Sequence[Condition]) -> bool:
-    return all(test(values) for test in keep) and not any(test(values) for test in drop)
+    return zip(*axes.values(), strict=True)
 
 
 def title_of(w: WorkloadConfig) -> str:
-    """Return the workload as the end of a sentence."""
+    """Return the workload in words, such as "26 tables of 1,000 rows (D=64, B=512, L=20)"."""
     tables = "a table" if w.T == 1 else f"{w.T} tables"
     if w.distribution is Distribution.trace:
         return f"{tables} of the trace {Path(w.file).name} (D={w.D}, B={w.B:,}, L≈{w.L})"
     return f"{tables} of {w.E:,} rows (D={w.D}, B={w.B:,}, L={w.L})"
 
 
-def _values(workload: WorkloadConfig) -> dict[str, Any]:
-    return {axis: getattr(workload, axis) for axis in AXES}
-
-
-_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+# The syntax of a rule: arithmetic and comparisons of axes and numbers, `and`, `or`, `not`.
+_RULE_SYNTAX = (
+    *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Compare, ast.Eq, ast.NotEq, ast.Lt, ast.LtE),
+    *(ast.Gt, ast.GtE, ast.Name, ast.Load, ast.Constant),
+)
 
 
 def condition(text: str) -> Condition:
-    """Parse a rule of `where` or `exclude` such as "rank <= D or L == 1"."""
+    """Compile a rule of `where` or `exclude`, such as "rank <= D or L == 1".
+
+    Returns:
+        Function of the values of AXES and rank: whether they meet the rule.
+
+    Raises:
+        UsageError: the rule is no expression of axes and numbers.
+    """
+    names = (*AXES, "rank")
     try:
-        tree = ast.parse(text, mode="eval").body
-        _evaluate(tree, dict.fromkeys((*AXES, "rank"), 1))
-    except (SyntaxError, TypeError, KeyError, ZeroDivisionError) as error:
-        names = ", ".join((*AXES, "rank"))
+        tree = ast.parse(text, mode="eval")
+        for node in ast.walk(tree):
+            if not isinstance(node, _RULE_SYNTAX):
+                raise TypeError(f"{type(node).__name__} is not allowed")
+            if isinstance(node, ast.Name) and node.id not in names:
+                raise TypeError(f"no axis {node.id}")
+            if isinstance(node, ast.Constant) and not isinstance(node.value, int | float):
+                raise TypeError(f"{node.value!r} is no number")
+        code = compile(tree, "<rule>", "eval")
+        eval(code, {"__builtins__": {}}, dict.fromkeys(names, 1))
+    except (SyntaxError, TypeError, ZeroDivisionError) as error:
         raise UsageError(
-            f"where, exclude: cannot read '{text}' ({error}); it may use {names}"
+            f"where, exclude: cannot read '{text}' ({error}); it may use {', '.join(names)}"
         ) from error
-    return lambda values: bool(_evaluate(tree, values))
-
-
-def _evaluate(node: ast.AST, values: dict[str, Any]) -> Any:
-    match node:
-        case ast.Constant(value=int() | float() as number):
-            return number
-        case ast.Name(id=name):
-            if name not in values:
-                raise KeyError(f"no axis {name}")
-            return values[name]
-        case ast.BoolOp(op=ast.And(), values=parts):
-            return all(_evaluate(p, values) for p in parts)
-        case ast.BoolOp(op=ast.Or(), values=parts):
-            return any(_evaluate(p, values) for p in parts)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return not _evaluate(operand, values)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _COMPARE:
-            return _COMPARE[type(op)](_evaluate(left, values), _evaluate(right, values))
-        case ast.Compare(left=left, ops=ops, comparators=rights) if all(
-            type(o) in _COMPARE for o in ops
-        ):
-            chain = [_evaluate(n, values) for n in (left, *rights)]
-            pairs = zip(chain, ops, chain[1:], strict=False)
-            return all(_COMPARE[type(op)](a, b) for a, op, b in pairs)
-        case _:
-            raise TypeError(f"{type(node).__name__} is not allowed")
+    return lambda values: bool(eval(code, {"__builtins__": {}}, values))

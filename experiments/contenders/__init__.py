@@ -1,1 +1,1 @@
-"""What is measured: emblib and its peers, all with one interface. `contenders.yaml` lists them."""
+"""The implementations that are measured, behind one interface; `contenders.yaml` lists them."""

@@ -11,106 +11,111 @@ import torch
 from torch import Tensor
 
 from experiments.config.schema import Optimizer
-from experiments.contenders.registry import Missing, Unsupported, find
+from experiments.contenders.registry import Unsupported as Unsupported
+from experiments.contenders.registry import find
 from experiments.workloads.workload import Batch, TableShape
 
-__all__ = [
-    "Contender",
-    "Missing",
-    "OneModule",
-    "State",
-    "Task",
-    "Unsupported",
-    "build",
-    "fill_",
-    "first_update",
-    "optimizer_bytes",
-    "pool_rows",
-    "read_rows",
-    "split_gradient",
-    "touched",
-    "update_rounding",
-]
-
-State = list[Tensor]
-EPS = 1e-8  # of Adagrad, for every contender
-GRADIENT_ROUNDING = 1e-6  # of sums in another order; the gradients of a batch are of order one
+State = list[Tensor]  # the parameters that a batch touches, in an order of the contender's own
+EPS = 1e-8  # Adagrad's epsilon, for every contender
+GRADIENT_ROUNDING = 1e-6  # error of a gradient summed in another order; gradients are of order one
 
 
 @dataclass(frozen=True)
 class Task:
-    """The tables, optimizer and device that a contender is built for."""
+    """The tables, optimizer and device that a contender is built for.
+
+    Attributes:
+        shapes: rows and columns of each table; a table has one feature.
+        optimizer: update rule of the step.
+        lr: learning rate.
+        device: device of the module and of prepared batches.
+        rank: rank of tensor trains; 0 for other contenders.
+        tt_tables: number of tables, the largest ones, that tensor trains compress.
+        row_factors: factors of the rows of a tensor train; () lets emblib choose.
+        dim_factors: factors of the columns of a tensor train; () lets emblib choose.
+        shrunk: True if the tables have fewer rows than the experiment asks for.
+        cache: size of a cache as a fraction of all rows, for contenders with a cache.
+        directory: folder of tables on disk; "" for a temporary one.
+    """
 
     shapes: tuple[TableShape, ...]
     optimizer: Optimizer
     lr: float
     device: torch.device
-    rank: int = 0  # TT only
-    tt_tables: int = 0  # how many of the largest tables TT compresses
+    rank: int = 0
+    tt_tables: int = 0
     row_factors: tuple[int, ...] = ()
     dim_factors: tuple[int, ...] = ()
-    shrunk: bool = False  # tables have fewer rows than the experiment asks for
-    cache: float = 0.2  # with a cache only: its size as a fraction of all rows
-    directory: str = ""  # on disk only: where the tables live; empty: a temporary directory
+    shrunk: bool = False
+    cache: float = 0.2
+    directory: str = ""
 
 
 class Contender(ABC):
-    """An implementation that is measured, built for a Task; `prepare` is never timed.
+    """An implementation that is measured, built for a Task. `forward` and `step` are timed.
 
-    Its name, label and other facts are in contenders.yaml. `prepare` and `expect` are for modules
-    that take feature-major ids and hold plain tables; other contenders override them.
+    Its name, label and other facts are in contenders.yaml. `prepare` and `expect` suit modules that
+    take feature-major ids and hold plain tables; other contenders override them. Overrides have a
+    docstring only where they promise more than the method here.
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
 
     def prepare(self, batch: Batch) -> Any:
-        """Lay out a batch on the device for forward and step: ids, offsets, gradient; not timed."""
+        """Return ids, offsets and gradient on the device, as `forward` and `step` take them."""
         device = self.task.device
         return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
 
     @abstractmethod
     def forward(self, prepared: Any) -> Tensor:
-        """Look up [B, sum D] without recording gradients."""
+        """Return the pooled rows, float32 [B, sum D], without recording gradients."""
 
     @abstractmethod
     def step(self, prepared: Any) -> None:
-        """Run forward, backward from the batch's gradient, and update."""
+        """Run forward, backward from the batch's gradient, and the update of the parameters."""
 
     def parts(self, prepared: Any) -> dict[str, Callable[[], object]]:
-        """Return parts of a step on this batch that can be repeated separately.
+        """Return the parts of a step that can be timed separately, {name: call}; {} without any.
 
-        Every rank makes this call and those that it returns; what a part needs is computed here.
+        A collective: every rank calls this method and each part. Inputs of the parts are computed
+        here, outside the timing.
         """
         return {}
 
     def visit(self, prepared: Any) -> None:
-        """Run a batch of a trace through the cache; never timed."""
+        """Run a batch of a trace through the cache; not timed."""
         self.forward(prepared)
 
     def counters(self) -> dict[str, int]:
-        """Return what a cache counted since `reset_counters`; empty without a cache."""
+        """Return the cache's counts since `reset_counters`; {} without a cache.
+
+        The keys are lookups, lookup_hits, rows and row_hits; rows are the distinct rows per batch.
+        """
         return {}
 
     def reset_counters(self) -> None:  # noqa: B027 most contenders have none
-        """Count from zero."""
+        """Set the counters to zero; the content of the cache stays."""
 
     def flops(self, batch: Batch) -> dict[str, float]:
-        """Return operations of the products in each phase; empty where rows are only read."""
+        """Return the floating-point operations of each phase; {} if rows are only read."""
         return {}
 
     @abstractmethod
     def nbytes(self) -> dict[str, int]:
-        """Return {"weights": ..., "optimizer_state": ...} in bytes, and "cache" if any."""
+        """Return the bytes of "weights" and "optimizer_state", and of "cache" if there is one."""
 
     @abstractmethod
     def observe(self, batch: Batch) -> State:
         """Return copies of the parameters that `batch` touches."""
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute with plain PyTorch the output, and `observe` after one step from fresh state.
+        """Compute with plain PyTorch the output [B, sum D] and `observe` after one step.
 
-        `before` is what `observe` returned before the step: the touched rows of each table.
+        Args:
+            batch: batch of the step.
+            before: result of `observe` before the step: the touched rows of each table. The
+                optimizer state is zero.
         """
         outputs, after = [], []
         gradients = split_gradient(batch, self.task.shapes)
@@ -125,7 +130,7 @@ class Contender(ABC):
 
 
 class OneModule(Contender):
-    """A module that takes every feature in one call and updates its rows in backward."""
+    """A contender with one module for all features, whose backward updates the rows."""
 
     module: Any
 
@@ -138,18 +143,16 @@ class OneModule(Contender):
         """Build the module on the task's device."""
 
     def forward(self, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Look up with one call."""
         with torch.no_grad():
             output: Tensor = self.module(prepared[0], prepared[1])
         return output
 
     def step(self, prepared: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Run forward and backward(), which updates the rows."""
         self.module(prepared[0], prepared[1]).backward(prepared[2])
 
 
 def build(name: str, task: Task) -> Contender:
-    """Make the contender; raises Unsupported with the reason where it cannot do the task."""
+    """Build a contender by name; raise Unsupported if it cannot do the task."""
     contender: Contender = find(name).load()(task)
     return contender
 
@@ -160,13 +163,16 @@ def touched(batch: Batch, task: Task) -> list[Tensor]:
 
 
 def read_rows(weights: Iterable[Tensor], batch: Batch, task: Task) -> State:
-    """Return copies of the rows that `batch` touches; `weights` are [E, D] per table."""
+    """Copy the rows that `batch` touches to the host, [rows, D] per table.
+
+    `weights` are the tables, [E, D] each, on any device.
+    """
     ids = touched(batch, task)
     return [w.detach()[i.to(w.device)].cpu() for w, i in zip(weights, ids, strict=True)]
 
 
 def optimizer_bytes(states: Iterable[Mapping[str, Any]]) -> int:
-    """Return the bytes of tensors in an optimizer's state, without the counters of steps."""
+    """Return the bytes of the tensors in the states of torch.optim; step counters do not count."""
     values = (value for state in states for value in state.values())
     return sum(v.nbytes for v in values if isinstance(v, Tensor) and v.dim() > 0)
 
@@ -184,7 +190,7 @@ def pool_rows(rows: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
 
 
 def first_update(kind: Optimizer, weights: Tensor, gradient: Tensor, lr: float) -> Tensor:
-    """Return `weights` after one update from zero optimizer state."""
+    """Return `weights` [rows, D] after one update by `gradient`, from zero optimizer state."""
     if kind is Optimizer.sgd:
         return weights - lr * gradient
     square = gradient * gradient
@@ -194,11 +200,11 @@ def first_update(kind: Optimizer, weights: Tensor, gradient: Tensor, lr: float) 
 
 
 def update_rounding(kind: Optimizer, update: Tensor, lr: float) -> Tensor:
-    """Return how much each element of a first update may change by the rounding of its gradient.
+    """Return the error that rounding a gradient can cause in each element of a first update.
 
-    Adagrad divides an element by its own size, so that one next to zero may become anything from
-    -lr to lr. Elsewhere the relative tolerance covers rounding, and this is zero, as it is for
-    elements without a gradient.
+    Adagrad divides an element by its own magnitude: next to zero, any result from -lr to lr is
+    possible. For other optimizers, and for elements without a gradient, the result is zero, because
+    the relative tolerance of the comparison covers rounding.
     """
     if kind is not Optimizer.adagrad:
         return torch.zeros_like(update)
@@ -210,7 +216,10 @@ def update_rounding(kind: Optimizer, update: Tensor, lr: float) -> Tensor:
 
 
 def fill_(weights: Tensor, seed: int) -> Tensor:
-    """Write every element with repeated noise, at memory speed; untouched pages read too fast."""
+    """Fill `weights` with repeated noise in [-0.01, 0.01], at memory speed; return it.
+
+    Pages that were never written would be read too fast.
+    """
     flat = weights.view(-1)
     size = min(1 << 20, flat.numel())
     generator = torch.Generator().manual_seed(seed)

@@ -11,12 +11,12 @@ from experiments.contenders.keys import KeyTable, KeyTask, Unsupported
 
 Prepared = tuple[Tensor, Tensor]
 ABSENT = -1
-SLOT_BYTES = 16.25  # of a slot: key, value and two bits, in a table of a power of two of them
-MAX_LOAD = 0.77
+SLOT_BYTES = 16.25  # bytes per slot: key, value and two bits; the number of slots is a power of 2
+MAX_LOAD = 0.77  # keys per slot at which khash doubles its slots
 
 
 class Cykhash(KeyTable):
-    """A map from keys to slots; a key's slot is the number of keys before it."""
+    """cykhash's map from keys to slots; the slot of a key is the number of keys before it."""
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
@@ -25,7 +25,7 @@ class Cykhash(KeyTable):
         self.map = Int64toInt64Map()
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Build a map of the new keys and update the old one with it."""
+        """Build a map of the new keys, then merge it into the map."""
         begin = len(self.map)
         numbers = np.arange(begin, begin + len(keys))
         added = Int64toInt64Map_from_buffers(keys.numpy(), numbers)
@@ -35,17 +35,15 @@ class Cykhash(KeyTable):
             self.map = added
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        """Look up with cykhash's own loop over a buffer of keys."""
         out = np.empty(len(prepared[0]), np.int64)
         Int64toInt64Map_to(self.map, prepared[0].numpy(), out, False, ABSENT)
         return torch.from_numpy(out)
 
     def size(self) -> int:
-        """Return the number of keys in the map."""
         return len(self.map)
 
     def nbytes(self) -> int:
-        """Compute the bytes from khash's layout, since the map does not report them."""
+        """Compute the bytes from khash's layout, because the map does not report them."""
         slots = 4
         while slots * MAX_LOAD < max(1, len(self.map)):
             slots *= 2

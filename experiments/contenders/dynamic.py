@@ -1,4 +1,4 @@
-"""emblib.DynamicEmbeddingBags, holding every row of the workload, in one tier or two."""
+"""emblib.DynamicEmbeddingBags as contenders: hash tables of every row, in one tier or two."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from experiments.contenders.base import OneModule, State, Task, touched
 from experiments.contenders.tables import OPTIMIZERS
 from experiments.workloads.workload import Batch
 
-FILLED_LOAD = 0.75  # rows ÷ slots: below where a key might find no slot
-IDS_PER_FILL = 1 << 18  # ids at a time when the tables are filled
-MAX_MISSES = 1 << 20  # rows of a batch that the fast tier does not have: its own limit on a CPU
+FILLED_LOAD = 0.75  # rows per slot: low enough that every key finds a slot
+IDS_PER_FILL = 1 << 18  # ids per forward while the tables are filled
+MAX_MISSES = 1 << 20  # rows that one batch may miss in the fast tier: the default on a CPU
 Prepared = tuple[Tensor, Tensor, Tensor]
 
 
 class Dynamic(OneModule):
-    """One module for every table; all rows are there before anything is timed."""
+    """One module for all tables; every row is inserted before anything is timed."""
 
     module: emblib.DynamicEmbeddingBags
 
@@ -37,21 +37,21 @@ class Dynamic(OneModule):
         )
 
     def _fill(self) -> None:
-        """Insert every id by a training forward, table by table."""
+        """Insert every id with training forwards, table by table."""
         for table, shape in enumerate(self.task.shapes):
             for first in range(0, shape.rows, IDS_PER_FILL):
                 ids = torch.arange(first, min(first + IDS_PER_FILL, shape.rows))
                 self.module(ids.to(self.task.device), self._offsets(table, 1, len(ids)))
 
     def _offsets(self, table: int, bags: int, ids: int) -> Tensor:
-        """Return the offsets of a batch whose ids are all of one table, equally many per bag."""
+        """Return offsets of a batch with `ids` ids of one table, equally many per bag."""
         sizes = torch.zeros(len(self.task.shapes), bags, dtype=torch.int64)
         sizes[table] = ids // bags
         ends = sizes.view(-1).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends]).to(self.task.device)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes that the module reports; keys count as weights."""
+        """Return the bytes that the module reports; keys and metadata count as weights."""
         nbytes = dict(self.module.nbytes())
         return {
             "weights": sum(nbytes.values()) - nbytes.get("optimizer_state", 0),
@@ -59,7 +59,6 @@ class Dynamic(OneModule):
         }
 
     def observe(self, batch: Batch) -> State:
-        """Read the touched rows of each table, one id per bag."""
         tables = []
         dims = [s.dim for s in self.task.shapes]
         for table, ids in enumerate(touched(batch, self.task)):
@@ -71,7 +70,7 @@ class Dynamic(OneModule):
 
 
 class Tiered(Dynamic):
-    """Two tiers: the least recently used rows are in host memory; a used row is promoted."""
+    """Two tiers: rows in use are promoted; the least recently used ones move to host memory."""
 
     module: emblib.DynamicEmbeddingBags
     eviction: ClassVar[emblib.Eviction] = emblib.Eviction.LRU
@@ -103,23 +102,21 @@ class Tiered(Dynamic):
         return emblib.HostRows(2 * max(s.rows for s in self.task.shapes))
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Lay out the batch and count its distinct rows, outside the timing."""
+        """Lay out the batch and count its distinct rows, which `counters` needs."""
         prepared: Prepared = super().prepare(batch)
         self.distinct[prepared[0].data_ptr()] = sum(map(len, touched(batch, self.task)))
         return prepared
 
     def visit(self, prepared: Prepared) -> None:
-        """Run a training forward; others move no rows."""
+        """Run a training forward, because only training moves rows between tiers."""
         self.rows += self.distinct[prepared[0].data_ptr()]
         self.module(prepared[0], prepared[1])
 
     def step(self, prepared: Prepared) -> None:
-        """Run forward and backward(), which updates the rows in place."""
         self.rows += self.distinct.get(prepared[0].data_ptr(), 0)
         super().step(prepared)
 
     def counters(self) -> dict[str, int]:
-        """Return how many lookups, and distinct rows of each batch, the fast tier served."""
         stats = self.module.tier_stats().values()
         missed = sum(s.backing_hits + s.new for s in stats)
         return {
@@ -130,20 +127,19 @@ class Tiered(Dynamic):
         }
 
     def reset_counters(self) -> None:
-        """Count from zero; what the tiers hold stays."""
         self.rows = 0
         self.module.reset_stats()
 
 
 class TieredHybrid(Tiered):
-    """Two tiers: a row is promoted where it is used more than the row that it replaces."""
+    """Two tiers: a row is promoted only if it is used more often than the row it replaces."""
 
     eviction = emblib.Eviction.LFU
     mode = emblib.TierMode.HYBRID
 
 
 class TieredDisk(Tiered):
-    """Two tiers, the lower one in files."""
+    """Two tiers, the slow one in files."""
 
     def _store(self) -> emblib.RowStore:
         self.directory = tempfile.TemporaryDirectory(

@@ -1,4 +1,4 @@
-"""FBGEMM's SplitTableBatchedEmbeddingBagsCodegen: the module that emblib's tables replace."""
+"""FBGEMM's SplitTableBatchedEmbeddingBagsCodegen as contenders: on the device, managed, cached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from experiments.config.schema import Optimizer
-from experiments.contenders.base import OneModule, State, Task, Unsupported, fill_, read_rows
+from experiments.contenders.base import EPS, OneModule, State, Task, Unsupported, fill_, read_rows
 from experiments.workloads.workload import Batch
 
 OPTIMIZERS = {
@@ -25,14 +25,14 @@ OPTIMIZERS = {
     Optimizer.adagrad: EmbOptimType.EXACT_ADAGRAD,
     Optimizer.rowwise_adagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
-COLUMN_MULTIPLE = 4  # its rows are whole groups of so many columns
+COLUMN_MULTIPLE = 4  # FBGEMM's kernels need D divisible by this
 
 
 class Fbgemm(OneModule):
-    """FBGEMM: every table in one call, the optimizer fused into backward.
+    """One FBGEMM module with all tables on the device and the optimizer fused into backward.
 
-    Ids are int32 where all rows can be counted with it, which makes its update faster. The bounds
-    check stays at its default, to warn, which is emblib's default too.
+    Ids and offsets are int32 if that suffices for the rows of all tables, because FBGEMM's update
+    is then faster. The bounds check has its default, a warning, as emblib's.
     """
 
     location: ClassVar[EmbeddingLocation] = EmbeddingLocation.DEVICE
@@ -54,7 +54,7 @@ class Fbgemm(OneModule):
             [(s.rows, s.dim, location, compute) for s in task.shapes],
             optimizer=OPTIMIZERS[task.optimizer],
             learning_rate=task.lr,
-            eps=1e-8,
+            eps=EPS,
             device=task.device,
             **self._options(),
         )
@@ -63,7 +63,6 @@ class Fbgemm(OneModule):
         return {}
 
     def prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Lay out feature-major ids and offsets."""
         device = self.task.device
         kind = id_type(self.task)
         return (
@@ -73,7 +72,6 @@ class Fbgemm(OneModule):
         )
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of rows and of optimizer state."""
         return {
             "weights": sum(w.nbytes for w in self.module.split_embedding_weights()),
             "optimizer_state": sum(
@@ -82,36 +80,35 @@ class Fbgemm(OneModule):
         }
 
     def observe(self, batch: Batch) -> State:
-        """Return the touched rows of each table."""
         if self.task.device.type == "cuda":
-            self.module.flush()  # rows that a cache holds
+            self.module.flush()  # writes the rows of a cache to the tables
             torch.cuda.synchronize()
         return read_rows(self.module.split_embedding_weights(), batch, self.task)
 
 
 def check_dims(task: Task) -> None:
-    """Raise Unsupported where FBGEMM's kernels cannot hold a row."""
+    """Raise Unsupported if the rows of a table are not multiples of COLUMN_MULTIPLE columns."""
     odd = sorted({s.dim for s in task.shapes if s.dim % COLUMN_MULTIPLE})
     if odd:
         raise Unsupported(f"FBGEMM needs D divisible by {COLUMN_MULTIPLE}, got {odd[0]}")
 
 
 def id_type(task: Task) -> torch.dtype:
-    """Return the smallest type that numbers the rows of all tables."""
+    """Return torch.int32 if it can number the rows of all tables together, else torch.int64."""
     small = sum(s.rows for s in task.shapes) <= torch.iinfo(torch.int32).max
     return torch.int32 if small else torch.int64
 
 
 class FbgemmManaged(Fbgemm):
-    """Its tables in host memory, read by its kernels where they are."""
+    """FBGEMM's tables in host memory, which its kernels read over the bus (managed memory)."""
 
     location = EmbeddingLocation.MANAGED
 
 
 class FbgemmLRU(Fbgemm):
-    """Its tables in host memory, behind its cache in the memory of the device.
+    """FBGEMM's tables in host memory, behind its LRU cache in device memory.
 
-    Cache hits are not counted: counting costs FBGEMM a kernel in every step.
+    Cache hits are not counted, because counting costs FBGEMM one more kernel per step.
     """
 
     location = EmbeddingLocation.MANAGED_CACHING
@@ -121,12 +118,13 @@ class FbgemmLRU(Fbgemm):
         return {"cache_algorithm": self.algorithm, "cache_load_factor": self.task.cache}
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes with those of the cache: rows, their ids and their recency."""
-        held = (b for n, b in self.module.named_buffers() if n.startswith(("lxu_", "cache_")))
-        return super().nbytes() | {"cache": sum(buffer.nbytes for buffer in held)}
+        """Return the bytes, where the cache consists of rows, their ids and their recency."""
+        buffers = self.module.named_buffers()
+        cache = sum(b.nbytes for name, b in buffers if name.startswith(("lxu_", "cache_")))
+        return super().nbytes() | {"cache": cache}
 
 
 class FbgemmLFU(FbgemmLRU):
-    """Its tables in host memory, behind its LFU cache."""
+    """FBGEMM's tables in host memory, behind its LFU cache in device memory."""
 
     algorithm = CacheAlgorithm.LFU

@@ -1,8 +1,8 @@
-"""FBTT-Embedding's tensor trains, one TTEmbeddingBag per compressed table, as a user built them.
+"""FBTT-Embedding's tensor trains as a contender: one TTEmbeddingBag per compressed table.
 
-`tt_embeddings_ops` is imported; the environment variable EMBLIB_FBTT names its folder, which also
-has the extension `tt_embeddings` (docs/peers.md). Tables, ranks and factors are those of emblib's
-trains, so that both have the same cores; other tables are emblib's.
+The user builds FBTT's extension `tt_embeddings` and names its folder, which also has the module
+`tt_embeddings_ops`, in the environment variable EMBLIB_FBTT (docs/peers.md). Tables, ranks and
+factors are those of emblib's trains, so that both have the same cores; plain tables are emblib's.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ Feature = tuple[Tensor, Tensor]
 
 
 def library() -> Any:
-    """Import FBTT's Python file, from the folder of the environment variable first."""
+    """Import FBTT's Python module, from the folder of EMBLIB_FBTT if that is set."""
     folder = os.environ.get(VARIABLE, "")
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)
     return importlib.import_module("tt_embeddings_ops")
 
 
-LIBRARY = library()  # imported with the module, so that the registry reports what does not load
+# Loaded at import, so that the registry reports a failure.
+LIBRARY = library()
 
 
 class Trains:
-    """One TTEmbeddingBag per table, with the part of emblib's interface that TTTables uses."""
+    """One TTEmbeddingBag per table, behind the interface of emblib's trains that TTTables uses."""
 
     def __init__(self, tables: Sequence[emblib.TTSpec], task: Task) -> None:
         kinds = {Optimizer.sgd: "SGD", Optimizer.adagrad: "EXACT_ADAGRAD"}
@@ -63,17 +64,17 @@ class Trains:
         ]
 
     def __call__(self, features: Sequence[Feature]) -> Tensor:
-        """Look up table by table and concatenate: [B, sum D]."""
+        """Look up (ids, offsets) of each table and concatenate the outputs: [B, sum D]."""
         outputs = [m(*feature) for m, feature in zip(self.modules, features, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     @property
     def cores(self) -> list[Tensor]:
-        """Return the cores of every table, [p_k, R_k * q_k * R_k+1], which is emblib's order."""
+        """Return the cores of all tables in emblib's layout, [p_k, R_k * q_k * R_k+1] each."""
         return [core.view(core.shape[-2:]) for m in self.modules for core in m.tt_cores]
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of cores and of Adagrad's sums."""
+        """Return the bytes of the cores ("weights") and of Adagrad's sums ("optimizer_state")."""
         states = [s for m in self.modules for s in m.optimizer_state]
         return {
             "weights": sum(core.nbytes for core in self.cores),
@@ -82,7 +83,7 @@ class Trains:
 
 
 class FbttTables(TTTables):
-    """FBTT for the largest tables, emblib's plain tables for the rest."""
+    """FBTT's trains for the largest tables, emblib's plain tables for the others."""
 
     def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
         if self.task.device.type != "cuda":
@@ -90,12 +91,11 @@ class FbttTables(TTTables):
         return Trains(tt_specs(self.task, shapes), self.task)
 
     def prepare(self, batch: Batch) -> Any:
-        """Lay out ids and offsets of each compressed table."""
         rest, _, gradient = super().prepare(batch)
         device = self.task.device
         features = [batch.feature(f) for f in self.compressed]
         return rest, ([(i.to(device), o.to(device)) for i, o in features],), gradient
 
     def flops(self, batch: Batch) -> dict[str, float]:
-        """Count nothing: FBTT multiplies for every lookup, not for distinct rows."""
+        """Count nothing: FBTT's operations depend on lookups, which emblib's count does not."""
         return {}

@@ -1,7 +1,7 @@
-"""HierarchicalKV's hash table on a GPU, through the library that a user has built (docs/peers.md).
+"""HierarchicalKV's hash table as a contender: LRU, all slots in device memory.
 
-The environment variable EMBLIB_HIERARCHICALKV names the library, which is built from
-hierarchicalkv.cu and HierarchicalKV's headers. LRU, all slots in device memory.
+The user builds a shared library from hierarchicalkv.cu and HierarchicalKV's headers and names it in
+the environment variable EMBLIB_HIERARCHICALKV (docs/peers.md).
 """
 
 from __future__ import annotations
@@ -18,38 +18,34 @@ from experiments.contenders.keys import KeyTable, KeyTask, Unsupported
 
 VARIABLE = "EMBLIB_HIERARCHICALKV"
 Prepared = tuple[Tensor, Tensor]
-ENTRY_BYTES = 17  # of a slot: a key, its score and a digest
+ENTRY_BYTES = 17  # bytes per slot: key, score and digest
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 def library() -> Any:
-    """Load the library; an OSError says why it does not load."""
-    found = ctypes.CDLL(os.environ[VARIABLE])
-    found.hkv_create.restype = POINTER
-    found.hkv_create.argtypes = [SIZE, SIZE, ctypes.c_int]
-    found.hkv_destroy.argtypes = [POINTER]
-    found.hkv_error.restype = ctypes.c_char_p
-    found.hkv_size.argtypes = [POINTER, ctypes.POINTER(SIZE), POINTER]
-    rows: list[Any] = [POINTER, SIZE, POINTER, POINTER]
-    found.hkv_insert_or_assign.argtypes = [*rows, POINTER]
-    found.hkv_find_or_insert.argtypes = [*rows, POINTER]
+    """Load the user's library and declare its functions; raise OSError if it does not load."""
+    lib = ctypes.CDLL(os.environ[VARIABLE])
+    lib.hkv_create.restype = POINTER
+    lib.hkv_create.argtypes = [SIZE, SIZE, ctypes.c_int]
+    lib.hkv_destroy.argtypes = [POINTER]
+    lib.hkv_error.restype = ctypes.c_char_p
+    lib.hkv_size.argtypes = [POINTER, ctypes.POINTER(SIZE), POINTER]
+    keys_rows: list[Any] = [POINTER, SIZE, POINTER, POINTER]  # table, count, keys, rows
+    lib.hkv_insert_or_assign.argtypes = [*keys_rows, POINTER]
+    lib.hkv_find_or_insert.argtypes = [*keys_rows, POINTER]
     for name in ("find", "find_rows", "find_or_insert_rows"):
-        getattr(found, f"hkv_{name}").argtypes = [*rows, POINTER, POINTER]
-    found.hkv_insert_and_evict.argtypes = [
-        *rows,
-        *[POINTER] * 3,
-        ctypes.POINTER(SIZE),
-        POINTER,
-    ]
-    found.hkv_erase.argtypes = [POINTER, SIZE, POINTER, POINTER]
-    return found
+        getattr(lib, f"hkv_{name}").argtypes = [*keys_rows, POINTER, POINTER]
+    lib.hkv_insert_and_evict.argtypes = [*keys_rows, *[POINTER] * 3, ctypes.POINTER(SIZE), POINTER]
+    lib.hkv_erase.argtypes = [POINTER, SIZE, POINTER, POINTER]
+    return lib
 
 
-LIBRARY = library()  # loaded with the module, so that the registry reports what does not load
+# Loaded at import, so that the registry reports a failure.
+LIBRARY = library()
 
 
 class HierarchicalKV(KeyTable):
-    """HierarchicalKV with all slots from the beginning; its slots are addresses of rows."""
+    """HierarchicalKV with all its slots from the beginning; slots are addresses of rows."""
 
     operations = tuple(OPERATIONS)
     erases = True
@@ -74,44 +70,41 @@ class HierarchicalKV(KeyTable):
             raise RuntimeError(LIBRARY.hkv_error().decode())
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Insert the keys."""
         self.insert_or_assign(self.prepare(keys, values))
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        """Return the addresses of the rows, -1 for absent keys."""
         return self._rows("find_rows", prepared[0])
 
     def find_or_insert_slots(self, prepared: Prepared) -> Tensor:
-        """Return the addresses of the rows; new keys have rows that nothing has written."""
+        """Return the addresses of the rows; rows of new keys are not initialised."""
         return self._rows("find_or_insert_rows", prepared[0])
 
     def _rows(self, name: str, keys: Tensor) -> Tensor:
         rows = torch.full_like(keys, self.absent)
-        found = torch.empty_like(keys, dtype=torch.bool)
-        self._call(name, len(keys), keys.data_ptr(), rows.data_ptr(), found.data_ptr())
-        return rows if name == "find_or_insert_rows" else rows.masked_fill_(~found, self.absent)
+        is_present = torch.empty_like(keys, dtype=torch.bool)
+        self._call(name, len(keys), keys.data_ptr(), rows.data_ptr(), is_present.data_ptr())
+        if name == "find_or_insert_rows":
+            return rows
+        return rows.masked_fill_(~is_present, self.absent)
 
     def find(self, prepared: Prepared) -> Tensor:
-        """Return copies of the rows."""
         keys, _ = prepared
         rows = torch.empty(len(keys), self.task.dim, device=keys.device)
-        found = torch.empty_like(keys, dtype=torch.bool)
-        self._call("find", len(keys), keys.data_ptr(), rows.data_ptr(), found.data_ptr())
+        is_present = torch.empty_like(keys, dtype=torch.bool)
+        self._call("find", len(keys), keys.data_ptr(), rows.data_ptr(), is_present.data_ptr())
         return rows
 
     def find_or_insert(self, prepared: Prepared) -> Tensor:
-        """Insert new keys with the given rows, which it overwrites with the rows of all."""
+        """Insert absent keys with the given values; overwrite these with the values of all keys."""
         keys, values = prepared
         self._call("find_or_insert", len(keys), keys.data_ptr(), values.data_ptr())
         return values
 
     def insert_or_assign(self, prepared: Prepared) -> None:
-        """Assign the given rows to all keys."""
         keys, values = prepared
         self._call("insert_or_assign", len(keys), keys.data_ptr(), values.data_ptr())
 
     def insert_and_evict(self, prepared: Prepared) -> Tensor:
-        """Insert; return the keys of the evicted rows."""
         keys, values = prepared
         evicted, rows, scores = (torch.empty_like(t) for t in (keys, values, keys))
         count = SIZE()
@@ -121,16 +114,13 @@ class HierarchicalKV(KeyTable):
         return evicted[: count.value]
 
     def erase(self, keys: Tensor) -> None:
-        """Take them out."""
         keys = keys.to(self.task.device)
         self._call("erase", len(keys), keys.data_ptr())
 
     def size(self) -> int:
-        """Return the number of keys."""
-        found = SIZE()
-        self._call("size", ctypes.byref(found))
-        return int(found.value)
+        count = SIZE()
+        self._call("size", ctypes.byref(count))
+        return int(count.value)
 
     def nbytes(self) -> int:
-        """Return the bytes of slots and rows."""
         return self.slots * (ENTRY_BYTES + 4 * self.task.dim)

@@ -10,19 +10,22 @@ from experiments.contenders.registry import Wrong
 from experiments.machine.bandwidth import WORDS_PER_LINE
 from experiments.workloads.keys import KeySpace, values_of
 
-CHECKED_KEYS = 2048  # present keys that are checked, at most
-FIRST_ABSENT = 1 << 40  # the number of the first key that no call uses
+CHECKED_KEYS = 2048  # maximum number of present keys that are checked
+FIRST_ABSENT = 1 << 40  # number of a key beyond those that any call uses
 
 
 def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
-    """Check every operation of the table on keys of which `resident` are present; raises Wrong.
+    """Check every operation of a filled table; raise Wrong for the first wrong result.
 
-    Keys that the checks insert are erased again where the table can erase.
+    Args:
+        table: table to check. Keys that the checks insert are erased again if it can erase.
+        space: numbering of the keys; absent keys are drawn from it.
+        resident: present keys, int64, of which at most CHECKED_KEYS are checked.
     """
     present = resident[
         torch.linspace(0, len(resident) - 1, min(CHECKED_KEYS, len(resident))).long()
     ]
-    # Few enough that a table which is nearly full has room for them.
+    # An eighth as many: a table that is nearly full has room for them.
     absent = space.run(FIRST_ABSENT, max(1, len(present) // 8))
     keys = torch.cat([present, absent, present[:3]])
     if table.ceiling:
@@ -41,7 +44,7 @@ def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
 
 
 def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
-    """Check operations that insert keys: their results, and what is present afterwards."""
+    """Check the operations that insert keys: their results, and the table after each."""
     dim = table.task.dim
     if "find_or_insert" in table.operations:
         _check_values(table, "find_or_insert", absent, values_of(absent, dim))
@@ -54,8 +57,8 @@ def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
     if "insert_and_evict" in table.operations:
         evicted = table.insert_and_evict(table.prepare(absent, values_of(absent, dim))).cpu()
         _check_values(table, "find", absent, values_of(absent, dim))
-        gone = _run(table, "find_slots", evicted)
-        if len(evicted) and (gone != table.absent).any():
+        slots = _run(table, "find_slots", evicted)
+        if len(evicted) and (slots != table.absent).any():
             raise Wrong("insert_and_evict: a key that it reports as evicted is still there")
     table.erase(absent.to(table.task.device))
     if (_run(table, "find_slots", absent) != table.absent).any():
@@ -71,7 +74,7 @@ def _run(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
 def _check_slots(
     table: KeyTable, operation: str, keys: Tensor, num_present: int, num_absent: int
 ) -> None:
-    """Check the slots of present keys, then absent ones, then the first ones once more."""
+    """Check the slots of `keys`: present ones, then absent ones, then the first ones again."""
     slots = _run(table, operation, keys)
     if slots.shape != keys.shape:
         raise Wrong(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
@@ -90,7 +93,7 @@ def _check_slots(
 def _check_values(
     table: KeyTable, operation: str, keys: Tensor, want: Tensor, *, other: bool = False
 ) -> None:
-    """Check an operation's values; `other` passes values that known keys must ignore."""
+    """Check that an operation returns `want`; `other` passes values that present keys ignore."""
     passed = want + 1 if other else want
     got: Tensor = getattr(table, operation)(table.prepare(keys, passed))
     if not torch.equal(got.cpu(), want):

@@ -11,35 +11,52 @@ from torch import Tensor
 
 import emblib
 from experiments.config.schema import OPERATIONS
-from experiments.contenders.registry import Missing, Unsupported, find
+from experiments.contenders.registry import Unsupported as Unsupported
+from experiments.contenders.registry import find
 from experiments.machine.bandwidth import Lines
 
-__all__ = ["KeyTable", "KeyTask", "Missing", "Unsupported", "build_keyed"]
+Prepared = tuple[Tensor, Tensor]  # keys int64 [keys] and values float32 [keys, dim]
+ENTRY_BYTES = 17  # bytes per slot: key, score and tag
 
 
 @dataclass(frozen=True)
 class KeyTask:
-    """The size and device that a hash table is built for."""
+    """The size and device that a hash table is built for.
 
-    slots: int  # the most keys it may hold
-    dim: int  # float32 columns of a key's value
+    Attributes:
+        slots: maximum number of keys.
+        dim: float32 columns of a value.
+        device: device of the table.
+        resident: number of keys that the table will be filled with.
+        first: initial number of slots of a table that grows; 0 for all.
+    """
+
+    slots: int
+    dim: int
     device: torch.device
-    resident: int  # keys that it will be filled with
-    first: int = 0  # slots to begin with, of a table that grows; 0: all
+    resident: int
+    first: int = 0
 
 
 class KeyTable(ABC):
     """A hash table, built for a KeyTask.
 
-    The operations that `operations` names are timed; `prepare`, `fill` and `erase` never are. Slots
-    are int64, `absent` for a missing key; equal keys have equal slots. Values are float32 [keys,
-    dim].
+    The operations named by `operations` are timed; `prepare`, `fill` and `erase` are not. Keys and
+    slots are int64 [keys]; the slot of a missing key is `absent`, and equal keys have equal slots.
+    Values are float32 [keys, dim].
+
+    Attributes:
+        operations: names of the operations that the table has.
+        erases: True if it has `erase`.
+        period: number of calls after which its periodic work (an eviction) has happened once.
+        ceiling: True if it holds no keys, but shows what memory allows a table at best.
+        absent: slot of a missing key.
     """
 
     operations: ClassVar[tuple[str, ...]] = ("find_slots",)
     erases: ClassVar[bool] = False
-    period: ClassVar[int] = 1  # calls after which it has done all that it does from time to time
-    ceiling: ClassVar[bool] = False  # it holds no keys, but shows what a table can reach at best
+    period: ClassVar[int] = 1
+    ceiling: ClassVar[bool] = False
 
     def __init__(self, task: KeyTask) -> None:
         self.task = task
@@ -47,41 +64,41 @@ class KeyTable(ABC):
 
     @abstractmethod
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Put new keys in, as many as fit; called once or several times."""
+        """Insert new keys, as many as fit; called once or several times."""
 
     def prepare(self, keys: Tensor, values: Tensor) -> Any:
-        """Lay out a call's keys and values for the operations."""
+        """Return a call's keys and values as the operations take them, on the device."""
         return keys.to(self.task.device), values.to(self.task.device)
 
-    def ready(self) -> None:  # noqa: B027 most are as they were filled
-        """Discard what checking left behind, once the table is filled and verified."""
+    def ready(self) -> None:  # noqa: B027 most tables need nothing
+        """Discard the traces of the checks; called once, after filling and verifying."""
 
     @abstractmethod
     def find_slots(self, prepared: Any) -> Tensor:
-        """Return [keys] slots; change nothing."""
+        """Return the slots of keys, without changing the table."""
 
     def find(self, prepared: Any) -> Tensor:
-        """Return [keys, dim] values; those of absent keys are unspecified."""
+        """Return the values of keys; values of absent keys are unspecified."""
         raise NotImplementedError
 
     def find_or_insert_slots(self, prepared: Any) -> Tensor:
-        """Return [keys] slots; insert new keys where the table can."""
+        """Return the slots of keys; insert absent keys as far as the table can."""
         raise NotImplementedError
 
     def find_or_insert(self, prepared: Any) -> Tensor:
-        """Return [keys, dim] values; insert absent keys with the given values."""
+        """Return the values of keys; insert absent keys with the given values."""
         raise NotImplementedError
 
     def insert_or_assign(self, prepared: Any) -> None:
-        """Assign the given values; insert absent keys."""
+        """Assign the given values to keys; insert absent keys."""
         raise NotImplementedError
 
     def insert_and_evict(self, prepared: Any) -> Tensor:
-        """Insert or assign; return the evicted keys."""
+        """Insert or assign keys with the given values; return the evicted keys."""
         raise NotImplementedError
 
     def erase(self, keys: Tensor) -> None:
-        """Take keys out; those that are not there do not matter."""
+        """Erase keys; ignore absent ones."""
         raise NotImplementedError
 
     def size(self) -> int:
@@ -94,16 +111,13 @@ class KeyTable(ABC):
 
 
 def build_keyed(name: str, task: KeyTask) -> KeyTable:
-    """Make the table of keys; raises Unsupported with the reason where it cannot do the task."""
+    """Build a hash table by name; raise Unsupported if it cannot do the task."""
     table: KeyTable = find(name).load()(task)
     return table
 
 
-Prepared = tuple[Tensor, Tensor]
-
-
 class Scored(KeyTable):
-    """emblib.HashTable with all slots from the beginning, also as a cache with LRU eviction."""
+    """emblib.HashTable with all its slots from the beginning; a full table evicts by LRU."""
 
     operations = tuple(OPERATIONS)
     erases = True
@@ -117,41 +131,33 @@ class Scored(KeyTable):
         return emblib.DynamicSpec(self.task.slots, self.task.dim, eviction=self.eviction)
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Insert the keys."""
         self.table.insert_or_assign(keys.to(self.task.device), values.to(self.task.device))
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        """Return the slots of the keys."""
         return self.table.slots(prepared[0])
 
     def find(self, prepared: Prepared) -> Tensor:
-        """Return copies of the rows."""
         return self.table.find(prepared[0])[0]
 
     def find_or_insert_slots(self, prepared: Prepared) -> Tensor:
-        """Insert new keys with rows that the table initialises."""
+        """Insert absent keys with initial values of the table's own."""
         return self.table.find_or_insert_slots(prepared[0]).slots
 
     def find_or_insert(self, prepared: Prepared) -> Tensor:
-        """Insert new keys with the given rows."""
         return self.table.find_or_insert(*prepared)[0]
 
     def insert_or_assign(self, prepared: Prepared) -> None:
-        """Assign the given rows to all keys."""
         self.table.insert_or_assign(*prepared)
 
     def insert_and_evict(self, prepared: Prepared) -> Tensor:
-        """Insert; return the keys of the evicted rows."""
         evicted = self.table.insert_and_evict(*prepared).evicted
         assert evicted is not None
         return evicted.keys
 
     def erase(self, keys: Tensor) -> None:
-        """Take them out."""
         self.table.erase(keys)
 
     def size(self) -> int:
-        """Return the number of keys."""
         return self.table.size()
 
     def nbytes(self) -> int:
@@ -160,7 +166,7 @@ class Scored(KeyTable):
 
 
 class Growing(Scored):
-    """emblib.HashTable that begins small and grows."""
+    """emblib.HashTable that starts with `first` slots and grows."""
 
     def _spec(self) -> emblib.DynamicSpec:
         return emblib.DynamicSpec(
@@ -169,13 +175,13 @@ class Growing(Scored):
 
 
 class ScoredLFU(Scored):
-    """emblib.HashTable as a cache: the least frequently used key is evicted."""
+    """emblib.HashTable whose full table evicts the least frequently used key."""
 
     eviction = emblib.Eviction.LFU
 
 
 class SortedKeys(KeyTable):
-    """All keys in one ascending tensor; a key's position is its slot. Read only."""
+    """PyTorch's searchsorted on an ascending tensor of all keys; a key's position is its slot."""
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
@@ -183,11 +189,11 @@ class SortedKeys(KeyTable):
         self.parts: list[Tensor] = []
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Collect the keys until they are needed, since each merge would sort them all."""
+        """Collect the keys; `prepare` merges them once, because each merge sorts all keys."""
         self.parts.append(keys.to(self.task.device))
 
     def prepare(self, keys: Tensor, values: Tensor) -> Prepared:
-        """Merge the collected keys and lay out the call."""
+        """Merge the collected keys, then return the call."""
         if self.parts:
             self.keys = torch.cat([self.keys, *self.parts]).unique()
             self.parts = []
@@ -195,22 +201,18 @@ class SortedKeys(KeyTable):
         return prepared
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        """Look up the distinct keys of the call, ascending, which is faster than all of them."""
+        """Look up each distinct key once, in ascending order, which is faster than every key."""
         distinct, inverse = torch.unique(prepared[0], return_inverse=True)
-        slots = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
-        slots_of = torch.where(self.keys[slots] == distinct, slots, -1)
-        return slots_of[inverse]
+        nearest = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
+        slots = torch.where(self.keys[nearest] == distinct, nearest, self.absent)
+        return slots[inverse]
 
     def nbytes(self) -> int:
-        """Return the bytes of the keys."""
         return self.keys.nbytes
 
 
-ENTRY_BYTES = 17  # of a slot: a key, the value that eviction compares, and a tag
-
-
 class RandomLines(KeyTable):
-    """Random cache lines in as many bytes as a table's keys take: one line per key."""
+    """The ceiling of a lookup: one random cache line per key, in the bytes of a table's keys."""
 
     ceiling = True
     huge: ClassVar[bool] = False
@@ -226,19 +228,18 @@ class RandomLines(KeyTable):
         """Ignore the keys: no table is held."""
 
     def prepare(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Compute where to read, which is not measured."""
+        """Return the word to read per key, int64 [keys]."""
         return self.lines.positions(keys)
 
     def find_slots(self, prepared: Tensor) -> Tensor:
-        """Read the number of each line from the line."""
+        """Read from each line its number, which stands for a slot."""
         return self.lines.take(prepared) if self.single_thread else self.lines.read(prepared)
 
     def nbytes(self) -> int:
-        """Return the bytes of the lines."""
         return int(self.lines.words.nbytes)
 
 
 class RandomHugeLines(RandomLines):
-    """Random cache lines in huge pages."""
+    """The same ceiling with memory in huge pages."""
 
     huge = True

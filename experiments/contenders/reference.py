@@ -1,4 +1,4 @@
-"""emblib.reference as contenders: plain PyTorch, compared with native kernels."""
+"""emblib.reference's tensor trains as a contender: plain PyTorch, without native kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.workloads.workload import Batch
 
 
 class ReferenceTT(TableByTable):
-    """Each lookup's cores gathered and multiplied by torch.bmm; touched slices updated."""
+    """Tensor trains by torch.bmm on the gathered slices of each lookup, for all tables."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -54,22 +54,20 @@ class ReferenceTT(TableByTable):
         leaves = [c for cores in self.cores for c in cores]
         gradients = torch.autograd.grad(self._lookup(prepared), leaves, prepared[1])
         states = [s for table in self.states for s in table]
-        self.hyperparams[1] += 1
+        self.hyperparams[1] += 1  # the step
         with torch.no_grad():
             for core, state, gradient in zip(leaves, states, gradients, strict=True):
                 tt.update_rows_(core, state, self.hyperparams, self.rule.name, gradient)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of cores and their state; gathered rows show in the peak."""
+        """Return the bytes of cores and their state; gathered slices count in peak memory only."""
         return {
             "weights": sum(c.nbytes for cores in self.cores for c in cores),
             "optimizer_state": sum(s.nbytes for t in self.states for c in t for s in c),
         }
 
     def observe(self, batch: Batch) -> State:
-        """Return all cores."""
         return [c.detach().cpu().clone() for cores in self.cores for c in cores]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute an independent chain of products."""
         return expect_tt(batch, before, self.task, self.specs)

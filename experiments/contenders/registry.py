@@ -1,4 +1,4 @@
-"""Contenders by name, from `contenders.yaml`: names and facts are known before torch is imported.
+"""Registry of contenders, read from `contenders.yaml` without importing torch.
 
 The environment variable EMBLIB_CONTENDERS names further folders (several: as in PATH) with a
 `contenders.yaml` and the files that it names. The keys of an entry are explained at the top of this
@@ -36,24 +36,41 @@ REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9._+!-]+)")
 
 
 class RegistryError(Exception):
-    """A table of contenders cannot be used; the message says which entry and why."""
+    """A file contenders.yaml is wrong; the message names the entry and the fault."""
 
 
 class Unsupported(Exception):
-    """This contender cannot do this task; the message says why, in its row of the report."""
+    """A contender cannot do a task; its row of the report shows the message."""
 
 
 class Missing(Unsupported):
-    """This contender needs a package that is not installed; the message says what to type."""
+    """A contender needs a package that is not installed; the message has the command for it."""
 
 
 class Wrong(Exception):
-    """The contender computed something else; it is reported as wrong and not timed."""
+    """A contender's results differ from the reference; it is reported as wrong and not timed."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the table of contenders."""
+    """One contender of a contenders.yaml.
+
+    Attributes:
+        name: key of the entry, as `contenders=[NAME]` has it.
+        label: name in reports.
+        file: Python file of the class.
+        cls: name of the class.
+        variants: "rank" or "cache" for one arm per rank or per cache size; "" for one arm.
+        keyed: True for a hash table of keys, False for a contender that looks up bags.
+        dense: True if it holds all tables uncompressed; free memory must then suffice for them.
+        alone: True if it is measured in worlds of one rank only.
+        cuda_only: True if it needs a GPU.
+        requires: pip requirements "package==version", alternatives separated by " | ".
+        install: command that installs `requires`, where it is more than `pip install`.
+        variable: environment variable with the path of a library that the user has built.
+        module: importable module that serves in place of `variable`.
+        of_torch: release of torch that the versions in `requires` belong to; "" for any.
+    """
 
     name: str
     label: str
@@ -66,12 +83,12 @@ class Entry:
     cuda_only: bool = False
     requires: tuple[str, ...] = ()
     install: str = ""
-    variable: str = ""  # the environment variable with the path of what a user has built
-    module: str = ""  # a module that serves as well, where it can be imported
-    of_torch: str = ""  # the release of torch that the versions in `requires` belong to, if to one
+    variable: str = ""
+    module: str = ""
+    of_torch: str = ""
 
     def missing(self) -> str:
-        """Return what is not installed and what to type; empty where it can run."""
+        """Return what is not installed and the command for it; "" if the contender can run."""
         if self.variable and not self.built():
             return f"not built here: {self.install}"
         if all(installed(requirement) for requirement in self.requires):
@@ -81,19 +98,19 @@ class Entry:
         return f"not installed: {self.install or 'pip install ' + ' '.join(wanted)}"
 
     def built(self) -> Path | None:
-        """Return the path of what a user has built, or of the module that serves as well."""
+        """Return the path of the user's library, or of `module`; None without either."""
         if path := os.environ.get(self.variable, ""):
             return Path(path)
         spec = importlib.util.find_spec(self.module) if self.module else None
         return Path(spec.origin) if spec is not None and spec.origin else None
 
     def versions(self) -> dict[str, str]:
-        """Return the installed version of each package it needs."""
+        """Return {package: version} of the installed packages among `requires`."""
         pairs = (installed(requirement) for requirement in self.requires)
         return dict(pair for pair in pairs if pair)
 
     def unknown_versions(self) -> list[str]:
-        """Describe installed packages whose version is not the one known to work."""
+        """Return a sentence per installed package whose version is not known to work."""
         known = {
             name: version for text in self.requires for name, version in REQUIREMENT.findall(text)
         }
@@ -105,7 +122,7 @@ class Entry:
         ]
 
     def load(self) -> type[Any]:
-        """Import the class; raises Missing where a package is not installed or does not load."""
+        """Import the class; raise Missing if a package is not installed or does not load."""
         if reason := self.missing():
             raise Missing(reason)
         try:
@@ -123,7 +140,7 @@ class Entry:
 
 
 def entries() -> dict[str, Entry]:
-    """Return every contender by name, in the order of the tables."""
+    """Return every contender by name, in the order of the files; raise RegistryError."""
     extra = os.environ.get("EMBLIB_CONTENDERS", "").split(os.pathsep)
     torch = installed("torch")
     folders = (HERE, *(Path(folder) for folder in extra if folder))
@@ -131,67 +148,36 @@ def entries() -> dict[str, Entry]:
 
 
 def names() -> tuple[str, ...]:
-    """Return every name that `contenders` may have."""
+    """Return the names that `contenders` may have."""
     return tuple(entries())
 
 
 def find(name: str) -> Entry:
-    """Return the contender of that name; raises RegistryError where there is none."""
+    """Return the entry of a contender; raise RegistryError for an unknown name."""
     if name not in entries():
         raise RegistryError(f"no contender '{name}'. There is: {', '.join(names())}")
     return entries()[name]
 
 
-def label(name: str) -> str:
-    """Return the label; a contender that no longer exists is called by its name."""
-    return entries()[name].label if name in entries() else name
-
-
-def variants(name: str) -> str:
-    """Return what the contender has an arm for each of: "rank", "cache", or nothing."""
-    return entries()[name].variants if name in entries() else ""
-
-
-def packages(name: str) -> dict[str, str]:
-    """Return the installed version of each package that the contender needs."""
-    return entries()[name].versions() if name in entries() else {}
-
-
-def unknown_versions(name: str) -> list[str]:
-    """Describe packages of the contender whose version is not the one known to work."""
-    return entries()[name].unknown_versions() if name in entries() else []
+def facts_of(name: str) -> Entry:
+    """Return the entry of a contender; a contender that no longer exists is known by name only."""
+    return entries().get(name) or Entry(name, name, HERE / TABLE, "")
 
 
 def identity(name: str) -> dict[str, str]:
-    """Return what decides, besides this repository's files, which program the contender is."""
-    facts = packages(name)
-    built = entries()[name].built() if name in entries() and entries()[name].variable else None
-    if built is not None:
+    """Return the facts that decide, besides the files of this repository, which program runs."""
+    entry = facts_of(name)
+    facts = entry.versions()
+    if entry.variable and (built := entry.built()):
         size, when = (built.stat().st_size, built.stat().st_mtime_ns) if built.exists() else (0, 0)
         facts["built"] = f"{built} {size} {when}"
-    if name in entries() and entries()[name].file.parent != HERE:
-        text = entries()[name].file.read_bytes()
-        facts["file"] = hashlib.blake2b(text, digest_size=8).hexdigest()
+    if entry.file.parent != HERE:
+        facts["file"] = hashlib.blake2b(entry.file.read_bytes(), digest_size=8).hexdigest()
     return facts
 
 
-def keyed(name: str) -> bool:
-    """Return whether the contender is a table of keys; an unknown one is not."""
-    return name in entries() and entries()[name].keyed
-
-
-def dense(name: str) -> bool:
-    """Return whether the contender holds the tables uncompressed; an unknown one does not."""
-    return name in entries() and entries()[name].dense
-
-
-def fits(name: str, ranks: int) -> bool:
-    """Return whether the contender is measured in a world of so many ranks."""
-    return ranks == 1 or name not in entries() or not entries()[name].alone
-
-
 def cached() -> tuple[str, ...]:
-    """Return the contenders with a cache, which a trace can be run through."""
+    """Return the names of the contenders with a cache."""
     return tuple(name for name, entry in entries().items() if entry.variants == "cache")
 
 
@@ -220,31 +206,28 @@ def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
 def _of_release(
     facts: Mapping[str, Any], words: Mapping[str, Mapping[str, str]], torch: str
 ) -> dict[str, Any]:
-    """Return the facts with each word in braces replaced by its text for a version of torch."""
-    facts_of = dict(facts)
+    """Return the facts with each {word} replaced by its text for a version of torch."""
+    filled = dict(facts)
     for word, texts in words.items():
         braced, release = f"{{{word}}}", _nearest(list(texts), torch)
-        needed = [str(text) for text in facts_of.get("requires", ())]
-        if any(braced in text for text in needed):
-            facts_of["of_torch"] = release
-            facts_of["requires"] = [text.replace(braced, texts[release]) for text in needed]
-            if "install" in facts_of:
-                facts_of["install"] = facts_of["install"].replace(braced, texts[release])
-    return facts_of
+        requires = [str(text) for text in filled.get("requires", ())]
+        if any(braced in text for text in requires):
+            filled["of_torch"] = release
+            filled["requires"] = [text.replace(braced, texts[release]) for text in requires]
+            if "install" in filled:
+                filled["install"] = filled["install"].replace(braced, texts[release])
+    return filled
 
 
 def _nearest(releases: Sequence[str], version: str) -> str:
-    """Return the newest release that is not newer than the version, else the oldest one.
-
-    Without a version it is the newest: what `pip install` would give.
-    """
+    """Return the newest release up to `version`, else the oldest; the newest for no version."""
     ordered = sorted(releases, key=_numbers)
     wanted = _numbers(version) or (math.inf,)
     return next((r for r in reversed(ordered) if _numbers(r) <= wanted), ordered[0])
 
 
 def _numbers(version: str) -> tuple[float, ...]:
-    """Return (2, 13) of 2.13.0+cpu; empty where the text is no version."""
+    """Return (2, 13) for "2.13.0+cpu"; () for text that is no version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (float(match[1]), float(match[2])) if match else ()
 
@@ -274,7 +257,7 @@ def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
 
 
 def installed(requirement: str) -> tuple[str, str] | None:
-    """Return (package, version) of the first alternative that is installed."""
+    """Return (package, version) of the first installed alternative of a requirement, or None."""
     for alternative in requirement.split(" | "):
         package = alternative.partition("==")[0]
         try:

@@ -31,17 +31,32 @@ from experiments.workloads.workload import Batch
 
 @dataclass(frozen=True)
 class Block:
-    """Rows and columns of a table on this rank; `weights` is a view of its memory."""
+    """Rows and columns of a table on this rank.
+
+    Attributes:
+        table: position of the table.
+        first_row: first row of the block.
+        first_column: first column of the block.
+        weights: view of the block's memory, [rows, columns].
+        replicated: True if every rank holds the block; only rank 0 reports it.
+    """
 
     table: int
     first_row: int
     first_column: int
-    weights: Tensor  # [rows, columns]
-    replicated: bool = False  # every rank holds the same rows: rank 0 alone reports them
+    weights: Tensor
+    replicated: bool = False
 
 
 class Collection(Contender):
-    """A collection of embedding bags that takes a KeyedJaggedTensor: one feature per table."""
+    """A collection of embedding bags that takes a KeyedJaggedTensor, with one feature per table.
+
+    Attributes:
+        module: the collection.
+        feature_name: format of a feature's name, from its number.
+        keys: names of the features.
+        blocks: parts of the tables on this rank.
+    """
 
     module: Any
     feature_name: ClassVar[str] = "f{}"
@@ -50,54 +65,49 @@ class Collection(Contender):
         super().__init__(task)
         self.keys = [self.feature_name.format(number) for number in range(len(task.shapes))]
         self.module, self.blocks = self._module()
-        for block in self.blocks:  # replicas of a table get equal values
+        for block in self.blocks:  # the seed is the table's, so replicas have equal values
             fill_(block.weights.data, block.table)
 
     @abstractmethod
     def _module(self) -> tuple[Any, list[Block]]:
-        """Build the module on the task's device; return it with its weights on this rank."""
+        """Build the module on the task's device; return it and this rank's blocks."""
 
     def forward(self, prepared: tuple[Any, Tensor]) -> Tensor:
-        """Look up with one call; return the values of the KeyedTensor."""
         with torch.no_grad():
             output: Tensor = self.module(prepared[0]).values()
         return output
 
     def step(self, prepared: tuple[Any, Tensor]) -> None:
-        """Run forward and backward(), which updates the tables."""
         self.module(prepared[0]).values().backward(prepared[1])
 
     def observe(self, batch: Batch) -> State:
-        """Return the touched rows of each table, gathered from all ranks; a collective."""
+        """Return the touched rows of each table, summed over the ranks; a collective."""
         rank, size = rank_and_size()
-        rows = []
-        for number, (ids, s) in enumerate(
-            zip(touched(batch, self.task), self.task.shapes, strict=True)
-        ):
-            gathered = torch.zeros(len(ids), s.dim)
-            for block in (b for b in self.blocks if b.table == number):
-                if block.replicated and rank:
-                    continue
-                local = ids - block.first_row
-                here = (local >= 0) & (local < block.weights.size(0))
-                columns = slice(block.first_column, block.first_column + block.weights.size(1))
-                values = block.weights.detach()[local[here].to(block.weights.device)]
-                gathered[here, columns] = values.float().cpu()
-            if size > 1:
-                dist.all_reduce(gathered)
-            rows.append(gathered)
+        ids = touched(batch, self.task)
+        rows = [torch.zeros(len(i), s.dim) for i, s in zip(ids, self.task.shapes, strict=True)]
+        for block in self.blocks:
+            if block.replicated and rank:
+                continue
+            local = ids[block.table] - block.first_row
+            is_local = (local >= 0) & (local < block.weights.size(0))
+            columns = slice(block.first_column, block.first_column + block.weights.size(1))
+            values = block.weights.detach()[local[is_local].to(block.weights.device)]
+            rows[block.table][is_local, columns] = values.float().cpu()
+        if size > 1:
+            for table in rows:
+                dist.all_reduce(table)
         return rows
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this rank and the number of ranks."""
+    """Return this rank and the number of ranks; (0, 1) without a process group."""
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def over_ranks(nbytes: Mapping[str, int]) -> dict[str, int]:
-    """Sum over all ranks; a collective."""
+    """Return each number of bytes summed over all ranks; a collective."""
     if rank_and_size()[1] == 1:
         return dict(nbytes)
     total = torch.tensor(list(nbytes.values()), dtype=torch.int64)
@@ -106,11 +116,11 @@ def over_ranks(nbytes: Mapping[str, int]) -> dict[str, int]:
 
 
 class Bags(Collection):
-    """The common part of emblib's collections."""
+    """Base of emblib's collections, sharded or not."""
 
     @staticmethod
     def configs(task: Task) -> list[EmbeddingBagConfig]:
-        """Return a table configuration per feature."""
+        """Return the configuration of each table; tables are named t0, t1, ..."""
         return [
             EmbeddingBagConfig(
                 shape.rows, shape.dim, f"t{number}", (Bags.feature_name.format(number),)
@@ -124,7 +134,6 @@ class Bags(Collection):
         return OPTIMIZERS[task.optimizer](task.lr)
 
     def prepare(self, batch: Batch) -> tuple[KeyedJaggedTensor, Tensor]:
-        """Lay out a KeyedJaggedTensor that knows its lengths and offsets."""
         device = self.task.device
         features = KeyedJaggedTensor(
             self.keys,
@@ -135,7 +144,7 @@ class Bags(Collection):
         return features, batch.gradient.to(device)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of all ranks."""
+        """Return the bytes of all ranks; a collective."""
         sizes = [group.module.nbytes() for groups in self._groups() for group in groups.groups]
         names = ("weights", "optimizer_state")
         return over_ranks({name: sum(size.get(name, 0) for size in sizes) for name in names})
@@ -146,7 +155,7 @@ class Bags(Collection):
 
 
 class WholeBags(Bags):
-    """Not sharded: every table in this process."""
+    """emblib.EmbeddingBagCollection: all tables in this process."""
 
     def _module(self) -> tuple[Any, list[Block]]:
         task = self.task
@@ -160,14 +169,20 @@ class WholeBags(Bags):
         return [self.module.groups]
 
 
-RANKS_PER_NODE = 2  # ranks that count as one node, where a sharding type asks for nodes
+RANKS_PER_NODE = 2  # ranks that sharding types by node take for one node
 
 
 class ShardedBags(Bags):
-    """One sharding type for every table, over all ranks."""
+    """A collection over all ranks; the subclass gives every table the same sharding type.
 
-    cuts_rows = False  # whether a row may be on several ranks
-    rule: Callable[[float, World], Rule]  # of a table, whose position is a share in [0, 1)
+    Attributes:
+        cuts_rows: True if the columns of a row may be on several ranks.
+        rule: function of (share, world) that returns the sharding rule of a table. `share`, in
+            [0, 1), is the position of the table among all, which chooses its rank or node.
+    """
+
+    cuts_rows = False
+    rule: Callable[[float, World], Rule]
 
     def _module(self) -> tuple[Any, list[Block]]:
         ranks = ranks_of(self.task.device)
@@ -203,11 +218,11 @@ class ShardedBags(Bags):
 
     @staticmethod
     def node_of(size: int) -> int:
-        """Return how many ranks of a world count as one node."""
+        """Return the ranks per node in a world of `size` ranks; all if they do not divide."""
         return RANKS_PER_NODE if size % RANKS_PER_NODE == 0 else size
 
     def parts(self, prepared: tuple[KeyedJaggedTensor, Tensor]) -> dict[str, Callable[[], object]]:
-        """Return the parts of a step: input_dist, lookup and update, output_dist."""
+        """Return input_dist ("input"), lookup and update ("local"), and output_dist ("output")."""
         module, features = self.module, prepared[0]
         received = module.input_dist(features).wait().wait()
         rows = module.rows(received)
@@ -236,11 +251,16 @@ class ShardedBags(Bags):
 
 
 def ranks_of(device: torch.device) -> RankGroup:
-    """Return the group of all ranks; where there are enough, as nodes of NODE."""
+    """Return the group of all ranks, in nodes of RANKS_PER_NODE; a group of one without ranks."""
     size = rank_and_size()[1]
     if size == 1:
         return RankGroup.single(device)
     return RankGroup(local_size=ShardedBags.node_of(size), device=device)
+
+
+def _node(share: float, world: World) -> int:
+    """Return the node of the table at position `share`."""
+    return int(share * (world.size // world.local_size))
 
 
 class DataParallel(ShardedBags):
@@ -250,19 +270,19 @@ class DataParallel(ShardedBags):
 
 
 class TableWise(ShardedBags):
-    """Whole tables, an equal share of neighbours on each rank."""
+    """Whole tables; each rank holds an equal number of consecutive ones."""
 
     rule = staticmethod(lambda share, world: sharding_types.table_wise(int(share * world.size)))
 
 
 class RowWise(ShardedBags):
-    """Rows of every table on every rank."""
+    """The rows of every table distributed over all ranks."""
 
     rule = staticmethod(lambda share, world: sharding_types.row_wise())
 
 
 class ColumnWise(ShardedBags):
-    """Columns of every table on every rank."""
+    """The columns of every table distributed over all ranks."""
 
     cuts_rows = True
 
@@ -270,29 +290,21 @@ class ColumnWise(ShardedBags):
 
 
 class TableRowWise(ShardedBags):
-    """Rows of a table on the ranks of one node each."""
+    """The rows of each table distributed over the ranks of one node."""
 
-    rule = staticmethod(
-        lambda share, world: sharding_types.table_row_wise(
-            int(share * (world.size // world.local_size))
-        )
-    )
+    rule = staticmethod(lambda share, world: sharding_types.table_row_wise(_node(share, world)))
 
 
 class TableColumnWise(ShardedBags):
-    """Columns of a table on the ranks of one node each."""
+    """The columns of each table distributed over the ranks of one node."""
 
     cuts_rows = True
 
-    rule = staticmethod(
-        lambda share, world: sharding_types.table_column_wise(
-            int(share * (world.size // world.local_size))
-        )
-    )
+    rule = staticmethod(lambda share, world: sharding_types.table_column_wise(_node(share, world)))
 
 
 class Grid(ShardedBags):
-    """Columns of a table on the nodes, and of each its rows on the node's ranks."""
+    """The columns of each table distributed over the nodes, their rows over a node's ranks."""
 
     cuts_rows = True
 

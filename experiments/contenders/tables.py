@@ -32,19 +32,17 @@ class BatchedTables(OneModule):
         )
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes that the module reports."""
         return dict(self.module.nbytes())
 
     def observe(self, batch: Batch) -> State:
-        """Return the touched rows of each table."""
         weights = self.module.table_weights()
         if self.task.device.type == "cuda":
-            torch.cuda.synchronize()  # tables in host memory are read by the host
+            torch.cuda.synchronize()  # the host reads tables in host memory directly
         return read_rows(weights, batch, self.task)
 
 
 class Managed(BatchedTables):
-    """Tables in host memory: on a GPU the kernels read the rows there."""
+    """Tables in host memory, which the kernels of a GPU read over the bus (managed memory)."""
 
     placement: ClassVar[emblib.Placement] = emblib.Placement.MANAGED
     policy: ClassVar[emblib.CachePolicy] = emblib.CachePolicy.LRU
@@ -78,7 +76,6 @@ class CachedLRU(Managed):
     placement = emblib.Placement.MANAGED_CACHING
 
     def counters(self) -> dict[str, int]:
-        """Return the distinct rows and lookups, and how many of each the cache served."""
         stats = self.module.cache_stats()
         return {
             "lookups": int(stats.lookups),
@@ -89,7 +86,6 @@ class CachedLRU(Managed):
         }
 
     def reset_counters(self) -> None:
-        """Set the module's counters to zero; what the cache holds stays."""
         self.module.reset_cache_stats()
 
 

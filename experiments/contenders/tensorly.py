@@ -18,11 +18,11 @@ from experiments.workloads.workload import Batch
 
 
 class FactorizedTables(TorchOptimized):
-    """TensorLy-Torch: a row per distinct id, by batched products of the cores' slices; autograd.
+    """TensorLy-Torch's module per table, trained by autograd and torch.optim.
 
-    It has no bags. Ids are made distinct before they are looked up and the rows are pooled after,
-    which on skewed ids is several times faster than a row for each lookup. The cores have emblib's
-    shapes, their gradients are dense and torch.optim updates them.
+    The library has no bags: distinct ids are looked up, and torch pools the rows. On skewed ids
+    that is several times faster than one row per lookup. The cores have emblib's shapes and dense
+    gradients.
     """
 
     def __init__(self, task: Task) -> None:
@@ -44,7 +44,7 @@ class FactorizedTables(TorchOptimized):
         outputs = []
         for module, (indices, offsets) in zip(self.modules, prepared[0], strict=True):
             distinct, inverse = torch.unique(indices, return_inverse=True)
-            rows = module(distinct.cpu())  # numpy takes the ids apart, so the host must have them
+            rows = module(distinct.cpu())  # the library factors the ids with numpy, on the host
             outputs.append(
                 functional.embedding_bag(
                     inverse, rows, offsets, mode="sum", include_last_offset=True
@@ -53,16 +53,15 @@ class FactorizedTables(TorchOptimized):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def observe(self, batch: Batch) -> State:
-        """Return all cores in emblib's layout: [p, R * q * R'] for its [R, p, q, R']."""
+        """Return all cores, converted from [R, p, q, R'] to emblib's [p, R * q * R']."""
         return [core.detach().permute(1, 0, 2, 3).flatten(1).cpu().clone() for core in self.weights]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute the chain of core products with autograd."""
         return expect_tt(batch, before, self.task, self.specs)
 
 
 def _embedding(spec: emblib.TTSpec, device: torch.device) -> Any:
-    """Build the module with the cores of `spec`; it has a row per index of its factors."""
+    """Build the module with the cores of `spec`; its rows are the product of the row factors."""
     return FactorizedEmbedding(
         math.prod(spec.row_factors),
         math.prod(spec.dim_factors),

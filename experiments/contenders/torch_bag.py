@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from experiments.config.schema import Optimizer
 from experiments.contenders.base import (
+    EPS,
     Contender,
     State,
     Task,
@@ -23,26 +24,24 @@ Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]
 
 
 class TableByTable(Contender):
-    """Tables that are looked up one after the other; a model needs the outputs concatenated."""
+    """Base of contenders that look up tables one after the other and concatenate the outputs."""
 
     def prepare(self, batch: Batch) -> Prepared:
-        """Lay out ids and offsets per table."""
         device = self.task.device
         features = [batch.feature(f) for f in range(len(self.task.shapes))]
         return [(i.to(device), o.to(device)) for i, o in features], batch.gradient.to(device)
 
     @abstractmethod
     def _lookup(self, prepared: Prepared) -> Tensor:
-        """Look up [B, sum D]."""
+        """Return the pooled rows of all tables, [B, sum D], as autograd records them."""
 
     def forward(self, prepared: Prepared) -> Tensor:
-        """Look up table by table, then concatenate."""
         with torch.no_grad():
             return self._lookup(prepared)
 
 
 class TorchOptimized(TableByTable):
-    """Tables that autograd and an optimizer of torch.optim train."""
+    """Base of contenders whose parameters torch.optim updates."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -52,21 +51,20 @@ class TorchOptimized(TableByTable):
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.SGD(self.weights, lr=task.lr)
             if task.optimizer is Optimizer.sgd
-            else torch.optim.Adagrad(self.weights, lr=task.lr, eps=1e-8)
+            else torch.optim.Adagrad(self.weights, lr=task.lr, eps=EPS)
         )
 
     @abstractmethod
     def _build(self) -> list[Tensor]:
-        """Build the tables on the task's device; return their parameters."""
+        """Build the tables on the task's device; return the parameters to train."""
 
     def step(self, prepared: Prepared) -> None:
-        """Run autograd, then the optimizer."""
         self._lookup(prepared).backward(prepared[1])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of weights and of Adagrad's dense sums; gradients show in the peak."""
+        """Return the bytes of weights and of Adagrad's sums, without gradients."""
         return {
             "weights": sum(w.nbytes for w in self.weights),
             "optimizer_state": optimizer_bytes(self.optimizer.state.values()),
@@ -96,5 +94,4 @@ class TorchBags(TorchOptimized):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def observe(self, batch: Batch) -> State:
-        """Return the touched rows of each table."""
         return read_rows(self.weights, batch, self.task)

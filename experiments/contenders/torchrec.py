@@ -24,13 +24,13 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from experiments.config.schema import Optimizer
-from experiments.contenders.base import State, Task, Unsupported, optimizer_bytes, read_rows
+from experiments.contenders.base import EPS, State, Task, Unsupported, optimizer_bytes, read_rows
 from experiments.contenders.fbgemm import check_dims, id_type
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.sharded import Block, Collection, over_ranks, rank_and_size
 from experiments.workloads.workload import Batch
 
-# It warns whoever builds a sharded collection of a function that TorchRec itself calls.
+# Building a sharded collection would log a warning about a function that TorchRec itself calls.
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 OPTIMIZERS: dict[Optimizer, type[Any]] = {
@@ -38,13 +38,13 @@ OPTIMIZERS: dict[Optimizer, type[Any]] = {
     Optimizer.adagrad: torch.optim.Adagrad,
     Optimizer.rowwise_adagrad: RowWiseAdagrad,
 }
-FUSED = "fused"  # the compute kernel that is FBGEMM's tables with the optimizer in backward
+FUSED = "fused"  # compute kernel: FBGEMM's tables with the optimizer in backward
 
 
 class TorchRecCollection(Collection):
-    """The common part of TorchRec's collections."""
+    """Base of TorchRec's collections."""
 
-    feature_name = "f{:05}"  # as state dicts sort
+    feature_name = "f{:05}"  # the order of names, in which state dicts sort, is that of numbers
 
     def _configs(self) -> list[EmbeddingBagConfig]:
         return [
@@ -58,11 +58,11 @@ class TorchRecCollection(Collection):
         ]
 
     def _options(self) -> dict[str, float]:
-        eps = {} if self.task.optimizer is Optimizer.sgd else {"eps": 1e-8}
+        eps = {} if self.task.optimizer is Optimizer.sgd else {"eps": EPS}
         return {"lr": self.task.lr, **eps}
 
     def prepare(self, batch: Batch) -> tuple[torchrec.KeyedJaggedTensor, Tensor]:
-        """Lay out a KeyedJaggedTensor whose lengths and key offsets are computed."""
+        """Return a KeyedJaggedTensor with its lengths and offsets computed, and the gradient."""
         device, kind = self.task.device, id_type(self.task)
         features = torchrec.KeyedJaggedTensor.from_offsets_sync(
             keys=self.keys,
@@ -74,7 +74,7 @@ class TorchRecCollection(Collection):
         return features, batch.gradient.to(device)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of tables and of the optimizer's sums; gradients show in the peak."""
+        """Return the bytes of weights and of the optimizer's sums, without gradients."""
         return {
             "weights": sum(block.weights.nbytes for block in self.blocks),
             "optimizer_state": optimizer_bytes(
@@ -88,11 +88,11 @@ class TorchRecCollection(Collection):
 
     @abstractmethod
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        """Return the optimizer's state, table by table."""
+        """Return the state of the optimizer per parameter."""
 
 
 class TorchRecInProcess(TorchRecCollection):
-    """Collections that are not sharded and need no process group."""
+    """Base of collections in one process, without a process group."""
 
     def _module(self) -> tuple[nn.Module, list[Block]]:
         module = self._collection()
@@ -104,12 +104,11 @@ class TorchRecInProcess(TorchRecCollection):
         """Build the collection on the task's device."""
 
     def observe(self, batch: Batch) -> State:
-        """Return the touched rows of each table."""
         return read_rows((block.weights for block in self.blocks), batch, self.task)
 
 
 class TorchRecFused(TorchRecInProcess):
-    """TorchRec's FusedEmbeddingBagCollection: FBGEMM's tables behind its interface, no sharding."""
+    """TorchRec's FusedEmbeddingBagCollection: FBGEMM's tables in one process."""
 
     def _collection(self) -> nn.Module:
         check_dims(self.task)
@@ -121,16 +120,15 @@ class TorchRecFused(TorchRecInProcess):
         )
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        """Return the state of FBGEMM's modules, which are not submodules."""
         states: Iterable[Mapping[str, Any]] = self.module.fused_optimizer().state.values()
         return states
 
 
 class TorchRecDense(TorchRecInProcess):
-    """TorchRec's EmbeddingBagCollection before it is sharded: dense gradients, torch.optim.
+    """TorchRec's EmbeddingBagCollection before it is sharded: dense gradients and torch.optim.
 
-    Every row of every table gets a gradient and an update, so that a step reads and writes whole
-    tables. Not how TorchRec is meant to be trained, but what its class does by itself.
+    A step reads and writes whole tables, because every row has a gradient. TorchRec is not meant to
+    be trained this way, but its class does so by itself.
     """
 
     def _collection(self) -> nn.Module:
@@ -143,7 +141,6 @@ class TorchRecDense(TorchRecInProcess):
         return module
 
     def step(self, prepared: tuple[torchrec.KeyedJaggedTensor, Tensor]) -> None:
-        """Run autograd to dense gradients, then the optimizer."""
         super().step(prepared)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -153,15 +150,15 @@ class TorchRecDense(TorchRecInProcess):
 
 
 class TorchRecSharded(TorchRecCollection):
-    """TorchRec as it is trained with: DistributedModelParallel, its optimizer in backward.
+    """TorchRec's DistributedModelParallel with the optimizer in backward, its intended use.
 
-    Without a process group, it gets one of this process alone; its input and output distribution
-    then send nothing, but run.
+    Without a process group, a group of this process is created; input_dist and output_dist then run
+    without sending anything.
     """
 
     @abstractmethod
     def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
-        """Return TorchRec's sharding of a table; `share` in [0, 1) is its position."""
+        """Return TorchRec's sharding of the table at position `share`, in [0, 1), among all."""
 
     def _module(self) -> tuple[nn.Module, list[Block]]:
         check_dims(self.task)
@@ -185,7 +182,7 @@ class TorchRecSharded(TorchRecCollection):
             local_size=ranks,
             device_type=device.type,
         )
-        # DistributedModelParallel shards the modules below the one that it is given.
+        # DistributedModelParallel shards the children of its module only.
         module = DistributedModelParallel(
             nn.Sequential(collection),
             device=device,
@@ -201,19 +198,18 @@ class TorchRecSharded(TorchRecCollection):
         return module, blocks
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        """Return the state of all optimizers in backward."""
         states: Iterable[Mapping[str, Any]] = self.module.fused_optimizer.state.values()
         return states
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of all ranks."""
+        """Return the bytes of all ranks; a collective."""
         return over_ranks(super().nbytes())
 
 
 class TorchRecTableWise(TorchRecSharded):
-    """Whole tables, an equal share of neighbours on each rank.
+    """Whole tables; each rank holds an equal number of consecutive ones.
 
-    So its features keep their order, which otherwise goes by the rank of their table.
+    Then the features keep their order, which TorchRec sorts by rank.
     """
 
     def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
@@ -221,7 +217,7 @@ class TorchRecTableWise(TorchRecSharded):
 
 
 class TorchRecAlone(TorchRecTableWise):
-    """The same in one process, compared with contenders that are not sharded."""
+    """TorchRecTableWise in one process, to compare with contenders that are not sharded."""
 
     def __init__(self, task: Task) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -233,30 +229,31 @@ class TorchRecAlone(TorchRecTableWise):
 
 
 class TorchRecRowWise(TorchRecSharded):
-    """Rows of every table on every rank."""
+    """The rows of every table distributed over all ranks."""
 
     def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
         return sharding_plan.row_wise(compute_kernel=FUSED)
 
 
 class TorchRecColumnWise(TorchRecSharded):
-    """Columns of every table on every rank."""
+    """The columns of every table distributed over all ranks."""
 
     def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
         return sharding_plan.column_wise(ranks=list(range(ranks)), compute_kernel=FUSED)
 
 
 FEATURE = "ids"
-EVICTION_INTERVAL = 10  # iterations from one eviction to the next
-MIN_ROWS = 2  # rows: unknown ids share the last one
+EVICTION_INTERVAL = 10  # training calls from one eviction to the next
+MIN_ROWS = 2  # one for a known id, and the last one for all unknown ids
 
 PreparedIds = dict[str, JaggedTensor]
 
 
 class ManagedCollisions(KeyTable):
-    """TorchRec's ZCH: training records every id, admits and evicts by frequency every tenth call.
+    """TorchRec's managed collision module (ZCH) as a hash table.
 
-    An id that is not there gets the last row, which it shares with all others that are not.
+    Training calls record every id; every tenth one admits and evicts ids by frequency. All absent
+    ids share the last row.
     """
 
     operations = ("find_slots", "find_or_insert_slots")
@@ -269,7 +266,7 @@ class ManagedCollisions(KeyTable):
         self.ready()
 
     def ready(self) -> None:
-        """Rebuild the module: the first training batch decides how many ids it can record."""
+        """Rebuild the module, because its first training batch limits how many ids it records."""
         self.module = MCHManagedCollisionModule(
             zch_size=self.absent + 1,
             device=self.task.device,
@@ -279,11 +276,11 @@ class ManagedCollisions(KeyTable):
         self.merged = 0
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Collect the keys until they are needed, since each merge would sort them all."""
+        """Collect the keys; `prepare` merges them once, because each merge sorts all keys."""
         self.parts.append(keys.to(self.task.device))
 
     def _merge(self) -> None:
-        """Load the keys as a checkpoint does: sorted ids, each with its row."""
+        """Load the collected keys as a checkpoint has them: sorted ids, each with its row."""
         if self.merged == len(self.parts):
             return
         keys = torch.cat(self.parts).unique()
@@ -294,22 +291,18 @@ class ManagedCollisions(KeyTable):
         self.merged = len(self.parts)
 
     def prepare(self, keys: Tensor, values: Tensor) -> PreparedIds:
-        """Lay out one feature."""
         self._merge()
         lengths = torch.ones(len(keys), dtype=torch.int64, device=self.task.device)
         return {FEATURE: JaggedTensor(keys.to(self.task.device), lengths=lengths)}
 
     def find_slots(self, prepared: PreparedIds) -> Tensor:
-        """Run the remap of evaluation."""
         remapped: PreparedIds = self.module.remap(prepared)
         return remapped[FEATURE].values()
 
     def find_or_insert_slots(self, prepared: PreparedIds) -> Tensor:
-        """Run the remap of training."""
         self.module.train()
         remapped: PreparedIds = self.module(prepared)
         return remapped[FEATURE].values()
 
     def nbytes(self) -> int:
-        """Return the bytes of ids, rows and counts."""
         return sum(t.nbytes for t in self.module.state_dict().values())

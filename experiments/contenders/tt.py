@@ -1,4 +1,4 @@
-"""Tensor trains for the largest tables, plain tables for the rest: TT-Rec's arrangement."""
+"""Tensor trains for the largest tables, plain tables for the others, as in TT-Rec."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from experiments.workloads.workload import Batch, TableShape
 
 
 class TTTables(Contender):
-    """The output's columns are the plain tables' first, then each compressed table's."""
+    """emblib's trains for the `task.tt_tables` largest tables, plain tables for the others.
+
+    The columns of the output are those of the plain tables, then those of the compressed ones.
+    """
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -38,25 +41,24 @@ class TTTables(Contender):
         self.rest = BatchedTables(rest) if self.plain else None
 
     def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
-        """Build the trains of the compressed tables."""
+        """Build the module of the compressed tables, whose shapes are given."""
         task = self.task
         return emblib.TableBatchedTTEmbeddingBags(
             tt_specs(task, shapes), OPTIMIZERS[task.optimizer](task.lr), device=task.device
         )
 
-    def _part(self, batch: Batch, chosen: Sequence[int]) -> Batch:
-        """Return the part of a batch for some tables, feature-major."""
-        features = [batch.feature(f) for f in chosen]
+    def _part(self, batch: Batch, tables: Sequence[int]) -> Batch:
+        """Return the lookups and gradients of some tables of a batch, as a batch."""
+        features = [batch.feature(f) for f in tables]
         lengths = torch.cat([offsets.diff() for _, offsets in features])
         columns = split_gradient(batch, self.task.shapes)
         return Batch(
             torch.cat([indices for indices, _ in features]),
             torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            torch.cat([columns[f] for f in chosen], dim=1),
+            torch.cat([columns[f] for f in tables], dim=1),
         )
 
     def prepare(self, batch: Batch) -> Any:
-        """Lay out ids, offsets and gradient per part."""
         device = self.task.device
         columns = split_gradient(batch, self.task.shapes)
         compressed = self._part(batch, self.compressed)
@@ -72,24 +74,21 @@ class TTTables(Contender):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def forward(self, prepared: Any) -> Tensor:
-        """Look up with one call for the plain tables and one for the compressed ones."""
         with torch.no_grad():
             return self._lookup(prepared)
 
     def step(self, prepared: Any) -> None:
-        """Run forward and backward(), which updates cores and tables."""
         self._lookup(prepared).backward(prepared[2])
 
     def flops(self, batch: Batch) -> dict[str, float]:
-        """Count a multiplication and an addition for each multiply-add of the trains."""
+        """Count two operations per multiply-add of the trains' products."""
         part = self._part(batch, self.compressed)
         device = self.task.device
-        works = self.trains.work(part.indices.to(device), part.offsets.to(device))
-        forward, backward = (2.0 * sum(w) for w in zip(*(w[-2:] for w in works), strict=True))
-        return {"forward": forward, "step": forward + backward}
+        work = self.trains.work(part.indices.to(device), part.offsets.to(device))
+        forward = 2.0 * sum(table.forward for table in work)
+        return {"forward": forward, "step": forward + 2.0 * sum(table.backward for table in work)}
 
     def nbytes(self) -> dict[str, int]:
-        """Sum over all modules."""
         parts = [self.trains.nbytes()] + ([self.rest.nbytes()] if self.rest else [])
         return {k: sum(p[k] for p in parts) for k in ("weights", "optimizer_state")}
 
@@ -99,7 +98,6 @@ class TTTables(Contender):
         return rows + [core.detach().cpu().clone() for core in self.trains.cores]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
-        """Compute plain tables by rows and TT tables by the chain of core products."""
         outputs: list[Tensor] = []
         after: State = []
         plain, tt = before[: len(self.plain)], before[len(self.plain) :]
@@ -113,11 +111,13 @@ class TTTables(Contender):
 
 
 def tt_specs(task: Task, shapes: Sequence[TableShape]) -> list[emblib.TTSpec]:
-    """Return the task's tensor trains; factors that are not given are emblib's choice.
+    """Return the tensor train of each table; emblib chooses factors that the task leaves open.
 
-    A small table gets a lower rank where the full one exceeds what its cores can use. Where no
-    table can use the rank, the contender would be measured under a name that is not its own, so it
-    is refused; not so where the tables were shrunk, which the report says.
+    A small table has a lower rank if its cores cannot use the task's.
+
+    Raises:
+        Unsupported: no table can use the task's rank, so the contender's name would be wrong.
+            Shrunk tables are exempt, because the report says that they are.
     """
     specs = [_tt_spec(task, shape) for shape in shapes]
     usable = max((rank for spec in specs for rank in spec.ranks), default=task.rank)
@@ -135,14 +135,14 @@ def _tt_spec(task: Task, shape: TableShape) -> emblib.TTSpec:
         shape.rows, shape.dim, (1,) * (cores - 1), task.row_factors, task.dim_factors
     )
     sizes = [p * q for p, q in zip(factors.row_factors, factors.dim_factors, strict=True)]
-    useful = [min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, cores)]
-    return dataclasses.replace(factors, ranks=tuple(min(task.rank, most) for most in useful))
+    max_ranks = [min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, cores)]
+    return dataclasses.replace(factors, ranks=tuple(min(task.rank, r) for r in max_ranks))
 
 
 def expect_tt(
     batch: Batch, before: State, task: Task, specs: Sequence[emblib.TTSpec]
 ) -> tuple[Tensor, State]:
-    """Compute `Contender.expect` for TT tables, whose state is all cores, with autograd."""
+    """Compute `Contender.expect` for tensor trains with autograd; the state is all cores."""
     outputs, after, rest = [], [], list(before)
     gradients = batch.gradient.split([s.dim for s in specs], dim=1)
     for f, spec in enumerate(specs):
@@ -160,7 +160,7 @@ def expect_tt(
 
 
 def chain(cores: Sequence[Tensor], indices: Tensor, spec: emblib.TTSpec) -> Tensor:
-    """Return rows [L, D] of a TT table: core k's slice i_k is [R_k, q_k * R_k+1]."""
+    """Return the rows [L, D] of ids [L]: products of the cores' slices, [R_k, q_k * R_k+1] each."""
     ranks = spec.full_ranks
     row = torch.ones(len(indices), 1, 1)
     rest = indices

@@ -1,4 +1,4 @@
-"""The kinds of experiments. `run`, `report` and `config` know a kind only as a `Kind` object."""
+"""The kinds of experiments; other packages use a kind only as a `Kind` object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from experiments.config.schema import Config, Distribution, UsageError
 from experiments.config.sweep import SWEEP, Cell, title_of
 from experiments.kinds.base import Kind, load
 
-# A kind is imported when an experiment asks for it.
+# Kinds by name; a module is imported on use.
 KINDS = {
     "time": "experiments.kinds.timing:Timing",
     "anchor": "experiments.kinds.timing:Anchor",
@@ -32,16 +32,16 @@ __all__ = ["KINDS", "Kind", "expand", "find"]
 
 @functools.cache
 def find(name: str) -> Kind:
-    """Return the kind of that name; raises KeyError where there is none."""
+    """Return the kind of a name; raise KeyError for an unknown one."""
     kind: Kind = load(KINDS[name])()
     return kind
 
 
 def expand(config: Config) -> list[Cell]:
-    """Return the cells of a run.
+    """Return the cells of a run, resolved and capped; raise UsageError.
 
-    Cases come first, so that an interrupted run has its headline. Where a cap makes two cells equal
-    the second is dropped, because its samples would count as further processes of the first.
+    Cases mostly come first, so that an interrupted run has its headline. If a cap makes two cells
+    equal, the second is dropped, because its samples would count as further processes of the first.
     """
     kind = find(config.kind)
     cases, swept = kind.cells(config)
@@ -58,9 +58,9 @@ def expand(config: Config) -> list[Cell]:
 
 
 def resolve(cell: Cell, *, sized: bool) -> Cell:
-    """Add what a trace file says of its tables; raises UsageError where the file cannot be used.
+    """Complete a cell by the tables of its trace file; raise UsageError for an unusable file.
 
-    `sized`: tables are made, so that the number of their rows must be known.
+    `sized` is True if tables will be built, so that their rows must be known.
     """
     if cell.workload.distribution is not Distribution.trace:
         return cell
@@ -75,7 +75,7 @@ def resolve(cell: Cell, *, sized: bool) -> Cell:
 
 
 def cap(cell: Cell, config: Config) -> Cell:
-    """Return the cell with smaller tables and batches where the timing preset caps them (smoke)."""
+    """Return the cell with tables and batches shrunk to the caps of the timing preset (smoke)."""
     rows, batch = config.timing.max_rows, config.timing.max_batch
     workload, scale = cell.workload, 1.0
     if batch and batch < workload.B:
@@ -83,7 +83,7 @@ def cap(cell: Cell, config: Config) -> Cell:
     if rows:
         from experiments.workloads.workload import table_rows  # loads torch
 
-        scale = min(1.0, rows / max(1, *table_rows(workload)))  # 0: a trace does not say
+        scale = min(1.0, rows / max(1, *table_rows(workload)))  # 0: unknown rows of a trace
     plain = cell.section == SWEEP and not cell.ranks
     title = title_of(workload) if plain else cell.title
     return dataclasses.replace(cell, workload=workload, rows_scale=scale, title=title)

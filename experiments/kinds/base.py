@@ -1,9 +1,9 @@
-"""The interface of a kind of experiment: which cells it has, how they are measured and reported.
+"""The interface of a kind of experiment: its cells, their measurement, their report.
 
-A new kind is a subclass of `Kind` in one file and a line in the table of `experiments/kinds`. What
-the subclass leaves out behaves as the kind `time` does: contenders timed side by side. Its objects
-`cell_kinds`, `arms`, `measurement` and `reporting` hold the facts that others ask of it. They name
-the modules that measure and report, so that the command line loads neither torch nor matplotlib.
+A new kind is a subclass of `Kind` in a file, and a line in KINDS of `experiments/kinds`. Defaults
+are the behaviour of the kind `time`, which times contenders side by side. The attributes
+`cell_kinds`, `arms`, `measurement` and `reporting` have the facts that other packages need. They
+name modules, so that the command line loads neither torch nor matplotlib.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ if TYPE_CHECKING:
     from experiments.report.style import Figure
     from experiments.report.tables import Table
 
-TIME = "time"  # the kind of cells whose contenders are timed side by side
-KEYS = "keys"  # the kind of a case that names loads of hash tables
+TIME = "time"  # kind of cells whose contenders are timed side by side
+KEYS = "keys"  # kind of cases with `keys.loads`
 
 
 @dataclass(frozen=True)
 class CellKinds:
-    """The kinds of the cells of an experiment, and which come first."""
+    """The kinds of the cells of an experiment, and their order.
 
-    sweep: str = ""  # of the cells of `sweep`; empty: the kind itself
-    cases: str = TIME  # of the cells of `cases`
-    sweep_first: bool = False  # else an interrupted run has its cases
+    Attributes:
+        sweep: kind of the cells of `sweep`; "" for the kind itself.
+        cases: kind of the cells of `cases` that name none.
+        sweep_first: True to measure the sweep before the cases.
+    """
+
+    sweep: str = ""
+    cases: str = TIME
+    sweep_first: bool = False
 
 
 class Ranks(Enum):
@@ -49,11 +55,11 @@ class Ranks(Enum):
 
     ONE = "one"
     OF_RUN = "device.ranks"
-    OF_WORLDS = "sharding.worlds"  # a cell per world; its ranks share each table
+    OF_WORLDS = "sharding.worlds"  # a cell per world, whose ranks share the tables
 
 
 class Sort(Enum):
-    """The contenders that an experiment may have."""
+    """The sort of contenders that an experiment may have."""
 
     BAGS = "contenders that look up bags"
     KEYED = "hash tables"
@@ -62,32 +68,48 @@ class Sort(Enum):
 
 @dataclass(frozen=True)
 class ArmRules:
-    """The arms of the cells."""
+    """The arms of the cells.
 
-    only: str = ""  # the one arm of every cell, instead of contenders
-    computed: tuple[str, ...] = ()  # arms that every cell of the sweep has besides
-    choices: tuple[str, ...] = ()  # computed arms that `contenders` may name
+    Attributes:
+        only: the only arm of every cell, in place of contenders.
+        computed: arms that every cell of the sweep has besides contenders.
+        choices: computed arms and methods that `contenders` may name.
+        contenders: sort of contenders.
+        ranks: processes that measure a cell together.
+    """
+
+    only: str = ""
+    computed: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     contenders: Sort = Sort.BAGS
     ranks: Ranks = Ranks.ONE
 
 
 class Effort(Enum):
-    """The processes that measure a cell, and what limits their time."""
+    """The number of processes that measure a cell one after the other, and their time limit."""
 
     TIMED = "timing.replicates processes, each for timing.cell_seconds"
     TRAINED = "timing.replicates processes, each until its models are trained"
-    ONCE = "one process, whose counts any other would repeat"
+    ONCE = "one process, because any other would count the same"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """How a cell is measured."""
+    """The measurement of a cell.
 
-    cell: str = ""  # "module:function": (cell, session, seconds) -> records
+    Attributes:
+        cell: "module:function" of the function (cell, session, seconds) -> records.
+        effort: number of processes.
+        modes: modes; () for timing.modes.
+        makes_tables: True if tables are built: their rows must be known, and their bytes fit.
+        packages: packages, besides those of contenders, whose version changes a result.
+    """
+
+    cell: str = ""
     effort: Effort = Effort.TIMED
-    modes: tuple[Mode, ...] = ()  # empty: timing.modes
-    makes_tables: bool = True  # so their rows must be known and their bytes fit
-    packages: tuple[str, ...] = ()  # besides the contenders', which change a result
+    modes: tuple[Mode, ...] = ()
+    makes_tables: bool = True
+    packages: tuple[str, ...] = ()
 
     def modes_of(self, config: Config) -> Sequence[Mode]:
         """Return the modes in which a run measures a cell."""
@@ -95,27 +117,34 @@ class Measurement:
 
 
 class Compared(IntEnum):
-    """What numbers of a run may be compared with; each level includes those below it."""
+    """The comparisons that a kind's numbers permit; each level includes those below it."""
 
     NOTHING = 0
-    MACHINES = 1  # the same number of another machine
-    ROUNDS = 2  # that of other contenders, which take turns in the same process
-    PROCESSES = 3  # those over several processes, which give a verdict
+    MACHINES = 1  # numbers of several machines
+    ROUNDS = 2  # contenders that take turns in a process
+    PROCESSES = 3  # contenders over several processes, which gives a verdict
 
 
 @dataclass(frozen=True)
 class Reporting:
-    """How a run is reported."""
+    """The report of a run.
 
-    module: str = ""  # its functions: `answer`, `figures`, and others that `Kind` calls; and NOTES
-    rebuild: str = ""  # "module:function": (path) -> answer; writes a report of the kind's own
+    Attributes:
+        module: module with NOTES, `answer`, `figures` and other functions that `Kind` calls.
+        rebuild: "module:function" of a function (path) -> answer that writes the kind's own report.
+        compared: comparisons that the numbers permit.
+        success: sentence about failures if there are none.
+    """
+
+    module: str = ""
+    rebuild: str = ""
     compared: Compared = Compared.ROUNDS
     success: str = "None: all {count} measurements ran and agreed with the reference."
 
 
 @dataclass(frozen=True)
 class CaseReport:
-    """What a case adds to a report: sentences after the first one, tables and figures."""
+    """The part of a case in a report: sentences after the first one, tables and figures."""
 
     answer: Sequence[str] = ()
     tables: Sequence[tuple[str, str, Table]] = ()
@@ -123,20 +152,31 @@ class CaseReport:
 
 
 class Kind:
-    """A kind of experiment; its class attributes say where it differs from timing contenders."""
+    """A kind of experiment.
+
+    Attributes:
+        name: name in `kind=NAME`.
+        options: dataclass of the configuration's `options`; None without options.
+        cell_kinds: kinds of the cells.
+        arms: arms of the cells.
+        measurement: measurement of a cell.
+        reporting: report of a run.
+        leads: "module:function" of a function (config, *, question, words) -> exit status that
+            leads the whole run; "" for the common way.
+    """
 
     name: ClassVar[str]
-    options: ClassVar[type | None] = None  # dataclass of the configuration's `options`
+    options: ClassVar[type | None] = None
     cell_kinds: ClassVar[CellKinds] = CellKinds()
     arms: ClassVar[ArmRules] = ArmRules()
     measurement: ClassVar[Measurement] = Measurement()
     reporting: ClassVar[Reporting] = Reporting()
-    leads: ClassVar[str] = ""  # "module:function": (config, *, question, words) -> exit status
+    leads: ClassVar[str] = ""
 
     # Cells
 
     def check(self, config: Config) -> None:
-        """Raise UsageError where the configuration does not suit the kind."""
+        """Raise UsageError if the configuration does not suit the kind."""
         if config.device.ranks > 1 and self.arms.ranks is not Ranks.OF_RUN:
             hint = "; say sharding.worlds" * (self.arms.ranks is Ranks.OF_WORLDS)
             raise UsageError(f"device.ranks: only kind=time has ranks, this is {self.name}{hint}")
@@ -154,14 +194,14 @@ class Kind:
         return [cell.with_arms(Arm(only)) for cell in cells] if only else cells
 
     def kind_of_case(self, case: CaseConfig) -> str:
-        """Return the kind of a case that names none: one that names loads is about hash tables."""
+        """Return the kind of a case that names none; a case with loads is about hash tables."""
         return KEYS if case.keys.loads else self.cell_kinds.cases
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
-        """Raise UsageError where options of this kind, of a run or of a case, do not suit it."""
+        """Raise UsageError for wrong values of `options`; `prefix` is that of a case, or empty."""
 
     def as_case(self, cell: Cell) -> Cell:
-        """Return a cell of this kind that is a case of another kind's experiment."""
+        """Return a cell of this kind completed as a case of another kind's experiment."""
         return cell
 
     def swept_cells(self, config: Config) -> list[Cell]:
@@ -173,22 +213,22 @@ class Kind:
         return list(swept_cells(config, kind, names, loads))
 
     def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
-        """Yield the cell in each of its variants; by default the cell itself."""
+        """Yield the variants of a cell; by default the cell itself."""
         yield cell
 
     # Measuring
 
     def measure(self, cell: Cell, session: Session, seconds: float) -> list[Record]:
-        """Measure a cell in the process it was given; `seconds` is the budget for timing."""
+        """Measure a cell in this process; `seconds` is the budget for timing."""
         records: list[Record] = load(self.measurement.cell)(cell, session, seconds)
         return records
 
     def lead(self, config: Config, *, question: str, words: Sequence[str]) -> int:
-        """Lead a whole run and return its exit status (kinds with `leads` only)."""
+        """Lead a whole run and return its exit status, for kinds with `leads`."""
         return int(load(self.leads)(config, question=question, words=words))
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return the terminal's line about a measured cell."""
+        """Return the line of the terminal about a measured cell."""
         return "step: " + " · ".join(
             f"{r['label']}: {r['status']}"
             if r["status"] != "ok"
@@ -199,15 +239,15 @@ class Kind:
     # Reporting
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
-        """Return the tables of numbers, by file name; `settings` is the `report` configuration."""
+        """Return {file name: table of numbers}; `settings` is the configuration's `report`."""
         return {}
 
     def write_files(self, run: Run) -> Mapping[str, str]:
-        """Return further files of a run directory, by name."""
+        """Return {name: text} of further files of a run's directory."""
         return self._part("write_files", {}, run)
 
     def rebuild(self, path: Path) -> str | None:
-        """Write the kind's own report and return its answer; None: the kind has the common one."""
+        """Write the kind's own report and return its answer; None for a kind without one."""
         return str(load(self.reporting.rebuild)(path)) if self.reporting.rebuild else None
 
     def answer(self, run: Run) -> list[str]:
@@ -223,16 +263,16 @@ class Kind:
         return self._part("tables", (), run)
 
     def case_report(self, run: Run) -> CaseReport:
-        """Return what cases of this kind add to the report of another kind's experiment."""
+        """Return the part of cases of this kind in the report of another kind's experiment."""
         return self._part("case_report", CaseReport(), run)
 
     def how_to_read(self) -> Sequence[str]:
-        """Return what a reader must know about the kind's numbers."""
+        """Return notes about the kind's numbers for the reader."""
         module = self.reporting.module
         return getattr(importlib.import_module(module), "NOTES", ()) if module else ()
 
     def section_table(self, run: Run, section: str) -> Table | None:
-        """Return a section's table of results; None: there is nothing to show."""
+        """Return the table of results of a section; None without results."""
         table: Table | None = self._part("section_table", None, run, section)
         if table is None and len(run.of(section)):
             table = load("experiments.report.results:section_table")(run, section)
@@ -243,14 +283,14 @@ class Kind:
         return self._part("tiles", [], run)
 
     def readme_lines(self, run: Run, command: str, link: str) -> list[str] | None:
-        """Return the run's lines in the README's results; None: the answer stands there.
+        """Return the lines of a run in docs/benchmarks.md; None for its answer alone.
 
-        `command` says what ran where; `link` leads to the report.
+        `command` states what ran where; `link` leads to the report.
         """
         return self._part("readme_lines", None, run, command, link)
 
     def _part(self, name: str, default: Any, *arguments: Any) -> Any:
-        """Call a function of the module that reports; return `default` where it has none."""
+        """Call a function of the reporting module; return `default` if it has none."""
         module = importlib.import_module(self.reporting.module) if self.reporting.module else None
         part = getattr(module, name, None)
         return part(*arguments) if part else default
@@ -269,9 +309,10 @@ def median_of(record: Record, phase: str) -> float:
 
 
 def check_keyed(prefix: str, names: Sequence[str], *, wanted: bool) -> None:
-    """Raise UsageError unless the contenders are all hash tables, or none is one."""
+    """Raise UsageError unless all contenders are hash tables (`wanted`), or none is."""
     for name in names:
-        if wanted is not registry.keyed(name) and name in registry.names():
-            a = "a table of keys" if registry.keyed(name) else "no table of keys"
+        keyed = registry.facts_of(name).keyed
+        if wanted is not keyed and name in registry.names():
+            a = "a table of keys" if keyed else "no table of keys"
             where = "where keys.loads names loads, or in kind=growth"
             raise UsageError(f"{prefix}contenders: {name} is {a}; those are measured {where}")

@@ -1,4 +1,4 @@
-"""The kind `cache`: traces of lookups through caches of every size, and through ideal caches."""
+"""The kind `cache`: hit rates of traces through real and ideal caches of several sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.results.store import Record
 
 
 class Cache(Kind):
-    """How much of the lookups does a cache of a given size serve?"""
+    """Answer which share of the lookups a cache of a given size serves."""
 
     name = "cache"
     arms = ArmRules(computed=tuple(IDEALS), choices=tuple(EXACT), contenders=Sort.BOTH)
@@ -30,7 +30,6 @@ class Cache(Kind):
     )
 
     def check(self, config: Config) -> None:
-        """Check that all contenders have a cache."""
         super().check(config)
         cached = (*registry.cached(), *EXACT)
         if not set(config.contenders) <= set(cached):
@@ -55,14 +54,14 @@ class Cache(Kind):
 
 @dataclass(frozen=True)
 class HitRates:
-    """Hit rates of the counted batches."""
+    """Hit rates of the counted batches, per lookup and per distinct row."""
 
     lookups: float
     rows: float
 
 
 def counted(record: Record) -> HitRates:
-    """Sum over the counted batches; return the hit rates."""
+    """Return the hit rates of a record over its counted batches."""
     samples = record["samples"]
     skip = len(samples["rows"]) - record["batches"]
     total = {name: sum(values[skip:]) for name, values in samples.items()}
@@ -84,7 +83,7 @@ def _row(record: Record) -> dict[str, Any]:
     rates = counted(record) if ok else HitRates(math.nan, math.nan)
     lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
     most = record.get("most_lookup_hits", math.nan)
-    size = record.get("cache_rows", math.nan)  # a process that died did not get so far
+    size = record.get("cache_rows", math.nan)  # absent from the record of a process that died
     names = ("section", "cell", "contender", "arm", "label", "status", "reason", "cache")
     return {
         **{k: record[k] for k in names},

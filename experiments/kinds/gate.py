@@ -9,7 +9,7 @@ from experiments.kinds.base import TIME, CellKinds, Kind, Reporting
 
 
 class Gate(Kind):
-    """Is one revision of emblib slower than another?"""
+    """Answer whether one revision of emblib is slower than another."""
 
     name = "gate"
     cell_kinds = CellKinds(sweep=TIME)
@@ -18,7 +18,7 @@ class Gate(Kind):
 
 
 class Noise(Gate):
-    """How far does a revision seem to differ from itself on this machine?"""
+    """Answer by how much a revision seems to differ from itself on this machine."""
 
     name = "noise"
     leads = "experiments.gate.noise:run"
@@ -26,7 +26,7 @@ class Noise(Gate):
 
 
 class Power(Gate):
-    """How often does the gate err?"""
+    """Answer how often the gate errs."""
 
     name = "power"
     leads = "experiments.gate.power:run"

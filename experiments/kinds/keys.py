@@ -1,4 +1,4 @@
-"""The kinds `keys` and `growth`: operations on hash tables timed together, and tables that fill."""
+"""The kinds `keys` (operations on hash tables) and `growth` (tables that fill)."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
 
-YARDSTICK = "find_slots"  # of the subject at the same load: what ratios are to
-PHASE = "insert"  # what a table that grows is timed at
+YARDSTICK = "find_slots"  # operation of the subject at the same load that ratios divide by
+PHASE = "insert"  # name of the samples of a growing table
 
 
 class Keys(Kind):
-    """How many keys per second does each operation of a hash table process?"""
+    """Answer how many keys per second each operation of a hash table processes."""
 
     name = KEYS
     measurement = Measurement("experiments.measure.keys:keys_cell")
     reporting = Reporting("experiments.kind_reports.keys")
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return the rate of each table's first operation."""
         return " · ".join(_rate_of(record) for record in records)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
@@ -44,7 +43,7 @@ class Keys(Kind):
 
 
 class Growth(Keys):
-    """How long does a growing hash table pause, and how much memory does it take?"""
+    """Answer how long a growing hash table pauses, and how much memory it needs."""
 
     name = "growth"
     cell_kinds = CellKinds(cases="growth")
@@ -81,10 +80,9 @@ def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
 def _row(
     group: Sequence[Record], phase: str, base: Sequence[Record], pools: metrics.Pools
 ) -> dict[str, Any]:
-    taken = metrics.good(group)
-    record = taken[0] if taken else group[0]
-    time = metrics.summarise_processes([metrics.seconds(r, phase) for r in taken], pools.times)
-    effect = metrics.ratio(taken, as_yardstick(metrics.good(base), phase), phase, pools.ratios)
+    good = metrics.good(group)
+    record = good[0] if good else group[0]
+    timed = metrics.timed_columns(good, as_yardstick(metrics.good(base), phase), phase, pools)
     names = ("section", "cell", "contender", "arm", "label", "load", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -97,17 +95,14 @@ def _row(
         "slots": record.get("slots", math.nan),
         "keys_there": record.get("keys_there", math.nan),
         "hits": record.get("hits", math.nan),
-        **time.columns(),
-        "samples": time.n,
-        "processes": len(taken),
-        "keys_per_s": record["lookups"] / time.median,
-        **effect.columns(),
+        **timed,
+        "keys_per_s": record["lookups"] / timed["median_s"],
         "bytes": record.get("weights_bytes"),
     }
 
 
 def as_yardstick(base: Sequence[Record], phase: str) -> list[Record]:
-    """Return the records with the yardstick's samples in the place of a phase's."""
+    """Return the records with the samples of the yardstick under the name of a phase."""
     return [
         r | {"samples": {phase: r["samples"].get(YARDSTICK, [])}}
         for r in base
@@ -125,15 +120,15 @@ def growth(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _grown(group: Sequence[Record]) -> dict[str, Any]:
-    taken = metrics.good(group)
-    record = taken[0] if taken else group[0]
-    each = [metrics.seconds(r, PHASE) for r in taken]
-    time = statistics.summarise([s for seconds in each for s in seconds])
-    ends = statistics.tail([s for seconds in each for s in seconds])
-    # The longest call of each process; of several processes the middle one.
-    longest = statistics.summarise([max(seconds) for seconds in each if seconds])
-    total = statistics.summarise([sum(seconds) for seconds in each if seconds])
-    peak, final = (_middle(taken, name) for name in ("peak_bytes", "kept_bytes"))
+    good = metrics.good(group)
+    record = good[0] if good else group[0]
+    by_process = [metrics.seconds(r, PHASE) for r in good]
+    every_call = [s for seconds in by_process for s in seconds]
+    time, ends = statistics.summarise(every_call), statistics.tail(every_call)
+    # The median over processes of the longest call of each.
+    longest = statistics.summarise([max(seconds) for seconds in by_process if seconds])
+    total = statistics.summarise([sum(seconds) for seconds in by_process if seconds])
+    peak, final = (_median(good, name) for name in ("peak_bytes", "kept_bytes"))
     names = ("section", "cell", "contender", "arm", "label", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -141,8 +136,8 @@ def _grown(group: Sequence[Record]) -> dict[str, Any]:
         "status": metrics.status_of(group),
         "reason": record["reason"],
         "keys_there": record.get("keys_there", math.nan),
-        "calls": len(each[0]) if each else 0,
-        "processes": len(taken),
+        "calls": len(by_process[0]) if by_process else 0,
+        "processes": len(good),
         "median_s": time.median,
         "p99_s": ends.p99,
         "longest_s": longest.median,
@@ -153,6 +148,6 @@ def _grown(group: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _middle(taken: Sequence[Record], name: str) -> float:
-    values = [float(r[name]) for r in taken if r.get(name) is not None]
+def _median(records: Sequence[Record], name: str) -> float:
+    values = [float(r[name]) for r in records if r.get(name) is not None]
     return statistics.summarise(values).median

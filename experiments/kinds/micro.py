@@ -22,7 +22,7 @@ FAILED = re.compile(r"^(FAILED|ERROR) (\S+::.+?)(?: - (.*))?$")
 
 
 class Micro(Kind):
-    """How long does one call of each operation take?"""
+    """Answer how long a call of each operation takes."""
 
     name = "micro"
     cell_kinds = CellKinds(sweep=TIME)
@@ -37,7 +37,7 @@ class Micro(Kind):
 def records_of(
     benchmarks: Mapping[str, Any], identity: Mapping[str, Any], replicate: int = 0
 ) -> list[Record]:
-    """Return a record per benchmark; seconds are those of one call."""
+    """Return a record per benchmark of pytest-benchmark's JSON, with the seconds of a call."""
     return [
         _record(benchmark, identity, replicate) | {"order": order}
         for order, benchmark in enumerate(benchmarks["benchmarks"])
@@ -46,7 +46,7 @@ def records_of(
 
 def _record(benchmark: Mapping[str, Any], identity: Mapping[str, Any], replicate: int) -> Record:
     extra, stats = benchmark["extra_info"], benchmark["stats"]
-    calls = int(extra.get("executions", 1))  # benchmarks of others time one call
+    calls = int(extra.get("executions", 1))  # other benchmarks time one call per iteration
     return {
         **_common(
             identity, replicate, str(benchmark["name"]), str(benchmark["group"] or "ungrouped")
@@ -58,13 +58,13 @@ def _record(benchmark: Mapping[str, Any], identity: Mapping[str, Any], replicate
         "reason": "",
         "stop_reason": "budget",
         "executions": calls,
-        "iterations": stats["iterations"],  # of a sample, which is their mean
+        "iterations": stats["iterations"],  # a sample is the mean of its iterations
         "samples": {"call": [[i, s / calls] for i, s in enumerate(stats["data"])]},
     }
 
 
 def failures_of(output: str, identity: Mapping[str, Any], replicate: int = 0) -> list[Record]:
-    """Return a record per test that pytest's closing lines list."""
+    """Return a record per failed test in the summary of pytest's output."""
     matches = [m for line in output.splitlines() if (m := FAILED.match(line.strip()))]
     return [
         _common(identity, replicate, m[2].partition("::")[2], "failed")
@@ -75,7 +75,7 @@ def failures_of(output: str, identity: Mapping[str, Any], replicate: int = 0) ->
 
 
 def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) -> Record:
-    """Return what every record has; the cell is the test's name."""
+    """Return the entries that every record has; the cell is the test's name."""
     short = re.sub(r"^test_", "", name)
     return {
         **identity,
@@ -99,7 +99,7 @@ def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) 
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per benchmark, its processes together: seconds of one call."""
+    """Return a row per benchmark, over all processes, with the seconds of a call."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.get("kind") == Micro.name:
@@ -109,8 +109,10 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _row(group: Sequence[Record]) -> dict[str, Any]:
     first = group[0]
-    taken = [[s for _, s in r["samples"].get("call", [])] for r in group if r["status"] == "ok"]
-    taken_s = summarise_processes(taken)
+    by_process = [
+        [s for _, s in r["samples"].get("call", [])] for r in group if r["status"] == "ok"
+    ]
+    time = summarise_processes(by_process)
     return {
         "operation": first["section"],
         "benchmark": first["cell"],
@@ -118,9 +120,9 @@ def _row(group: Sequence[Record]) -> dict[str, Any]:
         **{name: first["params"].get(name) for name in AXES},
         "lookups": first["lookups"],
         "status": next((r["status"] for r in group if r["status"] != "ok"), "ok"),
-        **taken_s.columns(),
-        "samples": taken_s.n,
-        "processes": len(taken),
+        **time.columns(),
+        "samples": time.n,
+        "processes": len(by_process),
     }
 
 
@@ -134,7 +136,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def take(path: Path, folder: Path) -> Path:
-    """Make a run directory from the JSON of pytest-benchmark; raises UsageError."""
+    """Create a run's directory in `folder` from a JSON of pytest-benchmark; raise UsageError."""
     try:
         content = json.loads(path.read_text())
         benchmarks = content["benchmarks"]

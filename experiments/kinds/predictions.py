@@ -1,4 +1,4 @@
-"""The kind `predictions`: steps of tensor trains, and what a model of their work predicts."""
+"""The kind `predictions`: steps of tensor trains, and their times by a model of their work."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from experiments.kinds.base import ArmRules, Compared, Effort, Kind, Measurement
 from experiments.results.store import Record
 from experiments.timing import statistics
 
-SMOKE_ROWS, SMOKE_LOOKUPS = 20_000, 640  # at most, of a smoke run
+SMOKE_ROWS, SMOKE_LOOKUPS = 20_000, 640  # maxima in a smoke run
 POINT = ("rank", "skew", "order", "lookups", "cached")
-"""What distinguishes the steps that are predicted; `order` is of ids, `cached` a share of rows."""
+"""Entries that identify a predicted step; `order` is the order of ids, `cached` a share of rows."""
 
 
 @dataclass
 class PredictionsOptions:
-    """Which steps are timed and predicted."""
+    """The steps that are timed and predicted.
+
+    Attributes:
+        ranks: ranks of the trains, a cell each.
+        lookups: lookups per batch.
+        skews: exponents of the Zipf distribution of ids.
+        cached: cached rows ÷ all rows.
+        rounds: samples per step.
+    """
 
     ranks: list[int] = field(default_factory=lambda: [16, 32])
     lookups: list[int] = field(default_factory=lambda: [10_240, 40_960])
@@ -33,7 +41,7 @@ class PredictionsOptions:
 
 
 class Predictions(Kind):
-    """Do distinct rows and prefixes predict the time of a step of tensor trains?"""
+    """Answer whether distinct rows and prefixes predict the time of a step of tensor trains."""
 
     name = "predictions"
     options = PredictionsOptions
@@ -51,13 +59,12 @@ class Predictions(Kind):
     )
 
     def check(self, config: Config) -> None:
-        """Raise UsageError for an optimizer other than SGD, whose step the model is of."""
+        """Raise UsageError for an optimizer other than SGD, because the model is that of SGD."""
         super().check(config)
         if config.optimizer is not Optimizer.sgd:
             raise UsageError("optimizer: kind=predictions times steps of sgd")
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
-        """Check sizes, exponents and shares."""
         for name in ("ranks", "lookups", "skews"):
             if not options[name]:
                 raise UsageError(f"{prefix}options.{name} must not be empty")
@@ -72,7 +79,7 @@ class Predictions(Kind):
             raise UsageError(f"{prefix}options.rounds must be >= 1, got {options['rounds']}")
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
-        """Return a cell per rank: all its steps are timed in turns, in one process."""
+        """Return a cell per rank, whose steps are timed in turns in one process."""
         options = {**dataclasses.asdict(PredictionsOptions()), **config.options}
         work = config.workload
         if config.timing.max_rows:  # a smoke run
@@ -107,7 +114,7 @@ class Predictions(Kind):
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per predicted step, all processes together."""
+    """Return a row per predicted step, over all processes."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         if record.get("kind") == Predictions.name and record["status"] == "ok":
@@ -124,7 +131,7 @@ def _row(key: tuple[Any, ...], points: Sequence[Mapping[str, Any]]) -> dict[str,
 
     names = ("predicted_s", "two_terms_s", "by_hits_s", "rows", "hit_rate", "row_hit_rate")
     measured = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]
-    ratios = [p["predicted_s"] / taken for p, taken in zip(points, measured, strict=True)]
+    ratios = [p["predicted_s"] / time for p, time in zip(points, measured, strict=True)]
     return {
         **dict(zip(POINT, key, strict=True)),
         "processes": len(points),

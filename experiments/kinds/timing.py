@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Timing(base.Kind):
-    """What does the subject cost, and what does it save, compared with the baseline?"""
+    """Answer what the subject costs and what it saves, compared with the baseline."""
 
     name = base.TIME
     arms = base.ArmRules(ranks=base.Ranks.OF_RUN)
@@ -27,7 +27,7 @@ class Timing(base.Kind):
 
 
 class Anchor(base.Kind):
-    """Do published figures come out here, and where is emblib on the same work?"""
+    """Answer whether published figures can be reproduced, and how emblib compares with them."""
 
     name = "anchor"
     cell_kinds = base.CellKinds(sweep=base.TIME)

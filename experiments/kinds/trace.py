@@ -1,4 +1,4 @@
-"""The kind `trace`: what a trace of lookups is like; no tables, nothing is timed."""
+"""The kind `trace`: skew, working set and possible hit rates of a trace of lookups."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COLUMNS = (
 
 
 class Trace(base.Kind):
-    """How skewed is a trace, what is its working set, and what could caches serve?"""
+    """Answer how skewed a trace is, how large its working set, and what caches could serve."""
 
     name = "trace"
-    # The sweep is the user's own trace; cases are what it is compared with.
+    # The sweep is the user's trace; cases are for comparison.
     cell_kinds = base.CellKinds(cases="trace", sweep_first=True)
     arms = base.ArmRules(only="lookups")
     measurement = base.Measurement(
@@ -41,12 +41,11 @@ class Trace(base.Kind):
     )
 
     def case_cells(self, config: Config) -> list[Cell]:
-        """Return the cases with the run's caches, which is what curves are compared at."""
+        """Return the cases with the caches of the run, so that curves can be compared."""
         cells = super().case_cells(config)
         return [replace(cell, cache=config.cache, kind=self.name) for cell in cells]
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return how many distinct rows are looked up."""
         if any(r["status"] != "ok" for r in records):
             return super().progress(records)
         counts = [r["analysis"]["distinct"] for r in records]
@@ -58,7 +57,7 @@ class Trace(base.Kind):
 
 
 def looked_at(records: Sequence[Record]) -> list[Record]:
-    """Return the records of the kind that have a result."""
+    """Return the good records of the kind."""
     return [r for r in records if r.get("kind") == Trace.name and r["status"] == "ok"]
 
 

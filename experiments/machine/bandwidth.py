@@ -1,16 +1,14 @@
-"""Measure what this machine can do: copy, gather rows from random positions, multiply matrices.
+"""Measure the ceilings of this machine: copying, gathering random rows, multiplying matrices.
 
-These are the ceilings that contenders are compared with, measured in the same run on the same
-threads. Each is the best of several calls, since disturbances only lower a ceiling. Bandwidth
-counts bytes read plus bytes written.
+A run measures them on its own threads, and reports compare contenders with them. Each is the best
+of several calls, because disturbances only lower it. Bandwidth counts bytes read plus written.
 
-Rows are gathered in four ways, of which the best counts: by torch and by emblib's lookup, each with
-a row of output per row (`index_select`, bags of 1) and with one per 32 (`embedding_bag`, bags of
-32). What a way reads and writes is counted as the metrics count a lookup: rows, ids,
-offsets and output. So a lookup that comes from memory stays below the ceiling: its kernel is among
-those that set it, its bytes are counted alike, its row size is measured or below the next one that
-is, and on a GPU both are timed by events behind a spin, without their launches. Above it are
-lookups whose rows or outputs stay in a cache.
+Rows are gathered in four ways, of which the fastest counts: by torch and by emblib's lookup, each
+with an output row per row (`index_select`, bags of 1) and per 32 rows (`embedding_bag`, bags of
+32). Bytes are counted as the metrics count a lookup: rows, ids, offsets and output. A lookup whose
+rows come from memory stays below the ceiling: its kernel is among the four ways, its bytes are
+counted alike, the row size is measured or below the next measured one, and on a GPU both are timed
+by events behind a spin, without launches. Lookups whose rows or outputs stay in a cache exceed it.
 """
 
 from __future__ import annotations
@@ -32,23 +30,30 @@ from experiments.machine.cpu import last_level_cache_bytes
 from experiments.machine.memory import available_bytes
 
 ROW_BYTES = (64, 128, 256, 512, 1024)
-ID_BYTES = 8  # int64, offsets too
+ID_BYTES = 8  # bytes of an id or an offset, int64
 BAG_LENGTH = 32
 SPIN_CYCLES = 200_000  # about 100 us of a GPU: longer than the host takes to launch a call
-CACHES_PER_TABLE = 8  # times the last-level cache: hits are then rare enough to be ignored
-MIN_RUNS = 3  # of each
-MATRIX_SIDE = 1024  # rows and columns of the matrices that are multiplied
-MEMORY_SHARE = 0.1  # of the free memory may be used for the table
-SMOKE_BYTES = 32 << 20  # of smoke runs
-LINE_BYTES = 64  # bytes
+CACHES_PER_TABLE = 8  # table ÷ last-level cache: large enough that hits do not matter
+MIN_RUNS = 3  # minimum number of calls per ceiling
+RESOLUTION_SECONDS = 1e-9  # shortest time, of a GPU whose events stand still
+MATRIX_SIDE = 1024  # rows and columns of the multiplied matrices
+MEMORY_SHARE = 0.1  # maximum of the table ÷ free memory
+SMOKE_BYTES = 32 << 20  # minimum of the table, and its size in smoke runs
+LINE_BYTES = 64  # bytes of a cache line
 WORDS_PER_LINE = LINE_BYTES // 8
 
 
 def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
-    """Return {"copy_gb_s": .., "gather_gb_s": {"64": ..}, ..}, keyed by bytes per row.
+    """Measure all ceilings in about `seconds`.
 
-    On a CPU also "random_lines", keyed by bytes per page, see `measure_random_lines`. Without
-    `seconds` the table is small and the numbers are those of a cache.
+    Args:
+        device: device whose memory is measured.
+        seconds: time for all ceilings; 0 for a smoke run, which measures a cache.
+
+    Returns:
+        `copy_gb_s`, `sgemm_gflop_s`; `gather_gb_s` and `gather_by` (the fastest way), keyed by
+        bytes per row; on a GPU `launch_us`, from a call on an idle GPU to the end of an almost
+        empty kernel; on a CPU `random_lines`, see `measure_random_lines`.
     """
     size = table_bytes(device) if seconds else SMOKE_BYTES
     flat = torch.ones(size // 4, device=device)
@@ -63,7 +68,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
         "table_bytes": size,
         "threads": torch.get_num_threads(),
     }
-    if device.type == "cuda":  # from a call on an idle GPU until its almost empty kernel has ended
+    if device.type == "cuda":
         one = torch.zeros(1, device=device)
         ceilings["launch_us"] = round(1e6 * best(lambda: one.add_(1.0), device, 0.01), 3)
     else:
@@ -72,7 +77,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
 
 
 def table_bytes(device: torch.device) -> int:
-    """Return a size far above the caches, as memory permits."""
+    """Return the bytes of a table far larger than the caches, as far as memory permits."""
     if device.type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
         wanted = max(2 << 30, CACHES_PER_TABLE * cache)
@@ -88,14 +93,17 @@ def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
 
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
-    """Return multiplications plus additions per second of a product of float32 matrices."""
+    """Return the operations per second of a product of float32 matrices."""
     left, right = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
     out = torch.empty_like(left)
     return 2 * MATRIX_SIDE**3 / shortest(lambda: torch.mm(left, right, out=out), device, seconds)
 
 
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
-    """Return bytes per second of the best gather of rows of the size of `flat`, and its name."""
+    """Return the bytes per second of the fastest way to gather rows of `row_bytes`, and its name.
+
+    `flat` is the memory of the table, float32 [elements].
+    """
     rates = {
         way: nbytes / shortest(work, flat.device, seconds / 4)
         for way, nbytes, work in gathers(flat, row_bytes)
@@ -105,9 +113,9 @@ def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tupl
 
 
 def gathers(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Yield the name, the bytes and the call of each way to gather random rows.
+    """Yield the name, the bytes read and written, and the call of each way to gather random rows.
 
-    A GPU gathers half of the rows, each once; a CPU an eighth, at random, of which few come twice.
+    A GPU gathers half of the rows, each once; a CPU an eighth at random, so that few repeat.
     """
     table = flat.view(-1, row_bytes // flat.element_size())
     rows, device = table.size(0), flat.device
@@ -140,10 +148,10 @@ def gathers(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[
 
 
 def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatchedEmbeddingBags:
-    """Return a table without a check of ids, all ones; its initial values are not drawn on a CPU.
+    """Return a table of ones, which does not check ids.
 
-    Drawing takes a CPU seconds. The way around it, from the meta device, loads half of torch, so
-    small tables draw.
+    Drawing initial values takes a CPU seconds. A large table avoids that by way of the meta device;
+    a small one does not, because the meta device loads half of torch.
     """
     tables = [emblib.TableSpec(rows, dim)]
     drawn = device.type == "cuda" or 4 * rows * dim <= SMOKE_BYTES
@@ -155,12 +163,12 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
     )
     module = module if drawn else module.to_empty(device=device)
     with torch.no_grad():
-        module.table_weights()[0].fill_(1.0)  # pages that were never written read too fast
+        module.table_weights()[0].fill_(1.0)  # pages that were never written are read too fast
     return module
 
 
 def shortest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the shortest time of a call on the device: on a GPU by events, without its launch."""
+    """Return the shortest seconds of a call: on a GPU by events, without the launch."""
     if device.type != "cuda":
         return best(work, device, seconds)
     times: list[float] = []
@@ -174,7 +182,7 @@ def shortest(work: Callable[[], object], device: torch.device, seconds: float) -
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    return min(times)
+    return max(min(times), RESOLUTION_SECONDS)
 
 
 def best(
@@ -183,7 +191,7 @@ def best(
     seconds: float,
     now: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the shortest time of at least three calls, of as many as fit into `seconds`."""
+    """Return the shortest seconds of MIN_RUNS calls or more, as many as fit into `seconds`."""
 
     def synchronised() -> float:
         if device.type == "cuda":
@@ -200,9 +208,9 @@ def best(
 
 
 def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Return million lines per second and the share of huge pages, by page size.
+    """Return million random cache lines per second and the share of huge pages, by bytes per page.
 
-    The better of two ways to read, the best of several calls.
+    The rate is the best of several calls in two ways, torch's and on one thread NumPy's.
     """
     rates = {}
     for huge in (False, True):
@@ -224,13 +232,13 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
 
 
 class Lines:
-    """Memory of `nbytes` in pages of the requested size; line n begins with the number n."""
+    """Memory of `nbytes` in small or huge pages; cache line n begins with the number n."""
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.count = max(1, nbytes // LINE_BYTES)
         before, page = huge_bytes(), page_bytes(huge=True)
         size = (self.count * LINE_BYTES // page + 2) * page
-        # Private: shared memory gets huge pages by other rules.
+        # Private memory, because other rules give huge pages to shared memory.
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         advice = getattr(mmap, "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", None)
         if advice is not None:
@@ -241,21 +249,21 @@ class Lines:
         self.huge_share = max(0.0, min(1.0, (huge_bytes() - before) / size))
 
     def positions(self, keys: Tensor) -> Tensor:
-        """Return the index of the word to read for each key."""
+        """Return the index of the word to read per key, int64."""
         return keys.remainder(self.count) * WORDS_PER_LINE
 
     def read(self, positions: Tensor) -> Tensor:
-        """Read a word of each line, on torch's threads."""
+        """Read the words at `positions` with torch, on its threads."""
         return torch.index_select(torch.from_numpy(self.words), 0, positions)
 
     def take(self, positions: Tensor) -> Tensor:
-        """Read the same with NumPy, on one thread, where it is mostly faster."""
+        """Read the words at `positions` with NumPy, which on one thread is mostly faster."""
         out = np.empty(positions.numel(), np.int64)
         return torch.from_numpy(np.take(self.words, positions.numpy(), out=out, mode="clip"))
 
 
 def page_bytes(*, huge: bool) -> int:
-    """Return the size of a small page, or of a huge page where the system has them."""
+    """Return the bytes of a small page or of a huge page; 2 MiB if the system does not say."""
     if not huge:
         return mmap.PAGESIZE
     try:
@@ -265,7 +273,7 @@ def page_bytes(*, huge: bool) -> int:
 
 
 def huge_bytes() -> int:
-    """Return how much of this process's memory is in huge pages; 0 where unknown."""
+    """Return the bytes of this process in huge pages; 0 if unknown."""
     try:
         text = Path("/proc/self/smaps_rollup").read_text()
     except OSError:

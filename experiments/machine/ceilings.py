@@ -1,4 +1,4 @@
-"""Ceilings: measured by the run on its machine, and theoretical from the device table."""
+"""The ceilings of a machine: those that a run measured, and theoretical ones of conf/hardware."""
 
 from __future__ import annotations
 
@@ -26,19 +26,23 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Roofs:
-    """Measured bandwidth in GB/s, bytes read plus bytes written; gathers by bytes per row.
+    """The measured ceilings of a run; bandwidth is in GB/s, read plus written.
 
-    `sgemm_gflop_s` is the rate of a product of square float32 matrices.
+    Attributes:
+        copy_gb_s: bandwidth of copies; nan if unknown.
+        gather_gb_s: pairs of bytes per row and bandwidth of gathers, ascending.
+        sgemm_gflop_s: rate of a product of square float32 matrices; nan if unknown.
+        gather_by: fastest ways to gather; () for early runs, which tried torch's only.
     """
 
     copy_gb_s: float = math.nan
     gather_gb_s: tuple[tuple[int, float], ...] = ()
     sgemm_gflop_s: float = math.nan
-    gather_by: tuple[str, ...] = ()  # the ways that gathered best; empty: torch's alone were tried
+    gather_by: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, environment: Mapping[str, Any]) -> Roofs:
-        """Read from environment.json; early runs have the copy bandwidth only."""
+        """Read the ceilings from environment.json; early runs have the copy bandwidth only."""
         measured = environment.get("bandwidth") or {}
         copied = measured.get("copy_gb_s") or environment.get("copy_gb_s")
         gathered = {int(k): float(v) for k, v in (measured.get("gather_gb_s") or {}).items()}
@@ -50,9 +54,9 @@ class Roofs:
         )
 
     def gather(self, row_bytes: float) -> float:
-        """Return the bandwidth for rows of this size: of the next measured size, or the largest.
+        """Return the bandwidth of the next measured row size, else of the largest; nan without any.
 
-        Larger rows gather faster, so the next size bounds what is between two.
+        Larger rows gather faster, so the next size is a bound.
         """
         larger = [rate for size, rate in self.gather_gb_s if size >= row_bytes]
         rates = larger or [rate for _, rate in self.gather_gb_s[-1:]]
@@ -60,7 +64,7 @@ class Roofs:
 
     @property
     def gather_method(self) -> str:
-        """Describe in half a sentence how the gather was measured."""
+        """Return how gathers were measured, as the end of a sentence."""
         if not self.gather_by:
             return (
                 "torch's index_select or embedding_bag, whichever was better; emblib's lookup was "
@@ -72,24 +76,34 @@ class Roofs:
 
 @dataclass(frozen=True)
 class Device:
-    """One model of a GPU or CPU; figures without a source are absent."""
+    """A model of a GPU or CPU, from a file of conf/hardware.
 
-    key: str  # the file's name
+    Attributes:
+        key: name of the file.
+        name: name of the model.
+        kind: "gpu" or "cpu".
+        names: regular expressions of the whole name as drivers write it.
+        figures: values by the keys of FIGURES; figures without a source are absent.
+        sources: URLs of the figures.
+        note: remark.
+    """
+
+    key: str
     name: str
-    kind: str  # "gpu" or "cpu"
-    names: tuple[str, ...]  # as drivers write it: regular expressions for the whole name
+    kind: str
+    names: tuple[str, ...]
     figures: Mapping[str, float]
     sources: Mapping[str, str]
     note: str = ""
 
     @property
     def bandwidth_gb_s(self) -> float | None:
-        """Return the theoretical memory bandwidth."""
+        """Return the theoretical memory bandwidth in GB/s, or None."""
         return self.figures.get("bandwidth_gb_s")
 
     @property
     def cache_bytes(self) -> float | None:
-        """Return the size of the last-level cache."""
+        """Return the bytes of the last-level cache, or None."""
         size = self.figures.get("cache_mb")
         return None if size is None else 1e6 * size
 
@@ -99,7 +113,7 @@ class Device:
 
 
 def read(path: Path) -> Device:
-    """Read one file of the table; raise ValueError that describes the fault."""
+    """Read a file of conf/hardware; raise ValueError for a wrong one."""
     raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
     unknown = sorted(set(raw) - {"name", "kind", "names", "note", *FIGURES})
     if unknown:
@@ -123,7 +137,7 @@ def read(path: Path) -> Device:
 
 @cache
 def table(folder: Path = FOLDER) -> tuple[Device, ...]:
-    """Return every device, GPUs first, by name."""
+    """Return every device of a folder, GPUs first, by name."""
     devices = [read(path) for path in sorted(folder.glob("*.yaml"))]
     return tuple(sorted(devices, key=lambda d: (d.kind != "gpu", d.name)))
 
@@ -134,7 +148,7 @@ def find(name: str, folder: Path = FOLDER) -> Device | None:
 
 
 def of_environment(environment: Mapping[str, Any], folder: Path = FOLDER) -> Device | None:
-    """Return the device of a run, from its environment.json."""
+    """Return the device of a run by its environment.json, or None."""
     gpu, cpu = environment.get("gpu") or {}, environment.get("cpu") or {}
     name = gpu.get("name") or cpu.get("model")
     return find(str(name), folder) if name else None

@@ -1,7 +1,7 @@
-"""The CPU: caches, governor, throttling and limits, and the time that other processes take.
+"""The CPU: caches, governor, throttling and limits, and the processor time of other processes.
 
-py-cpuinfo is not used: it starts processes, takes more than a second, and reports the cache of one
-core. What psutil reads, callers ask of psutil.
+py-cpuinfo is no substitute: it starts processes, takes more than a second, and reports the cache of
+one core. Callers ask psutil for all that it knows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-BUSY_CORES = 0.25  # cores: more for other processes is worth a flag
-MIN_SECONDS = 0.1  # seconds: ten clock ticks
-LIKELY_CACHE_BYTES = 32 << 20  # where the system does not say how large the last-level cache is
+BUSY_CORES = 0.25  # cores of other processes that raise the flag `busy`
+MIN_SECONDS = 0.1  # shortest time that clock ticks of 10 ms can measure
+LIKELY_CACHE_BYTES = 32 << 20  # assumed last-level cache of a system that does not state it
 CORES = "sys/devices/system/cpu"
 
 
@@ -27,12 +27,12 @@ def usable_cores() -> list[int]:
 
 
 def last_level_cache_bytes() -> int:
-    """Return the last-level cache of the usable cores; a likely size where unknown."""
+    """Return the bytes of the last-level caches of the usable cores, or LIKELY_CACHE_BYTES."""
     return Cpu().last_level_cache() or LIKELY_CACHE_BYTES
 
 
 def mean_mhz() -> float | None:
-    """Return the present mean frequency of the usable cores; None where unknown."""
+    """Return the present mean frequency of the usable cores in MHz, or None."""
     try:
         frequencies = [f.current for f in psutil.cpu_freq(percpu=True)]
     except (AttributeError, OSError, NotImplementedError):
@@ -42,15 +42,15 @@ def mean_mhz() -> float | None:
 
 
 class CpuTime:
-    """Who has used the processors since this object was made."""
+    """The processor time that was used since the construction of this object, by whom."""
 
     def __init__(self) -> None:
         self._system, self._process = psutil.cpu_times(), os.times()
 
     def shares(self) -> tuple[float | None, float | None]:
-        """Return the share of time stolen by a hypervisor, and the cores other processes used.
+        """Return the share of time stolen by a hypervisor, and the cores of other processes.
 
-        None where the system counts nothing; the cores also where the time is too short for ticks.
+        Both are None if the system counts nothing; the cores also if less than MIN_SECONDS passed.
         """
         before, now = self._system._asdict(), psutil.cpu_times()._asdict()
         spent = {state: now[state] - before[state] for state in now}
@@ -68,26 +68,26 @@ class CpuTime:
 
 @dataclass(frozen=True)
 class Cpu:
-    """Read the kernel's files about the CPU below `root`; None or "" for what they lack."""
+    """Facts about the CPU from the kernel's files below `root`; None for facts that they lack."""
 
     root: Path = Path("/")
 
     def text(self, path: str) -> str | None:
-        """Return the text of a file."""
+        """Return the text of a file, or None."""
         try:
             return (self.root / path).read_text().strip()
         except OSError:
             return None
 
     def number(self, path: str) -> int | None:
-        """Return the number in a file."""
+        """Return the number in a file, or None."""
         try:
             return int(self.text(path) or "")
         except ValueError:
             return None
 
     def info(self, key: str) -> str:
-        """Return an entry of /proc/cpuinfo about the first core."""
+        """Return an entry of /proc/cpuinfo about the first core, or ""."""
         match = re.search(rf"^{key}\s*:(.*)", self.text("proc/cpuinfo") or "", re.MULTILINE)
         return match[1].strip() if match else ""
 
@@ -100,7 +100,7 @@ class Cpu:
         return "hypervisor" in self.instructions()
 
     def last_level_cache(self) -> int | None:
-        """Return the bytes of the usable cores' outermost caches, a shared cache counted once."""
+        """Return the bytes of the usable cores' last-level caches; a shared one counts once."""
         sizes: dict[str, int] = {}
         for core in usable_cores():
             outermost = (0, "", 0)
@@ -126,7 +126,7 @@ class Cpu:
         return None if boost is None else boost == 1
 
     def throttled(self) -> int | None:
-        """Return how often the usable cores were throttled for heat."""
+        """Return the number of times that the usable cores were throttled for heat."""
         counts = [
             self.number(f"{CORES}/cpu{core}/thermal_throttle/core_throttle_count")
             for core in usable_cores()
@@ -135,14 +135,14 @@ class Cpu:
         return sum(known) if known else None
 
     def joules(self) -> float | None:
-        """Return the energy counter of all packages; None where a package has none."""
+        """Return the energy counter of all packages in joules; None if a package has none."""
         zones = (self.root / "sys/class/powercap").glob("intel-rapl:*")
         counts = [self.number(f"{z}/energy_uj") for z in zones if z.name.count(":") == 1]
         known = [count for count in counts if count is not None]
         return sum(known) / 1e6 if known and len(known) == len(counts) else None
 
     def quota(self) -> float | None:
-        """Return a container's limit in cores; None without a limit."""
+        """Return the limit of a container in cores; None without a limit."""
         limits = (self.text("sys/fs/cgroup/cpu.max") or "").split()
         if len(limits) == 2 and limits[0] != "max":
             return int(limits[0]) / int(limits[1])

@@ -1,4 +1,4 @@
-"""Describe the machine and the software: everything needed to interpret a number."""
+"""Describe the machine and the software of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from experiments.paths import ROOT
 
 INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512vl", "amx_tile")
 PACKAGES = ("numpy", "pandas", "matplotlib", "hydra-core")
-# What libraries read to decide on threads, memory, instructions and launches.
+# Environment variables that decide on threads, memory, instructions or launches.
 VARIABLES = (
     r"(OMP|GOMP|KMP|MKL|DNNL|ATEN|MALLOC|PYTORCH|EMBLIB)_"
     r"|CUDA_(LAUNCH_BLOCKING|MODULE_LOADING|DEVICE_MAX_CONNECTIONS)$|NVIDIA_TF32_OVERRIDE$"
@@ -29,7 +29,10 @@ VARIABLES = (
 
 
 def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
-    """Describe machine and software; no host name, no user, no absolute path."""
+    """Return environment.json: machine and software, without host name, user or absolute path.
+
+    `words` are those of the command line.
+    """
     cpu = Cpu()
     flags = cpu.instructions()
     return {
@@ -61,7 +64,7 @@ def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the processor that computes."""
+    """Return the name of the GPU, or of the CPU with its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -69,14 +72,14 @@ def device_name(device: torch.device) -> str:
 
 
 def git_state() -> dict[str, Any]:
-    """Return the commit, and whether the working tree differs from it."""
+    """Return the commit (`sha`) and whether the working tree differs from it (`dirty`)."""
     sha = _git("rev-parse", "--short=12", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no")
     return {"sha": sha or None, "dirty": None if sha is None else bool(changed)}
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of an installed package, or of an imported module that states it."""
+    """Return the version of an installed package, else the imported module's, else None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""Flags: what a reader must know about the machine of a number, and how to fix it."""
+"""Flags: conditions of a machine that make its numbers less precise, and their remedies."""
 
 from __future__ import annotations
 
-# flag -> (what it means for the numbers, what would help)
+# flag -> (explanation, remedy)
 EXPLAINED: dict[str, tuple[str, str]] = {
     "throttled": (
         "the machine throttled in counted rounds, after time to recover",
@@ -69,15 +69,15 @@ EXPLAINED: dict[str, tuple[str, str]] = {
     ),
 }
 
-# No reason to refuse a machine: nothing that its user could change.
+# Flags that do not make a machine unfit, because its user can hardly change them.
 MINOR = ("virtual", "nvml_absent", "persistence_off")
 
 
 def explain(flag: str) -> str:
-    """Explain a flag in half a sentence; an unknown flag stands for itself."""
+    """Return the explanation of a flag; the flag itself if it is unknown."""
     return EXPLAINED[flag][0] if flag in EXPLAINED else flag
 
 
 def remedy(flag: str) -> str:
-    """Return what would help; empty for an unknown flag."""
+    """Return the remedy of a flag; "" if it is unknown."""
     return EXPLAINED[flag][1] if flag in EXPLAINED else ""

@@ -1,4 +1,4 @@
-"""Memory: the free memory, and the high-water mark of one call, in a pass that is not timed."""
+"""Memory: the free memory, and the peak of a call, which is measured without timing it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from experiments.machine.cpu import Cpu
 from experiments.machine.telemetry import Nvml
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
-REUSED_BLOCK_BYTES = 32 << 20  # glibc's upper limit for blocks that it keeps
-CGROUP_FILES = (  # a container's limit and use, of either version; "max" is no limit
+REUSED_BLOCK_BYTES = 32 << 20  # largest block that glibc can be told to keep
+# A container's limit ("max": none) and use, for both versions of cgroups.
+CGROUP_FILES = (
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
     ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 
 
 def keep_freed_blocks() -> bool:
-    """Let malloc reuse freed blocks up to 32 MiB, as it does in a process that has run for a while.
+    """Let malloc reuse freed blocks up to 32 MiB, as it does in a process that ran for a while.
 
-    Otherwise malloc returns fresh pages for a large output at some calls, depending on their order,
-    and page faults cost more than the lookup. Returns whether the C library accepted.
+    Else malloc returns fresh pages for the large outputs of some calls, depending on their order,
+    and page faults cost more than the lookup. Return whether the C library accepted.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -38,7 +39,7 @@ def keep_freed_blocks() -> bool:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the free memory of the device; on the CPU, the lower of system and container."""
+    """Return the free bytes of the device; on a CPU the lower of system's and container's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free, cpu = int(psutil.virtual_memory().available), Cpu()
@@ -50,13 +51,14 @@ def available_bytes(device: torch.device) -> int:
 
 
 def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """Measure the bytes that one call needs, by every available counter.
+    """Make a call and return the bytes that it needs, by every available counter.
 
-    `peak` is the maximum in use during the call above what was before. On a GPU also torch's
-    `allocated` and `reserved` peaks, `driver`, how much less the driver has free than before, which
-    includes what torch did not allocate, `process`, all that the driver counts for this process,
-    `pinned` host memory, and `alloc_retries`, times that torch had to free its cache. `rss` is the
-    maximum of host memory in the life of the process.
+    Returns:
+        `peak`: maximum in use during the call, minus the use before it.
+        `rss`: maximum of host memory since the start of the process.
+        On a GPU also torch's peaks `allocated` and `reserved`; `driver`, the decrease of the free
+        memory, with allocations outside torch; `process`, the driver's count for this process;
+        `pinned` host memory; and `alloc_retries`, the times that torch had to free its cache.
     """
     counters: dict[str, int | None] = (
         _measure_cuda(work, device) if device.type == "cuda" else {"peak": _measure_cpu(work)}
@@ -91,7 +93,7 @@ def _measure_cuda(work: Callable[[], object], device: torch.device) -> dict[str,
 
 
 def resettable_peak() -> bool:
-    """Return whether this system lets a process reset its high-water mark."""
+    """Reset the process's memory peak to its present use; return whether the system permits it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
     except OSError:
@@ -101,7 +103,7 @@ def resettable_peak() -> bool:
 
 def _measure_cpu(work: Callable[[], object]) -> int | None:
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
-        ctypes.CDLL(None).malloc_trim(0)  # else the call would reuse pages that already count
+        ctypes.CDLL(None).malloc_trim(0)  # free pages would be reused, and count before the call
     if not resettable_peak():
         return None
     before = _resident("VmRSS")
@@ -111,6 +113,6 @@ def _measure_cpu(work: Callable[[], object]) -> int | None:
 
 
 def _resident(key: str) -> int | None:
-    """Return VmRSS or VmHWM in bytes, from one file: psutil's count of resident memory lags."""
+    """Return VmRSS or VmHWM in bytes, or None; psutil's count of resident memory lags."""
     match = re.search(rf"^{key}:\s+(\d+) kB", Cpu().text("proc/self/status") or "", re.MULTILINE)
     return int(match[1]) << 10 if match else None

@@ -1,4 +1,4 @@
-"""Check before measuring whether the machine is fit; what is not becomes a flag of the run."""
+"""Check whether the machine is fit to measure on; every fault becomes a flag of the run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from experiments.machine.flags import MINOR, explain, remedy
 from experiments.machine.telemetry import Nvml
 from experiments.paths import ROOT, library_folders
 
-HOT_CELSIUS = 75  # degrees Celsius of an idle GPU
-DEVICE_CODE = {".cu", ".cuh"}  # of the CUDA library only
-LOOK_SECONDS = 0.15  # for which the load of other processes is watched
+HOT_CELSIUS = 75  # temperature of an idle GPU that raises the flag `hot`
+DEVICE_CODE = {".cu", ".cuh"}  # suffixes of sources of the CUDA library only
+LOOK_SECONDS = 0.15  # time to watch the load of other processes
 
 
 def check(
@@ -30,7 +30,15 @@ def check(
     threads: int | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> dict[str, Any]:
-    """Return the machine's `flags`, whether it is `fit` for a strict run, and details."""
+    """Return the `flags` of the machine, whether it is `fit` for device.strict, and details.
+
+    Args:
+        device: device of the run.
+        cpu: source of facts about the CPU.
+        nvml: source of facts about the GPU; found by `device` unless given.
+        threads: CPU threads of the run; torch's unless given.
+        sleep: function that waits for some seconds.
+    """
     flags, details = cpu_flags(cpu or Cpu(), threads or torch.get_num_threads(), sleep)
     if source := newer_source(device):
         flags, details = [*flags, "old_library"], details | {"newer_source": source}
@@ -41,7 +49,7 @@ def check(
 
 
 def demand(checked: Mapping[str, Any]) -> None:
-    """Raise UsageError with remedies where `check` found the machine unfit."""
+    """Raise UsageError with remedies if `check` returned that the machine is unfit."""
     if not checked["fit"]:
         reasons = [f"{explain(f)} ({remedy(f)})" for f in checked["flags"] if f not in MINOR]
         raise UsageError(
@@ -53,7 +61,7 @@ def demand(checked: Mapping[str, Any]) -> None:
 def cpu_flags(
     cpu: Cpu, threads: int, sleep: Callable[[float], object]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the flags of the CPU and what they follow from; details without unknown values."""
+    """Return the flags of the CPU and the facts behind them, without unknown ones."""
     watched = CpuTime()
     sleep(LOOK_SECONDS)
     _, others = watched.shares()
@@ -84,7 +92,7 @@ def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
     settings = nvml.settings()
     limit, default = settings.get("power_limit_w"), settings.get("power_limit_default_w")
     flags = {
-        # A container has other process numbers than the driver: one process may be this one.
+        # One process may be this one: in a container its number is not the driver's.
         "other_processes": len(nvml.processes() or {}) > 1,
         "slowed": bool(settings.get("reasons")),
         "hot": settings.get("temperature_c", 0) >= HOT_CELSIUS,
@@ -96,9 +104,9 @@ def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
 
 
 def newer_source(device: torch.device, *, root: Path = ROOT) -> str | None:
-    """Return the source file that was changed last, if that was after the library was built.
+    """Return the source that was changed last, if that was after the build of the library.
 
-    None without sources, as where a wheel is installed.
+    None if the library is up to date, or without sources, as for an installed wheel.
     """
     name = f"libemblib_{device.type}.so"
     library = next((f / name for f in library_folders() if (f / name).exists()), None)

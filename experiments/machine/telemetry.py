@@ -1,7 +1,7 @@
-"""Watch the machine during a measurement: clocks, heat, power, throttling, stolen time.
+"""Watch the machine during a measurement: clocks, temperature, power, throttling, stolen time.
 
-A `Telemetry` watches one race. `check` returns what slowed the machine since the last check, so
-that the affected samples can be marked and repeated; `summary` is for the record.
+A `Telemetry` watches one race. `check` returns why the machine was slowed since the last check, so
+that the race can repeat the affected samples; `summary` is for the record.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 from experiments.machine.cpu import BUSY_CORES, Cpu, CpuTime, mean_mhz
 
-CPU_PERIOD_SECONDS = 0.2  # between two samples of the CPU's load and frequency
-MAX_STOLEN_SHARE = 0.01  # a larger share of the time for other virtual machines is worth a flag
-NVML_PERIOD_SECONDS = 0.1  # the driver renews power and clocks about as often
-MAX_CLOCK_RANGE = 0.02  # of the median clock; a wider range is worth a flag
+CPU_PERIOD_SECONDS = 0.2  # period of samples of the CPU's load and frequency
+MAX_STOLEN_SHARE = 0.01  # share of stolen time that raises the flag `stolen_time`
+NVML_PERIOD_SECONDS = 0.1  # period of samples of a GPU, about that of the driver's readings
+MAX_CLOCK_RANGE = 0.02  # range of clocks ÷ median clock that raises the flag `clocks_varied`
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be". Idle, clocks
 # set by the user, sync boost and display clocks are intended states.
 SLOWED = {
@@ -34,7 +34,7 @@ SLOWED = {
 
 
 def telemetry_for(device: torch.device) -> Telemetry:
-    """Return the available telemetry: the GPU's through NVML, else the CPU's."""
+    """Return the telemetry of a device: by NVML for a GPU, by the kernel's counters for a CPU."""
     if device.type != "cuda":
         return CpuTelemetry()
     nvml = Nvml.open(device)
@@ -48,14 +48,14 @@ class Telemetry:
         """Start watching."""
 
     def check(self) -> list[str]:
-        """Return why the machine was slowed since the last check; empty where it was not."""
+        """Return why the machine was slowed since the last check; [] if it was not."""
         return []
 
     def stop(self) -> None:
         """Stop watching."""
 
     def summary(self) -> dict[str, Any]:
-        """Return the observations for the record."""
+        """Return the observations for the record, without unknown ones."""
         return {}
 
     def flags(self) -> list[str]:
@@ -70,19 +70,18 @@ class CpuTelemetry(Telemetry):
         self.cpu = cpu or Cpu()
         self.load: list[float] = []
         self.mhz: list[float] = []
-        self.stolen: float | None = None  # share of the system's time
-        self.others: float | None = None  # cores that other processes used
-        self._throttled: int | None = None  # counted until the last check
+        self.stolen: float | None = None  # stolen share of the system's time
+        self.others: float | None = None  # cores of other processes
+        self._throttled: int | None = None  # throttle counter at the last check
         self._heat = False
         self._sampled = 0.0
 
     def start(self) -> None:
-        """Read the counters."""
         self._throttled, self._time = self.cpu.throttled(), CpuTime()
         self._sample()
 
     def check(self) -> list[str]:
-        """Return thermal throttling since the last check; sample the rest every `PERIOD`."""
+        """Return thermal throttling since the last check; sample load and frequency too."""
         if time.monotonic() - self._sampled > CPU_PERIOD_SECONDS:
             self._sample()
         before, self._throttled = self._throttled, self.cpu.throttled()
@@ -92,12 +91,11 @@ class CpuTelemetry(Telemetry):
         return ["cpu_thermal"]
 
     def stop(self) -> None:
-        """Read the counters again."""
         self._sample()
         self.stolen, self.others = self._time.shares()
 
     def summary(self) -> dict[str, Any]:
-        """Return load and MHz as [min, median, max], the share of stolen time, and others' load."""
+        """Return load and MHz as [min, median, max], stolen time, cores of other processes."""
         return _known(
             load=spread(self.load),
             cpu_mhz=spread(self.mhz),
@@ -107,7 +105,6 @@ class CpuTelemetry(Telemetry):
         )
 
     def flags(self) -> list[str]:
-        """Return flags for stolen time and other processes."""
         raised = {
             "stolen_time": (self.stolen or 0.0) > MAX_STOLEN_SHARE,
             "busy": (self.others or 0.0) > BUSY_CORES,
@@ -122,17 +119,17 @@ class CpuTelemetry(Telemetry):
 
 
 class NvmlTelemetry(Telemetry):
-    """Sample the device ten times per second in a thread while a race runs.
+    """Sample a GPU in a thread, ten times per second, while a race runs.
 
-    `pause` waits for some seconds, and returns True to end the thread.
+    `pause` is a function that waits for some seconds and returns True to end the thread.
     """
 
     def __init__(self, nvml: Nvml, pause: Callable[[float], bool] | None = None) -> None:
         self.nvml = nvml
         self.energy: float | None = None
         self._samples: dict[str, list[float]] = {}
-        self._slowed: set[str] = set()  # since the last check
-        self._seen: set[str] = set()
+        self._slowed: set[str] = set()  # reasons since the last check
+        self._seen: set[str] = set()  # reasons since the start
         self._joules: float | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -140,18 +137,16 @@ class NvmlTelemetry(Telemetry):
         self._thread = threading.Thread(target=self._watch, name="nvml", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._joules = self.nvml.joules()
         self._thread.start()
 
     def check(self) -> list[str]:
-        """Return what slowed the GPU since the last check, by the samples and a new one."""
         slowed = reasons(self.nvml.mask() or 0)
         with self._lock:
             self._slowed.update(slowed)
-            slowed_by, self._slowed = self._slowed, set()
-            self._seen |= slowed_by
-        return sorted(slowed_by)
+            since_check, self._slowed = self._slowed, set()
+            self._seen |= since_check
+        return sorted(since_check)
 
     def stop(self) -> None:
         """Stop the thread and take a last sample, for short races."""
@@ -164,7 +159,7 @@ class NvmlTelemetry(Telemetry):
             self.energy = now - self._joules
 
     def summary(self) -> dict[str, Any]:
-        """Return clocks, heat and power as [min, median, max], energy, and throttling."""
+        """Return clocks, temperature and power as [min, median, max], energy, and throttling."""
         with self._lock:
             return _known(
                 **{name: spread(values) for name, values in self._samples.items()},
@@ -173,12 +168,13 @@ class NvmlTelemetry(Telemetry):
             )
 
     def flags(self) -> list[str]:
-        """Return whether clocks moved; the race reports throttling, as it knows the rounds."""
-        seen = spread(self._samples.get("sm_mhz", ()))
-        return ["clocks_varied"] if seen and seen[2] - seen[0] > MAX_CLOCK_RANGE * seen[1] else []
+        """Return the flag of varied clocks; the race itself reports throttling, by round."""
+        clocks = spread(self._samples.get("sm_mhz", ()))
+        varied = clocks and clocks[2] - clocks[0] > MAX_CLOCK_RANGE * clocks[1]
+        return ["clocks_varied"] if varied else []
 
     def sample(self) -> None:
-        """Take one sample of everything."""
+        """Take a sample of all readings."""
         slowed = reasons(self.nvml.mask() or 0)
         sample = self.nvml.readings()
         with self._lock:
@@ -192,7 +188,7 @@ class NvmlTelemetry(Telemetry):
 
 
 def spread(values: Iterable[float]) -> list[float] | None:
-    """Return [min, median, max]; None for no values."""
+    """Return [min, median, max], rounded; None for no values."""
     known = sorted(values)
     if not known:
         return None
@@ -200,42 +196,42 @@ def spread(values: Iterable[float]) -> list[float] | None:
 
 
 def reasons(mask: int) -> list[str]:
-    """Return the names of the bits that mean a slowed GPU."""
+    """Return the names of the bits of `mask` that mean a slowed GPU."""
     return [name for bit, name in SLOWED.items() if mask & bit]
 
 
 class Nvml:
-    """One GPU; `library` is pynvml or a test double."""
+    """NVML's view of one GPU; `library` is pynvml or a test double. Unknown facts are None."""
 
     def __init__(self, library: Any, handle: Any) -> None:
         self.library, self.handle = library, handle
 
     @classmethod
     def open(cls, device: torch.device | None = None, library: Any = None) -> Nvml | None:
-        """Find torch's device by its UUID; None where NVML is unavailable."""
+        """Return torch's device, found by its UUID; None if NVML is unavailable."""
         try:
             library = library or importlib.import_module("pynvml")
             library.nvmlInit()
             return cls(library, _handle(library, device))
-        except Exception:  # absent, no driver, no permission: all mean that nothing can be seen
+        except Exception:  # no package, driver or permission: the GPU cannot be observed
             return None
 
     def ask(self, question: str, *arguments: Any) -> Any:
         """Return nvmlDevice<question>(handle, *arguments), or None."""
         try:
             return getattr(self.library, "nvmlDevice" + question)(self.handle, *arguments)
-        except Exception:  # this driver, or this device, has no answer
+        except Exception:  # the driver or the device does not support the question
             return None
 
     def driver(self) -> str | None:
         """Return the version of the driver."""
         try:
             return str(self.library.nvmlSystemGetDriverVersion())
-        except Exception:  # as in `ask`
+        except Exception:  # the driver does not support the question
             return None
 
     def mask(self) -> int | None:
-        """Return the clock event reasons, under either of their names."""
+        """Return the bits of the clock event reasons, which old drivers call throttle reasons."""
         mask = self.ask("GetCurrentClocksEventReasons")
         return self.ask("GetCurrentClocksThrottleReasons") if mask is None else mask
 
@@ -250,11 +246,11 @@ class Nvml:
         )
 
     def joules(self) -> float | None:
-        """Return the energy since the driver was loaded."""
+        """Return the energy since the driver was loaded, in joules."""
         return _thousandth(self.ask("GetTotalEnergyConsumption"))
 
     def processes(self) -> dict[int, int | None] | None:
-        """Return the processes that compute on the device, and the bytes that each uses."""
+        """Return {process number: bytes} of the processes that compute on the device."""
         processes = self.ask("GetComputeRunningProcesses")
         return None if processes is None else {p.pid: p.usedGpuMemory for p in processes}
 
@@ -286,7 +282,7 @@ def _handle(library: Any, device: torch.device | None) -> Any:
         return library.nvmlDeviceGetHandleByIndex(0)
     try:
         return library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except Exception:  # a slice of a GPU has a name of its own
+    except Exception:  # a slice of a GPU (MIG) has another prefix
         return library.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
 
 

@@ -1,1 +1,1 @@
-"""Measuring one cell of each kind of experiment in its own process; these modules need torch."""
+"""Measurement of a cell of each kind in a process of its own; these modules need torch."""

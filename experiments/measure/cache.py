@@ -1,4 +1,4 @@
-"""Measure a cell of kind cache: the same batches through caches of every size and ideal ones."""
+"""Measure a cell of kind cache: the batches of a trace through real and ideal caches."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ from experiments.workloads.workload import (
 
 
 def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
-    """Return a record per contender and size, ideal ones included; `seconds` is not used.
+    """Return a record per contender or ideal cache and size; `seconds` is not used.
 
-    A contender visits every batch; what its cache counted is read after each, so
-    that a record holds the hits batch by batch, those of the warm-up too.
+    A contender visits every batch, and its counters are read after each one. So a record has the
+    hits per batch, those of the warm-up too.
+
+    Raises:
+        TraceError: the trace has too few batches.
     """
     gc.collect()
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
@@ -61,18 +64,18 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
         extra: dict[str, Any] = {}
         size = WAYS * cache_sets(shapes, arm.cache)
         if (arm.contender, size) in measured:
-            continue  # two fractions of a small table are the same number of sets
+            continue  # fractions of a small table may round to the same number of sets
         measured.add((arm.contender, size))
         session.note(f"{arm.key}|running the trace")
         try:
-            if registry.keyed(arm.contender):
+            if registry.facts_of(arm.contender).keyed:
                 ids = [_linear(batch, shapes) for batch in pool.batches]
                 samples = run_keys(arm.contender, ids, size, session)
             elif arm.contender in COMPUTED:
                 samples, extra = _ideal(arm.contender, trace, size, cell, shapes)
             else:
                 samples = _run(build(arm.contender, task_of(cell, arm, session)), pool)
-        except Exception as error:  # whatever it is becomes this contender's row
+        except Exception as error:  # any error becomes the contender's row
             outcome.fail(error)
         records.append(
             describe(cell, outcome, session, facts(pool))
@@ -83,7 +86,7 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
 
 
 def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> cache_bounds.RowTrace:
-    """Return the rows of all tables under one numbering, batch by batch."""
+    """Return the trace of a pool, with the rows of all tables in one numbering."""
     return cache_bounds.RowTrace.of([_linear(b, shapes) for b in pool.batches], warm)
 
 
@@ -94,7 +97,7 @@ def _linear(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
 
 
 def _run(contender: Contender, pool: Pool) -> dict[str, list[int]]:
-    """Return what each batch of the trace added to the contender's counters."""
+    """Return the increase of each counter per batch; raise Unsupported without a cache."""
     contender.reset_counters()
     before = contender.counters()
     if not before:
@@ -112,59 +115,51 @@ def _run(contender: Contender, pool: Pool) -> dict[str, list[int]]:
 def _ideal(
     name: str, trace: cache_bounds.RowTrace, size: int, cell: Cell, shapes: tuple[TableShape, ...]
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Return the hits of the counted batches, and what bounds or predicts them."""
+    """Return the counters of an ideal cache per counted batch, and bounds or predictions."""
     if name in EXACT:
-        return cache_bounds.samples(
-            trace, cache_bounds.run(trace, size, cache_bounds.Policy[name])
-        ), {}
-    hits = (
-        cache_bounds.offline(trace, size)
-        if name == "offline"
-        else cache_bounds.static_top(trace, size)
-    )
-    samples = cache_bounds.samples(trace, hits)
+        hits = cache_bounds.run(trace, size, cache_bounds.Policy[name])
+        return cache_bounds.samples(trace, hits), {}
     if name == "offline":
+        samples = cache_bounds.samples(trace, cache_bounds.offline(trace, size))
         return samples, {"most_lookup_hits": cache_bounds.most_lookups(trace, size)}
-    work = cell.workload
-    distributions_of_tables = [probabilities(work, s.rows) for s in shapes]
-    every = [p / len(shapes) for p in distributions_of_tables if p is not None]
-    if not every:
+    samples, work = cache_bounds.samples(trace, cache_bounds.static_top(trace, size)), cell.workload
+    known = [p for p in (probabilities(work, s.rows) for s in shapes) if p is not None]
+    if not known:
         return samples, {}
     lookups = len(shapes) * work.B * work.L
-    by_lookup, by_row = cache_bounds.expected_top(np.concatenate(every), size, lookups)
+    by_lookup, by_row = cache_bounds.expected_top(
+        np.concatenate(known) / len(shapes), size, lookups
+    )
     return samples, {"expected_lookup_hit_rate": by_lookup, "expected_row_hit_rate": by_row}
 
 
 def run_keys(
     contender: str, batches: Sequence[Ids], slots: int, session: Session
 ) -> dict[str, list[int]]:
-    """Count per batch the keys that were present before the batch was inserted.
+    """Run batches of ids through a hash table of `slots` slots; return its counters per batch.
 
-    A table of the same contender is checked first, with other keys and more slots.
+    A hit is an id that was present before its batch was inserted. First, another table of the
+    contender, with other keys and more slots, is checked.
     """
-    space = KeySpace(Order.permuted, session.seed)
-    checked = _build_for_trace(contender, 4 * CHECKED_KEYS, session)
+
+    def build(slots: int) -> KeyTable:
+        return build_keyed(contender, KeyTask(slots, 1, session.device, slots))
+
+    def prepare(ids: Ids) -> Any:
+        return table.prepare(torch.from_numpy(ids.astype(np.int64)), torch.zeros(len(ids), 1))
+
+    space, checked = KeySpace(Order.permuted, session.seed), build(4 * CHECKED_KEYS)
     keys = space.run(0, CHECKED_KEYS)
     checked.fill(keys, values_of(keys, 1))
     verify_keyed(checked, space, keys)
-    table = _build_for_trace(contender, slots, session)
+    table = build(slots)
     samples: dict[str, list[int]] = {k: [] for k in ("lookups", "lookup_hits", "rows", "row_hits")}
     for ids in batches:
         rows, lookups = np.unique(ids, return_counts=True)
-        slots_of = table.find_slots(_prepare_trace(table, rows)).cpu().numpy()
-        present = slots_of != table.absent
-        table.find_or_insert_slots(_prepare_trace(table, ids))
+        is_present = table.find_slots(prepare(rows)).cpu().numpy() != table.absent
+        table.find_or_insert_slots(prepare(ids))
         samples["lookups"].append(len(ids))
-        samples["lookup_hits"].append(int(lookups[present].sum()))
+        samples["lookup_hits"].append(int(lookups[is_present].sum()))
         samples["rows"].append(len(rows))
-        samples["row_hits"].append(int(present.sum()))
+        samples["row_hits"].append(int(is_present.sum()))
     return samples
-
-
-def _build_for_trace(contender: str, slots: int, session: Session) -> KeyTable:
-    return build_keyed(contender, KeyTask(slots, 1, session.device, slots))
-
-
-def _prepare_trace(table: KeyTable, ids: Ids) -> Any:
-    keys = torch.from_numpy(ids.astype(np.int64))
-    return table.prepare(keys, torch.zeros(len(ids), 1))

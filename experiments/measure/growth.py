@@ -7,6 +7,7 @@ import gc
 import mmap
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,15 +25,15 @@ from experiments.results.store import Record
 from experiments.workloads.keys import KeySpace, values_of
 from experiments.workloads.workload import table_shapes
 
-FILLED_SHARE = 0.75  # of the slots in the end
-PHASE = "insert"
+FILLED_SHARE = 0.75  # keys ÷ slots after the last call
+PHASE = "insert"  # name of the samples
 
 
 def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record per arm: the seconds of each call and, from a separate pass, the memory.
+    """Return a record per arm: the seconds of each call, and the memory of a separate pass.
 
-    All arms take each call in turn, in random order. `seconds` is not used: only a table that is
-    filled has shown its longest pause.
+    The arms take turns at each call, in random order. `seconds` is not used, because only a filled
+    table has shown its longest pause.
     """
     gc.collect()
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
@@ -42,7 +43,7 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
         try:
             session.note(f"{arm.key}|building")
             tables[arm.key] = _table(cell, arm, session)
-        except Exception as error:  # whatever it is becomes this contender's row
+        except Exception as error:  # any error becomes the contender's row
             outcomes[arm.key].fail(error)
     telemetry = telemetry_for(session.device)
     telemetry.start()
@@ -66,7 +67,7 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def calls_of(cell: Cell) -> tuple[int, int]:
-    """Return the number of keys of a call and of all calls together."""
+    """Return the number of keys per call, and of all calls together."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     size = cell.workload.B * cell.workload.L
     return size, max(1, int(FILLED_SHARE * shape.rows) // size) * size
@@ -87,22 +88,20 @@ def _race(
     tables: dict[str, KeyTable],
     space: KeySpace,
 ) -> None:
-    """Make every call on every table; samples are (number of the call, seconds)."""
+    """Make every call on every table, then check the tables; samples are (call, seconds)."""
     size, total = calls_of(cell)
     chance = random.Random(session.seed)
     for key in tables:
         outcomes[key].measured.samples = {PHASE: []}
     for number in range(total // size):
         keys = space.run(number * size, size)
-        going = [key for key in tables if outcomes[key].status == "ok"]
-        for key in chance.sample(going, len(going)):
+        running = [key for key in tables if outcomes[key].status == "ok"]
+        for key in chance.sample(running, len(running)):
             session.note(f"{key}|call {number + 1}")
             try:
-                taken = _call(tables[key], keys)
+                outcomes[key].measured.samples[PHASE].append((number, _call(tables[key], keys)))
             except Exception as error:
                 outcomes[key].fail(error)
-            else:
-                outcomes[key].measured.samples[PHASE].append((number, taken))
     for key, table in tables.items():
         if outcomes[key].status == "ok":
             session.note(f"{key}|checking")
@@ -114,21 +113,19 @@ def _race(
 
 
 def _call(table: KeyTable, keys: Tensor) -> float:
-    """Return the seconds of inserting new keys on an idle device."""
-    values = values_of(keys, table.task.dim).to(table.task.device)
-    keys = keys.to(table.task.device)
-    cuda = table.task.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(table.task.device)
+    """Return the seconds of inserting new keys, on a GPU from idle to idle."""
+    device = table.task.device
+    values, keys = values_of(keys, table.task.dim).to(device), keys.to(device)
+    synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronise()
     start = time.perf_counter_ns()
     table.fill(keys, values)
-    if cuda:
-        torch.cuda.synchronize(table.task.device)
+    synchronise()
     return (time.perf_counter_ns() - start) / 1e9
 
 
 def _check(table: KeyTable, space: KeySpace, total: int) -> None:
-    """Check that every key is present, in its own slot, with its value."""
+    """Check that every key is present, in a slot of its own, with its value; raise Wrong."""
     parts = []
     for first in range(0, total, KEYS_PER_FILL):
         keys = space.run(first, min(KEYS_PER_FILL, total - first))
@@ -146,7 +143,7 @@ def _check(table: KeyTable, space: KeySpace, total: int) -> None:
 
 
 def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
-    """Measure the peak memory while the table grows, and what it keeps in the end."""
+    """Measure the peak memory while a table grows, and the memory that it occupies at the end."""
     size, total = calls_of(cell)
     tables: list[KeyTable] = []
 
@@ -157,24 +154,26 @@ def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
             table.fill(keys.to(session.device), values_of(keys, table.task.dim).to(session.device))
         tables.append(table)
 
-    gc.collect()
-    before = _held(session.device)
+    before = _bytes_in_use(session.device)
     measured = memory.measure(grow, session.device)
-    gc.collect()
-    held = _held(session.device)
-    known = before is not None and held is not None and "peak" in measured
-    after = held - before if known and before is not None and held is not None else None
+    after = _bytes_in_use(session.device)
+    known = before is not None and after is not None and "peak" in measured
     tables.clear()
-    return {"memory": measured, "peak_bytes": measured.get("peak"), "kept_bytes": after}
+    return {
+        "memory": measured,
+        "peak_bytes": measured.get("peak"),
+        "kept_bytes": (after or 0) - (before or 0) if known else None,
+    }
 
 
-def _held(device: torch.device) -> int | None:
-    """Return the bytes in use; None where they cannot be known."""
+def _bytes_in_use(device: torch.device) -> int | None:
+    """Return the bytes in use on the device; None if unknown."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return int(torch.cuda.memory_allocated(device))
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # else freed blocks would count as kept
+        ctypes.CDLL(None).malloc_trim(0)  # freed blocks would count as in use
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except (OSError, AttributeError):
         return None

@@ -1,4 +1,4 @@
-"""Measure a cell of kind keys: operations on hash tables, timed interleaved, at several loads."""
+"""Measure a cell of kind keys: operations on hash tables at several loads, timed interleaved."""
 
 from __future__ import annotations
 
@@ -25,27 +25,36 @@ from experiments.workloads.workload import table_shapes
 INSERTING = ("find_or_insert_slots", "find_or_insert", "insert_or_assign", "insert_and_evict")
 WITH_VALUES = ("find_or_insert", "insert_or_assign", "insert_and_evict")
 KEYS_PER_FILL = 1 << 20  # keys per call while a table is filled
-MAX_FILL_ROUNDS = 64  # calls beyond those: a full table takes a new key only where it has room
-FULL_SHARE = 0.999  # of the keys asked for, at which a table counts as filled
+MAX_FILL_ROUNDS = 64  # further calls that fill the last slots of a table
+FULL_SHARE = 0.999  # share of the wanted keys at which a table counts as filled
 
 
 @dataclasses.dataclass
 class FilledTable:
-    """An arm's table, filled and checked, and its calls."""
+    """A filled and checked table of an arm, with its calls.
+
+    Attributes:
+        table: the table.
+        calls: source of the keys of calls.
+        added: keys that the last call added, to be erased before the next one.
+    """
 
     table: KeyTable
     calls: Calls
-    added: Tensor | None = None  # by the last call, to be erased before the next
+    added: Tensor | None = None
 
     def restore(self) -> None:
-        """Restore the table to its state before the last call; a full table stays full."""
+        """Erase the keys that the last call added, except from a full table."""
         if self.added is not None:
             self.table.erase(self.added.to(self.table.task.device))
             self.added = None
 
 
 class Operation(TimedCall):
-    """One operation of one arm."""
+    """An operation of an arm.
+
+    A call that changes the table gets new keys each time; other calls use `pool` prepared ones.
+    """
 
     def __init__(self, filled: FilledTable, name: str, pool: int) -> None:
         self.filled, self.work = filled, getattr(filled.table, name)
@@ -61,18 +70,16 @@ class Operation(TimedCall):
         return self.filled.table.prepare(call.keys, call.values)
 
     def before(self, number: int) -> Any:
-        """Return the arguments: new keys for a call that changes the table, else prepared ones."""
         self.filled.restore()
         if not self.changes:
             return self.ready[number]
         call = self._next()
-        room = self.filled.table.task.slots - self.filled.calls.resident
-        if self.filled.table.erases and len(call.new) <= room:
+        free_slots = self.filled.table.task.slots - self.filled.calls.resident
+        if self.filled.table.erases and len(call.new) <= free_slots:
             self.filled.added = call.new
         return self._prepare(call)
 
     def call(self, ready: Any) -> object:
-        """Run the operation."""
         return self.work(ready)
 
 
@@ -104,7 +111,7 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> KeyTask:
 
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, FilledTable]:
-    """Build, fill and check the tables in random order; a failure becomes the arm's outcome."""
+    """Build, fill and check the tables in random order; an error becomes the arm's outcome."""
     built: dict[str, FilledTable] = {}
     inserts = any(name in INSERTING for name in cell.keys.operations) and cell.keys.hits < 1
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
@@ -120,13 +127,13 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
             verify_keyed(table, calls.space, last)
             table.ready()
             built[arm.key] = FilledTable(table, calls)
-        except Exception as error:  # whatever it is becomes this contender's row
+        except Exception as error:  # any error becomes the contender's row
             outcomes[arm.key].fail(error)
     return built
 
 
 def fill(table: KeyTable, calls: Calls) -> int:
-    """Insert keys until the wanted number is present; return how many were inserted.
+    """Insert keys until `table.task.resident` are present; return the number of inserted keys.
 
     Filling a table completely takes more keys than slots, because late keys evict earlier ones
     before the last slot is taken. The keys that calls use are then inserted once more, because some

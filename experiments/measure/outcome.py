@@ -1,4 +1,4 @@
-"""The outcome of one contender as a record: a failure is a record, too."""
+"""The outcome of a contender as a record, whether it was measured or failed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from experiments.timing.clock import UnsupportedMode
 from experiments.timing.race import Measured
 from experiments.workloads.workload import Batch, Pool, dense_bytes, table_shapes
 
-RTOL = 1e-3  # of the largest element; float32 sums of a few thousand terms in another order
-ROUNDING = 5e-7  # of the largest weight: what an update loses when it is added to a float32 weight
+RTOL = 1e-3  # tolerance ÷ largest element, for float32 sums of thousands of terms in another order
+ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weight
 
 
 def verify(contender: Contender, batch: Batch) -> None:
-    """Run one forward and one step on a fresh contender; raise Wrong with the largest deviation."""
+    """Compare a forward and a step of a fresh contender with the reference; raise Wrong."""
     before = contender.observe(batch)
     output, after = contender.expect(batch, before)
     prepared = contender.prepare(batch)
@@ -49,9 +49,9 @@ def _compare(what: str, got: Tensor, want: Tensor, slack: Tensor) -> None:
     if got.shape != want.shape:
         raise Wrong(f"{what}: shape {tuple(got.shape)}, reference has {tuple(want.shape)}")
     scale = float(want.abs().max()) if want.numel() else 0.0
-    off = (got - want).abs()
-    if not (off <= RTOL * scale + slack).all():  # also catches NaN
-        worst = float(off.max())
+    error = (got - want).abs()
+    if not (error <= RTOL * scale + slack).all():  # also catches NaN
+        worst = float(error.max())
         raise Wrong(f"{what}: differs from the reference by up to {worst:.3g} of {scale:.3g}")
     if not torch.isfinite(want).all():
         raise Wrong(f"{what}: the reference itself is not finite")
@@ -59,7 +59,19 @@ def _compare(what: str, got: Tensor, want: Tensor, slack: Tensor) -> None:
 
 @dataclass
 class Outcome:
-    """The outcome of one arm in one mode."""
+    """The outcome of an arm in a mode: its status, and what was measured.
+
+    Attributes:
+        arm: the arm.
+        mode: mode of the samples.
+        status: "ok", "missing", "unsupported", "wrong", "oom", "timeout" or "error".
+        reason: message of the error; "" for "ok".
+        measured: samples.
+        memory: bytes of a step, see `memory.measure`.
+        nbytes: bytes of parameters, see `Contender.nbytes`.
+        counters: counts of the cache over all batches.
+        flops: floating-point operations per phase.
+    """
 
     arm: Arm
     mode: Mode = Mode.hot
@@ -72,7 +84,7 @@ class Outcome:
     flops: dict[str, float] = field(default_factory=dict)
 
     def fail(self, error: Exception) -> None:
-        """Classify an error; an unexpected one is recorded with its place."""
+        """Set status and reason by an error; an unexpected one gets its file and line."""
         self.status = status_of(error)
         text = str(error).strip() or type(error).__name__
         if self.status == "error" and not isinstance(error, Died):
@@ -84,7 +96,7 @@ class Outcome:
 
 
 def status_of(error: Exception) -> str:
-    """Return the status of a contender that ended with this error."""
+    """Return the status of a contender that raised this error."""
     if isinstance(error, Died):
         return error.status
     if isinstance(error, Missing):
@@ -97,7 +109,7 @@ def status_of(error: Exception) -> str:
 
 
 def facts(pool: Pool) -> dict[str, Any]:
-    """Return what a record says about the batches."""
+    """Return the entries of a record about the batches."""
     return {
         "lookups": pool.lookups,
         "unique_rows": pool.unique_rows,
@@ -110,15 +122,20 @@ def facts(pool: Pool) -> dict[str, Any]:
 def describe(
     cell: Cell, outcome: Outcome, session: Session, known: Mapping[str, Any] | None = None
 ) -> Record:
-    """Return the record of an arm and its outcome; `known` are the facts of its batches.
+    """Return the record of an outcome. It needs no contender, whose process may have died.
 
-    No contender need be alive for it: the parent describes what a dead child was at.
+    Args:
+        cell: cell of the arm.
+        outcome: outcome of the arm.
+        session: run and process.
+        known: facts about the batches and the like, which replace defaults.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     arm, measured, work = outcome.arm, outcome.measured, cell.workload
     params = {k: getattr(v, "value", v) for k, v in dataclasses.asdict(work).items()}
-    params["file"] = Path(work.file).name if work.file else ""  # its sha256 says which file it is
-    timed = measured.describe()
+    # The path is private; sha256 identifies the file.
+    params["file"] = Path(work.file).name if work.file else ""
+    timed, entry = measured.describe(), registry.facts_of(arm.contender)
     return {
         "run_id": session.run_id,
         **session.identity,
@@ -140,8 +157,8 @@ def describe(
         "status": outcome.status,
         "reason": outcome.reason,
         **timed,
-        "flags": [*timed["flags"], *registry.unknown_versions(arm.contender)],
-        "packages": registry.packages(arm.contender),
+        "flags": [*timed["flags"], *entry.unknown_versions()],
+        "packages": entry.versions(),
         "seed": session.seed,
         "world_size": session.config.device.ranks,
         "rows_scale": cell.rows_scale,

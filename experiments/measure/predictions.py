@@ -1,14 +1,15 @@
 """Measure a cell of kind predictions: time steps of a tensor train, and predict them.
 
-A step without a cache is predicted from what its batch needs (`TERMS`): a constant, the lookups,
-those of rows that do not fit into a core's cache, the distinct rows, and the multiply-adds that
+The time of a step without a cache is a linear function of TERMS: a constant, the lookups, the
+lookups of rows beyond a core's cache, the distinct rows, and the multiply-adds, which
 `TableBatchedTTEmbeddingBags.work` counts from distinct rows and prefixes. With a cache of rows, the
-lookups that miss it are such a step, and the cache adds a constant, a time per lookup and one per
-distinct id. All constants are fitted to steps of uniform ids.
+lookups that miss it form such a step; the cache adds a constant, a time per lookup and a time per
+distinct id (CACHE_TERMS). All constants are fitted to steps of uniform ids.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -30,36 +31,36 @@ from experiments.timing import statistics
 
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
 CACHE_TERMS = ("step", "lookup", "row")
-NEAR_BYTES = 1 << 20  # bytes of made rows that stay in a core's cache
-BATCHES = 3  # different ones per kind of step
-FITTED = (1 / 16, 1 / 4, 1.0)  # lookups of fitted steps, as shares of those of the predicted
-REPEATS = (1, 8)  # lookups per id of fitted steps: of all ids, and of an eighth as many
-SGD_RATE = 1e-3
+NEAR_BYTES = 1 << 20  # bytes of computed rows that stay in a core's cache
+BATCHES = 3  # distinct batches per kind of step
+FITTED = (1 / 16, 1 / 4, 1.0)  # lookups of fitted steps ÷ those of predicted steps
+REPEATS = (1, 8)  # lookups per id of fitted steps
+SGD_RATE = 1e-3  # learning rate of the steps
 AS_GIVEN, PERMUTED = "by frequency", "permuted"
 
 Batch = tuple[Tensor, Tensor]
 """Ids int64 `[L]` and offsets."""
 
 
-@dataclass
+@dataclass(eq=False)
 class TimedSteps:
-    """Steps of one kind: their batches and what was measured of them.
+    """Steps of one kind: their batches, their work, and their times.
 
     Attributes:
         module: module whose steps are timed.
         batches: taken in turns.
         terms: work of a batch on the cores, mean over the batches; columns as `TERMS`.
-        added: work of a batch on the cache, as `CACHE_TERMS`, mean over the batches; empty without
-            a cache.
-        known: facts for the record; empty for steps that constants are fitted to.
+        cache_terms: work of a batch on the cache, mean over the batches; columns as `CACHE_TERMS`,
+            empty without a cache.
+        point: facts that identify a predicted step; empty for a fitted one.
         samples: samples of the step time: (round, seconds).
     """
 
     module: Any
     batches: list[Batch]
     terms: np.ndarray
-    added: np.ndarray
-    known: dict[str, Any] = field(default_factory=dict)
+    cache_terms: np.ndarray
+    point: dict[str, Any] = field(default_factory=dict)
     samples: list[tuple[int, float]] = field(default_factory=list)
 
     @property
@@ -69,7 +70,7 @@ class TimedSteps:
 
 
 def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return one record: the constants, and each kind of step; `seconds` is not used."""
+    """Return a record with the constants and every predicted step; `seconds` is not used."""
     outcome, record = Outcome(cell.arms[0]), {}
     try:
         if session.device.type != "cpu":
@@ -79,13 +80,13 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
         _time(experiment.steps, cell.options["rounds"], session.seed)
         record = experiment.predicted()
         outcome.measured.stop_reason = "predicted"
-    except Exception as error:  # whatever it is becomes the row
+    except Exception as error:  # any error becomes the row
         outcome.fail(error)
     return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
 
 
 class _Experiment:
-    """The modules of a cell, the steps of them, and what the steps of uniform ids predict."""
+    """The modules of a cell and their steps; steps of uniform ids predict the others."""
 
     def __init__(self, cell: Cell, session: Session) -> None:
         torch.manual_seed(session.seed)
@@ -107,7 +108,7 @@ class _Experiment:
         return emblib.TTSpec(self.work.E, self.work.D, ranks, ids=ids, seed=1).usable()
 
     def _add(self, share: float) -> None:
-        """Add the steps of a module with a share of its rows cached: fitted and predicted ones."""
+        """Add the fitted and the predicted steps of a module that caches a share of its rows."""
         orders = (PERMUTED,) if share else (AS_GIVEN, PERMUTED)
         for order in orders:
             module, stored = self._module(order, share)
@@ -124,17 +125,12 @@ class _Experiment:
             for lookups in self.options["lookups"]:
                 for skew in self.options["skews"]:
                     batches = [self._batch(lookups, skew, self.work.E) for _ in range(BATCHES)]
-                    known = {
-                        "rank": self.rank,
-                        "skew": skew,
-                        "order": order,
-                        "lookups": len(batches[0][0]),
-                        "cached": share,
-                    }
-                    self.steps.append(self._steps(order, module, stored, batches, known))
+                    point = {"rank": self.rank, "skew": skew, "order": order, "cached": share}
+                    point["lookups"] = len(batches[0][0])
+                    self.steps.append(self._steps(order, module, stored, batches, point))
 
     def _module(self, order: str, share: float) -> tuple[Any, int]:
-        """Return trains, with the most frequent ids stored if a share is, and how many are."""
+        """Return trains that cache `share` of their rows, the most frequent, and their number."""
         if not share:
             return self.trains[order], 0
         stored = max(1, int(share * self.work.E))
@@ -149,7 +145,10 @@ class _Experiment:
         return bags, stored
 
     def _batch(self, lookups: int, skew: float, ids: int, *, spread: bool = False) -> Batch:
-        """Draw ids, the most frequent first; `spread` takes `ids` of all ids at random."""
+        """Draw `lookups` of `ids` ids, of which 0 is the most frequent.
+
+        With `spread`, the ids are a random selection of all.
+        """
         if skew:
             shares = np.arange(1, ids + 1, dtype=np.float64) ** -skew
             ends = shares.cumsum()
@@ -165,9 +164,9 @@ class _Experiment:
         return torch.from_numpy(drawn), offsets
 
     def _steps(
-        self, order: str, module: Any, stored: int, batches: list[Batch], known: dict[str, Any]
+        self, order: str, module: Any, stored: int, batches: list[Batch], point: dict[str, Any]
     ) -> TimedSteps:
-        terms, added, hits = [], [], []
+        terms, cache_terms, hits = [], [], []
         for ids, _ in batches:
             distinct = ids.unique()
             missed = ids[ids >= stored]
@@ -176,66 +175,64 @@ class _Experiment:
             beyond = len(missed) * max(0.0, 1.0 - NEAR_BYTES / nbytes)
             products = work.forward + work.backward
             terms.append((1, len(missed), beyond, work.rows, products))
-            added.append((1, len(ids), len(distinct)))
+            cache_terms.append((1, len(ids), len(distinct)))
             hits.append((1 - len(missed) / len(ids), 1 - work.rows / len(distinct)))
         mean = np.mean(hits, 0)
-        if known:
-            known |= {"hit_rate": mean[0], "row_hit_rate": mean[1]}
-            known["rows"] = float(np.mean([row[2] for row in added]))
-        costs = np.mean(added, 0) if stored else np.zeros(0)
-        return TimedSteps(module, batches, np.mean(terms, 0), costs, known)
+        if point:
+            point |= {"hit_rate": mean[0], "row_hit_rate": mean[1]}
+            point["rows"] = float(np.mean([row[2] for row in cache_terms]))
+        costs = np.mean(cache_terms, 0) if stored else np.zeros(0)
+        return TimedSteps(module, batches, np.mean(terms, 0), costs, point)
 
     def predicted(self) -> Record:
-        """Return the constants, and a point per kind of step that is predicted."""
-        plain = [s for s in self.steps if not len(s.added)]
-        fitted = [s for s in plain if not s.known]
+        """Return the constants, and a point per predicted kind of step."""
+        plain = [s for s in self.steps if not len(s.cache_terms)]
+        fitted = [s for s in plain if not s.point]
         terms, times = np.array([s.terms for s in fitted]), np.array([s.seconds for s in fitted])
-        of_trains = _fit(terms, times)
-        of_two = _fit(terms[:, 3:], times)
-        of_cache: dict[int, np.ndarray] = {}
-        for module in {id(s.module): s.module for s in self.steps if len(s.added)}.values():
-            own = [s for s in self.steps if s.module is module and not s.known]
-            rest = np.array([s.seconds - s.terms @ of_trains for s in own])
-            weights = np.array([s.seconds for s in own])
-            of_cache[id(module)] = _fit(np.array([s.added for s in own]), rest, weights)
-        uncached = {self._point(s): s.seconds for s in plain if s.known}
-        points = []
-        for s in self.steps:
-            if s.known:
-                own_cache = of_cache.get(id(s.module), np.zeros(0))
-                points.append(
-                    {
-                        **s.known,
-                        "predicted_s": float(s.terms @ of_trains + s.added @ own_cache),
-                        "two_terms_s": float("nan")
-                        if len(s.added)
-                        else float(s.terms[3:] @ of_two),
-                        "by_hits_s": (1 - s.known["hit_rate"]) * uncached[self._point(s)],
-                        "samples": s.samples,
-                    }
-                )
-        caches = [dict(zip(CACHE_TERMS, own.tolist(), strict=True)) for own in of_cache.values()]
+        constants = _fit(terms, times)
+        two_constants = _fit(terms[:, 3:], times)  # rows and multiply-adds alone
+        caches: dict[int, np.ndarray] = {}  # constants by module
+        for module in {id(s.module): s.module for s in self.steps if len(s.cache_terms)}.values():
+            fitted = [s for s in self.steps if s.module is module and not s.point]
+            rest = np.array([s.seconds - s.terms @ constants for s in fitted])
+            weights = np.array([s.seconds for s in fitted])
+            caches[id(module)] = _fit(np.array([s.cache_terms for s in fitted]), rest, weights)
+
+        def batch(steps: TimedSteps) -> tuple[Any, ...]:
+            return tuple(steps.point[name] for name in ("skew", "order", "lookups"))
+
+        uncached = {batch(s): s.seconds for s in plain if s.point}
+        points = [
+            {
+                **s.point,
+                "predicted_s": float(
+                    s.terms @ constants + s.cache_terms @ caches.get(id(s.module), np.zeros(0))
+                ),
+                "two_terms_s": float(s.terms[3:] @ two_constants) if s in plain else math.nan,
+                "by_hits_s": (1 - s.point["hit_rate"]) * uncached[batch(s)],
+                "samples": s.samples,
+            }
+            for s in self.steps
+            if s.point
+        ]
+        by_share = [dict(zip(CACHE_TERMS, c.tolist(), strict=True)) for c in caches.values()]
         return {
-            "constants": dict(zip(TERMS, of_trains.tolist(), strict=True)),
-            "cache_constants": dict(zip(self.options["cached"], caches, strict=True)),
+            "constants": dict(zip(TERMS, constants.tolist(), strict=True)),
+            "cache_constants": dict(zip(self.options["cached"], by_share, strict=True)),
             "points": points,
         }
 
-    @staticmethod
-    def _point(steps: TimedSteps) -> tuple[Any, ...]:
-        return tuple(steps.known[name] for name in ("skew", "order", "lookups"))
-
 
 def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Return constants >= 0 of the least squared error, relative to `weights` (the times)."""
-    by = times if weights is None else weights
+    """Return constants >= 0 of the least squared error ÷ `weights`, by default the times."""
+    weights = times if weights is None else weights
     scale = terms.max(0).clip(min=1e-300)
-    constants, _ = nnls(terms / scale / by[:, None], times / by)
+    constants, _ = nnls(terms / scale / weights[:, None], times / weights)
     return np.asarray(constants) / scale
 
 
 def _time(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
-    """Time steps in turns, in random order; the first round warms up."""
+    """Time the steps in turns, in random order, after a round that warms up."""
     one_thread = torch.get_num_threads() == 1
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns
     order = random.Random(seed)

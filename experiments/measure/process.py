@@ -1,8 +1,8 @@
-"""A fresh child process and a pipe to it: a crash of the child cannot end the run.
+"""Fresh child processes with a pipe: a crash of a child cannot end the run.
 
-Children come from a fork server that has torch loaded, so that one starts in about 0.1 s and shares
-nothing with the last: no allocator state, no threads, no CUDA context. Once a process has had a
-CUDA error or has lost its memory, nothing measured in it can be trusted; a dead child is replaced.
+A fork server with torch loaded starts children, in about 0.1 s each. Children share no allocator
+state, threads or CUDA context. After a CUDA error or a lack of memory, measurements of a process
+cannot be trusted; so such a child dies, and another one measures the rest.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-SLICE_SECONDS = 0.5  # how often a wait looks whether the child is still there
-GOODBYE_SECONDS = 5.0  # between being asked to end and being killed
-START_SECONDS = 60.0
-NOTE_BYTES = 128
+POLL_SECONDS = 0.5  # period of checks whether a child is alive
+GOODBYE_SECONDS = 5.0  # time to end before a child is killed
+START_SECONDS = 60.0  # minimum of the first time limit, for loading libraries
+NOTE_BYTES = 128  # maximum length of a note
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a child: seconds without a message, and bytes of memory beyond its start."""
+    """Limits of a child: seconds of silence, and bytes of memory beyond those at its start."""
 
     seconds: float = math.inf
     memory_bytes: int | None = None
 
 
 class Died(Exception):
-    """A child failed, died or was ended; `status` is 'oom', 'timeout' or 'error'.
+    """A child raised an exception, died or was ended.
 
-    `answered` tells an exception that the child itself reported from its death.
+    Attributes:
+        status: "oom", "timeout" or "error".
+        reason: message.
+        answered: True for an exception that the child itself reported.
     """
 
     def __init__(self, status: str, reason: str, *, answered: bool = False) -> None:
@@ -58,25 +61,31 @@ class _Raised:
 
 
 class Child:
-    """A child process that runs `target` ("module:function") as target(pipe, *arguments)."""
+    """A child process that calls a function; as a context manager it ends the child.
+
+    Args:
+        target: "module:function"; the function is called with the pipe and the arguments.
+        arguments: picklable arguments.
+        limits: limits of time and memory.
+    """
 
     def __init__(
         self, target: str, arguments: tuple[Any, ...] = (), *, limits: Limits = Limits()
     ) -> None:
         self.limits = limits
-        self._heard = False  # any message of the child's
-        # Shared memory: what a child is at can be read after its death, and writing it down costs
-        # no system call that would disturb a measurement.
+        self._heard = False  # whether the child has sent a message
+        # Shared memory, so that the note can be read after the child's death, and writing it needs
+        # no system call, which would disturb a measurement.
         self._note = _context().RawArray("c", NOTE_BYTES)
-        self._pipe, theirs = multiprocessing.Pipe()
+        self._pipe, child_end = multiprocessing.Pipe()
         self.process = _context().Process(
-            target=_enter, args=(theirs, self._note, target, arguments, limits), daemon=True
+            target=_enter, args=(child_end, self._note, target, arguments, limits), daemon=True
         )
         self.process.start()
-        theirs.close()
+        child_end.close()
 
     def send(self, message: Any) -> None:
-        """Send to the child; raises Died where the child has ended."""
+        """Send a message to the child; raise Died if it has ended."""
         try:
             self._pipe.send(message)
         except OSError:
@@ -84,20 +93,23 @@ class Child:
 
     @property
     def note(self) -> str:
-        """Return what the child last reported to be doing; empty before its first report."""
+        """Return the last note of the child; "" before its first one."""
         return bytes(self._note.value).decode(errors="replace")
 
     def receive(self, watch: Callable[[str], object] | None = None) -> Any:
-        """Return the child's next message; raises Died. `watch` gets its notes while it works.
+        """Wait for the child's next message; raise Died if there is none.
 
-        The limit is on silence: it restarts whenever the note changes. A child that has not said
-        anything yet may be loading its libraries, and has at least START_SECONDS.
+        The time limit restarts whenever the note changes. Before its first note or message the
+        child has at least START_SECONDS, because it may be loading libraries.
+
+        Args:
+            watch: function that is called with the child's note now and then.
         """
         noted = self.note
         loading = not (noted or self._heard)
         first = max(self.limits.seconds, START_SECONDS if loading else 0.0)
         deadline = time.monotonic() + first
-        while not self._pipe.poll(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
+        while not self._pipe.poll(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
             if self.note != noted:
                 noted, deadline = self.note, time.monotonic() + self.limits.seconds
             if watch:
@@ -127,14 +139,14 @@ class Child:
         if code >= 0:
             return Died("error", f"the process ended with status {code} and no answer")
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        if -code == signal.SIGKILL:  # the kernel's answer to a machine without memory
+        if -code == signal.SIGKILL:  # sent by the kernel when memory runs out
             return Died(
                 "oom", "the process was killed from outside (SIGKILL), as by a lack of memory"
             )
         return Died("error", f"the process crashed ({name})")
 
     def kill(self) -> None:
-        """End it now."""
+        """End the child now."""
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -154,18 +166,18 @@ class Child:
         self.close()
 
 
-_pages: list[Any] = []  # in a child: the one page that its parent reads
+_pages: list[Any] = []  # the shared memory of a child's note; empty in the parent
 
 
 def note(text: str) -> None:
-    """Report from a child what it is doing: the parent shows it and knows what failed."""
+    """Set the note of this child: its present activity, which the parent shows."""
     if _pages:
         _pages[0].value = text.encode()[: NOTE_BYTES - 1]
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # Not emblib, of which each child may import another, but the slowest part of what it imports.
+    # Not emblib, because a child may import another copy of it; but its slowest dependencies.
     context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "hydra", "pandas"])
     return context
 
@@ -175,16 +187,16 @@ def _enter(
 ) -> None:
     """Enter a child process."""
     _pages.append(page)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its children
     die_with_parent()
     try:
         _limit_memory(limits.memory_bytes)
         module, _, name = target.partition(":")
         function: Callable[..., None] = getattr(importlib.import_module(module), name)
-        gc.freeze()  # every collection would look through all that torch has loaded, and copy it
+        gc.freeze()  # collections would visit torch's objects, and copy their pages
         function(pipe, *arguments)
     except (BrokenPipeError, EOFError):
-        pass  # the parent is gone, or has heard enough
+        pass  # the parent has ended or closed the pipe
     except BaseException as error:
         pipe.send(_Raised(_describe(error), is_out_of_memory(error)))
         if not isinstance(error, Exception):
@@ -194,10 +206,10 @@ def _enter(
 
 
 def die_with_parent() -> None:
-    """End this process when its parent ends, so that a killed run leaves nothing computing.
+    """End this process when its parent ends, so that no child survives a killed run.
 
-    A thread waits for the parent. The system's own signal would report the death of the fork
-    server, which lives as long as its children.
+    A thread waits for the parent. The system's signal is for the fork server, which lives as long
+    as its children.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -228,7 +240,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _limit_memory(limit: int | None) -> None:
-    """Limit private memory beyond what the process already has; shared libraries do not count."""
+    """Limit the private memory of this process to its present use plus `limit` bytes."""
     if limit is None or sys.platform != "linux":
         return
     import resource

@@ -1,4 +1,4 @@
-"""Measure a cell of kind quality: train a model per method and share of the bytes, on one seed."""
+"""Measure a cell of kind quality: train a model per method and share of the bytes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from experiments.quality.training import (
 )
 from experiments.results.store import Record
 
-SMOKE_SAMPLES = 600  # samples of a smoke run
+SMOKE_SAMPLES = 600  # maximum number of samples in a smoke run
 
 
 def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
-    """Return a record per method and share; `seconds` does not end training.
+    """Return a record per method and share of the bytes; `seconds` is not used.
 
-    A replicate is a seed of the initial values and the order of samples.
+    Replicates differ by the seed of initial values and of the order of samples.
     """
     gc.collect()
     options, plan = cell.options, _plan(cell, session)
@@ -51,14 +51,14 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     cell = dataclasses.replace(cell, workload=sized)
     fits = _fits(cell, session, data, plan, outcomes)
     session.note("timing steps")
-    taken = step_samples(
+    step_times = step_samples(
         [one.model for one in fits.values()],
         data,
         plan,
         1 if _is_smoke(session) else options["timed_steps"],
         time.perf_counter_ns,
     )
-    for arm, samples in zip(fits, taken, strict=True):
+    for arm, samples in zip(fits, step_times, strict=True):
         outcomes[arm].measured.samples = {"step": samples}
     known = _known(data, plan) | {"lookups": plan.batch * len(data.rows)}
     return [
@@ -79,7 +79,7 @@ def _source(cell: Cell, session: Session) -> DataSource:
     if _is_smoke(session):
         samples = min(samples or SMOKE_SAMPLES, SMOKE_SAMPLES)
     name = options["data"][0]
-    # The same samples for all processes: seeds differ in initial values and order only.
+    # The seed of the run, not of the replicate: all replicates have the same samples.
     return DataSource(name, cell.workload.file, samples, options["scale"], session.config.seed)
 
 
@@ -98,7 +98,7 @@ def _plan(cell: Cell, session: Session) -> TrainingPlan:
 def _fits(
     cell: Cell, session: Session, data: Clicks, plan: TrainingPlan, outcomes: dict[Arm, Outcome]
 ) -> dict[Arm, TrainedModel]:
-    """Train every arm, plain tables first: some methods start from them."""
+    """Train every arm, plain tables first, because some methods start from them."""
     fits: dict[Arm, TrainedModel] = {}
     plain: Stored | None = None
 
@@ -109,12 +109,12 @@ def _fits(
         return build(data, plan, arm.contender, task).to(session.device)
 
     def note(arm: Arm) -> Callable[[str], object]:
-        return lambda words: session.note(f"{arm.key}|{words}")
+        return lambda activity: session.note(f"{arm.key}|{activity}")
 
     for arm in sorted(cell.arms, key=lambda arm: arm.contender != PLAIN):
         try:
             fits[arm] = fit(data, plan, partial(make, arm), note(arm))
-        except Exception as error:  # whatever it is becomes this method's row
+        except Exception as error:  # any error becomes the method's row
             outcomes[arm].fail(error)
         else:
             rows = fits[arm].model.rows
@@ -124,7 +124,7 @@ def _fits(
 
 
 def _known(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
-    """Return what the records of all methods say about the data."""
+    """Return the entries of all records about the data."""
     best = oracle(data)
     rows = [data.rows[field] for field in data.large(plan.large)]
     return {
@@ -144,7 +144,7 @@ def _known(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
 
 
 def _described(trained: TrainedModel) -> Record:
-    """Return what a record says about a trained model."""
+    """Return the entries of a record about its trained model."""
     rows = trained.model.rows
     return {
         "auc": trained.test.auc,

@@ -1,4 +1,4 @@
-"""What all cells of a run share, and the part of the run that a process measures."""
+"""The facts of a run that a process needs to measure its cell."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 
 class RankSync:
-    """The synchronisation of a process that measures alone; see ranks.py for several."""
+    """The synchronisation of the ranks of a cell; this base class is that of a single process."""
 
     rank = 0
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
-        """Return an arm's phases, wrapped so that a failure is every rank's."""
+        """Return the phases of arm `key`, wrapped so that they fail on all ranks if on one."""
         return phases
 
     def clock(self, clock: Clock) -> Clock:
-        """Return the clock, wrapped so that every rank reads the same."""
+        """Return the clock, wrapped so that every rank reads the slowest rank's time."""
         return clock
 
     def telemetry(self, telemetry: Telemetry) -> Telemetry:
-        """Return the telemetry, wrapped so that every rank repeats the same rounds."""
+        """Return the telemetry, wrapped so that a slowed rank counts on every rank."""
         return telemetry
 
     def total(self, counters: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the counters summed over ranks."""
+        """Return the counters, summed over the ranks."""
         return counters
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's object, by rank."""
+        """Return the value of every rank, by rank."""
         return [value]
 
     def settle(self, outcomes: Mapping[str, Outcome]) -> None:
@@ -49,8 +49,8 @@ class RankSync:
 
 ALONE = RankSync()
 
-SEED_STEP = 7919  # between replicates; a prime, so that neighbouring seeds of two runs differ too
-RANK_STEP = 104_729  # between ranks; far from all that replicates add up to
+SEED_STEP = 7919  # seed difference of replicates; a prime, so that runs with seeds n, n + 1 differ
+RANK_STEP = 104_729  # seed difference of ranks; larger than that of all replicates
 
 
 def ignore_message(text: str) -> None:
@@ -59,19 +59,30 @@ def ignore_message(text: str) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """A run from the view of one process."""
+    """A run from the view of a process that measures a cell.
+
+    Attributes:
+        config: configuration of the run.
+        device: device of the tables.
+        run_id: name of the run's directory.
+        replicate: number of the process among those of the cell.
+        order: position of the job in the run.
+        identity: entries of every record, such as point_key and context_id.
+        note: function that is called with "arm|activity".
+        sync: synchronisation with the other ranks of the cell.
+    """
 
     config: Config
     device: torch.device
     run_id: str
     replicate: int = 0
     order: int = 0
-    identity: Mapping[str, Any] = field(default_factory=dict)  # point_key, context_id, ...
-    note: Callable[[str], object] = ignore_message  # told what is being done, arm by arm
-    sync: RankSync = ALONE  # the ranks that measure the same cell
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    note: Callable[[str], object] = ignore_message
+    sync: RankSync = ALONE
 
     def over_ranks_of(self, cell: Cell) -> Session:
-        """Return the session with as many ranks as the cell asks for."""
+        """Return the session with device.ranks set to the ranks of a cell, if it has some."""
         if not cell.ranks:
             return self
         device = dataclasses.replace(self.config.device, ranks=cell.ranks)
@@ -79,19 +90,19 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """Return the seed of this process's batches, the same in every run with the same seed."""
+        """Return the seed of this replicate, the same on all ranks and in all runs."""
         return self.config.seed + SEED_STEP * self.replicate
 
     @property
     def pool_seed(self) -> int:
-        """Return the seed of this rank's batches; everything else is drawn alike on all ranks."""
+        """Return the seed of this rank's batches; other draws are the same on all ranks."""
         return self.seed + RANK_STEP * self.sync.rank
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What a child needs to measure a cell."""
+    """A request to a child process: the cell, the session, and the seconds for timing."""
 
     cell: Cell
     session: Session
-    seconds: float  # for timing
+    seconds: float

@@ -1,10 +1,9 @@
-"""Measure cells of the kinds sharding and calibration, and predict steps with the cost model."""
+"""Measure cells of the kinds sharding and calibration; predict steps by the cost model."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task
 from experiments.contenders.sharded import ranks_of
+from experiments.machine.cpu import usable_cores
 from experiments.measure.outcome import Outcome, describe
 from experiments.measure.session import Session
 from experiments.measure.timing import measure_cell, whole_steps
@@ -28,31 +28,31 @@ from experiments.results.store import Record
 from experiments.timing.race import Phase
 from experiments.workloads.workload import Pool, table_shapes
 
-SMALL = Sizes(1 << 20, 1)  # of a smoke run
+SMALL = Sizes(1 << 20, 1)  # sizes of a calibration in a smoke run
 
 
 def constants(session: Session) -> Calibration:
-    """Measure the cost model's constants on the ranks of this session; a collective."""
+    """Measure the constants of the cost model on the ranks of the session; a collective."""
     session.note("|calibrating")
     sizes = SMALL if session.config.timing.max_rows else Sizes()
     return calibrate(ranks_of(session.device), sizes)
 
 
 def as_data(calibration: Calibration) -> Record:
-    """Convert to what `Calibration.load` reads."""
+    """Convert a calibration to the JSON object that `Calibration.load` reads."""
     data: Record = json.loads(calibration.to_json())
     return data
 
 
 def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return one record with the constants; the planner decides how long that takes."""
+    """Return a record with the constants; `seconds` is not used."""
     outcome = Outcome(cell.arms[0])
     record: Record = {}
     try:
         nodes = ranks_of(session.device).nodes
         record = {"calibration": as_data(constants(session)), "nodes": nodes}
         outcome.measured.stop_reason = "calibrated"
-    except Exception as error:  # whatever it is becomes the row
+    except Exception as error:  # any error becomes the row
         outcome.fail(error)
     session.sync.settle({cell.arms[0].key: outcome})
     return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
@@ -60,42 +60,50 @@ def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predictions for the arms of a cell, from constants that its ranks have measured."""
+    """Predicted steps for the arms of a cell, from constants that its ranks have measured.
+
+    Attributes:
+        cell: cell of the arms.
+        session: run and process.
+        calibration: measured constants; None predicts nothing.
+        cores: number of cores that all ranks together may use.
+    """
 
     cell: Cell
     session: Session
-    found: planner.Calibration | None  # none: nothing is predicted
+    calibration: planner.Calibration | None
     cores: int
 
     @classmethod
     def calibrated(cls, cell: Cell, session: Session) -> Predictor:
-        """Measure the constants, where the experiment asks for predictions.
+        """Measure the constants if `sharding.beyond` asks for predictions; a collective.
 
-        In the first process of a cell only: the model is the same in each.
+        Only the first replicate of a cell does, because the model is the same in each.
         """
         if not session.config.sharding.beyond or session.replicate:
             return cls(cell, session, None, 1)
         return cls(cell, session, constants(session), cores_of(session))
 
     def of(self, contender: str) -> Record:
-        """Return the prediction for a contender; empty where it has no plan."""
-        if self.found is None or not contender.startswith(registry.SHARDED):
+        """Return the steps predicted for a contender, for the record; {} if it has no plan."""
+        measured = self.calibration
+        if measured is None or not contender.startswith(registry.SHARDED):
             return {}
-        here, scaling = self.cell.ranks, self.cell.scaling
-        told = [self._step(contender, here, scaling, self.found)]
-        if 1 < here <= self.cores:  # constants of links that no rank had to wait for a core on
-            asked = self.session.config.sharding
-            beyond = [ranks for ranks in asked.beyond if ranks > max(asked.worlds)]
-            links = self.found.link_bytes_per_s  # links between nodes were not measured
-            costs = dataclasses.replace(self.found, network_bytes_per_s=links)
-            told += [self._step(contender, ranks, scaling, costs) for ranks in beyond]
-        return {"predicted": told, "calibration": as_data(self.found)}
+        ranks, scaling = self.cell.ranks, self.cell.scaling
+        predicted = [self._step(contender, ranks, scaling, measured)]
+        if 1 < ranks <= self.cores:  # else ranks waited for cores while links were measured
+            worlds = self.session.config.sharding
+            beyond = [world for world in worlds.beyond if world > max(worlds.worlds)]
+            links = measured.link_bytes_per_s  # links between nodes were not measured
+            costs = dataclasses.replace(measured, network_bytes_per_s=links)
+            predicted += [self._step(contender, world, scaling, costs) for world in beyond]
+        return {"predicted": predicted, "calibration": as_data(measured)}
 
     def _step(
         self, contender: str, ranks: int, scaling: Scaling, costs: planner.Calibration
     ) -> dict[str, Any]:
-        """Predict a step; measured worlds share this machine's cores, others have one per rank."""
-        # The batch that one rank has where this one is scaled from.
+        """Predict a step. Larger worlds than the measured one have a core per rank."""
+        # The batch of one rank in a world of one rank.
         bags = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
         batch = max(1, bags // ranks) if scaling is Scaling.strong else bags
         entry: Any = registry.find(contender).load()
@@ -105,7 +113,7 @@ class Predictor:
         plan = ShardingPlan({"": entry.plan(task, world)}, world)
         topology = planner.Topology(
             *world,
-            memory=1 << 40,  # nothing is asked of the memory
+            memory=1 << 40,  # memory does not limit the plan
             device=self.session.device.type,
             processors=max(1, cores * world.local_size // ranks),
             calibration=costs,
@@ -134,17 +142,16 @@ class Predictor:
 
 
 def cores_of(session: Session) -> int:
-    """Return how many cores all ranks together may use; each may be restricted to its own."""
-    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    every = session.sync.exchange(mine)
-    return len({core for cores in every for core in cores}) or os.cpu_count() or 1
+    """Return the number of cores that all ranks together may use; a collective."""
+    by_rank = session.sync.exchange(usable_cores())
+    return len({core for cores in by_rank for core in cores})
 
 
 def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record per arm and mode, with the parts of a step and the prediction.
+    """Return a record per arm and mode, with the parts of a step and predicted steps.
 
-    The constants of the prediction are measured first, in this process and by the same ranks, while
-    nothing else has touched the machine's caches or memory.
+    The constants of the prediction are measured first, by the same ranks, before anything else uses
+    caches or memory. `seconds` is the budget for timing all arms.
     """
     session.note("|calibrating")
     predictor = Predictor.calibrated(cell, session)
@@ -154,9 +161,9 @@ def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
-    """Return whole steps, and the parts of a step that the contender can run separately.
+    """Return forward, step, and the parts of a step of a contender as phases.
 
-    A contender that fails at its parts has failed: every phase of it says why.
+    If its `parts` raises an error, every phase raises it.
     """
     phases = whole_steps(contender, pool)
     try:

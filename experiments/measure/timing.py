@@ -23,17 +23,22 @@ from experiments.timing.race import Phase, Race
 from experiments.workloads.workload import Pool, make_pool, table_shapes
 
 PhasesOf = Callable[[Contender, Pool], dict[str, Phase]]
-VERIFY_BATCH = 32  # bags per table in the check, whose reference gathers every lookup's cores
+VERIFY_BATCH = 32  # bags per table in the check: the reference of trains needs much memory per bag
 
 
 def measure_cell(
     cell: Cell, session: Session, seconds: float, phases_of: PhasesOf | None = None
 ) -> list[Record]:
-    """Return a record per arm and mode; `seconds` is the budget for timing them all.
+    """Return a record per arm and mode.
 
-    `phases_of` gives what is timed of a contender on a pool of batches: by default PHASES.
+    Args:
+        cell: cell to measure.
+        session: run and process.
+        seconds: budget for timing all arms in all modes.
+        phases_of: function that returns the phases of a contender on a pool of batches, by default
+            forward and step.
     """
-    gc.collect()  # a failed contender's traceback keeps its tables alive in a cycle
+    gc.collect()  # the traceback of a failed contender keeps its tables alive in a cycle
     timing = session.config.timing
     if any(arm.cache for arm in cell.arms):
         timing = dataclasses.replace(timing, pool=cell.cache.pool)
@@ -80,10 +85,16 @@ def race_modes(
     clock_of: Callable[[Mode], Clock],
     **hooks: Any,
 ) -> Iterator[dict[str, Outcome]]:
-    """Time the arms in each mode of the run; yield the outcomes of all arms, mode by mode.
+    """Time the arms in each mode of the run; yield the outcomes of all arms per mode.
 
-    `outcomes` says which arms were built; `seconds` is the budget of all modes together. `hooks`
-    are those of `Race`.
+    Args:
+        session: run and process.
+        seconds: budget of all modes together.
+        timing: amount of measuring.
+        outcomes: outcomes of building the arms, by arm.
+        phases: phases of each built arm.
+        clock_of: function that returns the clock of a mode.
+        hooks: further arguments of `Race`.
     """
     modes = session.config.timing.modes
     timing = dataclasses.replace(timing, cell_seconds=seconds / len(modes))
@@ -111,7 +122,7 @@ def race_modes(
 def _weigh(
     outcome: Outcome, contender: Contender, phases: Mapping[str, Phase], timing: TimingConfig
 ) -> None:
-    """Measure memory, counters and energy in separate passes, after the timing."""
+    """Measure counters, memory and energy in separate passes after the timing."""
     step, pool, device = phases["step"], timing.pool, contender.task.device
     if contender.counters():
         reset, counters = contender.reset_counters, contender.counters
@@ -123,15 +134,15 @@ def _weigh(
 
 
 def _flops(contender: Contender, pool: Pool) -> dict[str, float]:
-    """Return the mean over the batches of what a contender computes in each phase."""
+    """Return the operations of a contender per phase, as a mean over the batches."""
     counts = [contender.flops(batch) for batch in pool.batches]
     return {phase: sum(c[phase] for c in counts) / len(counts) for phase in counts[0]}
 
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Contender]:
-    """Build and check the contenders; a failure becomes the arm's outcome.
+    """Build and check the contenders; an error becomes the arm's outcome.
 
-    In random order: memory that is allocated first can be better memory.
+    The order is random, because memory that is allocated first can be better.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     small = dataclasses.replace(cell.workload, B=min(VERIFY_BATCH, cell.workload.B))
@@ -144,7 +155,7 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
             session.note(f"{arm.key}|checking")
             verify(contender, check)
             built[arm.key] = contender
-        except Exception as error:  # whatever it is becomes this contender's row
+        except Exception as error:  # any error becomes the contender's row
             outcomes[arm.key].fail(error)
     return built
 
@@ -162,7 +173,7 @@ def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
 
 def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
     """Return the task that an arm's contender is built for."""
-    # Factors fit the tables they were given for, not smaller ones.
+    # Factors of rows fit tables of the given size only.
     explicit = cell.rows_scale == 1.0
     return Task(
         shapes=table_shapes(cell.workload, scale=cell.rows_scale),

@@ -1,4 +1,4 @@
-"""Measure a cell of kind trace: analyse lookups; no tables, no contenders, nothing is timed."""
+"""Measure a cell of kind trace: analyse its lookups, without tables, contenders or timing."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from experiments.measure.outcome import Outcome, describe, facts
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.workloads import production, trace_analysis
-from experiments.workloads.distributions import Ids
 from experiments.workloads.trace_analysis import Lookups, Numbers
 from experiments.workloads.trace_files import TraceError
 from experiments.workloads.workload import Pool, make_pool, table_rows, table_shapes
 
-TABLE_CACHE_SHARE = 0.1  # of the rows that the trace looks up in a table
-MIN_BATCHES = 4  # two halves for the fit; some to fill caches and some to count
+TABLE_CACHE_SHARE = 0.1  # cached rows ÷ rows that the trace looks up, for a cache per table
+MIN_BATCHES = 4  # two halves for the fit, and batches before and after the warm-up of caches
 
 
 def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return one record: all tables together, and each of them; `seconds` is not used."""
+    """Return a record about all tables and about each; `seconds` is not used."""
     started = time.monotonic()
     arm = cell.arms[0]
     session.note(f"{arm.key}|reading")
@@ -59,36 +58,40 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def lookups_of(pool: Pool, feature: int) -> Lookups:
-    """Return the ids of one table."""
+    """Return the lookups of one table."""
     return Lookups([b.feature(feature)[0].numpy() for b in pool.batches])
 
 
 def per_table(pool: Pool, feature: int, rows: int, warm: int) -> Numbers:
-    """Analyse one table; include what a cache of a tenth of its rows could serve."""
+    """Analyse one table, with the hit rates of a cache for TABLE_CACHE_SHARE of its rows."""
     lookups = lookups_of(pool, feature)
     lengths = np.concatenate([b.feature(feature)[1].diff().numpy() for b in pool.batches])
-    served = trace_analysis.hit_rates(lookups.trace(warm), [TABLE_CACHE_SHARE])
-    (best,) = served["offline"]
-    recent = next(r for r in served["lru"] if r["cache_rows"] == best["cache_rows"])
+    rates = trace_analysis.hit_rates(lookups.trace(warm), [TABLE_CACHE_SHARE])
+    (offline,) = rates["offline"]
+    lru = next(rate for rate in rates["lru"] if rate["cache_rows"] == offline["cache_rows"])
     return trace_analysis.table(lookups, lengths, rows) | {
         "cache": TABLE_CACHE_SHARE,
-        "offline": best["lookups"],
-        "lru": recent["lookups"],
+        "offline": offline["lookups"],
+        "lru": lru["lookups"],
     }
 
 
 def _warm(cell: Cell, batches: int) -> int:
-    """Return how many batches fill caches; of a file that ends early, the same share."""
+    """Return the number of batches that fill caches: the same share of a short trace."""
     share = cell.cache.warm_batches / (cell.cache.warm_batches + cell.cache.batches)
     return min(max(1, round(share * batches)), batches - 1)
 
 
 def together(pool: Pool, tables: int, fractions: Sequence[float], warm: int) -> Numbers:
-    """Analyse all tables under one numbering, as one cache in front of them sees them."""
-    lookups = Lookups([_linear(batch, tables) for batch in _numbered(pool, tables)])
+    """Analyse all tables in one numbering, as a cache in front of all of them sees the rows."""
+    by_table = [lookups_of(pool, f) for f in range(tables)]
+    # Rows are numbered from 0 per table, without gaps; together table f has f, f + F, f + 2F, ...
+    batches = zip(*(table.slices() for table in by_table), strict=True)
+    lookups = Lookups(
+        [np.concatenate([i * tables + f for f, i in enumerate(ids)]) for ids in batches]
+    )
     trace = lookups.trace(warm)
-    sizes = {f: lookups_of(pool, f) for f in range(tables)}
-    busiest = max(sizes, key=lambda f: len(sizes[f].ids))
+    busiest = max(range(tables), key=lambda f: len(by_table[f].ids))
     return {
         "samples": trace_analysis.samples(lookups),
         "distinct": len(lookups.counts),
@@ -96,16 +99,5 @@ def together(pool: Pool, tables: int, fractions: Sequence[float], warm: int) -> 
         "spectrum": trace_analysis.spectrum(lookups),
         "distances": trace_analysis.distances(lookups),
         "hit_rates": trace_analysis.hit_rates(trace, fractions),
-        "busiest": {"table": busiest, "ranked": trace_analysis.ranked(sizes[busiest])},
+        "busiest": {"table": busiest, "ranked": trace_analysis.ranked(by_table[busiest])},
     }
-
-
-def _numbered(pool: Pool, tables: int) -> list[list[Ids]]:
-    """Return [batches][tables] ids, each table's numbered from 0 without gaps."""
-    slices = [lookups_of(pool, f).slices() for f in range(tables)]
-    return [list(parts) for parts in zip(*slices, strict=True)]
-
-
-def _linear(parts: list[Ids], tables: int) -> Ids:
-    """Return the rows of all tables in one numbering: table f has f, f + F, f + 2F, ..."""
-    return np.concatenate([ids * tables + f for f, ids in enumerate(parts)])

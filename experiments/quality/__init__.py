@@ -1,7 +1,7 @@
-"""What a model loses when its tables are made smaller: data, models, methods, training.
+"""Loss of quality by compressed tables: data, models, methods of compression, training.
 
-`data` loads or draws samples with a label, `methods` makes the large tables of a model small in one
-of several ways, `training` fits a model and says how well it predicts.
+`data` loads or draws labelled samples, `methods` compresses the large tables of a model in one of
+several ways, `training` trains a model and returns how well it predicts.
 """
 
 DATA = {
@@ -11,4 +11,4 @@ DATA = {
     "criteo": "a file of Criteo's layout",
     "interactions": "a file of user, item and time",
 }
-"""What models can be trained on."""
+"""Data sets by name, with a description."""

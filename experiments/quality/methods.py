@@ -1,15 +1,15 @@
-"""Ways to make the large tables of a model small, each within a share of their bytes.
+"""Methods that compress the large tables of a model to a share of their bytes.
 
-A method is a module that gives the rows of K fields, `[B, K] -> [B, K, dim]`, and trains itself.
-Most are collections of the library whose tables have another storage: a function that returns the
-configuration of a table. Others are classes. A new one is either of these and a line in `METHODS`.
+A method is a module that maps ids of K fields to rows, `[B, K] -> [B, K, dim]`, and trains itself.
+Most methods are collections of emblib with another storage: a function that returns the
+configuration of a table. Others are classes. A new method is either, and a line in METHODS.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,22 +20,22 @@ import emblib
 from emblib import EmbeddingBagConfig, storage
 from experiments.contenders.registry import Unsupported
 
-FLOAT_BYTES = 4  # bytes
-QUANTISED = storage.Quantized(8)  # how dense rows are served
-PERMUTED = "permuted"  # the order of ids of tensor trains
-NETWORK_RATE = 1e-3  # of Adam, for what is no table
+FLOAT_BYTES = 4  # bytes of a float32
+QUANTISED = storage.Quantized(8)  # storage of dense rows when they are served
+PERMUTED = "permuted"  # order of ids of tensor trains
+NETWORK_RATE = 1e-3  # learning rate of Adam for all parameters outside tables
 
 
 @dataclass(frozen=True)
 class MethodTask:
-    """What a method makes small, and how it is trained.
+    """The tables that a method compresses, and their training.
 
     Attributes:
         rows: number of rows of each table.
         dim: dim of a row.
-        share: bytes allowed, as a share of those of the plain tables; of each table alike.
+        share: permitted bytes ÷ bytes of the plain table, for each table.
         rate: learning rate of Adagrad.
-        counts: how often each id occurs in the training samples, table by table.
+        counts: number of training samples with each id, per table.
         trained: function that returns the rows of the plain tables after training.
     """
 
@@ -48,18 +48,16 @@ class MethodTask:
 
     @property
     def fewer(self) -> list[int]:
-        """Return the rows of each table that fit."""
+        """Return the number of rows per table that fit into the permitted bytes."""
         return [max(1, int(self.share * rows)) for rows in self.rows]
 
     def nbytes(self, table: int) -> int:
-        """Return the bytes allowed for a table."""
+        """Return the permitted bytes of a table."""
         return int(self.share * self.rows[table] * self.dim * FLOAT_BYTES)
 
     def scaled(self, share: float) -> MethodTask:
-        """Return the task with `share` of these bytes."""
-        return MethodTask(
-            self.rows, self.dim, share * self.share, self.rate, self.counts, self.trained
-        )
+        """Return the task with `share` of its permitted bytes."""
+        return replace(self, share=share * self.share)
 
     def optimizer(self) -> emblib.optim.Adagrad:
         """Return the optimizer of tables."""
@@ -67,9 +65,10 @@ class MethodTask:
 
 
 class Rows(nn.Module):
-    """Base of the methods: gives the rows of K fields.
+    """Base of the methods: maps ids of K fields to rows.
 
     Attributes:
+        task: tables to compress.
         optimizers: optimizers of the parameters that backward does not update.
         trained_bytes: bytes of the parameters, without optimizer states.
         served_bytes: bytes of the parameters with dense rows quantised to 8 bits.
@@ -87,7 +86,7 @@ class Rows(nn.Module):
         raise NotImplementedError
 
     def count(self, nbytes: int) -> None:
-        """Count bytes that are served as they are trained."""
+        """Add bytes of parameters that are served as they are trained."""
         self.trained_bytes += nbytes
         self.served_bytes += nbytes
 
@@ -101,7 +100,7 @@ def look_up(tables: nn.Module, ids: Tensor) -> Tensor:
 
 
 class Stored(Rows):
-    """Tables of a collection, as users have them."""
+    """An emblib collection with a table per field."""
 
     def __init__(self, task: MethodTask, tables: Sequence[EmbeddingBagConfig]) -> None:
         super().__init__(task)
@@ -113,7 +112,7 @@ class Stored(Rows):
         self.ranks = [kind.ranks[0] for kind in trains if isinstance(kind, storage.TensorTrain)]
 
     def _count_table(self, config: EmbeddingBagConfig) -> None:
-        """Count the bytes of a table; optimizer states are left out."""
+        """Count the bytes of a table, without optimizer states."""
         whole = storage.TableSlice.whole(config)
         nbytes = int(config.storage.nbytes(whole, _NO_STATES, "cpu").device)
         self.count(nbytes)
@@ -122,36 +121,36 @@ class Stored(Rows):
             self.served_bytes += served - nbytes
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look the ids up; id -1 gives zeros. In training, keys of hash tables take rows."""
+        """Look up the ids; id -1 gives zeros. Training inserts keys into hash tables."""
         flat = ids.t().reshape(-1)
         batch = emblib.KeyedJaggedTensor(self.names, flat, lengths=torch.ones_like(flat))
         rows: Tensor = self.bags(batch).values()
         return rows.view(*ids.shape, -1)
 
     def weights(self) -> list[Tensor]:
-        """Return the rows of each table: of dense tables and tensor trains."""
+        """Return the dense rows of each table, float32 [rows, dim]."""
         handles = self.bags.handles()
         return [handles[name].dense_rows().detach() for name in self.names]
 
 
-_NO_STATES = emblib.optim.SGD(1.0)  # bytes are counted without optimizer states
+_NO_STATES = emblib.optim.SGD(1.0)  # an optimizer without states, for counting bytes
 
 Choice = Callable[[MethodTask, int], EmbeddingBagConfig]
-"""Says how a table of a task is stored."""
+"""Function of a task and the number of a table that returns the table's configuration."""
 
 
 def stored(choose: Choice, task: MethodTask) -> Stored:
-    """Return the tables of a task, each as `choose` says."""
+    """Return a collection with the tables that `choose` configures."""
     return Stored(task, [choose(task, t) for t in range(len(task.rows))])
 
 
 def plain(task: MethodTask, table: int, **changes: Any) -> EmbeddingBagConfig:
-    """Store every row; `changes` are of the configuration."""
+    """Store every row; `changes` are further arguments of the configuration."""
     return EmbeddingBagConfig(task.rows[table], task.dim, f"t{table}", **changes)
 
 
 def half_precision(task: MethodTask, table: int) -> EmbeddingBagConfig:
-    """Store every row in bfloat16, and round updates at random."""
+    """Store every row in bfloat16, with stochastic rounding."""
     if task.share < 0.5:
         raise Unsupported("16-bit rows are half of the bytes")
     rounding = emblib.StochasticRounding(seed=1)
@@ -159,14 +158,14 @@ def half_precision(task: MethodTask, table: int) -> EmbeddingBagConfig:
 
 
 def narrow(task: MethodTask, table: int) -> EmbeddingBagConfig:
-    """Store shorter rows: the missing columns are zeros."""
+    """Store narrower rows, padded with zeros."""
     width = _width(task)
     kind = storage.Narrow(width) if width < task.dim else storage.Dense()
     return plain(task, table, storage=kind)
 
 
 def projected(task: MethodTask, table: int) -> EmbeddingBagConfig:
-    """Store shorter rows, and a learned matrix per table that makes them `dim` long."""
+    """Store narrower rows, and per table a learned matrix that projects them to `dim`."""
     return plain(task, table, storage=storage.TensorTrain.projected(_width(task)))
 
 
@@ -178,14 +177,14 @@ def _width(task: MethodTask) -> int:
 
 
 def hashed(task: MethodTask, table: int, **choices: Any) -> EmbeddingBagConfig:
-    """Have ids share fewer rows; `choices` are of `storage.Hashed`."""
+    """Hash ids to fewer rows; `choices` are further arguments of `storage.Hashed`."""
     return plain(task, table, storage=storage.Hashed(task.fewer[table], **choices))
 
 
 def quotient_remainder(
     task: MethodTask, table: int, combine: storage.Combine
 ) -> EmbeddingBagConfig:
-    """Make a row of one by the quotient and one by the remainder of its id."""
+    """Combine two rows, one by the quotient and one by the remainder of the id."""
     try:
         kind = storage.QuotientRemainder.for_share(task.rows[table], task.share, combine)
     except ValueError as error:
@@ -194,7 +193,7 @@ def quotient_remainder(
 
 
 def train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
-    """Return the tensor train of the largest ranks that fit."""
+    """Return the tensor train of the largest ranks that fit into the permitted bytes."""
     rows = task.rows[table]
     like = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
     try:
@@ -204,22 +203,22 @@ def train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
 
 
 def tensor_train(task: MethodTask, table: int, ids: Any = PERMUTED) -> EmbeddingBagConfig:
-    """Store a tensor train; by default its ids are in an order that means nothing."""
+    """Store a tensor train; by default in a random order of ids."""
     spec = train_spec(task, table, ids)
     kind = storage.TensorTrain(spec.ranks, ids=spec.ids, seed=spec.seed)
     return plain(task, table, storage=kind)
 
 
 def evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
-    """Store rows by key: the ids that were used least lose their rows to others."""
+    """Store rows by key in a hash table that evicts the least frequently used ids."""
     kind = storage.Hash(eviction=emblib.Eviction.LFU)
     return EmbeddingBagConfig(task.fewer[table], task.dim, f"t{table}", storage=kind)
 
 
 def train_from_plain(task: MethodTask) -> Stored:
-    """Return tensor trains made from the trained plain tables, to be trained further."""
+    """Return tensor trains that start from the trained plain tables."""
     if task.trained is None:
-        raise Unsupported("the plain tables were not trained: contenders needs plain")
+        raise Unsupported("plain tables were not trained: add plain to contenders")
     trains = stored(tensor_train, task)
     handles: Any = trains.bags.handles()
     for t, weight in enumerate(task.trained()):
@@ -235,7 +234,7 @@ def train_from_plain(task: MethodTask) -> Stored:
 
 
 def planned(task: MethodTask) -> Stored:
-    """Return each table as `emblib.plan_memory` chooses, all within the bytes of all."""
+    """Return tables stored as `emblib.plan_memory` plans, within the permitted bytes of all."""
     tables = [plain(task, t) for t in range(len(task.rows))]
     nbytes = sum(task.rows) * task.dim * FLOAT_BYTES
     try:
@@ -251,41 +250,50 @@ def planned(task: MethodTask) -> Stored:
 
 
 class Hot(Rows):
-    """The most frequent ids have rows of their own, which take half of the bytes."""
+    """The most frequent ids have rows of their own, in half of the permitted bytes.
 
-    places: Tensor
+    Attributes:
+        hot: tables of the frequent ids.
+        others: tables of the other ids, by another method.
+        hot_rows: row in `hot` per id of all tables, -1 for the other ids.
+        starts: first entry of each table in `hot_rows`.
+    """
+
+    hot_rows: Tensor
     starts: Tensor
 
     def __init__(self, task: MethodTask, rest: Choice) -> None:
         super().__init__(task)
         half = task.scaled(0.5)
-        own = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(half.fewer)]
-        self.hot, self.others = Stored(half, own), stored(rest, half)
+        tables = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(half.fewer)]
+        self.hot, self.others = Stored(half, tables), stored(rest, half)
         self.trained_bytes = self.hot.trained_bytes + self.others.trained_bytes
         self.served_bytes = self.hot.served_bytes + self.others.served_bytes
-        starts, places, first = [], [], 0
+        hot_rows = []
         for rows, hot, count in zip(task.rows, half.fewer, task.counts, strict=True):
-            place = torch.full((rows,), -1)
-            place[count.argsort(descending=True, stable=True)[:hot]] = torch.arange(hot)
-            starts.append(first)
-            places.append(place)
-            first += rows
-        self.register_buffer("places", torch.cat(places))
-        self.register_buffer("starts", torch.tensor(starts))
+            hot_row = torch.full((rows,), -1)
+            hot_row[count.argsort(descending=True, stable=True)[:hot]] = torch.arange(hot)
+            hot_rows.append(hot_row)
+        self.register_buffer("hot_rows", torch.cat(hot_rows))
+        self.register_buffer("starts", torch.tensor([0, *task.rows[:-1]]).cumsum(0))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look every id up where it is; -1 gives zeros in the other."""
-        place = self.places[ids + self.starts]
-        cold = torch.where(place < 0, ids, -1)
-        rows: Tensor = self.hot(place) + self.others(cold)
+        """Look up every id in one of both, and -1, which gives zeros, in the other."""
+        hot_rows = self.hot_rows[ids + self.starts]
+        rows: Tensor = self.hot(hot_rows) + self.others(torch.where(hot_rows < 0, ids, -1))
         return rows
 
 
 class CachedTensorTrain(Rows):
-    """Tensor trains with the most used rows stored, half of the bytes, chosen now and then."""
+    """Tensor trains with a cache of the most used rows, in half of the permitted bytes.
+
+    Attributes:
+        eviction: fate of a row that leaves the cache.
+        every: number of training lookups between two choices of the cached rows.
+    """
 
     eviction = emblib.RowEviction.PROJECT
-    every = 50  # training lookups between choices
+    every = 50
 
     def __init__(self, task: MethodTask) -> None:
         super().__init__(task)
@@ -297,18 +305,17 @@ class CachedTensorTrain(Rows):
         self.count(sizes["weights"] + sizes["cache"])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look the ids up; training counts them."""
         return look_up(self.bags, ids)
 
 
 class DroppingTensorTrain(CachedTensorTrain):
-    """The same, but rows that leave the cache forget what they learned, as in FBTT."""
+    """Cached tensor trains whose rows lose their updates when they leave the cache, as in FBTT."""
 
     eviction = emblib.RowEviction.DROP
 
 
 def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace | None:
-    """Return lookups in which ids occur as often as in the training samples."""
+    """Return a trace in which ids occur as often as in training; None without counts."""
     if not counts:
         return None
     ids = [torch.arange(len(count)).repeat_interleave(count) for count in counts]
@@ -322,7 +329,7 @@ def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace
 
 
 class Robe(Rows):
-    """ROBE-Z: a row is a run of numbers, at a hash of its id, in one array for all tables."""
+    """ROBE-Z: rows are ranges of one array, which start at a hash of table and id."""
 
     def __init__(self, task: MethodTask) -> None:
         super().__init__(task)
@@ -333,7 +340,6 @@ class Robe(Rows):
         self.optimizers = [torch.optim.Adagrad([self.array], task.rate)]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the runs."""
         table = torch.arange(ids.shape[1], device=ids.device)
         start = mixed(ids * len(table) + table, 0) % len(self.array)
         run = torch.arange(self.task.dim, device=ids.device)
@@ -341,7 +347,7 @@ class Robe(Rows):
 
 
 class Dhe(Rows):
-    """Deep hash embeddings: a network per table makes a row from 32 hashes of its id."""
+    """Deep hash embeddings: per table a network that computes a row from 32 hashes of the id."""
 
     hashes = 32
 
@@ -352,10 +358,10 @@ class Dhe(Rows):
         self.optimizers = [torch.optim.Adam(self.networks.parameters(), task.rate / 20)]
 
     def _network(self, table: int) -> nn.Module:
-        """Return the widest network that fits."""
+        """Return the widest network that fits; its size is width² + linear · width + dim."""
         size = self.task.nbytes(table) / FLOAT_BYTES
-        line = self.hashes + self.task.dim + 2
-        width = int((math.sqrt(line**2 + 4 * (size - self.task.dim)) - line) / 2)
+        linear = self.hashes + self.task.dim + 2
+        width = int((math.sqrt(linear**2 + 4 * (size - self.task.dim)) - linear) / 2)
         if width < 1:
             raise Unsupported(f"a network does not fit into {size:.0f} numbers")
         return nn.Sequential(
@@ -367,9 +373,8 @@ class Dhe(Rows):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return what the networks make of the hashes."""
-        many = torch.stack([mixed(ids, n) for n in range(self.hashes)], -1)
-        numbers = (many % (1 << 20)).float() / (1 << 19) - 1
+        hashes = torch.stack([mixed(ids, n) for n in range(self.hashes)], -1)
+        numbers = (hashes % (1 << 20)).float() / (1 << 19) - 1
         rows = [net(numbers[:, t]) for t, net in enumerate(self.networks)]
         return torch.stack(rows, 1)
 
@@ -378,16 +383,16 @@ _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 def mixed(ids: Tensor, number: int) -> Tensor:
-    """Return hashes of ids in [0, 2^62), a function for each number (splitmix64's finaliser)."""
+    """Return hash number `number` of ids, in [0, 2^62), by the finaliser of SplitMix64."""
     first, second, third = _MULTIPLIERS
-    z = ids + torch.tensor(first).mul(2 * number + 1)  # modulo 2^64, as all here
+    z = ids + torch.tensor(first).mul(2 * number + 1)  # int64 wraps around
     z = (z ^ _shifted(z, 30)) * second
     z = (z ^ _shifted(z, 27)) * third
     return _shifted(z ^ _shifted(z, 31), 2)
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Return z shifted right without its sign."""
+    """Return z shifted right as an unsigned number."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Train a small DLRM with tables of any method, and say how well it predicts."""
+"""Train a small DLRM with tables of any method, and score its predictions."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from experiments.config.sweep import PLAIN
 from experiments.quality.data import Clicks, counts
 from experiments.quality.methods import METHODS, NETWORK_RATE, MethodTask, Rows
 
-HIDDEN = 64  # of the network's hidden layer
-CHUNK_SIZE = 8192  # samples predicted at a time
+HIDDEN = 64  # width of the network's hidden layer
+CHUNK_SIZE = 8192  # samples per prediction
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How a model is trained.
+    """The training of a model.
 
     Attributes:
         dim: dim of rows.
-        batch: samples of a step.
-        epochs: maximum number of epochs; the epoch with the least loss on the validation samples
-            counts.
-        rates: learning rates of tables to choose from, likewise.
-        large: share of all rows from which on a table is made smaller.
+        batch: samples per step.
+        epochs: maximum number of epochs; the one with the least validation loss counts.
+        rates: learning rates of tables; the one with the least validation loss counts.
+        large: minimum share of all rows of a table that is compressed.
         seed: seed of initial values and of the order of samples.
     """
 
@@ -42,7 +41,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True)
 class Scores:
-    """How well a model predicts: area under the ROC curve, and mean loss in nats."""
+    """Scores of predictions: area under the ROC curve, and mean log loss in nats."""
 
     auc: float
     loss: float
@@ -50,7 +49,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model: its scores on the test samples, and the choices that led to them."""
+    """A trained model, its scores on test and validation samples, and its rate and epoch."""
 
     test: Scores
     valid: Scores
@@ -60,9 +59,9 @@ class TrainedModel:
 
 
 class Model(nn.Module):
-    """A DLRM: rows and numbers, products of all pairs of them, and a network on top.
+    """A DLRM: rows and a projection of the numbers, products of all pairs, a network on top.
 
-    Large tables are those of a method; all others are plain.
+    A method stores the large tables; the others are plain.
     """
 
     pairs: Tensor
@@ -83,7 +82,7 @@ class Model(nn.Module):
         self.optimizers = [torch.optim.Adam(network, NETWORK_RATE), *rows.optimizers]
 
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
-        """Return the log-odds `[B]`."""
+        """Return the log-odds `[B]` of ids `[B, F]` and numbers `[B, C]`."""
         dense = self.numbers(numbers)
         fields = [dense[:, None], self.rows(ids[:, self.large])]
         if self.others is not None:
@@ -105,14 +104,14 @@ class Model(nn.Module):
 
 
 def task_of(data: Clicks, plan: TrainingPlan, share: float, rate: float) -> MethodTask:
-    """Return what a method has to make small."""
+    """Return the large tables of the data as the task of a method."""
     large = data.large(plan.large)
     rows = tuple(data.rows[f] for f in large)
     return MethodTask(rows, plan.dim, share, rate, counts(data, large))
 
 
 def build(data: Clicks, plan: TrainingPlan, method: str, task: MethodTask) -> Model:
-    """Return a model with fresh tables; equal plans start with equal networks."""
+    """Return an untrained model; equal plans start with equal networks."""
     torch.manual_seed(plan.seed)
     rows = METHODS[method](task)
     torch.manual_seed(plan.seed + 1)
@@ -122,12 +121,19 @@ def build(data: Clicks, plan: TrainingPlan, method: str, task: MethodTask) -> Mo
 def fit(
     data: Clicks, plan: TrainingPlan, make: Callable[[float], Model], note: Callable[[str], object]
 ) -> TrainedModel:
-    """Train once per learning rate, and return the model of the least loss in validation."""
+    """Train a model per learning rate; return the one with the least validation loss.
+
+    Args:
+        data: samples.
+        plan: training.
+        make: function that returns an untrained model for a learning rate of tables.
+        note: function that is called with the present activity.
+    """
     fits = []
     for rate in plan.rates:
         note(f"training, rate {rate:g}")
         fits.append(_fit_once(data, plan, make(rate), rate))
-    return min(fits, key=lambda one: one.valid.loss)
+    return min(fits, key=lambda fit: fit.valid.loss)
 
 
 def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> TrainedModel:
@@ -146,7 +152,7 @@ def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> Tr
 
 
 def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
-    """Yield the samples of each step of an epoch, the same for all models of a seed."""
+    """Yield the samples of each step of an epoch, which depend on the seed only."""
     chance = torch.Generator().manual_seed(1000 * plan.seed + epoch)
     order = torch.randperm(data.ends[0], generator=chance)
     yield from order.split(plan.batch)
@@ -154,21 +160,21 @@ def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def predict(model: Model, data: Clicks, part: slice) -> Tensor:
-    """Return the log-odds of samples."""
+    """Return the log-odds of the samples of a part."""
     model.eval()
     ids, numbers = (data.ids[part].split(CHUNK_SIZE), data.numbers[part].split(CHUNK_SIZE))
     return torch.cat([model(i, n) for i, n in zip(ids, numbers, strict=True)])
 
 
 def scores(data: Clicks, part: slice, odds: Tensor) -> Scores:
-    """Return how well log-odds predict the labels of samples."""
+    """Return the scores of log-odds `odds` for the samples of a part."""
     labels = data.labels[part]
     loss = nn.functional.binary_cross_entropy_with_logits(odds.double(), labels.double())
     return Scores(auc(labels.cpu().numpy(), odds.cpu().numpy()), float(loss))
 
 
 def auc(labels: np.ndarray, odds: np.ndarray) -> float:
-    """Return the share of (positive, negative) pairs in the right order; ties count half."""
+    """Return the share of (positive, negative) pairs in the right order; ties count as half."""
     ranks = stats.rankdata(odds)
     positive = int((labels == 1).sum())
     negative = len(labels) - positive
@@ -179,7 +185,7 @@ def auc(labels: np.ndarray, odds: np.ndarray) -> float:
 
 
 def oracle(data: Clicks) -> Scores | None:
-    """Return the scores of the probabilities that made the labels, where they are known."""
+    """Return the scores of the true probabilities on the test samples; None if unknown."""
     if data.chances is None:
         return None
     return scores(data, data.test, torch.logit(data.chances[data.test]))
@@ -188,9 +194,12 @@ def oracle(data: Clicks) -> Scores | None:
 def step_samples(
     models: Sequence[Model], data: Clicks, plan: TrainingPlan, rounds: int, clock: Callable[[], int]
 ) -> list[list[tuple[int, float]]]:
-    """Return (round, seconds) of steps of each model, one after another on the same batches."""
+    """Return [(round, seconds), ...] per model; all models step on the batch of a round.
+
+    `clock` is in nanoseconds; a first round warms up.
+    """
     chance = torch.Generator().manual_seed(plan.seed)
-    taken: list[list[tuple[int, float]]] = [[] for _ in models]
+    samples: list[list[tuple[int, float]]] = [[] for _ in models]
     for model in models:
         model.train()
     stream = _endless(data, plan)
@@ -200,9 +209,9 @@ def step_samples(
         for which in torch.randperm(len(models), generator=chance).tolist():
             start = clock()
             models[which].step(*inputs)
-            if number:  # the first round warms up
-                taken[which].append((number, (clock() - start) / 1e9))
-    return taken
+            if number:
+                samples[which].append((number, (clock() - start) / 1e9))
+    return samples
 
 
 def _endless(data: Clicks, plan: TrainingPlan) -> Iterator[Tensor]:

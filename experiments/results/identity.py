@@ -16,13 +16,13 @@ from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.paths import ROOT, library_folders
 
-# How a number comes about: a change here makes earlier samples another measurement.
+# Sources that determine samples: a change of them makes earlier samples another measurement.
 BENCH_SOURCES = (
     *(f"{package}/*.py" for package in ("workloads", "timing", "contenders", "measure", "quality")),
     *("run/ranks.py", "run/worker.py"),
     *(f"machine/{name}.py" for name in ("cpu", "memory", "telemetry")),
 )
-# Of a timing preset: what says how much is measured, not what.
+# Keys of `timing` that determine how much is measured, not what.
 AMOUNTS = (
     "preset",
     "replicates",
@@ -35,7 +35,7 @@ AMOUNTS = (
 
 
 def digest(value: Any) -> str:
-    """Return 16 hexadecimal digits of a value's canonical JSON; enums count as their values."""
+    """Return a hash, 16 hexadecimal digits, of the JSON of a value; enums count as their values."""
 
     def plain(other: Any) -> Any:
         if isinstance(other, enum.Enum):
@@ -49,9 +49,9 @@ def digest(value: Any) -> str:
 
 
 def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
-    """Return a key that is equal for cells of any run that measure the same work.
+    """Return a key that is equal for cells of any runs that measure the same work.
 
-    `packages` are those besides the contenders' which change a result.
+    `packages` are names of packages, besides those of contenders, that change a result.
     """
     timing = dataclasses.asdict(config.timing)
     return digest(
@@ -70,11 +70,15 @@ def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
     )
 
 
-CELL_WORDS = ("title", "note", "rows_scale")  # for people, or a consequence of the machine's memory
+# Fields of a cell for readers, or that follow from the memory of the machine.
+CELL_WORDS = ("title", "note", "rows_scale")
 
 
 def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return hardware_id, code_id and context_id, which must agree to compare or reuse numbers."""
+    """Return hardware_id, code_id and context_id; runs with one context_id share measurements.
+
+    `environment` is environment.json.
+    """
     cpu, gpu = environment.get("cpu") or {}, environment.get("gpu") or {}
     hardware = digest(
         {
@@ -94,20 +98,20 @@ def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
 
 @cache
 def bench_version() -> str:
-    """Return a digest of the harness's code that determines a sample."""
+    """Return a hash of the harness's sources that determine samples."""
     here = ROOT / "experiments"
     return _of_files(p for pattern in BENCH_SOURCES for p in here.glob(pattern))
 
 
 @cache
 def code_id() -> str:
-    """Return a digest of the library's Python sources and native libraries."""
+    """Return a hash of the library's Python sources and native libraries."""
     folders = library_folders()
     return _of_files(p for f in folders for suffix in ("py", "so") for p in f.rglob(f"*.{suffix}"))
 
 
 def _of_files(paths: Iterable[Path]) -> str:
-    digest_of_all = hashlib.blake2b(digest_size=8)
+    total = hashlib.blake2b(digest_size=8)
     for path in sorted(paths):
-        digest_of_all.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())
-    return digest_of_all.hexdigest()
+        total.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())
+    return total.hexdigest()

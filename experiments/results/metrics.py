@@ -1,4 +1,4 @@
-"""From records to metrics: pure functions, so that changing a metric needs no new run."""
+"""Metrics computed from records by pure functions, so that a new metric needs no new run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from experiments.timing.statistics import Effect, ProcessSpread, Summary
 INDEX_BYTES = 8  # int64 ids and offsets
 WEIGHT_BYTES = 4  # float32
 PROCESSES_FOR_A_VERDICT = 3
-GPU_BUSY = 0.8  # share of a step that the GPU works, below which the host sets the pace
-MARGIN = 0.05  # differences below this are the same for a report; the gate has margins of its own
+GPU_BUSY = 0.8  # share of a step that the GPU works; below it a step is bound by the host
+MARGIN = 0.05  # relative difference that a report neglects; the gate has margins of its own
 
 FORMULA = (
     "Useful bytes are those the task itself must move, the same for every contender of a cell. "
@@ -32,7 +32,7 @@ FORMULA = (
 
 
 def useful_bytes(record: Record, phase: str, *, distinct: bool = False) -> float:
-    """Return the bytes of FORMULA for one batch; `distinct` counts each row of the batch once."""
+    """Return the bytes of FORMULA for a batch; `distinct` counts each row of the batch once."""
     row = WEIGHT_BYTES * record["params"]["D"]
     lookups, unique = record["lookups"], record["unique_rows"] or math.nan
     output = WEIGHT_BYTES * record["params"]["B"] * record["columns"]
@@ -45,27 +45,27 @@ def useful_bytes(record: Record, phase: str, *, distinct: bool = False) -> float
 
 
 def row_state_bytes(record: Record) -> float:
-    """Return the bytes of optimizer state per plain row; NaN for an optimizer not known here."""
+    """Return the bytes of optimizer state per plain row; nan for an unknown optimizer."""
     per_row = {"sgd": 0, "rowwise_adagrad": 4, "adagrad": 4 * record["params"]["D"]}
     return per_row.get(record["optimizer"], math.nan)
 
 
 def seconds(record: Record, phase: str) -> list[float]:
-    """Return all raw samples in seconds."""
+    """Return the samples of a phase in seconds."""
     return [float(s) for _, s in record["samples"].get(phase, [])]
 
 
 def host_seconds(group: Sequence[Record], phase: str) -> float:
-    """Return the median seconds that the host spent in a call; NaN on a CPU, where it is all."""
+    """Return the median seconds of the host in a call on a GPU; nan on a CPU."""
     walls = [float(s) for r in group for _, s in (r.get("wall_samples") or {}).get(phase, [])]
     return statistics.summarise(walls).median if walls else math.nan
 
 
 def host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
-    """Return whether the GPU would idle for a fifth of the time or more if calls followed eagerly.
+    """Return whether the GPU would idle for a fifth of the time or more in a sequence of calls.
 
-    `gpu_s` is the time on the GPU, and in mode wall the time from call to completion. Unknown
-    times give False.
+    `gpu_s` is the time on the GPU; in mode wall the time from the call to its end. nan times give
+    False.
     """
     if mode == Mode.wall.value:
         return host_s > GPU_BUSY * gpu_s
@@ -73,7 +73,7 @@ def host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
 
 
 def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
-    """Return, per round, the faster of its two samples, which was disturbed less."""
+    """Return {round: seconds} of the faster sample, which was disturbed less."""
     best: dict[int, float] = {}
     for number, sample in record["samples"].get(phase, []):
         best[int(number)] = min(float(sample), best.get(int(number), math.inf))
@@ -81,9 +81,9 @@ def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
 
 
 def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
-    """Return a row per arm, mode and phase of a cell, all its processes together.
+    """Return a row per cell, arm, mode and phase, over all processes.
 
-    Ratios are to the arm `baseline` of the same cell and mode, paired within each process.
+    Ratios are to the arm `baseline` of the cell and mode, paired within each process.
     """
     return phase_rows(records, "time", lambda _: baseline, _row, phases_of=lambda _: PHASES)
 
@@ -101,15 +101,18 @@ def phase_rows(
     phases_of: Callable[[Group], Sequence[str]],
     pair: Callable[[Group, str], Group] = lambda base, phase: base,
 ) -> pd.DataFrame:
-    """Return a row per arm, mode and phase of the cells of a kind, all processes together.
+    """Return a row per cell, arm, mode and phase of a kind, over all processes.
+
+    A group is the records of an arm in a cell and mode, one per process.
 
     Args:
         records: records of a run, of all kinds.
-        kind: The kind whose cells count.
-        baseline_of: The arm that the arm of a record is compared with.
-        row_of: Makes a row of a group, its phase, its baseline's group, and the run's spread.
-        phases_of: The phases of a group.
-        pair: The baseline's records as they are paired with a phase.
+        kind: kind whose cells count.
+        baseline_of: function of a record that returns the arm to compare its arm with.
+        row_of: function of a group, a phase, the baseline's group and the spread between
+            processes that returns a row.
+        phases_of: function of a group that returns its phases.
+        pair: function of the baseline's group and a phase that returns records to pair with.
     """
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
@@ -129,35 +132,36 @@ def phase_rows(
 
 
 def sampled_phases(group: Group, otherwise: str) -> Sequence[str]:
-    """Return the phases that a group has samples of; `otherwise` where it has none."""
+    """Return the phases with samples in a group, or [`otherwise`] without any."""
     return next((list(r["samples"]) for r in group if r["samples"]), [otherwise])
 
 
 @dataclass(frozen=True)
 class Pools:
-    """The variation between processes in one mode and phase of a run, for cells with only two."""
+    """The variation of times and ratios between processes, in a mode and phase of a run."""
 
     times: ProcessSpread | None
     ratios: ProcessSpread | None
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], phase: str) -> Pools:
-        """Pool the arms of a run, each given with its baseline."""
-        taken = [(good(group), good(base)) for group, base in pairs]
-        ratios = [process_logs(arm, base, phase) for arm, base in taken if arm and arm != base]
-        return cls(
-            statistics.pool(process_medians(arm, phase) for arm, _ in taken),
-            statistics.pool(ratios),
+        """Pool the arms of a run; a pair is the group of an arm and that of its baseline."""
+        arms = [(good(group), good(base)) for group, base in pairs]
+        medians = (
+            [math.log(statistics.summarise(s).median) for r in arm if (s := seconds(r, phase))]
+            for arm, _ in arms
         )
+        ratios = [process_logs(arm, base, phase) for arm, base in arms if arm and arm != base]
+        return cls(statistics.pool(medians), statistics.pool(ratios))
 
 
 def good(group: Sequence[Record]) -> list[Record]:
-    """Return the processes of an arm that count: none once one of them was wrong."""
+    """Return the records of the processes that count; none if the arm was wrong in one of them."""
     return [r for r in group if r["status"] == "ok"] if status_of(group) == "ok" else []
 
 
 def mode_of(record: Record) -> str:
-    """Return 'hot', 'cold', ...; records of the first schema have only hot ones."""
+    """Return the mode of a record, which is "hot" in the first schema."""
     return str(record.get("mode", Mode.hot.value))
 
 
@@ -165,11 +169,11 @@ def _row(
     group: Sequence[Record], phase: str, base: Sequence[Record], pools: Pools
 ) -> dict[str, Any]:
     record = next((r for r in group if r["status"] == "ok"), group[0])
-    status, taken = status_of(group), good(group)
-    sampled = [seconds(r, phase) for r in taken]
-    time = summarise_processes(sampled, pools.times)
-    ends = statistics.tail([s for each in sampled for s in each])
-    effect = ratio(taken, good(base), phase, pools.ratios)
+    status, processes = status_of(group), good(group)
+    by_process = [seconds(r, phase) for r in processes]
+    time = summarise_processes(by_process, pools.times)
+    ends = statistics.tail([s for samples in by_process for s in samples])
+    effect = ratio(processes, good(base), phase, pools.ratios)
     judged = effect.processes >= PROCESSES_FOR_A_VERDICT
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
     unique = record["unique_rows"] or math.nan
@@ -181,13 +185,13 @@ def _row(
         "status": status,
         **record["params"],
         **time.columns(),
-        "host_s": (host := host_seconds(taken, phase)),
+        "host_s": (host := host_seconds(processes, phase)),
         "host_bound": host_bound(mode_of(record), time.median, host),
         "min_s": ends.least,
         "p90_s": ends.p90,
         "p99_s": ends.p99,
         "samples": time.n,
-        "processes": len(taken),
+        "processes": len(processes),
         "stop_reason": record["stop_reason"],
         "flags": "; ".join(_flags(group)),
         **effect.columns(),
@@ -216,12 +220,12 @@ def _row(
 
 
 def _flops(record: Record, phase: str) -> float:
-    """Return the operations of the products of a contender that has some, else NaN."""
+    """Return the floating-point operations of a phase; nan without products."""
     return float((record.get("flops") or {}).get(phase, math.nan))
 
 
 def status_of(group: Sequence[Record]) -> str:
-    """Return 'ok' if any process measured the arm and none found it wrong."""
+    """Return "wrong" if one process found so, else "ok" if one measured, else a status."""
     statuses = [r["status"] for r in group]
     if "wrong" in statuses:
         return "wrong"
@@ -229,7 +233,7 @@ def status_of(group: Sequence[Record]) -> str:
 
 
 def _flags(group: Sequence[Record]) -> list[str]:
-    """Return what a reader should know of some of the processes, each flag once."""
+    """Return the flags of all processes, and that some failed; each once."""
     flags = [flag for r in group for flag in r.get("flags", [])]
     failed = [r["status"] for r in group if r["status"] != "ok"]
     if failed and len(failed) < len(group):
@@ -240,14 +244,14 @@ def _flags(group: Sequence[Record]) -> list[str]:
 def summarise_processes(
     samples: Sequence[Sequence[float]], others: ProcessSpread | None = None
 ) -> Summary:
-    """Summarise all samples of all processes; the interval is over the processes' medians.
+    """Summarise the samples of all processes; the interval is over the medians of processes.
 
-    One process gives no interval, because its samples show the noise within it only, and processes
-    differ by more. The interval is widened to contain the median of all samples, which a process
-    with many samples can pull away from the mean over processes.
+    One process gives no interval, because processes differ by more than the noise within one. The
+    interval is widened to contain the median of all samples, which a process with many samples can
+    pull away from the mean over processes. `others` is the spread that two processes use.
     """
-    together = statistics.summarise([s for taken in samples for s in taken])
-    medians = [statistics.summarise(taken).median for taken in samples if taken]
+    together = statistics.summarise([s for process in samples for s in process])
+    medians = [statistics.summarise(process).median for process in samples if process]
     spread = statistics.combine([math.log(m) for m in medians], others)
     if math.isnan(spread.lo):
         return dataclasses.replace(together, lo=math.nan, hi=math.nan)
@@ -255,24 +259,18 @@ def summarise_processes(
     return dataclasses.replace(together, lo=lo, hi=hi)
 
 
-def process_medians(arm: Sequence[Record], phase: str) -> list[float]:
-    """Return the log of the median time of each process that has samples."""
-    sampled = [seconds(r, phase) for r in arm]
-    return [math.log(statistics.summarise(taken).median) for taken in sampled if taken]
-
-
 def ratio(
     arm: Sequence[Record], base: Sequence[Record], phase: str, others: ProcessSpread | None = None
 ) -> Effect:
-    """Return arm / base: per process the median over rounds, over processes mean and t-interval.
+    """Return the effect arm ÷ base of a phase over processes, each the median over its rounds.
 
-    One process gives no interval; `others` is what two processes use, see `statistics.combine`.
+    `others` is the spread that two processes use, see `statistics.combine`.
     """
     return statistics.combine(process_logs(arm, base, phase), others)
 
 
 def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> list[float]:
-    """Return the log of arm / base of each process that measured both in a common round."""
+    """Return log(arm ÷ base) of each process that measured both in a common round."""
     others = {replicate_of(r): r for r in base}
     pairs = [
         (best_of_rounds(r, phase), best_of_rounds(others[replicate_of(r)], phase))
@@ -283,17 +281,27 @@ def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> l
     return [statistics.process_effect(best, other) for best, other in pairs]
 
 
+def timed_columns(
+    processes: Sequence[Record], base: Sequence[Record], phase: str, pools: Pools
+) -> dict[str, Any]:
+    """Return the columns about the times of a phase, and about its ratio to `base`."""
+    time = summarise_processes([seconds(r, phase) for r in processes], pools.times)
+    effect = ratio(processes, base, phase, pools.ratios)
+    counts = {"samples": time.n, "processes": len(processes)}
+    return {**time.columns(), **counts, **effect.columns()}
+
+
 def replicate_of(record: Record) -> int:
-    """Return the number of the fresh process; the first schema had one."""
+    """Return the number of the process of a record, which is 0 in the first schema."""
     return int(record.get("replicate", 0))
 
 
 def hit_rate(record: Record, of: str) -> float:
-    """Return the share of lookups or distinct rows of the timed batches that a cache served."""
+    """Return the share of lookups (of="lookup") or rows (of="row") that a cache served, or nan."""
     counted = record.get("counters") or {}
     return counted[f"{of}_hits"] / counted[f"{of}s"] if counted.get(f"{of}s") else math.nan
 
 
 def compression(record: Record) -> float:
-    """Return the bytes of plain float32 tables ÷ those of this contender's parameters."""
+    """Return the bytes of plain float32 tables ÷ those of the contender's parameters."""
     return record["dense_bytes"] / record["weights_bytes"] if record["weights_bytes"] else math.nan

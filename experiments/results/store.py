@@ -1,4 +1,4 @@
-"""The directory of a run: configuration, environment and every raw sample, with one writer."""
+"""The directory of a run: configuration, environment and every raw sample."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2  # 1: one process per cell, no replicate, mode, point_key
 POINTS = "points.jsonl"
-RENAMED = {  # name in files of older runs -> name today
+# Name in files of older runs -> present name.
+RENAMED = {
     "most_pairs": "max_pairs",
     "most_margin": "max_margin",
     "law": "distribution",
     "law_lookup_hit_rate": "expected_lookup_hit_rate",
     "law_row_hit_rate": "expected_row_hit_rate",
 }
-PACKED_POINTS = "points.jsonl.xz"  # the same, compressed: the form of committed references
+PACKED_POINTS = "points.jsonl.xz"  # compressed points.jsonl of committed references
 Record = dict[str, Any]
 
 
 class RunStore:
-    """A run's directory while it is written; its content is readable at every moment."""
+    """The directory of a run that is written; every file can be read at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +45,7 @@ class RunStore:
 
     @classmethod
     def create(cls, folder: Path, experiment: str) -> RunStore:
-        """Create a fresh directory <folder>/<experiment>/<time>-<pid>."""
+        """Create <folder>/<experiment>/<time>-<pid>; raise UsageError for a name with a path."""
         if experiment != MULTIRUN:
             folder_name(experiment)
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -59,9 +60,10 @@ class RunStore:
 
     @classmethod
     def begin(cls, config: Config, environment: Mapping[str, Any]) -> RunStore:
-        """Create a directory under report.folder with the configuration and the environment.
+        """Create a run's directory below report.folder, with configuration and environment.
 
-        Raises UsageError where the folder cannot be written.
+        Raises:
+            UsageError: the folder cannot be written.
         """
         try:
             store = cls.create(ROOT / config.report.folder, config.name)  # absolute ones stay
@@ -73,7 +75,7 @@ class RunStore:
         return store
 
     def claim(self) -> bool:
-        """Lock the directory while this store lives; return False where another store holds it."""
+        """Lock the directory for the life of this store; return False if another store has it."""
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,7 +86,7 @@ class RunStore:
         return True
 
     def write(self, name: str, text: str) -> Path:
-        """Write a derived file atomically."""
+        """Write a text file atomically; return its path."""
         target = self.path / name
         partial = target.with_name(f".{name}.partial")
         partial.write_text(text)
@@ -96,7 +98,7 @@ class RunStore:
         return self.write(name, json.dumps(value, indent=1, sort_keys=False) + "\n")
 
     def write_table(self, stem: str, table: pd.DataFrame) -> None:
-        """Write a derived table as CSV, and as parquet where pyarrow is installed."""
+        """Write a table as CSV, and as parquet if pyarrow is installed."""
         self.write(f"{stem}.csv", table.to_csv(index=False))
         if importlib.util.find_spec("pyarrow"):
             partial = self.path / f".{stem}.parquet.partial"
@@ -104,14 +106,14 @@ class RunStore:
             os.replace(partial, self.path / f"{stem}.parquet")
 
     def write_config(self, config: Config) -> Path:
-        """Write the configuration that ran, every interpolation resolved."""
+        """Write config.yaml with every interpolation resolved."""
         return self.write("config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
     def append(self, *records: Record) -> None:
-        """Append whole lines in one write; a kill leaves at worst half of the last one.
+        """Append records to points.jsonl in one write; a kill truncates at most the last line.
 
-        On a full disk the bytes written so far are removed before the error is raised. A
-        half-written last line of an earlier writer is removed first.
+        An incomplete last line of an earlier writer is removed first. On a full disk, the bytes
+        written so far are removed before OSError is raised.
         """
         lines = "".join(json.dumps({"schema_version": SCHEMA_VERSION, **r}) + "\n" for r in records)
         data = lines.encode()
@@ -120,7 +122,7 @@ class RunStore:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             end = _whole_lines(descriptor)
             try:
-                while data:  # after a short write the next one gets the reason from the system
+                while data:  # after a short write, the next one raises the reason
                     data = data[os.write(descriptor, data) :]
             except OSError:
                 os.ftruncate(descriptor, end)
@@ -130,7 +132,7 @@ class RunStore:
 
 
 def _whole_lines(descriptor: int) -> int:
-    """Cut off a half-written last line and return the size of the file."""
+    """Remove an incomplete last line; return the size of the file."""
     size = end = os.fstat(descriptor).st_size
     while end and os.pread(descriptor, 1, end - 1) != b"\n":
         step = min(4096, end)
@@ -142,12 +144,12 @@ def _whole_lines(descriptor: int) -> int:
 
 
 def has_records(path: Path) -> bool:
-    """Return whether a directory holds a run's records, plain or compressed."""
+    """Return whether a directory has a run's records, plain or compressed."""
     return (path / POINTS).is_file() or (path / PACKED_POINTS).is_file()
 
 
 def runs_in(folder: Path, pattern: str) -> list[Path]:
-    """Return the directories that match `pattern` below `folder` and hold a run's records."""
+    """Return the directories with records that match `pattern` below `folder`, sorted."""
     return [path for path in sorted(folder.glob(pattern)) if has_records(path)]
 
 
@@ -159,7 +161,7 @@ def pack_records(path: Path) -> None:
 
 
 def unpack_records(path: Path) -> None:
-    """Undo `pack_records`; a directory with a plain points.jsonl stays as it is."""
+    """Decompress points.jsonl.xz, if there is one, to points.jsonl."""
     packed = path / PACKED_POINTS
     if packed.is_file():
         (path / POINTS).write_bytes(lzma.decompress(packed.read_bytes()))
@@ -167,7 +169,7 @@ def unpack_records(path: Path) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return all complete records of a run, plain or compressed; ignore a torn last line."""
+    """Return the records of a run; ignore an incomplete last line, raise ValueError for others."""
     source = path / POINTS
     if not source.exists() and has_records(path):
         source = path / PACKED_POINTS
@@ -187,14 +189,14 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _with_present_names(record: Record) -> Record:
-    """Return a record in today's words; the first runs said "law" for the distribution of ids."""
+    """Return a record with present names; the first runs have "law" for the distribution."""
     if "law" in record.get("params", ()):
         record["params"] = {RENAMED.get(k, k): v for k, v in record["params"].items()}
     return {RENAMED.get(key, key): value for key, value in record.items()}
 
 
 def read_config(path: Path) -> DictConfig:
-    """Return a run's config.yaml in today's words."""
+    """Return a run's config.yaml with present names."""
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
     groups = [(config, "gate"), (config, "workload")]
@@ -207,6 +209,6 @@ def read_config(path: Path) -> DictConfig:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Read environment.json or run.json of a run; empty where it is missing."""
+    """Return environment.json or run.json of a run; {} if it is missing."""
     source = path / name
     return json.loads(source.read_text()) if source.exists() else {}

@@ -1,1 +1,1 @@
-"""Running an experiment: jobs in fresh processes, several ranks, the report at the end."""
+"""Run of an experiment: jobs in fresh processes, several ranks, the report at the end."""

@@ -1,4 +1,4 @@
-"""Jobs: each measures one cell in one fresh process; results of earlier runs are reused."""
+"""Jobs: each measures a cell in a fresh process, or reuses the records of an earlier run."""
 
 from __future__ import annotations
 
@@ -15,37 +15,44 @@ from experiments.kinds.base import Effort
 from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
-START_SECONDS = 1.5  # a process, its imports and its first batches, on a machine of two cores
+START_SECONDS = 1.5  # start of a process, imports and first batches, on a machine of two cores
 BLOCK = 4  # cells whose processes take turns
-# Without a new request these are not tried again: the outcome would be the same. What is missing
-# has another point_key once it is installed.
+# Statuses of jobs that are not measured again by default, because the outcome would be the same. A
+# missing package changes the point_key once it is installed.
 GOOD = ("ok", "unsupported", "missing")
 SETTLED = (*GOOD, "oom", "timeout", "wrong")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One replicate of one cell."""
+    """A replicate of a cell.
+
+    Attributes:
+        cell: cell to measure.
+        replicate: number of the process among those of the cell.
+        order: position of the job in the run.
+        number: position of the cell in the experiment.
+    """
 
     cell: Cell
     replicate: int
-    order: int  # its place in the run
-    number: int = 0  # of the cell, in the order of the experiment
+    order: int
+    number: int = 0
 
     def key(self, config: Config) -> tuple[str, int]:
-        """Return a key that is the same in every run that asks for the same measurement."""
+        """Return a key that is equal for the same measurement in any run."""
         packages = kinds.find(self.cell.kind).measurement.packages
         return point_key(self.cell, config, packages), self.replicate
 
 
 def replicates(cell: Cell, config: Config) -> int:
-    """Return the number of fresh processes that measure the cell; counts are the same in each."""
+    """Return the number of processes that measure a cell; 1 for a kind that only counts."""
     once = kinds.find(cell.kind).measurement.effort is Effort.ONCE
     return 1 if once else config.timing.replicates
 
 
 def seconds_of(cell: Cell, config: Config) -> float:
-    """Estimate the seconds of one process from above, without building tables."""
+    """Return an upper estimate of the seconds of a job, without building tables."""
     if kinds.find(cell.kind).measurement.effort is Effort.ONCE:
         return START_SECONDS
     timing = config.timing
@@ -54,17 +61,17 @@ def seconds_of(cell: Cell, config: Config) -> float:
 
 
 def passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
-    """Measure the answer's cells to their end, then the other cells block by block.
+    """Yield the jobs of a run pass by pass: first the headline's cells, then blocks of the others.
 
-    Each list is a pass: some cells once, each in its own process. The cells of a block take turns
-    until each has all its processes. So a run that is short of time ends with fewer cells, not with
-    fewer processes per cell, and a single process gives no error. Passes after the first are
-    shuffled, so that a drift does not always meet the same cells.
+    A pass is a job for each cell of a block; the cells of a block take turns until each has all its
+    processes. So a run that is short of time has fewer cells, not fewer processes per cell, without
+    which there is no interval. Passes after the first are in random order, so that a drift does not
+    always affect the same cells.
     """
     headline = config.report.headline
     answer = [cell for cell in cells if headline and cell.section == headline]
     others = _axes_in_turn([cell for cell in cells if cell not in answer])
-    blocks = [answer, *(others[at : at + BLOCK] for at in range(0, len(others), BLOCK))]
+    blocks = [answer, *(others[n : n + BLOCK] for n in range(0, len(others), BLOCK))]
     numbers = {cell.key: number for number, cell in enumerate(cells)}
     order = 0
     for block in blocks:
@@ -73,17 +80,17 @@ def passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
             if replicate:
                 random.Random(config.seed + order).shuffle(chosen)
             yield [
-                Job(cell, replicate, order + place, numbers[cell.key])
-                for place, cell in enumerate(chosen)
+                Job(cell, replicate, order + position, numbers[cell.key])
+                for position, cell in enumerate(chosen)
             ]
             order += len(chosen)
 
 
 def _axes_in_turn(cells: Sequence[Cell]) -> list[Cell]:
-    """Order cells so that stopping anywhere leaves out values of every axis alike.
+    """Order cells so that a run that ends early has values of every axis.
 
-    Cases come first, then the base point of the sweep, then the axes in turn: both ends of each,
-    then what lies between.
+    The order is: cases, the base point of the sweep, then a value of each axis in turn, both ends
+    of an axis before the values between.
     """
     cases = [cell for cell in cells if cell.section != SWEEP]
     swept = [cell for cell in cells if cell.section == SWEEP]
@@ -101,10 +108,10 @@ Done = Mapping[tuple[str, int], list[Record]]
 
 
 def done_before(folder: Path, config: Config, context_id: str) -> Done:
-    """Find complete jobs of earlier runs of the experiment under `folder`, the latest of each.
+    """Return {key of a job: its records} of earlier runs in `folder`, the latest of each.
 
-    `rerun=failed` ignores jobs with a failure, `rerun=all` ignores every job. A timeout under
-    another limit_seconds does not count, because this limit may suffice.
+    `rerun=failed` ignores jobs with a failure, `rerun=all` all jobs. A timeout by another
+    limit_seconds is ignored, because the present limit may suffice.
     """
     jobs_by_key: dict[tuple[str, int], list[Record]] = {}
     if config.rerun is Rerun.all:
@@ -116,7 +123,7 @@ def done_before(folder: Path, config: Config, context_id: str) -> Done:
         try:
             records = read_records(points.parent)
         except ValueError:
-            continue  # a damaged run is not a source; its own report says so
+            continue  # a damaged run is reported by its own report
         for record in records:
             if record.get("context_id") == context_id:
                 jobs.setdefault((record["point_key"], record["replicate"]), []).append(record)

@@ -1,4 +1,4 @@
-"""Lead a run of micro-benchmarks: each replicate is one process of pytest-benchmark."""
+"""Lead a run of micro-benchmarks; each replicate is a process of pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from experiments.run import runner
 from experiments.run.worker import survey
 
 FILES = "tests/bench/test_*latency.py"
-SMOKE = "one or lookup_op or 1024 or lru-tenth or forward-8"
-SHARE = 0.2  # of timing.cell_seconds, for one benchmark
-NONE_COLLECTED = 5  # pytest's exit status
+SMOKE = "one or lookup_op or 1024 or lru-tenth or forward-8"  # benchmarks of a smoke run
+SHARE = 0.2  # maximum seconds of a benchmark ÷ timing.cell_seconds
+NONE_COLLECTED = 5  # exit status of pytest without tests
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Lead a run in which each replicate is one process for all benchmarks."""
+    """Lead a run; each replicate is a process with all benchmarks. Return the exit status."""
     try:
         if importlib.util.find_spec("pytest_benchmark") is None:
             raise UsageError("micro-benchmarks need pytest-benchmark: pip install 'emblib[test]'")
@@ -61,7 +61,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def command(config: Config) -> list[str]:
-    """Return pytest's command; a smoke run leaves out what is large."""
+    """Return the command of pytest; a smoke run selects small benchmarks."""
     only = device_kind(config.device.kind)
     if config.timing.max_rows:
         only += f" and ({SMOKE})"
@@ -75,7 +75,7 @@ def command(config: Config) -> list[str]:
 
 
 def measure(config: Config, identity: Mapping[str, Any], replicate: int) -> list[Record]:
-    """Run all benchmarks in one fresh process; raises RuntimeError if pytest itself broke."""
+    """Run all benchmarks in a fresh process; raise RuntimeError if pytest itself fails."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     if config.device.threads:
         variables["OMP_NUM_THREADS"] = str(config.device.threads)

@@ -1,12 +1,18 @@
-"""The terminal's output during a run: a live line on a TTY, plain lines elsewhere."""
+"""The output on the terminal during a run: a live line on a TTY, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from experiments import kinds
 from experiments.config.sweep import Cell
@@ -14,21 +20,22 @@ from experiments.results.store import Record
 
 
 class Display:
-    """Counts cells, estimates what is left, prints a line per finished cell."""
+    """A display that counts jobs, estimates the remaining time and prints a line per job."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self.total, self.done, self.start = total, 0, time.monotonic()
+        self.total, self.done = total, 0
         self.bar = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}  {task.description}"),
+            TimeRemainingColumn(),
+            TextColumn("left  {task.description}"),
             console=self.console,
             transient=True,
             disable=not self.console.is_terminal,
         )
-        self.task = self.bar.add_task("", total=total, left="")
+        self.task = self.bar.add_task("", total=total)
 
     def __enter__(self) -> Display:
         self.bar.start()
@@ -37,32 +44,21 @@ class Display:
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
-    def left(self) -> str:
-        """Estimate from the mean so far; empty until there is one."""
-        if not self.done:
-            return ""
-        seconds = self.elapsed() / self.done * (self.total - self.done)
-        return f"~{seconds:.0f} s left"
-
-    def elapsed(self) -> float:
-        """Return the seconds since the display was created."""
-        return time.monotonic() - self.start
-
-    def begin(self, what: str) -> None:
-        """Show that a cell, or one of its contenders, starts."""
-        self.bar.update(self.task, description=what, left=self.left())
+    def begin(self, activity: str) -> None:
+        """Show the present activity on the live line."""
+        self.bar.update(self.task, description=activity)
 
     def finish(self, line: str) -> None:
-        """Show that a cell is done; an empty line is not shown."""
+        """Count a job as done; print its line unless that is empty."""
         self.done += 1
-        self.bar.update(self.task, completed=self.done, left=self.left())
+        self.bar.update(self.task, completed=self.done)
         if line:
             self.console.print(f"[{self.done}/{self.total}] {line}", markup=False)
 
     def skip(self) -> None:
-        """Remove a cell that will not be measured from the total."""
+        """Remove a job that will not be measured from the total."""
         self.total -= 1
-        self.bar.update(self.task, total=self.total, left=self.left())
+        self.bar.update(self.task, total=self.total)
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
@@ -70,7 +66,7 @@ class Display:
 
 
 def where(cell: Cell) -> str:
-    """Return a short description of a cell."""
+    """Return section, sizes and distribution of a cell in a short line."""
     w = cell.workload
     ids = f" s={w.s:g}" if w.distribution.value == "zipf" else f" {w.distribution.value}"
     tables = f" T={w.T}" if w.T > 1 else ""
@@ -79,5 +75,5 @@ def where(cell: Cell) -> str:
 
 
 def outcome_line(records: Sequence[Record]) -> str:
-    """Return what a job found, or what became of it, in the words of its kind."""
+    """Return the result or the status of a job in a line, as its kind formats it."""
     return kinds.find(str(records[0]["kind"])).progress(records)

@@ -1,7 +1,7 @@
-"""Several ranks on one machine: N synchronised processes measure a cell together.
+"""Several ranks on one machine: synchronised processes measure a cell together.
 
-Every rank builds the contenders and has batches of its own; `RankSync` keeps them together. Rank 0
-returns the records, with every rank's seconds in them.
+Every rank builds the contenders and has batches of its own; `ProcessSync` synchronises them. Rank 0
+returns the records, with the seconds of every rank.
 """
 
 from __future__ import annotations
@@ -27,47 +27,54 @@ from experiments.measure.session import Orders, RankSync
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, Phase, Reading, Work
 
-ARM, CLOCK = 1.0, 2.0  # whose a failure is: the contender's, or of all that was timed together
-SIBLINGS = ("busy",)  # telemetry's flags that other ranks raise by being there
+ARM, CLOCK = 1.0, 2.0  # source of a failure: one contender, or the clock of all
+SIBLINGS = ("busy",)  # flags of the telemetry that other ranks cause
 HOST = "127.0.0.1"
 TARGET = "experiments.run.ranks:serve"
-GRACE_SECONDS = 2.0  # for other ranks to fail after the first, so that the cause can be told
+GRACE_SECONDS = 2.0  # time for further ranks to fail after the first, which may not be the cause
 
 
 class Peers(Protocol):
-    """Communication with the other ranks; tests use threads."""
+    """Communication between ranks; every method is a collective. Tests use threads."""
 
     rank: int
     size: int
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called it."""
         ...
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return each rank's values."""
+        """Return the values of every rank, by rank."""
         ...
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return each rank's object."""
+        """Return the object of every rank, by rank."""
         ...
 
 
 class Elsewhere(RuntimeError):
-    """An arm failed on another rank, and so on this one."""
+    """An arm failed on another rank and is therefore stopped on this one."""
 
 
 class ProcessSync(RankSync):
-    """The synchronisation of one of several processes that measure the same cell."""
+    """The synchronisation of one of several processes that measure a cell together.
+
+    Attributes:
+        peers: communication with the other ranks.
+        clocks: clocks by mode.
+        failed: failure of the last call on this rank.
+        elsewhere: failures of arms on other ranks.
+    """
 
     def __init__(self, peers: Peers) -> None:
         self.peers, self.rank = peers, peers.rank
-        self.clocks: dict[str, RankClock] = {}  # mode -> its clock
-        self.failed: Exception | None = None  # the last call's, until it has been told
-        self.elsewhere: dict[str, Exception] = {}  # arm -> what another rank has told
+        self.clocks: dict[str, RankClock] = {}
+        self.failed: Exception | None = None
+        self.elsewhere: dict[str, Exception] = {}
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
-        """Wrap the phases: each remembers its failure, and fails where another rank has failed."""
+        """Wrap the phases: each records its failure, and raises those of other ranks."""
 
         def watched(phase: Phase, number: int) -> object:
             if key in self.elsewhere:
@@ -81,62 +88,58 @@ class ProcessSync(RankSync):
         return {name: partial(watched, phase) for name, phase in phases.items()}
 
     def clock(self, clock: Clock) -> Clock:
-        """Return a clock that reads the slowest rank's time."""
         shared = RankClock(clock, self)
         self.clocks[clock.mode.value] = shared
         return shared
 
     def telemetry(self, telemetry: Telemetry) -> Telemetry:
-        """Return telemetry in which what slowed one rank slowed all."""
         return SharedTelemetry(telemetry, self.peers)
 
     def total(self, counters: Mapping[str, int]) -> Mapping[str, int]:
-        """Sum the counters over ranks."""
         if not counters:
             return counters
-        every = self.peers.gather([float(value) for value in counters.values()])
-        return {k: int(sum(v)) for k, v in zip(counters, zip(*every, strict=True), strict=True)}
+        by_rank = self.peers.gather([float(value) for value in counters.values()])
+        return {k: int(sum(v)) for k, v in zip(counters, zip(*by_rank, strict=True), strict=True)}
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's object, by rank."""
         return self.peers.exchange(value)
 
     def settle(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Give every rank the first rank's failure of each arm."""
-        every = self.peers.exchange({key: (o.status, o.reason) for key, o in outcomes.items()})
+        """Set the outcome of an arm that failed on another rank to the failure of the first one."""
+        by_rank = self.peers.exchange({key: (o.status, o.reason) for key, o in outcomes.items()})
         for key, outcome in outcomes.items():
-            failures = [(rank, *o[key]) for rank, o in enumerate(every) if o[key][0] != "ok"]
+            failures = [(rank, *o[key]) for rank, o in enumerate(by_rank) if o[key][0] != "ok"]
             if failures and outcome.status == "ok":
                 rank, outcome.status, reason = failures[0]
                 outcome.reason = f"rank {rank}: {reason}"
 
     def share(self, error: Exception | None) -> Exception:
-        """Return the error to raise after some ranks failed: this rank's, else another's."""
-        every = self.peers.exchange(None if error is None else error_words(error))
+        """Return the error to raise after some ranks failed: this rank's, else the first one."""
+        text = error and (f"{type(error).__name__}: {error}", is_out_of_memory(error))
+        by_rank = self.peers.exchange(text)
         if error is not None:
             return error
-        rank, text, out_of_memory = next(
-            (r, *failure) for r, failure in enumerate(every) if failure
-        )
-        kind = MemoryError if out_of_memory else Elsewhere
-        return kind(f"rank {rank}: {text}")
-
-
-def error_words(error: Exception) -> tuple[str, bool]:
-    """Return an error's text and whether memory ran out, for other ranks."""
-    return f"{type(error).__name__}: {error}", is_out_of_memory(error)
+        rank, failure = next((r, failure) for r, failure in enumerate(by_rank) if failure)
+        kind = MemoryError if failure[1] else Elsewhere
+        return kind(f"rank {rank}: {failure[0]}")
 
 
 class RankClock(Clock):
-    """A clock that starts every sample on all ranks together and reads the slowest of them."""
+    """A clock that starts every sample on all ranks together and reads the slowest rank's time.
+
+    Attributes:
+        inner: clock of this rank.
+        ranks: synchronisation.
+        log: seconds by rank of every sample, by the key of its work.
+    """
 
     def __init__(self, clock: Clock, ranks: ProcessSync) -> None:
         self.inner, self.ranks, self.mode = clock, ranks, clock.mode
         self.min_sample_seconds = clock.min_sample_seconds
-        self.log: dict[str, list[tuple[float, ...]]] = {}  # key of the work -> seconds by rank
+        self.log: dict[str, list[tuple[float, ...]]] = {}
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
-        """Take one sample at a time, even if the wrapped clock can take several."""
+        """Take the samples one by one."""
         return [self._sample(work) for work in works]
 
     def _sample(self, work: Work) -> Reading:
@@ -144,26 +147,26 @@ class RankClock(Clock):
         ranks.failed = None
         ranks.peers.barrier()
         try:
-            (mine,) = self.inner.read([work])
+            (own,) = self.inner.read([work])
         except Exception as error:
-            mine, raised = Reading(0.0, 0.0, 0.0), error
-        failed = raised or ranks.failed  # the latter is one that the race has caught already
+            own, raised = Reading(0.0, 0.0, 0.0), error
+        failed = raised or ranks.failed  # the race has already caught the latter
         blame = 0.0 if failed is None else ARM if ranks.failed else CLOCK
-        every = ranks.peers.gather([mine.seconds, mine.wall, mine.cost, mine.exposed, blame])
-        seconds, wall, cost, exposed, blame = (max(values) for values in zip(*every, strict=True))
+        by_rank = ranks.peers.gather([own.seconds, own.wall, own.cost, own.exposed, blame])
+        seconds, wall, cost, exposed, blame = (max(v) for v in zip(*by_rank, strict=True))
         if blame:
             shared = ranks.share(failed)
             if raised or blame == CLOCK:
                 raise shared
             if failed is None:
                 ranks.elsewhere[work.key.partition("/")[0]] = shared
-                work.call()  # raises where the arm's own calls do, and so where the race catches it
+                work.call()  # raises `shared` inside the arm's call, where the race catches it
         else:
-            self.log.setdefault(work.key, []).append(tuple(rank[0] for rank in every))
+            self.log.setdefault(work.key, []).append(tuple(values[0] for values in by_rank))
         return Reading(seconds, wall, cost, bool(exposed))
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Adapt as the wrapped clock does; where one rank cannot, none can."""
+        """Adapt the phase by the wrapped clock; raise the failure of any rank."""
         adapted, error = phase, None
         try:
             adapted = self.inner.adapt(phase, pool)
@@ -175,71 +178,72 @@ class RankClock(Clock):
         return adapted
 
     def describe(self) -> dict[str, object]:
-        """Describe the wrapped clock."""
         return self.inner.describe()
 
     def seconds_of(self, key: str, samples: Sequence[tuple[int, float]], calls: int) -> Any:
-        """Return every rank's seconds of the last samples in the log; the warm-up's come first."""
-        taken = iter(self.log.get(key, []))
+        """Return the seconds of every rank per sample, or None.
+
+        Args:
+            key: key of the work.
+            samples: samples of a phase; the log has those of the warm-up too.
+            calls: calls per sample.
+        """
+        logged = iter(self.log.get(key, []))
         share = 1 / calls
         by_sample = []
         for _, seconds in samples:
-            ranks = next((t for t in taken if max(t) * share == seconds), None)
-            by_sample.append(None if ranks is None else [second * share for second in ranks])
+            by_rank = next((ranks for ranks in logged if max(ranks) * share == seconds), None)
+            by_sample.append(None if by_rank is None else [second * share for second in by_rank])
         return by_sample
 
 
 class SharedTelemetry(Telemetry):
-    """Telemetry of every rank; a round is repeated by all ranks or by none."""
+    """Telemetry of all ranks: all repeat a round in which one of them was slowed."""
 
     def __init__(self, telemetry: Telemetry, peers: Peers) -> None:
         self.inner, self.peers = telemetry, peers
 
     def start(self) -> None:
-        """Start watching this rank."""
         self.inner.start()
 
     def stop(self) -> None:
-        """Stop watching this rank."""
         self.inner.stop()
 
     def summary(self) -> dict[str, Any]:
-        """Return the observations of this rank."""
         return self.inner.summary()
 
     def check(self) -> list[str]:
-        """Return what slowed any of the ranks."""
-        mine = self.inner.check()
-        slowed = [rank for rank, (seen,) in enumerate(self.peers.gather([len(mine)])) if seen]
-        return mine or [f"rank {rank}" for rank in slowed]
+        reasons = self.inner.check()
+        by_rank = self.peers.gather([len(reasons)])
+        return reasons or [f"rank {rank}" for rank, (count,) in enumerate(by_rank) if count]
 
     def flags(self) -> list[str]:
-        """Return the flags without those that the other ranks' work causes."""
+        """Return the flags of this rank without those that other ranks cause."""
         return [flag for flag in self.inner.flags() if flag not in SIBLINGS]
 
 
 class TorchPeers:
-    """Communication over gloo, on the host, so that it puts no work on a GPU."""
+    """Communication by gloo on the host, which gives a GPU no work."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def barrier(self) -> None:
-        """Wait on the host for all ranks; the clock waits for the device."""
+        """Wait on the host for all ranks, not for the device."""
         self.gather([0.0])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Exchange one small tensor per rank."""
-        mine = torch.tensor(values, dtype=torch.float64)
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine)
-        return [tensor.tolist() for tensor in every]
+        own = torch.tensor(values, dtype=torch.float64)
+        by_rank = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(by_rank, own)
+        return [tensor.tolist() for tensor in by_rank]
 
     def exchange(self, value: Any) -> list[Any]:
         """Exchange pickled objects."""
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, value)
-        return every
+        by_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(by_rank, value)
+        return by_rank
 
 
 # A rank
@@ -257,9 +261,9 @@ def serve(pipe: Connection, orders: Orders, rank: int, port: int) -> None:
         torch.cuda.set_device(device)
     torch.set_num_threads(config.device.threads or max(1, cores // size))
     memory.keep_freed_blocks()
-    patience = datetime.timedelta(seconds=config.timing.limit_seconds or 1e6)
+    timeout = datetime.timedelta(seconds=config.timing.limit_seconds or 1e6)
     store = dist.TCPStore(HOST, port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         ranks = ProcessSync(TorchPeers())
         session = dataclasses.replace(orders.session, device=device, note=note, sync=ranks)
@@ -270,9 +274,9 @@ def serve(pipe: Connection, orders: Orders, rank: int, port: int) -> None:
 
 
 def _restrict_to_cores(rank: int, size: int) -> int:
-    """Restrict this rank to an equal share of neighbouring cores, if there is one per rank.
+    """Restrict this rank to an equal number of consecutive cores, if there is one per rank.
 
-    Returns the number of cores of all ranks.
+    Return the number of cores of all ranks.
     """
     if not hasattr(os, "sched_setaffinity"):
         return os.cpu_count() or 1
@@ -284,12 +288,12 @@ def _restrict_to_cores(rank: int, size: int) -> int:
 
 
 def _by_rank(record: Record, ranks: ProcessSync) -> Record:
-    """Return the seconds of every rank per sample; a sample's own value is the slowest rank's."""
+    """Return the entries of a record about ranks; its samples are the slowest rank's."""
     clock = ranks.clocks.get(record["mode"])
     calls = record.get("executions", {})
     samples = {
-        phase: clock.seconds_of(f"{record['arm']}/{phase}", taken, calls.get(phase, 1))
-        for phase, taken in record["samples"].items()
+        phase: clock.seconds_of(f"{record['arm']}/{phase}", of_phase, calls.get(phase, 1))
+        for phase, of_phase in record["samples"].items()
         if clock
     }
     return {"rank_samples": samples, "rank_threads": torch.get_num_threads()}
@@ -299,24 +303,24 @@ def _by_rank(record: Record, ranks: ProcessSync) -> Record:
 
 
 class RankProcesses:
-    """A child process per rank, used like one `Child`."""
+    """The child processes of all ranks, with the interface of `Child`."""
 
     def __init__(self, orders: Orders, limits: Limits) -> None:
         size = orders.session.config.device.ranks
         memory_bytes = limits.memory_bytes and limits.memory_bytes // size
         limits = dataclasses.replace(limits, memory_bytes=memory_bytes)
-        # Here, so that the system chooses a free port, and the store outlives a rank that dies.
+        # In this process, where the system chooses a free port and no rank's death ends the store.
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self.children = [
             Child(TARGET, (orders, rank, self._store.port), limits=limits) for rank in range(size)
         ]
-        self.note = ""  # of the rank whose failure ended the cell
+        self.note = ""  # last note of the rank whose failure ended the cell
 
     def receive(self, watch: Callable[[str], object] | None = None) -> list[Record]:
-        """Return the records of rank 0; `watch` gets its notes.
+        """Return the records of rank 0; `watch` is called with its notes.
 
         Raises:
-            Died: a rank died or failed. Ranks may be at different arms: `note` is that rank's.
+            Died: a rank died or failed; `note` is its note, as ranks may measure different arms.
         """
         failed: list[int] = []  # ranks in the order in which they failed
         with ThreadPoolExecutor(len(self.children)) as pool:
@@ -326,9 +330,9 @@ class RankProcesses:
             ]
             wait(answers, return_when="FIRST_EXCEPTION")
             if failed:
-                # A lost connection may be noticed before the death that is its cause.
+                # A rank may notice a lost connection before the death that caused it.
                 wait(answers, GRACE_SECONDS)
-                failed = list(failed)  # without those that are killed now
+                failed = list(failed)  # a copy, without the ranks that are killed next
                 for child in self.children:
                     child.kill()
         if not failed:

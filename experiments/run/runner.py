@@ -1,4 +1,4 @@
-"""A run from configuration to report: every outcome is a record, every ending has a report."""
+"""A run from configuration to report; even a run that ends early has a report."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from experiments.run.progress import Display, outcome_line, where
 from experiments.run.worker import measure_job, survey
 from experiments.workloads.workload import dense_bytes, table_shapes
 
-WIDTH = 120  # of the table where it is not a terminal's
-BUILD_BYTES_PER_SECOND = 0.5e9  # tables written and checked
+WIDTH = 120  # columns of the table outside a terminal
+BUILD_BYTES_PER_SECOND = 0.5e9  # rate of building and checking tables
 
 
 def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
-    """Print the table of points; returns exit status 0."""
+    """Print the cells with their memory and time; return exit status 0."""
     session = Session(config, device, "dry-run")
     heads = ("contenders", "tables as fp32", "processes", "at most")
     table = Table(Column("cell", no_wrap=True), *heads, box=None)
@@ -77,7 +77,7 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
 
 
 def estimate(cell: Cell, config: Config) -> float:
-    """Estimate the seconds of one process, including its tables, from above."""
+    """Return an upper estimate of the seconds of a process, with building its tables."""
     built = 0
     if dense := dense_arms(cell):
         built = dense * dense_bytes(table_shapes(cell.workload, scale=cell.rows_scale))
@@ -85,14 +85,14 @@ def estimate(cell: Cell, config: Config) -> float:
 
 
 def dense_arms(cell: Cell) -> int:
-    """Count the contenders of the cell that hold its tables uncompressed; computed arms do not."""
+    """Return the number of contenders of the cell that hold its tables uncompressed."""
     if not kinds.find(cell.kind).measurement.makes_tables:
         return 0
-    return sum(registry.dense(arm.contender) for arm in cell.arms)
+    return sum(registry.facts_of(arm.contender).dense for arm in cell.arms)
 
 
 def fit_memory(cell: Cell, session: Session) -> Cell:
-    """Shrink the tables only if the uncompressed contenders would not fit in the free memory."""
+    """Return the cell with its tables shrunk if the contenders would exceed the free memory."""
     kind = kinds.find(cell.kind)
     if not kind.measurement.makes_tables:
         return cell
@@ -100,19 +100,25 @@ def fit_memory(cell: Cell, session: Session) -> Cell:
     adagrad = session.config.optimizer.value == "adagrad"
     wanted = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
     if session.device.type == "cpu" and kind.arms.ranks is not Ranks.OF_WORLDS:
-        wanted *= session.config.device.ranks  # whose tables lie in the same memory
-    room = memory.available_bytes(session.device) * session.config.device.memory_share
-    if wanted <= room:
+        wanted *= session.config.device.ranks  # all ranks share the memory of the host
+    available = memory.available_bytes(session.device) * session.config.device.memory_share
+    if wanted <= available:
         return cell
-    return dataclasses.replace(cell, rows_scale=cell.rows_scale * room / wanted)
+    return dataclasses.replace(cell, rows_scale=cell.rows_scale * available / wanted)
 
 
-TIMED_SHARE = 0.6  # of a job's time; building and checking its contenders take the rest
+TIMED_SHARE = 0.6  # timing ÷ time of a job, which builds and checks contenders too
 FAILURES = ("error", "timeout", "wrong")
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Measure and report; returns the exit status (see cli.HELP)."""
+    """Measure and report; return the exit status (see cli.HELP).
+
+    Args:
+        config: checked configuration.
+        question: question of the experiment.
+        words: words of the command line.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
     kind = kinds.find(config.kind)
@@ -141,7 +147,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
-    """Return the values of the sweep that timing.max_cells leaves without a cell."""
+    """Return the values of the sweep without a cell because of timing.max_cells, as "D=16"."""
     if not config.timing.max_cells:
         return []
     swept = [cell for cell in cells if cell.section == SWEEP]
@@ -150,14 +156,14 @@ def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
     return [
         f"{axis}={value:g}"
         for axis, values in axes_of(config).items()
-        if axis != "B" or not config.timing.max_batch  # a capped batch has another size
-        for value in values
+        if axis != "B" or not config.timing.max_batch  # a capped batch differs from its value
+        for value in dict.fromkeys(values)
         if value not in measured[axis]
     ]
 
 
 def device_of(config: Config) -> torch.device:
-    """Return the device; raises UsageError where it cannot be used."""
+    """Return the device of a run; raise UsageError if it cannot be used."""
     kind = device_kind(config.device.kind)
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("device=cuda: torch finds no GPU here; leave device out or use device=cpu")
@@ -177,7 +183,15 @@ def device_of(config: Config) -> torch.device:
 def finish(
     store: RunStore, config: Config, *, status: str, question: str, extra: dict[str, Any]
 ) -> int:
-    """Write the report and the last lines on the terminal; return the exit status."""
+    """Write run.json and the report, print the answer, and return the exit status.
+
+    Args:
+        store: directory of the run.
+        config: configuration of the run.
+        status: "finished", "interrupted" or the error that ended the run.
+        question: question of the experiment.
+        extra: further entries of run.json, with `outcomes`, the number of records by status.
+    """
     page = store.path / "index.html"
     page = page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page
     end = {"experiment": config.name, "question": question, "status": status, **extra}
@@ -187,7 +201,7 @@ def finish(
     except (KeyboardInterrupt, OSError) as error:
         why = f"error: {error}" if isinstance(error, OSError) else "interrupted"
         again = f"python run.py report {page.parent}"
-        print(f"{why}; there is no report, '{again}' makes it of what was kept", file=sys.stderr)
+        print(f"{why}; there is no report yet: '{again}' writes it", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 130
     print(f"\n{summary.answer}\n")
     outcomes = extra["outcomes"]
@@ -203,7 +217,7 @@ def finish(
 
 
 def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
-    """Describe in one line what runs where."""
+    """Return the opening line of a run: experiment, cells, device, code; and warnings."""
     git = environment.get("git") or {}
     code = f"{git.get('sha')}{'-dirty' * bool(git.get('dirty'))}" if git.get("sha") else "no git"
     processes = text.count(config.timing.replicates, "process", "processes")
@@ -228,7 +242,20 @@ class StoreError(Exception):
 
 
 class Passes:
-    """The passes of a run over its cells, within its budget."""
+    """The jobs of a run, within its budget of time.
+
+    Attributes:
+        session: run.
+        store: directory of the run.
+        display: output on the terminal.
+        earlier: records of earlier runs to reuse.
+        context_id: context of this run.
+        fitted: cells shrunk to memory, by key; every process of a cell has the same tables.
+        walls: seconds of the last process of each cell.
+        outcomes: number of records by status.
+        remaining: further processes of each cell that was begun.
+        not_begun: cells without time.
+    """
 
     def __init__(
         self, session: Session, store: RunStore, display: Display, earlier: Done, context_id: str
@@ -236,15 +263,15 @@ class Passes:
         self.session, self.store, self.display = session, store, display
         self.earlier, self.context_id = earlier, context_id
         self.started = time.monotonic()
-        self.fitted: dict[str, Cell] = {}  # every process of a cell has the same tables
-        self.walls: dict[str, float] = {}  # what the cell's last process took
+        self.fitted: dict[str, Cell] = {}
+        self.walls: dict[str, float] = {}
         self.outcomes: Counter[str] = Counter()
         self.jobs = self.reused = self.left_out = 0
-        self.remaining: dict[str, int] = {}  # processes to come of the cells that were begun
-        self.not_begun: set[str] = set()  # cells for which there was no time
+        self.remaining: dict[str, int] = {}
+        self.not_begun: set[str] = set()
 
     def do(self, cells: Sequence[Cell]) -> str:
-        """Measure the cells; return 'finished', 'interrupted' or what else ended the run."""
+        """Measure the cells; return "finished", "interrupted" or the error that ended the run."""
         try:
             for jobs in passes(cells, self.session.config):
                 self._pass(jobs)
@@ -252,13 +279,15 @@ class Passes:
                 total = self.session.config.timing.total_seconds
                 self.display.say(
                     f"no time for {self.left_out} of {self.left_out + self.jobs} processes "
-                    f"(timing.total_seconds={total:g}); the same command goes on there"
+                    f"(timing.total_seconds={total:g}); the same command continues with them"
                 )
         except KeyboardInterrupt:
-            self.display.say("interrupted: reporting what was measured; the same command goes on")
+            self.display.say(
+                "interrupted: the report has what was measured; the same command continues"
+            )
             return "interrupted"
         except StoreError as error:
-            self.display.say(f"the store cannot be written ({error}); what was written is whole")
+            self.display.say(f"the records cannot be written ({error}); earlier ones are complete")
             return f"store: {error}"
         return "finished"
 
@@ -266,23 +295,20 @@ class Passes:
         for job in jobs:
             if self._fits(job):
                 records = self._records(job)
-                self._keep(records)
-                self._tell(job, records)
+                try:
+                    self.store.append(*records)
+                except OSError as error:
+                    raise StoreError(error.strerror or str(error)) from error
+                self.jobs += 1
+                self._print(job, records)
             else:
                 self.left_out += 1
                 self.display.skip()
 
-    def _keep(self, records: Sequence[Record]) -> None:
-        try:
-            self.store.append(*records)
-        except OSError as error:
-            raise StoreError(error.strerror or str(error)) from error
-        self.jobs += 1
-
     def _fits(self, job: Job) -> bool:
-        """Decide at the first process of a cell: a cell that is begun gets all its processes.
+        """Return whether to measure a job, which the first process of a cell decides for all.
 
-        The answer's cells always fit, and every cell of a run of one process per cell.
+        The headline's cells always fit, and all cells of a run with a process per cell.
         """
         key, config = job.cell.key, self.session.config
         if key not in self.remaining and key not in self.not_begun:
@@ -339,31 +365,31 @@ class Passes:
         return records
 
     def _same_tables(self, cell: Cell, scale: float) -> bool:
-        """Return whether an earlier job had this run's tables; the first job decides.
+        """Return whether an earlier job had tables of this run's size, which the first job sets.
 
-        How far tables are shrunk depends on what memory was free, so earlier runs may differ.
+        Earlier runs may differ, because tables are shrunk to the free memory.
         """
         if cell.key not in self.fitted:
             self.fitted[cell.key] = dataclasses.replace(cell, rows_scale=scale)
         return self.fitted[cell.key].rows_scale == scale
 
     def _seconds(self) -> float:
-        """Return the timing budget of the next job: its share of the run's remaining time."""
+        """Return the budget for timing the next job: its share of the remaining time of the run."""
         timing = self.session.config.timing
         if not timing.total_seconds:
             return timing.cell_seconds
         left = timing.total_seconds - (time.monotonic() - self.started)
-        fair = TIMED_SHARE * left / max(1, self.display.total - self.display.done)
-        return min(timing.cell_seconds, max(fair, timing.cell_seconds / 10))
+        share = TIMED_SHARE * left / max(1, self.display.total - self.display.done)
+        return min(timing.cell_seconds, max(share, timing.cell_seconds / 10))
 
-    def _tell(self, job: Job, records: Sequence[Record]) -> None:
+    def _print(self, job: Job, records: Sequence[Record]) -> None:
         """Print a line for each cell's first process and for every failure."""
         self.outcomes.update(r["status"] for r in records)
-        bad = [r for r in records if r["status"] in FAILURES]
+        failures = [r for r in records if r["status"] in FAILURES]
         reused = " (reused)" * ("reused_from" in records[0])
         cell = self.fitted[job.cell.key]
         line = f"{where(cell):<42} {outcome_line(records)}{reused}"
-        self.display.finish(line if not job.replicate or bad else "")
+        self.display.finish(line if not job.replicate or failures else "")
 
     def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:
         """Return the entries of run.json."""

@@ -1,4 +1,4 @@
-"""A job in its own process: the child's side, and the parent's, which survives the child."""
+"""A job in a process of its own: the side of the child, and that of the parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments import kinds
-from experiments.config.schema import Config
+from experiments.config.schema import Config, UsageError
 from experiments.config.sweep import Arm, Cell
 from experiments.machine import bandwidth, environment, memory, preflight
 from experiments.measure.outcome import Outcome, describe
@@ -23,13 +23,13 @@ from experiments.results.store import Record
 from experiments.run.jobs import Job
 from experiments.run.ranks import RankProcesses
 
-MEMORY_LIMIT = 0.95  # of what is free: the limit is there so that the machine lives on
-BANDWIDTH_SECONDS = 1.5  # for all ceilings together
+MEMORY_LIMIT = 0.95  # memory limit of a child ÷ free memory, which protects the machine
+BANDWIDTH_SECONDS = 1.5  # time to measure all ceilings
 TARGET = "experiments.run.worker:serve"
 
 
 def serve(pipe: Connection, orders: Orders) -> None:
-    """Measure the cell in the child and send its records."""
+    """Measure a cell in the child, and send its records."""
     config = orders.session.config
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
@@ -42,9 +42,16 @@ def serve(pipe: Connection, orders: Orders) -> None:
 def measure_job(
     job: Job, session: Session, seconds: float, watch: Callable[[str], object]
 ) -> list[Record]:
-    """Return all records of a job. An arm whose process died is a row; the rest is measured again.
+    """Measure a job in a child, and return its records.
 
-    `watch` is called now and then with the state of the child, as "arm|doing".
+    If the child dies, the arm that it was measuring gets records of the failure, and another child
+    measures the other arms.
+
+    Args:
+        job: job to measure.
+        session: run and process.
+        seconds: budget for timing.
+        watch: function that is called now and then with the child's note, "arm|activity".
     """
     started = time.monotonic()
     cell, lost = job.cell, []
@@ -57,7 +64,7 @@ def measure_job(
             except Died as death:
                 records = []
                 arm = _culprit(cell, child.note)
-                if arm is None:  # the fault of no single arm, so of all
+                if arm is None:  # not the fault of a single arm: all have failed
                     lost += [row for a in cell.arms for row in _lost(cell, a, death, session)]
                     break
                 lost += _lost(cell, arm, death, session)
@@ -92,7 +99,7 @@ def _culprit(cell: Cell, noted: str) -> Arm | None:
 
 
 def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
-    """Return a row per mode for an arm whose process died; its samples died with it."""
+    """Return a record per mode for an arm whose process died; its samples are lost."""
     modes = kinds.find(cell.kind).measurement.modes_of(session.config)
     lost = [Outcome(arm, mode) for mode in modes]
     for outcome in lost:
@@ -101,16 +108,25 @@ def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
 
 
 def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[str, Any]:
-    """Return the environment of a run, found by a child: the parent never opens the GPU."""
+    """Return environment.json from a child, so that the parent never opens the GPU.
+
+    Raises:
+        UsageError: the child died, or device.strict is set and the machine is unfit.
+    """
     with Child("experiments.run.worker:look", (config, device, list(words))) as child:
-        surveyed: dict[str, Any] = child.receive()
+        try:
+            surveyed: dict[str, Any] = child.receive()
+        except Died as death:
+            raise UsageError(
+                f"this machine could not be examined: {death}; `python run.py doctor` checks it"
+            ) from death
     if config.device.strict:
         preflight.demand(surveyed["preflight"])
     return surveyed
 
 
 def look(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
-    """Find the environment in the child of `survey`."""
+    """Send the environment and the ceilings, in the child of `survey`."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     facts = environment.describe(device, words)

@@ -1,4 +1,4 @@
-"""The clock of calls that need a preparation of their own, as those that change a hash table do."""
+"""A clock for calls that need a preparation each, such as calls that change a hash table."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from experiments.timing.clock import Clock, ColdClock, Phase, Reading, Unsupport
 
 
 class TimedCall(ABC):
-    """An operation with its preparation.
+    """An operation with its preparation, which is not timed.
 
-    `repeats` calls are timed together and recorded as their mean: where a table evicts at every
-    tenth call only, a single call shows either none of that work or all of it.
+    Attributes:
+        repeats: number of calls that are timed together and recorded as their mean. A table that
+            evicts at every tenth call only would show all of that work in one sample or none.
     """
 
     repeats: int = 1
 
     @abstractmethod
     def before(self, number: int) -> Any:
-        """Undo the last call and make the arguments of this one; not timed."""
+        """Undo the last call; return the arguments of call `number`. Not timed."""
 
     @abstractmethod
     def call(self, ready: Any) -> object:
-        """Make the timed call."""
+        """Make the timed call with the arguments of `before`."""
 
     def __call__(self, number: int) -> object:
         """Prepare and make the call."""
@@ -36,7 +37,7 @@ class TimedCall(ABC):
 
 
 class CallClock(Clock):
-    """A host clock around the call alone, with a synchronisation on both sides on a GPU."""
+    """A clock of the host around the inner calls, between two synchronisations on a GPU."""
 
     def __init__(
         self, device: torch.device, mode: Mode, now: Callable[[], int] = time.perf_counter_ns
@@ -47,10 +48,9 @@ class CallClock(Clock):
             )
         self.mode, self.device, self.now = mode, device, now
         self.flush = ColdClock().flush if mode is Mode.cold else lambda: None
-        self.inside = 0.0
+        self.inside = 0.0  # nanoseconds in the calls since `time` began
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Wrap the phase so that only its inner call is timed."""
         return self._timed(phase) if isinstance(phase, TimedCall) else phase
 
     def _timed(self, phase: TimedCall) -> Phase:
@@ -67,7 +67,6 @@ class CallClock(Clock):
         return run
 
     def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds inside the calls that `work` makes."""
         self.inside = 0.0
         work()
         return self.inside / 1e9
@@ -76,9 +75,9 @@ class CallClock(Clock):
         """Take samples whose cost includes their preparation."""
         readings = []
         for work in works:
-            begun = self.now()
+            start = self.now()
             seconds = self.time(work.call)
-            readings.append(Reading(seconds, seconds, (self.now() - begun) / 1e9))
+            readings.append(Reading(seconds, seconds, (self.now() - start) / 1e9))
         return readings
 
     def _synchronise(self) -> None:

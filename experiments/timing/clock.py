@@ -1,4 +1,4 @@
-"""Clocks for calls on the host or on a GPU, with caches in the state that the mode asks for."""
+"""Clocks for calls on a CPU or GPU, in the modes hot, cold, graph and wall."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch
 from experiments.config.schema import Mode
 from experiments.machine.cpu import last_level_cache_bytes
 
-CACHES_FLUSHED = 2  # times the last-level cache are written to empty it
+CACHES_FLUSHED = 2  # bytes written to empty the last-level cache ÷ its size
 SAMPLES_PER_CHUNK = 64  # samples between two synchronisations
-SPIN_SECONDS = 50e-6  # at first
-MAX_SPIN_SECONDS = 20e-3
-MAX_VAIN_SPINS = 4  # longer spins in a row that did not help: the work itself waits for the GPU
-CALIBRATION_CYCLES = 2_000_000
-Phase = Callable[[int], object]  # runs batch number n of the pool
+SPIN_SECONDS = 50e-6  # initial spin, which covers the launch of most calls
+MAX_SPIN_SECONDS = 20e-3  # longest spin
+MAX_VAIN_SPINS = 4  # longer spins in a row without effect: the work itself waits for the GPU
+CALIBRATION_CYCLES = 2_000_000  # spin that measures the rate of spinning
+Phase = Callable[[int], object]  # a call on batch number n of the pool
 Launched = tuple[Any, Any, float, bool]  # start and end events, seconds on the host, exposed
 
 
 def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
-    """Return the clock that is right for `device` in this mode.
+    """Return the clock of a device in a mode; raise UnsupportedMode for graph on a CPU.
 
-    hot: as the last sample left the caches; on a GPU launched behind a spin, so that the GPU never
-    waits for the host. cold: the same from empty caches. graph: a CUDA graph of every batch. wall:
-    from the call on an idle device until it is finished, launches included; on a CPU this is hot.
+    hot: caches as the last sample left them; on a GPU the call is launched behind a spin, so that
+    the GPU never waits for the host. cold: the same with empty caches. graph: a CUDA graph per
+    batch. wall: from the call on an idle device to its end, with launches; on a CPU equal to hot.
     """
     if device.type == "cuda":
         return CudaClock(TorchGpu(device), mode)
@@ -41,12 +41,12 @@ def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
 
 
 class UnsupportedMode(ValueError):
-    """This device, or this contender, has no such mode; the message says why."""
+    """The device or the contender does not support the mode; the message says why."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One sample to take; works of one `key` behave alike, so a clock may learn from one."""
+    """A sample to take. Works with equal `key` behave alike, so a clock may learn from one."""
 
     call: Callable[[], object]
     key: str = ""
@@ -54,52 +54,62 @@ class Work:
 
 @dataclass(frozen=True)
 class Reading:
-    """One sample taken."""
+    """The times of a sample, in seconds.
 
-    seconds: float  # what counts
-    wall: float  # that the host spent inside the call; a GPU may still have been at work
-    cost: float  # that taking the sample took altogether, with whatever prepared it
-    exposed: bool = False  # a GPU waited for the host, so launches are inside `seconds`
+    Attributes:
+        seconds: time of the call, which is the sample.
+        wall: time of the host inside the call; a GPU may have worked longer.
+        cost: time of taking the sample, with its preparation.
+        exposed: True if the GPU waited for the host, so that launches are inside `seconds`.
+    """
+
+    seconds: float
+    wall: float
+    cost: float
+    exposed: bool = False
 
 
 class Clock:
-    """A clock by time.perf_counter, for CPU work, which is finished when the call returns.
+    """A clock by time.perf_counter for CPU work, which ends when the call returns.
 
-    The caches stay as the previous sample left them: hot for tables that fit. Other clocks override
-    `time` or `read`.
+    Caches stay as the previous sample left them. Subclasses override `time` or `read`.
+
+    Attributes:
+        mode: mode of the samples.
+        min_sample_seconds: shortest sample; several shorter calls form one.
     """
 
     mode: Mode = Mode.hot
-    min_sample_seconds: float = 50e-6  # calls that take less share a sample
+    min_sample_seconds: float = 50e-6
 
     def __init__(self, mode: Mode = Mode.hot) -> None:
         self.mode = mode
 
     def time(self, work: Callable[[], object]) -> float:
-        """Return the seconds that `work` took."""
+        """Make a call and return its seconds."""
         start = time.perf_counter_ns()
         work()
         return (time.perf_counter_ns() - start) / 1e9
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
-        """Take all samples in this order, each requested as late as possible."""
+        """Take the samples in order; each work is requested only after the previous sample."""
         seconds = (self.time(work.call) for work in works)
         return [Reading(s, s, s) for s in seconds]
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Return the phase in the form that this clock times, for the batches 0 .. pool - 1."""
+        """Return the phase as this clock times it, for the batches 0 to pool - 1."""
         return phase
 
     def describe(self) -> dict[str, object]:
-        """Describe what the mode means on this device, for the record."""
+        """Return facts about the mode on this device, for the record."""
         return {"mode": self.mode.value}
 
 
 class ColdClock(Clock):
-    """A wall clock that empties the CPU's caches before every sample, outside the time.
+    """A clock that empties the CPU's caches before every sample, outside its time.
 
-    By adding to a buffer of twice the last-level cache: reading as well as writing, because plain
-    stores may bypass the caches and leave what is there.
+    It adds to a buffer of twice the last-level cache. Adding reads as well as writes; plain stores
+    may bypass the caches and leave their content.
     """
 
     mode = Mode.cold
@@ -118,58 +128,57 @@ class ColdClock(Clock):
         """Take samples whose cost includes emptying the caches."""
         readings = []
         for work in works:
-            call, begun = work.call, self.now()
+            call, before = work.call, self.now()
             self.flush()
             start = self.now()
             call()
             end = self.now()
             seconds = (end - start) / 1e9
-            readings.append(Reading(seconds, seconds, (end - begun) / 1e9))
+            readings.append(Reading(seconds, seconds, (end - before) / 1e9))
         return readings
 
     def describe(self) -> dict[str, object]:
-        """Describe how much is written to empty the caches."""
         return {"mode": self.mode.value, "flush_bytes": self.flush_bytes}
 
 
 class CudaClock(Clock):
-    """A GPU clock: modes hot, cold and graph launch behind a spin; wall starts on an idle GPU."""
+    """A clock for a GPU: hot, cold and graph launch behind a spin; wall starts on an idle GPU."""
 
     def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
         self.gpu, self.mode, self.spin = gpu, mode, spin
         if mode is Mode.wall:
-            self.min_sample_seconds = 0.0  # the second of two calls would not wait for its launch
+            self.min_sample_seconds = 0.0  # the launch of a second call would be hidden
         self.ahead: dict[str, float] = {}  # key -> seconds to spin
         self.in_vain: Counter[str] = Counter()  # key -> longer spins in a row without effect
         self._rate = 0.0
 
     def read(self, works: Iterable[Work]) -> list[Reading]:
-        """Take samples in chunks: wait for the GPU once per 64 samples, in wall mode after each."""
+        """Take the samples; wait for the GPU once per 64 of them, in wall mode after each."""
         if self.mode is Mode.wall:
             return [self._read_alone(work) for work in works]
         readings: list[Reading] = []
         launched: list[Launched] = []
-        begun = self.gpu.now()
+        chunk_start = self.gpu.now()
         for work in works:
             launched.append(self._launch(work))
             if len(launched) == SAMPLES_PER_CHUNK:
-                readings += self._collect(launched, begun)
-                launched, begun = [], self.gpu.now()
-        return readings + self._collect(launched, begun)
+                readings += self._collect(launched, chunk_start)
+                launched, chunk_start = [], self.gpu.now()
+        return readings + self._collect(launched, chunk_start)
 
     def _read_alone(self, work: Work) -> Reading:
         """Time from an idle GPU to an idle GPU by the host's clock."""
-        begun = self.gpu.now()
+        before = self.gpu.now()
         self.gpu.synchronise()
         start = self.gpu.now()
         work.call()
         returned = self.gpu.now()
         self.gpu.synchronise()
         end = self.gpu.now()
-        return Reading(end - start, returned - start, end - begun)
+        return Reading(end - start, returned - start, end - before)
 
     def _launch(self, work: Work) -> Launched:
-        """Launch a sample behind a spin, and adapt the next spin to whether it was long enough."""
+        """Launch a sample behind a spin; lengthen the next spin if this one was too short."""
         gpu, ahead = self.gpu, self.ahead.get(work.key, self.spin)
         if self.mode is Mode.cold:
             gpu.flush()
@@ -183,25 +192,25 @@ class CudaClock(Clock):
         exposed = gpu.reached(start)
         if ahead and not exposed:
             self.in_vain[work.key] = 0
-        elif ahead:  # a longer spin, or none for work that waits anyway
+        elif ahead:  # spin longer, or never again before work that itself waits for the GPU
             self.in_vain[work.key] += 1
             longer = min(MAX_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
             self.ahead[work.key] = 0.0 if self.in_vain[work.key] >= MAX_VAIN_SPINS else longer
         return start, end, wall, exposed
 
-    def _collect(self, launched: list[Launched], begun: float) -> list[Reading]:
+    def _collect(self, launched: list[Launched], chunk_start: float) -> list[Reading]:
         if not launched:
             return []
         self.gpu.synchronise()
         seconds = [self.gpu.between(start, end) for start, end, _, _ in launched]
-        extra = max(0.0, self.gpu.now() - begun - sum(seconds)) / len(launched)
+        extra = max(0.0, self.gpu.now() - chunk_start - sum(seconds)) / len(launched)
         return [
             Reading(s, wall, s + extra, exposed)
             for s, (_, _, wall, exposed) in zip(seconds, launched, strict=True)
         ]
 
     def cycles_per_second(self) -> float:
-        """Return how fast the spinning kernel counts, measured once."""
+        """Return the rate of the spinning kernel, which is measured once."""
         if not self._rate:
             self.gpu.spin(CALIBRATION_CYCLES)  # raises the clocks
             start = self.gpu.event()
@@ -212,7 +221,7 @@ class CudaClock(Clock):
         return self._rate
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Return one captured graph per batch in graph mode; the phase itself otherwise."""
+        """Capture a graph per batch in mode graph; raise UnsupportedMode if that fails."""
         if self.mode is not Mode.graph:
             return phase
         try:
@@ -225,7 +234,7 @@ class CudaClock(Clock):
         return lambda number: graphs[number]()
 
     def describe(self) -> dict[str, object]:
-        """Describe the flush and the spins that were long enough, in microseconds."""
+        """Return the bytes of a flush and the spins that were long enough, in microseconds."""
         facts: dict[str, object] = {"mode": self.mode.value}
         if self.mode is Mode.cold:
             facts["flush_bytes"] = self.gpu.flush_bytes
@@ -235,7 +244,7 @@ class CudaClock(Clock):
 
 
 class TorchGpu:
-    """The current stream of a `device`, and the host's clock; tests replace it by a fake."""
+    """The current stream of a device and the host's clock, which tests replace by a fake."""
 
     def __init__(self, device: torch.device, flush: float = CACHES_FLUSHED) -> None:
         self.device = device
@@ -254,19 +263,19 @@ class TorchGpu:
         return event
 
     def reached(self, event: torch.cuda.Event) -> bool:
-        """Query the event without waiting."""
+        """Return whether the GPU has reached an event, without waiting."""
         return event.query()
 
     def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Convert elapsed_time, which is in milliseconds."""
+        """Return the seconds between two events."""
         return start.elapsed_time(end) / 1e3
 
     def spin(self, cycles: int) -> None:
-        """Launch torch's spinning kernel."""
+        """Launch a kernel that spins for so many cycles."""
         torch.cuda._sleep(cycles)
 
     def flush(self) -> None:
-        """Write a buffer of twice the L2 cache, which is made when it is first wanted."""
+        """Empty the L2 cache by writing a buffer of twice its size."""
         if self._buffer is None:
             self._buffer = torch.empty(self.flush_bytes, dtype=torch.uint8, device=self.device)
         self._buffer.zero_()
@@ -276,7 +285,7 @@ class TorchGpu:
         torch.cuda.synchronize(self.device)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Make three eager calls on a side stream, as torch requires, and capture a fourth."""
+        """Capture a call as a CUDA graph after three eager ones; return the call that replays."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

@@ -1,9 +1,8 @@
-"""Do the clocks of this machine do what they promise? Shown by `doctor --clocks`.
+"""Check the clocks on this machine (`doctor --clocks`): print times, no verdicts.
 
-A gather of rows that fit in the cache is timed after flushes of several sizes: from some size on a
-larger flush must change nothing, and the clocks use twice the cache. On a GPU it is also timed
-behind spins of several lengths: from some length on no launch must be inside. Numbers, not
-verdicts.
+A gather of rows that fit in the cache is timed after flushes of several sizes. From some size on, a
+larger flush must change nothing; the clocks flush twice the cache. On a GPU it is also timed behind
+spins of several lengths; from some length on, times must contain no launch.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from experiments.machine.cpu import last_level_cache_bytes
 from experiments.timing import statistics
 from experiments.timing.clock import Clock, ColdClock, CudaClock, TorchGpu, Work, clock_for
 
-FLUSHES = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the last-level cache
-SPINS = (0.0, 10e-6, 50e-6, 200e-6)
-TABLE_SHARE = 0.125  # of the cache: it fits with everything else
-SAMPLES = 30
+FLUSHES = (0.25, 0.5, 1.0, 2.0, 4.0)  # bytes of a flush ÷ last-level cache
+SPINS = (0.0, 10e-6, 50e-6, 200e-6)  # seconds of a spin
+TABLE_SHARE = 0.125  # table ÷ cache: small enough to stay in it
+SAMPLES = 30  # samples per setting
 
 
 @dataclass(frozen=True)
 class ClockTimes:
-    """One way to take a sample, and its times."""
+    """Times of a gather (`work`) in a `setting`: median and its interval, in microseconds."""
 
     work: str
     setting: str
     median_us: float
     low_us: float
     high_us: float
-    exposed: float  # share of samples in which a GPU waited for the host
+    exposed: float  # share of the samples in which the GPU waited for the host
 
 
 def show(kind: str = "auto", *, as_json: bool = False) -> None:
-    """Print the times of the gather on a cpu or cuda device; auto: on the GPU if there is one."""
+    """Print the times of the gather on "cpu" or "cuda"; "auto" chooses a GPU if there is one."""
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
@@ -54,7 +53,7 @@ def show(kind: str = "auto", *, as_json: bool = False) -> None:
 
 
 def flushes(device: torch.device) -> list[ClockTimes]:
-    """Time the gather from hot caches, and after flushes of every size."""
+    """Time the gather with hot caches, and after flushes of every size."""
     cuda = device.type == "cuda"
     cache = TorchGpu(device, 1.0).flush_bytes if cuda else last_level_cache_bytes()
     call, work = _gather(device, int(TABLE_SHARE * cache))
@@ -66,7 +65,7 @@ def flushes(device: torch.device) -> list[ClockTimes]:
 
 
 def spins(device: torch.device) -> list[ClockTimes]:
-    """Time a short and a long gather on a GPU: behind every spin, in a graph, launched idle."""
+    """Time a short and a long gather on a GPU: behind every spin, as a graph, from idle."""
     times = []
     for size in (1 << 16, 1 << 26):
         call, work = _gather(device, size)
@@ -84,7 +83,7 @@ def spins(device: torch.device) -> list[ClockTimes]:
 
 
 def _gather(device: torch.device, size: int) -> tuple[Callable[[], object], str]:
-    """Gather every row of a table of `size` bytes once, in random order."""
+    """Return a call that gathers every row of a table of `size` bytes once, and its name."""
     table = torch.ones(size // 256, 64, device=device)
     ids = torch.randperm(table.size(0), device=device)
     out = torch.empty_like(table)
@@ -92,7 +91,7 @@ def _gather(device: torch.device, size: int) -> tuple[Callable[[], object], str]
 
 
 def _measure(clock: Clock, call: Callable[[], object], work: str, setting: str) -> ClockTimes:
-    """Take a few samples to warm up, and then those that count."""
+    """Take a few samples to warm up, then those that count."""
     works = [Work(call, work)] * SAMPLES
     clock.read(works[:5])
     readings = clock.read(works)

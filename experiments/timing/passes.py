@@ -1,4 +1,4 @@
-"""Passes that are not timed: the counters of caches, and the energy of a call."""
+"""Passes over the batches that are not timed: the counters of a cache, the energy of a call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from experiments.machine.cpu import Cpu
 from experiments.machine.telemetry import Nvml
 from experiments.timing.clock import Phase
 
-ENERGY_SECONDS = 2.0  # shorter windows hold too few of the driver's readings
-RENEWAL_SECONDS = 0.1  # how old the driver's energy counter may be
+ENERGY_SECONDS = 2.0  # a shorter window has too few of the driver's readings
+RENEWAL_SECONDS = 0.1  # maximum age of a reading of the energy counter
 
 
 def counting_pass(
@@ -23,7 +23,7 @@ def counting_pass(
     reset: Callable[[], object],
     counters: Callable[[], Mapping[str, int]],
 ) -> dict[str, int]:
-    """Return what a cache counts over every batch once, starting from its present content."""
+    """Run every batch once; return the counts of the cache, which starts with its present rows."""
     reset()
     for number in range(pool):
         phase(number)
@@ -33,7 +33,7 @@ def counting_pass(
 def energy(
     phase: Phase, pool: int, device: torch.device, seconds: float = ENERGY_SECONDS
 ) -> dict[str, Any]:
-    """Return the joules of one call on this device; empty where no counter exists."""
+    """Measure the energy of a call on a device for `seconds`, see `energy_pass`."""
     if device.type != "cuda":
         return energy_pass(phase, pool, Cpu().joules, lambda: None, seconds=seconds)
     nvml, finish = Nvml.open(device), partial(torch.cuda.synchronize, device)
@@ -49,11 +49,19 @@ def energy_pass(
     seconds: float = ENERGY_SECONDS,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Repeat passes over the pool for at least `seconds`; return the entries of the record.
+    """Repeat passes over the pool for at least `seconds`; return the energy of a call.
 
-    `joules` is the energy counter, and `finish` waits for the device. Each reading may be as old as
-    the time between two renewals of the counter, so joules per call are uncertain by `give`, the
-    share of that time in the window. Empty where energy is not counted.
+    Args:
+        phase: call on a batch.
+        pool: number of batches.
+        joules: energy counter; None if there is none.
+        finish: function that waits for the device.
+        seconds: minimum duration.
+        now: clock in seconds.
+
+    Returns:
+        `joules_per_call`; `give`, its uncertainty, because a reading of the counter may be
+        RENEWAL_SECONDS old; `window_s` and `calls`. Empty without a counter.
     """
     finish()
     before, start, calls = joules(), now(), 0

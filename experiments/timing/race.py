@@ -1,4 +1,4 @@
-"""Interleaved timing: every round runs each contender's phases in random order, then in reverse."""
+"""Interleaved timing: a round runs all phases of all contenders in random order and back."""
 
 from __future__ import annotations
 
@@ -19,35 +19,47 @@ from experiments.timing.clock import Clock, Phase, Reading, Work
 from experiments.timing.warmup import Warm, warm_up
 
 Samples = dict[str, list[tuple[int, float]]]  # phase -> (round, seconds), ...
-MAX_EXPOSED_SHARE = 0.1  # a larger share of samples with launches inside is worth a flag
-MAX_EXECUTIONS = 64  # calls that share a sample
-MAX_RETRIES = 3  # of a round during which the machine was throttled
-BACK_OFF_SECONDS, BACK_OFF_GROWTH = (
-    0.05,
-    2.5,
-)  # seconds before the first, and how much longer each is
+MAX_EXPOSED_SHARE = 0.1  # share of samples with launches that raises the flag `launch_exposed`
+MAX_EXECUTIONS = 64  # maximum number of calls in a sample
+MAX_RETRIES = 3  # maximum repetitions of a round in which the machine was throttled
+BACK_OFF_SECONDS, BACK_OFF_GROWTH = 0.05, 2.5  # wait before the first one; factor for the next
 
 
 @dataclass
 class Race:
-    """The contenders of one cell in one process; `run` measures them side by side."""
+    """The contenders of a cell in one process; `run` times them interleaved.
+
+    Attributes:
+        arms: phases of each contender, {arm: {phase: call}}.
+        timing: amount of measuring; `cell_seconds` is the budget of the race.
+        clock: clock that takes the samples.
+        seed: seed of the order of samples.
+        warmed: function that is called with an arm after its warm-up.
+        counters: function that returns the running totals of an arm's cache.
+        telemetry: observer of the machine.
+        note: function that is called with "arm|activity" before each sample.
+        sleep: function that waits for some seconds.
+        results: samples by arm.
+        spent: seconds that each arm has used of the budget.
+        throttled_rounds: rounds that count although the machine was throttled.
+    """
 
     arms: Mapping[str, Mapping[str, Phase]]
     timing: TimingConfig
     clock: Clock
     seed: int = 0
-    warmed: Callable[[str], object] = lambda name: None  # called when a contender is warm
-    counters: Callable[[str], Mapping[str, int]] = lambda name: {}  # running totals of its cache
+    warmed: Callable[[str], object] = lambda name: None
+    counters: Callable[[str], Mapping[str, int]] = lambda name: {}
     telemetry: Telemetry = field(default_factory=Telemetry)
-    note: Callable[[str], object] = lambda text: None  # called with "arm|doing" before each sample
+    note: Callable[[str], object] = lambda text: None
     sleep: Callable[[float], object] = time.sleep
     results: dict[str, Measured] = field(default_factory=dict)
-    spent: dict[str, float] = field(default_factory=dict)  # seconds by contender
+    spent: dict[str, float] = field(default_factory=dict)
     throttled_rounds: list[int] = field(default_factory=list)
-    _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)  # phases as the clock times
+    _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)  # phases adapted by the clock
 
     def run(self) -> dict[str, Measured]:
-        """Warm up, then rounds until each contender has a reason to stop."""
+        """Warm up, run rounds until each contender has a reason to stop; return the samples."""
         for name, phases in self.arms.items():
             self.results[name] = Measured({phase: [] for phase in phases})
             self._ready[name] = dict(phases)
@@ -75,7 +87,7 @@ class Race:
         return self.results
 
     def _guard(self, name: str, work: Callable[[], object]) -> None:
-        """Remove a contender that raises from the race; the others go on."""
+        """Do the work of a contender; one that raises leaves the race, and the others continue."""
         result = self.results[name]
         if result.error:
             return
@@ -85,15 +97,14 @@ class Race:
             result.error, result.stop_reason = error, "failed"
 
     def _warm_up(self, name: str) -> None:
-        """Warm up this contender, for no longer than measuring it may take."""
+        """Warm up a contender, for at most its share of the budget."""
         timing, phases, result = self.timing, self._ready[name], self.results[name]
         self.note(f"{name}|warming up")
         for phase, run in phases.items():
             phases[phase] = self.clock.adapt(run, timing.pool)
         counters = partial(self.counters, name)
         cap = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
-        # A cache that is not full yet would give another contender's times; those of a smoke run
-        # mean nothing.
+        # A cache that is still filling has times of its own. Smoke runs do not matter.
         if counters() and not timing.max_rows:
             cap = max(cap, timing.cell_seconds)
         warm = warm_up(phases, self.clock, timing, key=name, max_seconds=cap, counters=counters)
@@ -107,9 +118,9 @@ class Race:
             result.executions[phase] = min(MAX_EXECUTIONS, calls)
 
     def _round(self, number: int, rng: random.Random) -> None:
-        """Take two samples of every phase of every contender still running.
+        """Take two samples of every phase of every running contender.
 
-        The second time in reverse order, so that what drifts during a round meets all alike.
+        The second ones are in reverse order, so that a drift during the round affects all alike.
         """
         active = [name for name, r in self.results.items() if not r.stop_reason]
         turns = [(name, phase) for name in active for phase in self.arms[name]]
@@ -128,23 +139,23 @@ class Race:
     def _undisturbed(self, number: int, order: list[Turn]) -> list[tuple[Turn, Reading]]:
         """Take the samples of a round; repeat them a few times while the machine is throttled.
 
-        If the machine stays throttled its samples count and are marked, and later rounds are taken
-        once.
+        If it stays throttled, the samples count, the round is marked, and later rounds are not
+        repeated.
         """
         for attempt in range(MAX_RETRIES + 1):
-            taken = self._take(order)
+            samples = self._take(order)
             if not self.telemetry.check():
-                return taken
+                return samples
             if attempt == MAX_RETRIES or self.throttled_rounds:
                 break
-            for turn, reading in taken:
+            for turn, reading in samples:
                 self.results[turn.arm].set_aside(turn.phase, number, reading)
             self.sleep(BACK_OFF_SECONDS * BACK_OFF_GROWTH**attempt)
         self.throttled_rounds.append(number)
-        return taken
+        return samples
 
     def _take(self, order: list[Turn]) -> list[tuple[Turn, Reading]]:
-        """Take one sample per turn of those contenders that have not failed."""
+        """Take a sample per turn of the contenders that have not failed; return the good ones."""
         requested: list[Turn] = []
         finished: set[int] = set()  # indices of requested turns that raised nothing
 
@@ -163,28 +174,28 @@ class Race:
 
         try:
             readings = self.clock.read(works())
-        except Exception as error:  # a GPU that failed later than it was called: all are suspect
+        except Exception as error:  # a GPU fails after the call: any contender may be the cause
             for name in {turn.arm for turn in order}:
                 self.results[name].error, self.results[name].stop_reason = error, "failed"
             return []
-        taken = list(zip(requested, readings, strict=True))
-        for turn, reading in taken:
+        samples = list(zip(requested, readings, strict=True))
+        for turn, reading in samples:
             self.spent[turn.arm] += reading.cost
-        return [pair for index, pair in enumerate(taken) if index in finished]
+        return [sample for index, sample in enumerate(samples) if index in finished]
 
     def _execute(self, turn: Turn) -> None:
         phases = self._ready[turn.arm]
-        # Phases use different batches in a round, so that none finds its rows warm.
+        # Phases of a round use different batches, so that none finds its rows in a cache.
         shift = list(phases).index(turn.phase) * self.timing.pool // len(phases)
         run = phases[turn.phase]
         for number in range(self.results[turn.arm].executions.get(turn.phase, 1)):
             run((turn.batch + shift + number) % self.timing.pool)
 
     def _stop(self, rounds: int) -> None:
-        """Set the reason of the contenders that need not, or may not, go on.
+        """Set the stop reason of contenders that are precise or have used up their time.
 
-        All stop when the cell's time is used up; earlier, a contender that takes most of it. A very
-        slow contender may leave before min_rounds, but not before three.
+        All stop when the budget is used up, a contender that takes most of it earlier. A very slow
+        one may stop before min_rounds, but not before three rounds.
         """
         timing, enough = self.timing, rounds >= self.timing.min_rounds
         running = {name: r for name, r in self.results.items() if not r.stop_reason}
@@ -207,7 +218,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Turn:
-    """One sample to take."""
+    """A sample to take: which arm and phase, in which round, on which batch."""
 
     arm: str
     phase: str
@@ -217,24 +228,39 @@ class Turn:
 
 @dataclass
 class Measured:
-    """The raw samples of one contender: phase -> (round, seconds), ...; none is ever dropped."""
+    """The raw samples of a contender, {phase: [(round, seconds), ...]}; none is dropped.
+
+    Attributes:
+        samples: samples that count.
+        stop_reason: "precise", "stabilised", "budget", "max_rounds" or "failed"; "" while running.
+        error: exception that ended the contender.
+        warm: result of the warm-up.
+        executions: calls per sample, by phase.
+        throttled: samples of rounds that were repeated.
+        walls: seconds of the host per sample, if they differ from the sample.
+        flags: flags of the race that concern this contender.
+        hardware: observations of the telemetry.
+        clock: facts about the clock.
+        noise: spread of the samples after each round, by phase.
+        exposed: number of samples in which the GPU waited for the host.
+    """
 
     samples: Samples = field(default_factory=dict)
     stop_reason: str = ""
     error: Exception | None = None
     warm: Warm | None = None
-    executions: dict[str, int] = field(default_factory=dict)  # phase -> calls that share a sample
-    throttled: Samples = field(default_factory=dict)  # of rounds that were taken again
-    walls: Samples = field(default_factory=dict)  # on the host, where that is another number
+    executions: dict[str, int] = field(default_factory=dict)
+    throttled: Samples = field(default_factory=dict)
+    walls: Samples = field(default_factory=dict)
     flags: set[str] = field(default_factory=set)
     hardware: dict[str, Any] = field(default_factory=dict)
     clock: dict[str, Any] = field(default_factory=dict)
-    noise: dict[str, list[float]] = field(default_factory=dict)  # phase -> spread after each round
-    exposed: int = 0  # samples in which the GPU waited for the host
+    noise: dict[str, list[float]] = field(default_factory=dict)
+    exposed: int = 0
 
     def precise(self, target: float, seconds: float = 0.0) -> bool:
-        """Return whether every phase was sampled long enough and is known to `target`."""
-        times = {phase: [s for _, s in taken] for phase, taken in self.samples.items()}
+        """Return whether every phase has `seconds` of samples and a precision of `target`."""
+        times = {phase: [s for _, s in samples] for phase, samples in self.samples.items()}
         return all(
             sum(s) * self.executions.get(phase, 1) >= seconds
             and statistics.summarise(s).precision <= target
@@ -242,7 +268,7 @@ class Measured:
         )
 
     def stabilised(self) -> bool:
-        """Return whether the noise of each phase has not changed for many rounds."""
+        """Return whether the noise of every phase has not changed for many rounds."""
         return bool(self.noise) and all(statistics.settled(n) for n in self.noise.values())
 
     def add(self, phase: str, number: int, reading: Reading) -> None:
@@ -254,29 +280,28 @@ class Measured:
         self.exposed += reading.exposed
 
     def set_aside(self, phase: str, number: int, reading: Reading) -> None:
-        """Keep a sample of a throttled machine that will be taken again."""
+        """Store a sample of a throttled machine, which will be repeated."""
         share = 1 / self.executions.get(phase, 1)
         self.throttled.setdefault(phase, []).append((number, reading.seconds * share))
 
     def end_round(self) -> None:
-        """Note how noisy the phases are."""
-        for phase, taken in self.samples.items():
-            s = statistics.summarise([seconds for _, seconds in taken])
+        """Append the noise of each phase to `noise`."""
+        for phase, samples in self.samples.items():
+            s = statistics.summarise([seconds for _, seconds in samples])
             if s.n:
                 self.noise.setdefault(phase, []).append(s.spread)
 
     def conclude(
         self, flags: Sequence[str], hardware: dict[str, Any], clock: dict[str, Any]
     ) -> None:
-        """Add what was seen of the machine once the race is over."""
-        taken = sum(map(len, self.samples.values()))
+        """Add the observations of the machine at the end of the race."""
         self.flags |= set(flags)
-        if self.exposed > MAX_EXPOSED_SHARE * taken:
+        if self.exposed > MAX_EXPOSED_SHARE * sum(map(len, self.samples.values())):
             self.flags.add("launch_exposed")
         self.hardware, self.clock = {**self.hardware, **hardware}, clock
 
     def describe(self) -> dict[str, Any]:
-        """Return all but the samples, for the record."""
+        """Return the entries of the record except `samples`."""
         facts: dict[str, Any] = {
             "stop_reason": self.stop_reason,
             "flags": sorted(self.flags),

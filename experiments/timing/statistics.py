@@ -1,8 +1,8 @@
 """Statistics of raw samples and of effects over processes: intervals, tests and verdicts.
 
 Samples of one process are summarised by order statistics, with a distribution-free interval of the
-median; effects over processes by the mean of their logs, with Student's interval. Functions import
-scipy when they need it: processes that measure never do, and the command line starts faster.
+median; effects over processes by the mean of their logarithms, with Student's interval. Functions
+import scipy on use: processes that measure do not need it, and the command line starts faster.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
-CONFIDENCE = 0.95
-SETTLED_WINDOW, SETTLED_WITHIN = 32, 0.05
+CONFIDENCE = 0.95  # probability of every interval
+SETTLED_WINDOW, SETTLED_WITHIN = 32, 0.05  # estimates of the noise that agree to this share
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A five-number summary; lo and hi bound the median with 95 % confidence (nan if n < 6)."""
+    """A summary of `n` samples: quartiles, and the 95 % interval of the median (nan if n < 6)."""
 
     n: int
     median: float
@@ -31,22 +31,22 @@ class Summary:
 
     @property
     def precision(self) -> float:
-        """Return the half-width of the interval relative to the median; inf without an interval."""
+        """Return the half-width of the interval ÷ the median; inf without an interval."""
         width = (self.hi - self.lo) / 2
         return width / abs(self.median) if self.median and math.isfinite(width) else math.inf
 
     @property
     def spread(self) -> float:
-        """Return the interquartile range relative to the median."""
+        """Return the interquartile range ÷ the median."""
         return (self.q75 - self.q25) / abs(self.median) if self.median else math.inf
 
     def columns(self) -> dict[str, float]:
-        """Return the columns of a table of times in seconds."""
+        """Return the values as columns of a table, in seconds."""
         return {f"{name}_s": getattr(self, name) for name in ("median", "q25", "q75", "lo", "hi")}
 
 
 def quantile(ordered: Sequence[float], p: float) -> float:
-    """Interpolate linearly between order statistics (numpy's default)."""
+    """Return the p-quantile of sorted values, interpolated linearly as by numpy."""
     at = p * (len(ordered) - 1)
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
@@ -77,7 +77,7 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 @dataclass(frozen=True)
 class Tail:
-    """The tails of a sample."""
+    """The minimum and the upper tail of a sample."""
 
     least: float
     p90: float
@@ -93,34 +93,42 @@ def tail(samples: Sequence[float]) -> Tail:
 
 
 def settled(noise: Sequence[float]) -> bool:
-    """Return whether the last 32 estimates of the noise, from growing samples, agree to 5 %."""
+    """Return whether the last 32 estimates of the noise agree to 5 %."""
     last = noise[-SETTLED_WINDOW:]
     if len(noise) < SETTLED_WINDOW:
         return False
     return max(last) - min(last) <= SETTLED_WITHIN * quantile(sorted(last), 0.5)
 
 
-LEAST_PROCESSES = 2  # below which nothing is known of how processes differ
-NOISE_FACTOR = 3.0  # median deviations of an A/A effect that a margin is at least
+LEAST_PROCESSES = 2  # minimum for an interval over processes
+NOISE_FACTOR = 3.0  # minimum of a margin, in median deviations of an A/A effect
 
 
 @dataclass(frozen=True)
 class Effect:
-    """A ratio of times over processes: exp of the mean of their logs, with its 95 % t-interval."""
+    """A ratio of times over processes, with its 95 % t-interval.
+
+    Attributes:
+        ratio: exponential of the mean of the processes' log ratios.
+        lo: lower end of the interval; nan below two processes.
+        hi: upper end of the interval; nan below two processes.
+        processes: number of processes.
+        spread: standard deviation of the log ratios.
+    """
 
     ratio: float
     lo: float
     hi: float
     processes: int
-    spread: float  # standard deviation of the logs
+    spread: float
 
     def columns(self) -> dict[str, float]:
-        """Return the columns of a table of ratios."""
+        """Return the ratio and its interval as columns of a table."""
         return {"ratio": self.ratio, "ratio_lo": self.lo, "ratio_hi": self.hi}
 
 
 class Verdict(Enum):
-    """The conclusion about an effect."""
+    """The conclusion about an effect, given a margin."""
 
     SLOWER = "SLOWER"
     FASTER = "FASTER"
@@ -129,7 +137,10 @@ class Verdict(Enum):
 
 
 def process_effect(arm: Mapping[int, float], base: Mapping[int, float]) -> float:
-    """Return the median of log(arm / base) over the rounds that both have."""
+    """Return the median of log(arm / base) over common rounds; raise ValueError without any.
+
+    Both are {round: seconds}.
+    """
     common = sorted(arm.keys() & base.keys())
     if not common:
         raise ValueError("the arms have no round in common, so there is nothing to pair")
@@ -150,7 +161,7 @@ class ProcessSpread:
 
 
 def pool(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
-    """Pool the variance of logs within comparisons; None where none has two processes."""
+    """Pool the variance of logs within comparisons; return None if none has two processes."""
     several = [logs for logs in comparisons if len(logs) >= LEAST_PROCESSES]
     freedom = sum(len(logs) - 1 for logs in several)
     if not freedom:
@@ -160,11 +171,11 @@ def pool(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
 
 
 def combine(logs: Sequence[float], others: ProcessSpread | None = None) -> Effect:
-    """Return the mean over processes with its 95 % t-interval; no interval below two.
+    """Return the effect over processes from their log ratios.
 
-    The interval of two processes from their own spread has one degree of freedom and is mostly far
-    too wide, sometimes far too narrow. With `others`, the spread of the run's other comparisons,
-    two processes use the larger of both spreads, with the degrees of freedom of the pool.
+    Two processes have one degree of freedom, so an interval from their own spread is mostly far too
+    wide, sometimes far too narrow. With `others`, the pooled spread of the run's comparisons, they
+    use the larger of both spreads, with the degrees of freedom of the pool.
     """
     n = len(logs)
     if not n:
@@ -180,7 +191,10 @@ def combine(logs: Sequence[float], others: ProcessSpread | None = None) -> Effec
 
 
 def verdict(effect: Effect, margin: float) -> Verdict:
-    """Return SLOWER if the interval is above 1 and the effect beyond the margin, or SAME."""
+    """Return SLOWER or FASTER if the interval excludes 1 and the ratio exceeds the margin.
+
+    SAME if the interval is within the margin, else UNSURE.
+    """
     if effect.lo > 1 and effect.ratio > 1 + margin:
         return Verdict.SLOWER
     if effect.hi < 1 and effect.ratio < 1 / (1 + margin):
@@ -191,19 +205,19 @@ def verdict(effect: Effect, margin: float) -> Verdict:
 
 
 def smallest_visible(effect: Effect, margin: float) -> float:
-    """Return the smallest detectable relative effect: the margin plus half the interval."""
+    """Return the smallest relative effect that would be detected: margin plus half the interval."""
     if effect.processes < LEAST_PROCESSES:
         return math.inf
     return margin + math.log(effect.hi / effect.lo) / 2
 
 
 def gate_margin(min_effect: float, mad_aa: float, k: int) -> float:
-    """Return the margin: the least of interest, or 3 median deviations of an A/A mean of k."""
+    """Return the margin of a gate: `min_effect`, or 3 median deviations of an A/A mean of k."""
     return max(min_effect, NOISE_FACTOR * mad_aa / math.sqrt(k))
 
 
 def median_deviation(logs: Sequence[float]) -> float:
-    """Return the median distance from 0, the effect that an A/A comparison should find."""
+    """Return the median of |log ratio|; an A/A comparison should have 0."""
     return statistics.median(abs(x) for x in logs)
 
 
@@ -221,7 +235,7 @@ def p_value(logs: Sequence[float], direction: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values for multiple comparisons by Holm's step-down method: reject if <= alpha."""
+    """Adjust p-values for multiple comparisons by Holm's method; compare them with alpha."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, worst = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -231,7 +245,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a rate of hits; (0, 1) without a trial."""
+    """Return Wilson's 95 % interval of the rate hits ÷ trials; (0, 1) without a trial."""
     if not trials:
         return 0.0, 1.0
     from scipy.stats import binomtest
@@ -242,7 +256,7 @@ def wilson(hits: int, trials: int) -> tuple[float, float]:
 
 @cache
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Return the t such that Student's distribution lies within ±t with this probability."""
+    """Return t such that Student's variable is within ±t with this probability."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + confidence) / 2))

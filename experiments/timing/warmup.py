@@ -11,22 +11,31 @@ from experiments.config.schema import TimingConfig
 from experiments.timing import statistics
 from experiments.timing.clock import Clock, Phase, Work
 
-STEADY_SHARE = 0.02  # medians of two passes in a row may differ by this much
-STEADY_HIT_RATE_CHANGE = 0.005
+STEADY_SHARE = 0.02  # maximum difference of the medians of two passes, as a share
+STEADY_HIT_RATE_CHANGE = 0.005  # maximum difference of the hit rates of two passes
 
-Counters = Callable[[], Mapping[str, int]]  # running totals of a cache; empty without one
+Counters = Callable[[], Mapping[str, int]]  # running totals of a cache; {} without a cache
 
 
 @dataclass
 class Warm:
-    """The state of a contender when its first sample was taken."""
+    """The state of a contender after its warm-up.
+
+    Attributes:
+        passes: complete passes over the pool.
+        seconds: cost of the warm-up.
+        steady: True if the last two passes were alike.
+        hit_rate: share of the last pass's lookups that a cache served; None without a cache.
+        filling: True if the hit rate was still changing.
+        typical: median seconds of each phase in the last pass.
+    """
 
     passes: int = 0
     seconds: float = 0.0
     steady: bool = False
-    hit_rate: float | None = None  # of the lookups of the last pass
-    filling: bool = False  # the hit rate was still changing
-    typical: dict[str, float] = field(default_factory=dict)  # phase -> median of the last pass
+    hit_rate: float | None = None
+    filling: bool = False
+    typical: dict[str, float] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """Return the entries of the record."""
@@ -49,10 +58,16 @@ def warm_up(
     max_seconds: float | None = None,
     counters: Counters = dict,
 ) -> Warm:
-    """Repeat passes over the pool: at least `warmup` and `warmup_seconds`, until two are alike.
+    """Repeat passes over the pool until two are alike.
 
-    At most `max_seconds` (timing.warmup_cap unless given): a slow contender gets as many batches
-    as fit, but at least one, and does not count as steady. Hit rates are read between passes.
+    Args:
+        phases: phases of the contender.
+        clock: clock of the race.
+        timing: `warmup` and `warmup_seconds` are minima.
+        key: name of the contender in the keys of works.
+        max_seconds: maximum duration, by default timing.warmup_cap. A slow contender gets as many
+            batches as fit, at least one, and does not count as steady.
+        counters: running totals of its cache, which are read between passes.
     """
     warm, cap = Warm(), timing.warmup_cap if max_seconds is None else max_seconds
     totals = dict(counters())
@@ -81,9 +96,9 @@ def warm_up(
 def _pass(
     phases: Mapping[str, Phase], clock: Clock, pool: int, key: str, max_seconds: float
 ) -> tuple[bool, float, dict[str, float]]:
-    """Run every phase on every batch until the time is used up; the first batch in any case.
+    """Run every phase on every batch, until the time is used up but at least on the first.
 
-    Return whether all batches were run, the cost, and each phase's median.
+    Return whether all batches were run, the cost in seconds, and the median of each phase.
     """
     times: dict[str, list[float]] = {phase: [] for phase in phases}
     cost, number = 0.0, 0

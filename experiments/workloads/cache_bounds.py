@@ -1,10 +1,10 @@
-"""Bounds on caches: what no policy can beat on a trace, and the best fixed choice of rows.
+"""Bounds on caches: hits that no policy can exceed on a trace, and the best fixed choice of rows.
 
-A trace is a sequence of batches; a batch is a set of distinct rows, each with its lookups. That is
-how a cache in front of a table sees it: all rows of a batch are probed at once, before anything
-moves, so that a row is a hit or a miss with all its lookups; then any of the batch's rows may be
-inserted and any rows evicted. A cache holds only rows that have been looked up before, and it
-may leave out what it missed. The first `warm` batches fill it and are not counted.
+A trace is a sequence of batches; a batch is a set of distinct rows with a number of lookups each. A
+cache in front of a table probes all rows of a batch before any row moves, so a row is a hit or a
+miss with all its lookups. Then rows of the batch may be inserted and any rows evicted. A cache
+holds only rows that were looked up before, and need not insert the rows that it missed. The first
+`warm` batches fill the cache and are not counted.
 """
 
 from __future__ import annotations
@@ -23,17 +23,25 @@ NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class RowTrace:
-    """Batch b looks up rows[starts[b]:starts[b + 1]], which are distinct, so many times each."""
+    """Distinct rows per batch with their lookups; an access is a row of a batch.
+
+    Attributes:
+        rows: row of each access, int64 [accesses]; batch b has rows[starts[b]:starts[b + 1]].
+        lookups: number of lookups of each access.
+        starts: first access of each batch, and the end, [batches + 1].
+        warm: number of first batches that are not counted.
+        positions: position in its batch at which each row is looked up first.
+    """
 
     rows: Ids
     lookups: Ids
-    starts: Ids  # [batches + 1]
-    warm: int  # batches that are not counted
-    positions: Ids  # where in its batch each row is looked up first
+    starts: Ids
+    warm: int
+    positions: Ids
 
     @classmethod
     def of(cls, batches: Sequence[Ids], warm: int) -> RowTrace:
-        """Build from the ids of each batch, in any order and with repetitions."""
+        """Build from the ids of each batch, which may repeat, in any order."""
         sets = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
         starts = np.cumsum([0, *(len(rows) for rows, _, _ in sets)])
         rows, positions, lookups = (
@@ -43,45 +51,45 @@ class RowTrace:
 
     @property
     def batch(self) -> Ids:
-        """Return the batch of each access, [accesses]."""
+        """Return the number of the batch of each access."""
         return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
     def slices(self) -> Iterator[slice]:
-        """Return the accesses of each counted batch."""
+        """Yield the accesses of each counted batch."""
         for b in range(self.warm, len(self.starts) - 1):
             yield slice(int(self.starts[b]), int(self.starts[b + 1]))
 
     def following(self) -> Ids:
-        """Return the next access to the same row, [accesses]; NEVER for the last one."""
+        """Return per access the next one to the same row; NEVER for the last one."""
         return shifted(self.rows, -1, NEVER)
 
 
 def shifted(rows: Ids, periods: int, fill: int) -> Ids:
-    """Return where each access's row was looked up `periods` of its accesses before, or `fill`."""
+    """Return per access the position of the one to the same row `periods` earlier, or `fill`."""
     positions = pd.Series(np.arange(len(rows)))
     return positions.groupby(rows).shift(periods, fill_value=fill).to_numpy()
 
 
 @dataclass(frozen=True)
 class Hits:
-    """What a cache served of each counted batch."""
+    """Hits per counted batch: distinct rows that the cache had, and the lookups of these rows."""
 
-    rows: list[int]  # distinct rows that were there
-    lookups: list[int]  # their lookups
+    rows: list[int]
+    lookups: list[int]
 
 
 def served(trace: RowTrace, hit: Reals | Ids) -> Hits:
-    """Sum a 0/1 mark of every access per counted batch."""
-    marks = [(hit[s], trace.lookups[s]) for s in trace.slices()]
-    return Hits([int(h.sum()) for h, _ in marks], [int((h * n).sum()) for h, n in marks])
+    """Return the hits per counted batch; `hit` is 1 or 0 per access."""
+    pairs = [(hit[s], trace.lookups[s]) for s in trace.slices()]
+    return Hits([int(h.sum()) for h, _ in pairs], [int((h * n).sum()) for h, n in pairs])
 
 
 def offline(trace: RowTrace, capacity: int) -> Hits:
-    """Return the hits of Belady's MIN: no cache of `capacity` rows serves more distinct rows.
+    """Return the hits of Belady's MIN, which serves the most distinct rows with `capacity` rows.
 
-    After each batch, of the cached rows and those of the batch, the cache keeps the ones that are
-    looked up again soonest. Among rows due in the same batch, the choice makes no difference to the
-    number of rows served; those with more lookups are kept, so that more lookups are served.
+    After each batch the cache keeps the rows that are looked up again soonest, among its own and
+    those of the batch. Of rows that recur in the same batch it prefers those with more lookups,
+    which serves more lookups and as many rows.
     """
     following = trace.following()
     last = following == NEVER
@@ -92,19 +100,19 @@ def offline(trace: RowTrace, capacity: int) -> Hits:
     size = int(trace.rows.max(initial=0)) + 1
     cached, value = np.zeros(size, bool), np.full(size, NEVER)
     warm = slice(0, int(trace.starts[trace.warm]))
-    value[trace.rows[warm]] = urgency[warm]  # of several accesses the last stands
-    content = _soonest(np.unique(trace.rows[warm]), value, capacity)
-    cached[content] = True
+    value[trace.rows[warm]] = urgency[warm]  # the last access to a row wins
+    cached_rows = _soonest(np.unique(trace.rows[warm]), value, capacity)
+    cached[cached_rows] = True
     hit = np.zeros(len(trace.rows), np.int64)
     for accesses in trace.slices():
         rows = trace.rows[accesses]
         is_cached = cached[rows]
         hit[accesses] = is_cached
         value[rows] = urgency[accesses]
-        candidates = np.concatenate([content, rows[~is_cached]])
-        cached[content] = False
-        content = _soonest(candidates, value, capacity)
-        cached[content] = True
+        candidates = np.concatenate([cached_rows, rows[~is_cached]])
+        cached[cached_rows] = False
+        cached_rows = _soonest(candidates, value, capacity)
+        cached[cached_rows] = True
     return served(trace, hit)
 
 
@@ -116,7 +124,7 @@ def _soonest(rows: Ids, value: Ids, capacity: int) -> Ids:
 
 
 def static_top(trace: RowTrace, capacity: int) -> Hits:
-    """Return the hits of a cache of only the `capacity` most frequent rows of the trace."""
+    """Return the hits of a cache that holds the `capacity` most frequent rows of the trace."""
     counts = np.bincount(trace.rows, trace.lookups)
     chosen = np.zeros(len(counts), bool)
     chosen[np.argsort(-counts, kind="stable")[:capacity]] = True
@@ -129,19 +137,19 @@ def static_top(trace: RowTrace, capacity: int) -> Hits:
 def most_lookups(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
     """Return an upper bound on the lookups that a cache of `capacity` rows can serve.
 
-    A row that a batch is served must have been cached since its previous lookup. So a policy is a
-    choice of such intervals, at most `capacity` of them at any time, and the best one is a linear
-    program. Its dual has a price per batch and slot; every choice of prices bounds the optimum from
-    above, and subgradient steps find good ones.
+    A hit needs its row cached since the row's previous lookup. So a policy is a choice of intervals
+    between lookups, at most `capacity` of them at a time; the best choice is a linear program. Its
+    dual has a price per batch and slot. Any prices bound the optimum from above; `rounds`
+    subgradient steps find good ones.
     """
-    since, until, gain, many = _intervals(trace)
+    since, until, gain, counts = _intervals(trace)
     batches = len(trace.starts) - 1 - trace.warm
     price = np.zeros(batches)
-    best = bound = float((gain * many).sum())
+    best = bound = float((gain * counts).sum())
     for number in range(rounds):
         paid = np.concatenate([[0.0], np.cumsum(price)])
         profit = gain - (paid[until] - paid[since])
-        chosen = many * (profit > 0)
+        chosen = counts * (profit > 0)
         bound = capacity * price.sum() + float((profit * chosen).sum())
         best = min(best, bound)
         change = np.bincount(since, chosen, batches + 1) - np.bincount(until, chosen, batches + 1)
@@ -149,16 +157,16 @@ def most_lookups(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
         norm = float((over * over).sum())
         if norm == 0.0:
             break
-        reach = 1.0 / (1.0 + number / 20)
-        price = np.maximum(price + over * reach * 0.05 * max(best, 1.0) / norm, 0.0)
+        step = 0.05 / (1.0 + number / 20)
+        price = np.maximum(price + over * step * max(best, 1.0) / norm, 0.0)
     return best
 
 
 def _intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
-    """Return the intervals [since, until) between two lookups of a row.
+    """Return the distinct intervals [since, until) of batches between two lookups of a row.
 
-    For each distinct one: since, until, the lookups that caching a row through it serves, and how
-    many rows have it.
+    The four arrays are: since, until, the lookups served if a row is cached through the interval,
+    and the number of rows with such an interval.
     """
     following = trace.following()
     first = np.flatnonzero(following != NEVER)
@@ -168,14 +176,15 @@ def _intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
     since = np.maximum(batch[first[counted]] + 1, 0)
     until = batch[second[counted]] + 1
     gain = trace.lookups[second[counted]]
-    kinds, many = np.unique(np.stack([since, until, gain]), axis=1, return_counts=True)
-    return kinds[0], kinds[1], kinds[2].astype(np.float64), many.astype(np.float64)
+    distinct, counts = np.unique(np.stack([since, until, gain]), axis=1, return_counts=True)
+    since, until, gain = distinct
+    return since, until, gain.astype(np.float64), counts.astype(np.float64)
 
 
 def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:
-    """Return the expected hit rates per lookup and per distinct row of the likeliest rows.
+    """Return the expected hit rates, per lookup and per distinct row, of the most likely rows.
 
-    For batches of `lookups` independent draws; a row is in one with probability 1 - (1 - p)^n.
+    A batch has n = `lookups` independent draws, so it has a row with probability 1 - (1 - p)^n.
     """
     ordered = np.sort(probabilities)[::-1]
     present = -np.expm1(lookups * np.log1p(-np.minimum(ordered, 1 - 1e-15)))
@@ -184,16 +193,16 @@ def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[flo
 
 
 class Policy(Enum):
-    """What determines a row's rank."""
+    """Eviction policy: the row of the lowest rank is evicted; the value says what the rank is."""
 
     exact_lru = "the batch of its last lookup"
-    exact_lfu = "its lookups since it was taken in"
+    exact_lfu = "its lookups since its insertion"
 
 
 def run(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
-    """Run the whole trace through the cache; return the hits of the counted batches.
+    """Run the trace through a fully associative cache; return the hits of the counted batches.
 
-    Of a batch with more new rows than can be taken in, those that it looks up first are.
+    If not all new rows of a batch fit, those that the batch looks up first are inserted.
     """
     size = int(trace.rows.max(initial=0)) + 1
     cached = np.zeros(size, bool)
@@ -204,9 +213,9 @@ def run(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
         is_cached = cached[rows]
         hit[start:end] = is_cached
         new = rows[~is_cached][np.argsort(trace.positions[start:end][~is_cached])]
-        content = np.flatnonzero(cached)
-        candidates = np.setdiff1d(content, rows, assume_unique=True)
-        over = len(content) + len(new) - capacity
+        cached_rows = np.flatnonzero(cached)
+        candidates = np.setdiff1d(cached_rows, rows, assume_unique=True)
+        over = len(cached_rows) + len(new) - capacity
         if over > 0:
             evicted = min(over, len(candidates))
             order = np.argsort(rank[candidates] * size + candidates)
@@ -221,7 +230,7 @@ def run(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
 
 
 def samples(trace: RowTrace, hits: Hits) -> dict[str, list[int]]:
-    """Convert hits of the counted batches to the counters of a cache."""
+    """Return hits as the counters of a cache, {counter: value per counted batch}."""
     accesses = list(trace.slices())
     return {
         "lookups": [int(trace.lookups[s].sum()) for s in accesses],

@@ -29,9 +29,9 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: flo
         u = high + rng.random(count - filled) * (low - high)
         rank = np.clip(np.rint(_integral_inverse(u, s, q)), 1, rows)
         good = u >= integral(rank + 0.5, s, q) - _mass(rank, s, q)
-        taken = rank[good].astype(np.int64)
-        out[filled : filled + len(taken)] = taken
-        filled += len(taken)
+        accepted = rank[good].astype(np.int64)
+        out[filled : filled + len(accepted)] = accepted
+        filled += len(accepted)
     return out
 
 
@@ -46,7 +46,7 @@ def _mass(x: Reals, s: float, q: float) -> Reals:
 
 
 def integral(x: Reals, s: float, q: float) -> Reals:
-    """Return an antiderivative of (x + q)^-s; expm1 keeps it exact near s = 1."""
+    """Return an antiderivative of (x + q)^-s at x; expm1 keeps it exact near s = 1."""
     log = np.log(x + q)
     t = (1.0 - s) * log
     return log if s == 1.0 else log * np.where(np.abs(t) < 1e-12, 1.0, np.expm1(t) / (t + (t == 0)))
@@ -62,7 +62,7 @@ def _integral_inverse(y: Reals, s: float, q: float) -> Reals:
 def permute(ranks: Ids, rows: int, seed: int) -> Ids:
     """Map ranks 1..rows to ids 0..rows-1 by a seeded bijection (a cycle-walked Feistel network).
 
-    A shuffled table of `rows` entries would do the same at 8 bytes a row; this needs none.
+    A shuffled array would need 8 bytes per row; this needs no memory.
     """
     half = max(1, ((rows - 1).bit_length() + 1) // 2)
     keys = np.random.default_rng(seed).integers(1, 2**63, 4, dtype=np.uint64)
@@ -84,7 +84,7 @@ def _feistel(x: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDAr
 
 
 def describe_distribution(params: Mapping[str, Any]) -> str:
-    """Describe the distribution of ids in a record's parameters."""
+    """Return the distribution of ids of a record's `params` in words."""
     match params["distribution"]:
         case "uniform":
             return "uniform ids"

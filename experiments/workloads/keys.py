@@ -1,4 +1,4 @@
-"""Keys of hash tables: numbered keys, their values, and the calls that a table gets."""
+"""Keys for hash tables: a numbering of keys, their values, and the calls of a workload."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from experiments.config.schema import Distribution, KeysConfig, Order, WorkloadC
 from experiments.workloads import distributions
 from experiments.workloads.distributions import Ids
 
-VALUE_BITS = 24  # of a key that its value keeps: the precision of a float32
+VALUE_BITS = 24  # bits of a key's hash in its value: the precision of a float32
 
 
 @dataclass(frozen=True)
 class KeySpace:
-    """Numbered keys: key n is n (ranked), or a seeded bijection of the 64-bit numbers."""
+    """A numbering of keys: key n is n (ranked) or its image under a seeded bijection of 64 bits."""
 
     order: Order
     seed: int
 
     def keys(self, numbers: Ids) -> Tensor:
-        """Return the keys of those numbers; different numbers have different keys."""
+        """Return the keys of int64 `numbers`; distinct numbers have distinct keys."""
         if self.order is Order.ranked:
             return torch.from_numpy(numbers.copy())
         start = np.random.default_rng(self.seed).integers(0, 2**64, dtype=np.uint64)
@@ -36,31 +36,37 @@ class KeySpace:
         return torch.from_numpy((x ^ x >> np.uint64(31)).view(np.int64))
 
     def run(self, first: int, count: int) -> Tensor:
-        """Return the keys numbered first, first + 1, ..."""
+        """Return `count` keys, of the numbers first, first + 1, ..."""
         return self.keys(np.arange(first, first + count, dtype=np.int64))
 
 
 def values_of(keys: Tensor, dim: int) -> Tensor:
-    """Return [keys, dim] float32 values, each row computed from its key."""
+    """Return values computed from the keys, float32 [keys, dim]; equal keys have equal values."""
     base = (keys * -7046029254386353131 >> 40 & (1 << VALUE_BITS) - 1).float() / (1 << VALUE_BITS)
     return base[:, None] + torch.arange(dim)
 
 
 @dataclass(frozen=True)
 class Call:
-    """The keys of one call, and which of them are new to the table."""
+    """The keys int64 [keys] and values float32 [keys, dim] of a call.
+
+    Attributes:
+        keys: keys in random order.
+        values: values of the keys; [keys, 0] if the operation takes none.
+        new: keys of the call that the table never had.
+    """
 
     keys: Tensor
     values: Tensor
-    new: Tensor  # keys that the table never had
+    new: Tensor
 
 
 class Calls:
-    """Calls on a table that holds the keys 0 .. resident - 1 of a space.
+    """Calls on a table that holds the keys numbered 0 to resident - 1.
 
-    Operations that insert nothing draw present keys by the workload's distribution. Operations that
-    insert use the keys that were inserted last, in another order per call: keys that are used in
-    every call are not evicted from a full table. The absent keys of a call are always new.
+    Calls that insert nothing draw present keys from the workload's distribution. Calls that insert
+    (`inserts`) use the keys that were inserted last, in random order, because a full table does not
+    evict keys that every call uses. The absent keys of a call are new.
     """
 
     def __init__(
@@ -76,15 +82,14 @@ class Calls:
 
     @property
     def hits(self) -> float:
-        """Return the share of a call's keys that are present, limited by the table's keys."""
+        """Return the share of present keys in a call; a small table limits it."""
         return self.num_present / self.size
 
     def next(self, dim: int) -> Call:
-        """Return the keys and values of the next call; `dim` 0 leaves the values out."""
+        """Return the next call, with values of `dim` columns (0: none)."""
         rng = np.random.default_rng([self.seed, self.num_calls])
-        fresh = self.size - self.num_present
-        first = self.resident + self.num_calls * fresh
-        new = self.space.run(first, fresh)
+        num_new = self.size - self.num_present
+        new = self.space.run(self.resident + self.num_calls * num_new, num_new)
         self.num_calls += 1
         keys = torch.cat([self.space.keys(self._present(rng)), new])
         keys = keys[torch.from_numpy(rng.permutation(self.size))]

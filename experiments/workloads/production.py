@@ -1,12 +1,12 @@
 """Production-like row ids: a distribution fitted to published counts of a 2022 trace.
 
-Meta's dlrm_datasets publish, with their trace of 788 tables and one batch of 131,072 samples, how
-many rows were looked up once, twice, 3 to 4 times, ..., and what share of the lookups those rows
-have (embedding_bag/2022/locality_stats.txt). Two histograms of counts say how popular rows are, up
-to chance: a row that came twice may be twice as popular as one that came once, or only luckier. So
-the distribution is the mixture of Poisson rates under which such counts are expected. It can be
-drawn from without end, in batches of any size, and keeps meeting rows that it has not met before,
-as the trace does (a third of whose rows came once).
+Meta's dlrm_datasets has a trace of 788 tables with one batch of 131,072 samples. Its statistics
+(embedding_bag/2022/locality_stats.txt) state the number of rows that were looked up once, twice, 3
+to 4 times, ..., and their share of the lookups. Counts show the popularity of rows up to chance: a
+row with two lookups may be twice as popular as a row with one, or only luckier. So the distribution
+is the mixture of Poisson rates under which such counts are expected. Batches of any size and number
+can be drawn from it; they keep looking up new rows, as the trace does (a third of its rows were
+looked up once).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from experiments.workloads.distributions import Ids, Reals
 SOURCE = "dlrm_datasets, embedding_bag/2022/locality_stats.txt, fbgemm_t788_bs131072_0.pt"
 TABLES, SAMPLES = 788, 131_072
 LOOKUPS, DISTINCT = 1_405_163_864, 110_259_238
-# Per bin: rows with more lookups than the first number, up to that of the next bin (the last one is
-# open); their share of all rows, and of the lookups.
+# Per bin: the edge (rows with more lookups than it, up to the next edge), the share of these rows
+# among all rows, and their share of the lookups.
 BINS: tuple[tuple[int, float, float], ...] = (
     (0, 0.342, 0.027),
     (1, 0.144, 0.023),
@@ -46,21 +46,21 @@ EDGES = tuple(edge for edge, _, _ in BINS)
 ROWS_SHARE = tuple(rows for _, rows, _ in BINS)
 LOOKUPS_SHARE = tuple(lookups for _, _, lookups in BINS)
 
-# Rates are expected lookups per published batch, half an octave apart. What the histograms leave
-# open is decided by the ends: rows rarer than one lookup in two batches count as never used, and
-# none comes more than once in a sample. (Then about 1,400 rows, fewer than two a table, have the
-# 7.6 % of the lookups that go to rows with more than 32,768.)
+# Rates are expected lookups per published batch, half an octave apart. The histograms leave both
+# ends open: here a row with less than one lookup in two batches is never used, and no row occurs
+# twice in a sample. (Then the 7.6 % of the lookups in the last bin belong to about 1,400 rows.)
 MIN_RATE, NUM_CLASSES = 0.5, 37
-MIN_ROWS_SHARE = 0.004  # smaller shares have one digit; the shares of lookups are more precise
+MIN_ROWS_SHARE = 0.004  # smaller published shares of rows have one digit only
 FIT_ROUNDS = 4000
 
 
 @dataclass(frozen=True)
 class PopularityClasses:
-    """Classes of rows, slowest first.
+    """Classes of equally popular rows, the least popular first.
 
-    The expected lookups of a row per published batch, and the number of rows of the class per row
-    that the published batch looked up.
+    Attributes:
+        rate: expected lookups of a row per published batch, [classes].
+        rows: number of rows of the class ÷ distinct rows of the published batch, [classes].
     """
 
     rate: Reals
@@ -68,7 +68,7 @@ class PopularityClasses:
 
     @property
     def rows_per_distinct(self) -> float:
-        """Return the rows of a table per row that a published batch looks up."""
+        """Return the rows of a table ÷ the distinct rows that a published batch looks up."""
         return float(self.rows.sum())
 
 
@@ -89,7 +89,7 @@ def rates() -> PopularityClasses:
 
 
 def bins_of(rate: float) -> Reals:
-    """Return [2, bins]: how likely a row of this rate falls in each bin, and its lookups."""
+    """Return [2, bins] for a row of this rate: the probability and the lookups of each bin."""
     spread = 12 * rate**0.5 + 12
     counts = np.arange(max(1, int(rate - spread)), int(rate + spread) + 1)
     logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, counts[-1] + 1)))])
@@ -101,10 +101,11 @@ def bins_of(rate: float) -> Reals:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The distribution on a table, most popular rows first.
+    """The distribution of ranks of a table, the most popular rank first, as a step function.
 
-    Step k ends with rank `last[k]` (counted from 1); its rows are equally likely and together have
-    `mass[k]` of the lookups.
+    Attributes:
+        last: last rank of each step, counted from 1.
+        mass: probability of all ranks of a step, which are equally likely.
     """
 
     last: Ids
@@ -113,10 +114,10 @@ class RankSteps:
 
 @cache
 def steps(rows: int) -> RankSteps:
-    """Return the classes as ranks of a table with `rows` rows.
+    """Return the distribution of ranks on a table of `rows` rows.
 
-    A rank has what the most popular `rank / rows` of all rows have beyond those before it: on a
-    small table the first row stands for a part of a class, or for several.
+    Rank r has the lookups of the r-th of `rows` equal parts of all rows, by popularity. So on a
+    small table a rank may stand for several classes.
     """
     classes = rates()
     row_share = np.cumsum((classes.rows / classes.rows.sum())[::-1])
@@ -130,7 +131,7 @@ def steps(rows: int) -> RankSteps:
 
 
 def ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
-    """Draw `count` independent ranks in 1..rows."""
+    """Draw `count` independent ranks in 1..rows, int64."""
     table_steps = steps(rows)
     until = np.cumsum(table_steps.mass)
     u = rng.random(count) * until[-1]
@@ -149,12 +150,12 @@ def probabilities(rows: int) -> Reals:
 
 
 def published_lookups(rows: int) -> int:
-    """Return the lookups per batch that scale the published batch to a table of `rows` rows."""
+    """Return the lookups per batch of the published batch, scaled to a table of `rows` rows."""
     return round(rows / rates().rows_per_distinct * LOOKUPS / DISTINCT)
 
 
 def histograms(counts: Ids) -> tuple[Reals, Reals]:
-    """Return the share of rows and of lookups in each bin, of rows looked up `counts` > 0 times."""
+    """Return the share of rows and of lookups per bin, for rows with `counts` > 0 lookups each."""
     where = np.searchsorted(EDGES, counts) - 1
     rows = np.bincount(where, minlength=len(EDGES)) / max(1, len(counts))
     lookups = np.bincount(where, counts, minlength=len(EDGES)) / max(1, int(counts.sum()))

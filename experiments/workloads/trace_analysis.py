@@ -1,4 +1,4 @@
-"""Analysis of a trace: repetition, skew, reuse distances and hit rates; pure functions."""
+"""Analysis of a trace of lookups: repetition, skew, reuse distances and hit rates."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from experiments.workloads import cache_bounds, production
 from experiments.workloads.cache_bounds import RowTrace
 from experiments.workloads.distributions import Ids, Reals, integral
 
-NEVER = -1  # before the first lookup of a row there is none
+NEVER = -1  # distance of the first lookup of a row
 
 
 def stack_distances(rows: Ids) -> Ids:
-    """Return per access the distinct other rows since the last access to its row, else NEVER.
+    """Return per access the number of distinct other rows since the last access to its row.
 
-    A cache of C rows that always gives up the least recently used one serves exactly the accesses
-    with a distance below C (Mattson et al. 1970), so that these numbers give its hit rate at every
-    size at once.
+    The first access to a row has NEVER. An LRU cache of C rows serves exactly the accesses with a
+    distance below C (Mattson et al. 1970), so the distances give its hit rate at every size.
 
-    With p the previous access to the row of i: between them lie as many distinct rows as there are
-    accesses j < i, j > p whose own previous access is not after p. Those before p all qualify, so
-    it is the number of j < i with previous(j) <= p, less p + 1.
+    Let p be the previous access to the row of access i. The distinct rows between them are the
+    accesses j with p < j < i and previous(j) <= p. All j <= p have previous(j) <= p too, so their
+    number is that of all j < i with previous(j) <= p, minus p + 1.
     """
     previous = _previous(rows)
     earlier = _not_above_before(previous)
@@ -35,32 +34,32 @@ def stack_distances(rows: Ids) -> Ids:
 
 
 def batch_distances(trace: RowTrace) -> Ids:
-    """Return stack distances for caches that probe a whole batch before any row moves.
+    """Return stack distances of caches that probe all rows of a batch before any row moves.
 
-    For each row of a batch: how many rows were used more recently than it before the batch began. A
-    cache of C rows that keeps the most recent ones has it if that is below C. Of the rows of one
-    batch those with more lookups count as more recent.
+    The distance of a row of a batch is the number of rows that were used more recently before the
+    batch began; an LRU cache of C rows has the row if the distance is below C. Among the rows of
+    one batch, those with more lookups count as more recent.
     """
     order = np.lexsort((trace.lookups, trace.batch))
     previous = _previous(trace.rows[order])
     ends = zip(trace.starts[:-1], trace.starts[1:], strict=True)
     within = [_not_above_before(previous[a:b]) for a, b in ends]
     earlier = _not_above_before(previous) - np.concatenate([*within, np.zeros(0, np.int64)])
-    distances_of = np.empty(len(previous), np.int64)
-    distances_of[order] = np.where(previous < 0, NEVER, earlier - (previous + 1))
-    return distances_of
+    batch_distance = np.empty(len(previous), np.int64)
+    batch_distance[order] = np.where(previous < 0, NEVER, earlier - (previous + 1))
+    return batch_distance
 
 
 def _previous(rows: Ids) -> Ids:
-    """Return the last access to the same row, -1 for the first."""
+    """Return per access the previous one to the same row, -1 for the first."""
     return cache_bounds.shifted(rows, 1, -1)
 
 
 def _not_above_before(values: Ids) -> Ids:
-    """Return for each i how many j < i have values[j] <= values[i].
+    """Return for each i the number of j < i with values[j] <= values[i].
 
-    The counts of a merge sort: whenever two neighbouring blocks are merged, each value of the later
-    block counts the values of the earlier one that are sorted before it.
+    Merge sort counts them: when two neighbouring blocks are merged, each value of the later block
+    adds the number of values of the earlier block that are sorted before it.
     """
     count = len(values)
     ranks = np.empty(count, np.int64)
@@ -79,33 +78,44 @@ def _not_above_before(values: Ids) -> Ids:
     return counts_before
 
 
-EXACT_RANKS = 256  # masses of so many ranks are summed, those of the others integrated
-MAX_S = 4.0
-POINTS, ROUNDS, ZOOM = 11, 9, 0.45
+EXACT_RANKS = 256  # first ranks, whose probabilities are summed; those of the others are integrated
+MAX_S = 4.0  # largest exponent that is fitted
+POINTS, ROUNDS, ZOOM = 11, 9, 0.45  # grid per parameter, grid searches, shrinkage per search
 
 
 @dataclass(frozen=True)
 class ZipfFit:
-    """The most likely zipf distribution, and how far the lookups differ from it."""
+    """The most likely Zipf distribution, P(rank) ~ (rank + q)^-s.
+
+    Attributes:
+        s: exponent.
+        q: offset.
+        misfit: largest difference of the cumulative shares of lookups by rank.
+    """
 
     s: float
     q: float
-    misfit: float  # largest difference of the cumulative shares by rank, of the other half
+    misfit: float
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows with equal counts in one half, most popular first: ranks, and lookups of the other."""
+    """Blocks of rows with equal counts in the ranking half of a trace, the most popular first.
 
-    last: Ids  # the block's last rank, from 1
+    Attributes:
+        last: last rank of each block, counted from 1.
+        lookups: lookups of each block's rows in the judging half.
+    """
+
+    last: Ids
     lookups: Ids
 
     @classmethod
     def of(cls, ranking: Ids, judged: Ids, rows: int) -> Blocks:
-        """Build from each row's lookups in both halves; further rows have none in either."""
-        counts, where = np.unique(-ranking, return_inverse=True)
-        sizes = np.bincount(where, minlength=len(counts))
-        lookups = np.bincount(where, judged, minlength=len(counts)).astype(np.int64)
+        """Build from the lookups per row in both halves; `rows` counts rows without lookups too."""
+        counts, block = np.unique(-ranking, return_inverse=True)
+        sizes = np.bincount(block, minlength=len(counts))
+        lookups = np.bincount(block, judged, minlength=len(counts)).astype(np.int64)
         rest = rows - len(ranking)
         if rest > 0 and len(counts) and counts[-1] == 0:
             sizes[-1] += rest
@@ -115,7 +125,13 @@ class Blocks:
 
 
 def fit(ranking: Ids, judged: Ids, rows: int) -> ZipfFit | None:
-    """Fit a zipf distribution to each row's lookups in two halves; None where they are too few."""
+    """Fit a Zipf distribution; return None for too few lookups.
+
+    Args:
+        ranking: lookups per row in the half that ranks the rows.
+        judged: lookups per row in the half whose likelihood is maximised.
+        rows: number of rows of the table.
+    """
     blocks = Blocks.of(ranking, judged, rows)
     if len(blocks.last) < 3 or blocks.lookups.sum() < 100:
         return None
@@ -124,27 +140,27 @@ def fit(ranking: Ids, judged: Ids, rows: int) -> ZipfFit | None:
     for _ in range(ROUNDS):
         s = np.linspace(low[0], high[0], POINTS)
         log_q = np.linspace(low[1], high[1], POINTS)
-        likely = np.stack([_log_likelihood(blocks, s, float(np.expm1(t))) for t in log_q])
-        at = np.unravel_index(int(likely.argmax()), likely.shape)
-        best = (float(s[at[1]]), float(log_q[at[0]]))
+        likelihood = np.stack([_log_likelihood(blocks, s, float(np.expm1(t))) for t in log_q])
+        at_q, at_s = np.unravel_index(int(likelihood.argmax()), likelihood.shape)
+        best = (float(s[at_s]), float(log_q[at_q]))
         half = (high - low) * ZOOM / 2
         low = np.maximum(np.array(best) - half, 0.0)
         high = np.array(best) + half
     s_best, q_best = best[0], float(np.expm1(best[1]))
     mass = masses(blocks, np.array([s_best]), q_best)[0]
-    seen = np.cumsum(blocks.lookups) / blocks.lookups.sum()
-    return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - seen).max()))
+    observed = np.cumsum(blocks.lookups) / blocks.lookups.sum()
+    return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - observed).max()))
 
 
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
-    """Return [s]: the log-likelihood of the judged lookups; rows of a block are equally likely."""
+    """Return the log-likelihood of the judged lookups per exponent, [s]."""
     mass = masses(blocks, s, q)
     size = np.diff(blocks.last, prepend=0)
     return np.asarray((blocks.lookups * np.log(np.maximum(mass, 1e-300) / size)).sum(1))
 
 
 def masses(blocks: Blocks, s: Reals, q: float) -> Reals:
-    """Return [s, blocks]: the probability of each block."""
+    """Return the probability of each block per exponent, [s, blocks]."""
     ranks = np.arange(1, EXACT_RANKS + 1, dtype=np.float64)
     exponent = s[:, None]
     head = np.cumsum(np.exp(-exponent * np.log(ranks + q)), axis=1)
@@ -158,31 +174,31 @@ def masses(blocks: Blocks, s: Reals, q: float) -> Reals:
     return np.diff(until, axis=1, prepend=0.0) / until[:, -1:]
 
 
-SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # of the lookups: how many rows have them
-CURVE_POINTS = 48  # of a curve over sizes or ranks
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # shares of the lookups to count the rows of
+CURVE_POINTS = 48  # points of a curve over sizes or ranks
 Numbers = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Lookups:
-    """Batches of ids of one table, or of several under one numbering; ids may be any integers."""
+    """Batches of ids, which may be any integers, of one table or of several in one numbering."""
 
     batches: Sequence[Ids]
 
     @cached_property
     def ids(self) -> Ids:
-        """Return all lookups, with rows numbered from 0 in order of their ids."""
-        every = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
-        return np.unique(every, return_inverse=True)[1].astype(np.int64)
+        """Return the row of each lookup; rows are numbered from 0 in the order of ids."""
+        ids = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
+        return np.unique(ids, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def counts(self) -> Ids:
-        """Return the lookups of each row that has any."""
+        """Return the number of lookups of each row."""
         return np.bincount(self.ids)
 
     @cached_property
     def starts(self) -> Ids:
-        """Return where each batch begins in `ids`, and the end."""
+        """Return the first lookup of each batch, and the end, [batches + 1]."""
         return np.cumsum([0, *(len(batch) for batch in self.batches)])
 
     def slices(self) -> list[Ids]:
@@ -190,25 +206,31 @@ class Lookups:
         return [self.ids[a:b] for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
 
     def trace(self, warm: int) -> RowTrace:
-        """Return the trace as caches see it; the first `warm` batches are not counted."""
+        """Return the trace of distinct rows; the first `warm` batches are not counted."""
         return RowTrace.of(self.slices(), warm)
 
 
 def samples(lookups: Lookups) -> dict[str, list[int]]:
-    """Count per batch: lookups, distinct rows, and rows that no batch before had."""
+    """Return per batch the lookups, the distinct rows, and the rows that are new in the trace."""
     seen = np.zeros(len(lookups.counts), bool)
-    found: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}
+    counts: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}
     for ids in lookups.slices():
         rows = np.unique(ids)
-        found["lookups"].append(len(ids))
-        found["rows"].append(len(rows))
-        found["new"].append(int((~seen[rows]).sum()))
+        counts["lookups"].append(len(ids))
+        counts["rows"].append(len(rows))
+        counts["new"].append(int((~seen[rows]).sum()))
         seen[rows] = True
-    return found
+    return counts
 
 
 def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
-    """Analyse one table: repetition, concentration, skew. `rows` 0: those that were looked up."""
+    """Return repetition, concentration and skew of the lookups of a table.
+
+    Args:
+        lookups: lookups of the table.
+        lengths: lookups per bag, of all bags.
+        rows: rows of the table; 0 if unknown, then those that were looked up.
+    """
     counts = np.sort(lookups.counts)[::-1]
     total = int(counts.sum())
     per_batch = samples(lookups)
@@ -232,14 +254,13 @@ def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
 
 
 def fitted(lookups: Lookups, rows: int) -> Numbers | None:
-    """Fit a zipf distribution that even batches rank and odd ones judge."""
-    parts = lookups.slices()
-    size = len(lookups.counts)
-    none = np.zeros(0, np.int64)
-    halves = [np.concatenate([none, *parts[first::2]]) for first in (0, 1)]
+    """Fit a Zipf distribution: even batches rank the rows, odd ones judge it."""
+    batches, size = lookups.slices(), len(lookups.counts)
+    no_ids = np.zeros(0, np.int64)
+    halves = [np.concatenate([no_ids, *batches[first::2]]) for first in (0, 1)]
     ranking, judged = (np.bincount(ids, minlength=size) for ids in halves)
-    found = fit(ranking, judged, max(rows, size))
-    return None if found is None else dataclasses.asdict(found)
+    zipf = fit(ranking, judged, max(rows, size))
+    return None if zipf is None else dataclasses.asdict(zipf)
 
 
 def _share(part: float, whole: float) -> float:
@@ -247,13 +268,13 @@ def _share(part: float, whole: float) -> float:
 
 
 def spectrum(lookups: Lookups) -> Numbers:
-    """Return shares of rows and lookups by lookups per row, in the bins of `production.EDGES`."""
+    """Return the shares of rows and of lookups by lookups per row, in the bins of `production`."""
     rows, share = production.histograms(lookups.counts)
     return {"edges": list(production.EDGES), "rows": rows.tolist(), "lookups": share.tolist()}
 
 
 def ranked(lookups: Lookups) -> list[list[float]]:
-    """Return [rank, share of the lookups per row] by falling count, log-spaced."""
+    """Return [rank, share of the lookups per row] at log-spaced ranks, the most popular first."""
     counts = np.sort(lookups.counts)[::-1]
     if not len(counts):
         return []
@@ -271,46 +292,47 @@ def _spaced(last: int) -> Ids:
 
 
 def distances(lookups: Lookups) -> Numbers:
-    """Return how many other rows are looked up between two lookups of a row.
+    """Return a histogram of stack distances, as shares of all lookups.
 
-    Shares of all lookups: `reuse[b]` with distances from `edges[b]` to below `edges[b + 1]`, and
-    `first` without any. `within_batch` are lookups of a row that their batch has looked up before.
+    `reuse[b]` is the share with distances in [edges[b], edges[b + 1]), `first` that of first
+    lookups, and `within_batch` that of lookups of a row that their batch has looked up before.
+    `median` is the median distance, without first lookups.
     """
-    found = stack_distances(lookups.ids)
-    again = found[found != NEVER]
-    bits = int(again.max(initial=1)).bit_length()
+    distance = stack_distances(lookups.ids)
+    reused = distance[distance != NEVER]
+    bits = int(reused.max(initial=1)).bit_length()
     edges = [0, *(2**k for k in range(bits + 1))]
-    inside = np.histogram(again, edges)[0]
-    total = len(found)
+    counts = np.histogram(reused, edges)[0]
+    total = len(distance)
     distinct = sum(len(np.unique(ids)) for ids in lookups.slices())
     return {
         "edges": edges,
-        "reuse": [_share(int(n), total) for n in inside],
-        "first": _share(total - len(again), total),
+        "reuse": [_share(int(n), total) for n in counts],
+        "first": _share(total - len(reused), total),
         "within_batch": _share(total - distinct, total),
-        "median": float(np.median(again)) if len(again) else math.nan,
+        "median": float(np.median(reused)) if len(reused) else math.nan,
     }
 
 
 def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> Numbers:
-    """Return what caches serve of the counted batches.
+    """Return the hit rates of the counted batches, per lookup and per distinct row.
 
-    LRU at any size, ideals at `fractions` of the distinct rows of the trace.
+    LRU has a curve over all sizes; the ideals have points at `fractions` of the distinct rows.
     """
     counted = slice(int(trace.starts[trace.warm]), None)
-    distance, weight = batch_distances(trace)[counted], trace.lookups[counted]
-    total = int(weight.sum())
+    distance, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]
+    total = int(num_lookups.sum())
 
     def rates(size: int, lookups: int, rows: int) -> Numbers:
         return {
             "cache_rows": size,
             "lookups": _share(lookups, total),
-            "rows": _share(rows, len(weight)),
+            "rows": _share(rows, len(num_lookups)),
         }
 
     def least_recently_used(size: int) -> Numbers:
         hit = (distance != NEVER) & (distance < size)
-        return rates(size, int(weight[hit].sum()), int(hit.sum()))
+        return rates(size, int(num_lookups[hit].sum()), int(hit.sum()))
 
     def ideal(serve: Callable[[RowTrace, int], cache_bounds.Hits], size: int) -> Numbers:
         hits = serve(trace, size)
@@ -318,10 +340,10 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> Numbers:
 
     distinct = len(np.unique(trace.rows))
     sizes = sorted({max(1, round(f * distinct)) for f in fractions})
-    every = sorted({*_spaced(distinct).tolist(), *sizes})
+    curve_sizes = sorted({*_spaced(distinct).tolist(), *sizes})
     return {
         "distinct": distinct,
-        "lru": [least_recently_used(size) for size in every],
+        "lru": [least_recently_used(size) for size in curve_sizes],
         "offline": [ideal(cache_bounds.offline, size) for size in sizes],
         "static_top": [ideal(cache_bounds.static_top, size) for size in sizes],
     }

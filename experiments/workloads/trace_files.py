@@ -20,11 +20,11 @@ from experiments.workloads.trace_formats import (
     Integers,
     Reader,
     TableLookups,
-    TraceError,
     readable,
 )
-
-__all__ = ["Ragged", "TraceError", "batches", "resolve"]
+from experiments.workloads.trace_formats import (
+    TraceError as TraceError,
+)
 
 SUFFIXES = {
     ".parquet": Format.parquet,
@@ -33,33 +33,41 @@ SUFFIXES = {
     ".tsv": Format.criteo,
     ".txt": Format.criteo,
 }
-LENGTH_SAMPLES = 4096  # of which the mean length of bags is computed
+LENGTH_SAMPLES = 4096  # first samples, which give the mean length of bags
 
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """One batch of one table: rows, and how many each sample has."""
+    """The bags of one table in a batch.
 
-    ids: np.ndarray  # [lookups] int64
-    lengths: np.ndarray  # [B] int64
-    folded: int = 0  # ids that were outside the table
+    Attributes:
+        ids: rows, int64 [lookups].
+        lengths: lookups per sample, int64 [B].
+        folded: number of ids that were outside the table.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    folded: int = 0
 
 
 def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
-    """Complete the workload with the tables of its trace file; return others unchanged.
+    """Complete a workload by the tables of its trace file; return a workload without one as it is.
 
-    `sized`: tables will be made, so that their numbers of rows must be known.
+    Args:
+        work: workload.
+        sized: True if tables will be built, so that their rows must be known.
 
     Raises:
-        TraceError: no such file, another one than `sha256` asks for, or unknown sizes.
+        TraceError: there is no such file, its sha256 is another, or the rows are unknown.
     """
     if work.distribution is not Distribution.trace:
         return work
     path = _path(work)
-    columns_of = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
-    if work.sha256 and work.sha256 != columns_of:
+    sha256 = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
+    if work.sha256 and work.sha256 != sha256:
         raise TraceError(
-            f"{path.name} is another file: its sha256 is {columns_of}, workload.sha256 asks for "
+            f"{path.name} is another file: its sha256 is {sha256}, workload.sha256 asks for "
             f"{work.sha256}"
         )
     columns = _chosen(work)
@@ -68,7 +76,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     sizes = work.sizes or [work.E or column.rows for column in columns]
     if len(sizes) != len(columns):
         raise TraceError(
-            f"workload.sizes must have one entry a table: {path.name} has {len(columns)}"
+            f"workload.sizes must have one entry per table: {path.name} has {len(columns)}"
             f"{' that were chosen' if work.columns or work.T else ''}, got {len(sizes)}"
         )
     if sized and not all(sizes):
@@ -84,7 +92,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
         raise TraceError(f"{path.name} has no samples")
     return dataclasses.replace(
         work,
-        sha256=columns_of,
+        sha256=sha256,
         columns=names,
         sizes=sizes,
         T=len(columns),
@@ -94,12 +102,15 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
 
 
 def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[list[Ragged]]:
-    """Read the first `count` batches of B consecutive samples; fewer if the file ends.
+    """Yield up to `count` batches of B consecutive samples, each a list with one entry per table.
 
-    `sizes` are the rows to look up; 0 leaves ids as they are.
+    Args:
+        work: workload of a trace.
+        sizes: rows of each table; 0 leaves its ids unchecked.
+        count: maximum number of batches; a short file has fewer.
 
     Raises:
-        TraceError: an id outside its table, unless they are folded.
+        TraceError: an id is outside its table, with ids=exact.
     """
     names = work.columns or [column.name for column in _chosen(work)]
     blocks = _exactly(_blocks(work, names, work.B), work.B)
@@ -111,7 +122,7 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
 
 
 def _exactly(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[TableLookups]]:
-    """Cut blocks of any size into blocks of `size` samples; drop the rest."""
+    """Regroup blocks of any size into blocks of `size` samples; drop an incomplete last one."""
     rest: list[TableLookups] = []
     for block in blocks:
         if rest and len(rest[0].lengths):
@@ -154,7 +165,7 @@ def _checksum(path: Path, size: int, changed: int) -> str:
 
 
 def _chosen(work: WorkloadConfig) -> list[Column]:
-    """Return the named columns, or the first T, or all."""
+    """Return the columns of the workload: the named ones, the first T, or all."""
     with readable(_path(work)):
         every = _open(work).columns()
     names = [column.name for column in every]

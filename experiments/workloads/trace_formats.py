@@ -1,8 +1,7 @@
 """The formats of trace files: their tables, and their lookups in blocks of samples.
 
-A reader yields blocks: for each table the ids of some samples and how many each sample has. It
-reads on only when the next block is asked for, so that the start of a large file costs what the
-start costs.
+A reader yields blocks; a block has, per table, the ids of some samples and the number of ids per
+sample. Blocks are read one by one, so that the first batches of a large file cost little.
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ from experiments.workloads.distributions import Ids
 
 
 class TraceError(ValueError):
-    """A trace file cannot be used; the message says why and what to do."""
+    """A trace file cannot be used; the message names the fault and the remedy."""
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert a library's error about a damaged file to a TraceError."""
+    """Convert errors of libraries about a damaged file to TraceError."""
     try:
         yield
     except (EOFError, OSError, UnicodeError, csv.Error, zlib.error) as error:
         raise TraceError(
-            f"{path.name} is damaged, or not in the format that it was said to be in ({error})"
+            f"{path.name} is damaged, or has another format than workload.format says ({error})"
         ) from error
 
 
 def text(path: Path) -> IO[str]:
-    """Open a file as text, compressed or not, without a byte-order mark."""
+    """Open a text file, plain or .gz, and skip a byte-order mark."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", newline="", encoding="utf-8-sig")
     return open(path, newline="", encoding="utf-8-sig")
 
 
 def torch_load(path: Path) -> Any:
-    """Load tensors that stay on disk until they are used; compressed files are unpacked first."""
+    """Load a file of torch.save, mapped into memory; unpack a .gz to a temporary file first."""
     if path.suffix != ".gz":
         return _mapped(path, path.name)
     with tempfile.NamedTemporaryFile(suffix=".pt") as unpacked, gzip.open(path) as packed:
@@ -68,23 +67,25 @@ def _mapped(path: Path, name: str) -> Any:
     try:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # written before torch's files were archives: those cannot be mapped
+        except (
+            RuntimeError
+        ):  # files of old versions of torch are no archives: they cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]  # then torch gives unsafe advice
+        reason = str(error).partition("\n")[0].partition(". ")[0]  # what follows is unsafe advice
         raise TraceError(
             f"{name} is not a file of torch.save with tensors ({reason or 'it is empty'})"
         ) from error
 
 
-Integers = NDArray[Any]  # of any width; hashed ids may need all 64 bits
+Integers = NDArray[Any]  # integers of any type; hashed ids may need uint64
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 SEPARATORS = re.compile(r"[\s,;|\[\]]+")
 HEXADECIMAL = re.compile(r"(0[xX])?[0-9a-fA-F]+")
 
 
 class TableLookups(NamedTuple):
-    """Lookups of some samples in one table."""
+    """The lookups of some samples in one table: ids [lookups], and lookups per sample [samples]."""
 
     ids: Integers
     lengths: Ids
@@ -92,14 +93,14 @@ class TableLookups(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """A table of a trace; 0 rows: the file does not say how many it has."""
+    """A table of a trace; 0 rows if the file does not state their number."""
 
     name: str
     rows: int = 0
 
 
 class Reader(ABC):
-    """One trace file."""
+    """A trace file; its constructor raises TraceError for a file of another layout."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,7 +111,7 @@ class Reader(ABC):
 
     @abstractmethod
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-        """Yield lookups of the named tables, about `size` samples at a time."""
+        """Yield blocks of about `size` samples, each with an entry per named table."""
 
     def positions(self, names: Sequence[str]) -> list[int]:
         """Return the positions of the named tables among `columns()`."""
@@ -119,16 +120,19 @@ class Reader(ABC):
 
 
 class MappedReader(Reader):
-    """A file of tensors that stay on disk until they are used."""
+    """A file of tensors that are mapped into memory.
 
-    samples: list[int]  # per table
+    Attributes:
+        samples: number of samples of each table; the shortest table ends the trace.
+    """
+
+    samples: list[int]
 
     @abstractmethod
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
-        """Return the lookups of the samples from `start` to before `end`."""
+        """Return the lookups of the samples [start, end) in a table."""
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-        """Yield slices up to the end of the shortest table."""
         tables = self.positions(names)
         samples = min(self.samples[t] for t in tables)
         for start in range(0, samples, size):
@@ -143,7 +147,6 @@ class LineReader(Reader):
         """Yield per line the ids of each table."""
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-        """Yield blocks of lines."""
         samples = self._samples(self.positions(names))
         while block := list(itertools.islice(samples, size)):
             yield [
@@ -156,9 +159,9 @@ class LineReader(Reader):
 
 
 class Dlrm(MappedReader):
-    """A tuple (indices, offsets, lengths) of torch.save, as dlrm_datasets has it; .gz as well.
+    """A file of dlrm_datasets: torch.save of (indices, offsets, lengths), plain or .gz.
 
-    Feature-major: bag t*B + b is table t, sample b; `lengths` is [T, B].
+    Bag t * B + b is sample b of table t; `lengths` is [T, B].
     """
 
     def __init__(self, path: Path) -> None:
@@ -190,7 +193,7 @@ class Dlrm(MappedReader):
             )
 
     def columns(self) -> list[Column]:
-        """Return t0, t1, ...; their numbers of rows are not in the file."""
+        """Return t0, t1, ...; the file does not state their rows."""
         return [Column(f"t{t}") for t in range(len(self.samples))]
 
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
@@ -222,7 +225,6 @@ class Recorded(MappedReader):
         self.samples = [len(starts) - 1 for starts in self.starts]
 
     def columns(self) -> list[Column]:
-        """Return the tables as the recorder named them, with their rows."""
         return [Column(f.name, f.rows) for f in self.trace.features]
 
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
@@ -231,13 +233,13 @@ class Recorded(MappedReader):
 
 
 class Criteo(LineReader):
-    """Lines of label, 13 numbers and 26 categories in hexadecimal, separated by tabs; .gz as well.
+    """A file of Criteo, plain or .gz: lines of label, 13 numbers and 26 hexadecimal categories.
 
-    An empty category is an empty bag. A test set's lines have no label.
+    Tabs separate the fields. An empty category is an empty bag. Lines of a test set have no label.
     """
 
     def columns(self) -> list[Column]:
-        """Return C1 to C26, hashed ids of 32 bits."""
+        """Return C1 to C26, whose ids are hashes of 32 bits."""
         return [Column(f"C{c}") for c in range(1, CRITEO_TABLES + 1)]
 
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
@@ -261,19 +263,18 @@ class Criteo(LineReader):
 
 
 class Csv(LineReader):
-    """A line of names, then one line per sample.
+    """A file with a line of names, then a line per sample, plain or .gz.
 
-    A column has an id, or ids separated by blanks, ';' or '|', or a list in brackets. An empty
-    field is an empty bag. .gz as well.
+    A field has an id, ids separated by blanks, ';' or '|', or a list in brackets. An empty field is
+    an empty bag.
     """
 
     def columns(self) -> list[Column]:
-        """Return the columns as the first line names them."""
         with text(self.path) as file:
             names = next(csv.reader(file), [])
         if not names or any(not n.strip() or re.fullmatch(r"-?\d+", n.strip()) for n in names):
             raise TraceError(
-                f"{self.path.name}: the first line must name the columns, one a table, got "
+                f"{self.path.name}: the first line must name the columns, one per table, got "
                 f"{','.join(names)[:60]!r}"
             )
         if len(names) == 1 and SEPARATORS.search(names[0].strip()):
@@ -309,7 +310,7 @@ class Csv(LineReader):
 
 
 class Parquet(Reader):
-    """A row per sample; integer columns have one id a sample, columns of integer lists a bag."""
+    """A parquet file with a row per sample: columns of integers or of lists of integers."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -323,26 +324,26 @@ class Parquet(Reader):
             raise TraceError(f"{path.name} is not a parquet file ({error})") from error
 
     def columns(self) -> list[Column]:
-        """Return the columns of integers and of lists of integers."""
+        """Return the columns with ids."""
         from pyarrow import types
 
         lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-        columns_of = [
+        columns = [
             Column(field.name)
             for field in self.schema
             if types.is_integer(
                 field.type.value_type if any(test(field.type) for test in lists) else field.type
             )
         ]
-        if not columns_of:
+        if not columns:
             had = ", ".join(f"{f.name}: {f.type}" for f in self.schema)
             raise TraceError(
                 f"{self.path.name}: no column has integers or lists of integers; it has {had}"
             )
-        return columns_of
+        return columns
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-        """Yield row groups as pyarrow reads them; a missing value is an empty bag."""
+        """Yield the batches of pyarrow; a missing value is an empty bag."""
         import pyarrow.compute
         import pyarrow.parquet
         import pyarrow.types
@@ -365,7 +366,7 @@ class Parquet(Reader):
 
 
 def _integers(values: list[int]) -> Integers:
-    """Convert to int64, or uint64 where ids need the last bit."""
+    """Convert to int64, or to uint64 if an id needs the last bit."""
     try:
         if any(v > 2**63 - 1 for v in values):
             return np.array(values, np.uint64)

@@ -22,12 +22,12 @@ _CRITEO_KAGGLE = """
 2173 4 7046547 18 15 286181 105 142572
 """
 CRITEO_KAGGLE = tuple(int(rows) for rows in _CRITEO_KAGGLE.split())
-WAYS = 32  # rows of a set of emblib's cache
+WAYS = 32  # rows per set of emblib's cache
 
 
 @dataclass(frozen=True)
 class TableShape:
-    """One table, and so one feature, of a workload."""
+    """Rows and columns of a table, which has one feature."""
 
     rows: int
     dim: int
@@ -35,14 +35,20 @@ class TableShape:
 
 @dataclass(frozen=True)
 class Batch:
-    """Feature-major lookups: bag f*B+b is indices[offsets[f*B+b]:offsets[f*B+b+1]]."""
+    """A batch of lookups, on the host: bag f*B + b is sample b of feature f.
 
-    indices: Tensor  # [L] int64
-    offsets: Tensor  # [F*B+1] int64
-    gradient: Tensor  # [B, sum D] float32, what the model would send back
+    Attributes:
+        indices: ids of all bags, int64 [lookups].
+        offsets: first lookup of each bag, and the end, int64 [F*B + 1].
+        gradient: gradient of the output, float32 [B, sum D].
+    """
+
+    indices: Tensor
+    offsets: Tensor
+    gradient: Tensor
 
     def feature(self, feature: int) -> tuple[Tensor, Tensor]:
-        """Return ids and bag starts (with the end) of one feature, offsets from 0."""
+        """Return the ids [lookups] and offsets [B + 1] of one feature; offsets start at 0."""
         size = self.gradient.size(0)
         offsets = self.offsets[feature * size : (feature + 1) * size + 1]
         start, end = int(offsets[0]), int(offsets[-1])
@@ -51,47 +57,58 @@ class Batch:
 
 @dataclass(frozen=True)
 class Pool:
-    """The batches a cell cycles through, and what they contain."""
+    """The batches that a cell uses in turns, and facts about them.
+
+    Attributes:
+        batches: distinct batches.
+        lookups: mean number of lookups per batch.
+        unique_rows: mean number of distinct rows per batch, counted per table.
+        fingerprint: sha256 of all ids, and of the offsets of a trace.
+        folded: number of lookups of a trace outside their table, in all batches.
+    """
 
     batches: tuple[Batch, ...]
-    lookups: int  # per batch; of a trace, whose batches differ, the mean
-    unique_rows: float  # mean per batch, counted per table
-    fingerprint: str  # sha256 of all ids, and of the offsets where bags differ
-    folded: int = 0  # lookups of a trace that were outside their table, in all batches
+    lookups: int
+    unique_rows: float
+    fingerprint: str
+    folded: int = 0
 
 
 def table_rows(workload: WorkloadConfig) -> tuple[int, ...]:
-    """Return the rows of each table: the public data set's, those listed, or E each."""
+    """Return the rows of each table: those of Criteo-Kaggle, those of `sizes`, or E each."""
     if workload.tables is Tables.criteo_kaggle:
         return CRITEO_KAGGLE
     return tuple(workload.sizes) or (workload.E,) * workload.T
 
 
 def table_shapes(workload: WorkloadConfig, *, scale: float = 1.0) -> tuple[TableShape, ...]:
-    """Return the tables; `scale` < 1 shrinks each table's rows by that factor, to at least one.
+    """Return the tables with their rows multiplied by `scale` <= 1, at least one row each.
 
-    Tables of a trace that is only analysed have 0 rows where the file does not say how many.
+    A table of a trace has 0 rows if their number is unknown, which analysing it permits.
     """
     rows = table_rows(workload)
     return tuple(TableShape(max(1, int(r * scale)) if r else 0, workload.D) for r in rows)
 
 
 def dense_bytes(shapes: tuple[TableShape, ...]) -> int:
-    """Return the bytes of the same tables as plain float32."""
+    """Return the bytes of uncompressed float32 tables."""
     return sum(4 * s.rows * s.dim for s in shapes)
 
 
 def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
-    """Return the sets of WAYS rows of a cache for `fraction` of all rows, rounded up."""
+    """Return the number of sets, of WAYS rows each, of a cache for `fraction` of all rows."""
     return max(1, math.ceil(fraction * sum(s.rows for s in shapes) / WAYS))
 
 
 def make_pool(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
 ) -> Pool:
-    """Make `count` distinct batches; equal arguments give equal batches on every machine.
+    """Make up to `count` distinct batches; equal arguments give equal batches on every machine.
 
-    A trace gives its first batches, whatever the seed, and fewer where the file ends.
+    A trace gives its first batches, whatever the seed; a short file gives fewer.
+
+    Raises:
+        TraceError: the trace has no complete batch, or an id outside its table.
     """
     digest = hashlib.sha256()
     batches, unique, folded = [], 0, 0
@@ -122,7 +139,7 @@ def _lookups(
     """Yield per batch and table the rows and the length of each bag."""
     if workload.distribution is Distribution.trace:
         smaller = [s.rows for s in shapes] != list(table_rows(workload))
-        if smaller:  # who asked for smaller tables asked for other rows
+        if smaller:  # ids beyond the shrunk tables are expected
             workload = dataclasses.replace(workload, ids=Ids.fold)
         yield from trace_files.batches(workload, [s.rows for s in shapes], count)
         return
@@ -149,7 +166,7 @@ def _feature_ids(
 
 
 def probabilities(workload: WorkloadConfig, rows: int) -> distributions.Reals | None:
-    """Return the probability of each row of a table, most popular first; None for a trace."""
+    """Return the probability of each row, [rows], the most popular first; None for a trace."""
     match workload.distribution:
         case Distribution.uniform:
             return distributions.zipf_probabilities(rows, 0.0)

@@ -58,6 +58,8 @@ PROBES = {
     (OK, "hydra.run.dir=../elsewhere", "-cd", "conf"): "hydra.run.dir is fixed",
     (OK, "++hydra.output_subdir=../x", "-cd", "conf"): "hydra.output_subdir is fixed",
     (OK, "foo["): "cannot read the arguments",
+    ("experiment",): "'experiment' needs a value: write +experiment=NAME. There is: anchor_",
+    (OK, "timing"): "'timing' needs a value: write timing=NAME. There is: gate, paper, quick",
     (OK, "where=['__import__(\"os\")']"): "where, exclude: cannot read",
     (OK, "where=['rnk > 3']"): "where, exclude: cannot read",
 }
@@ -78,9 +80,12 @@ def test_a_typo_ends_in_status_2_and_a_suggestion(
 
 def test_without_an_experiment_the_questions_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    error = " ".join(capsys.readouterr().err.split())  # however the lines are broken
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 36  # one screen
+    assert lines[-1].startswith("error: which experiment? e.g. python run.py +experiment=tt_vs_tbe")
     for name in configure.groups()["experiment"]:
-        assert f"{name} {configure.question(name)}" in error
+        (line,) = {line for line in lines if line.split()[:1] == [name]}
+        assert " ".join(line.split()).removesuffix(" …") in f"{name} {configure.question(name)}"
 
 
 def test_help_names_every_group_and_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +93,7 @@ def test_help_names_every_group_and_option(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     for group, options in configure.groups().items():
         assert all(option in shown for option in options), group
+    assert len(shown.splitlines()) <= 60
 
 
 def test_the_process_exits_with_the_status() -> None:

@@ -142,7 +142,7 @@ def test_a_slot_is_held_by_one_and_given_back(tmp_path: Path) -> None:
     two = [Slot("a", "0"), Slot("b", "1")]
     with launch.hold(two, 1, tmp_path) as first, launch.hold(two, 1, tmp_path) as second:
         assert {first[0], second[0]} == set(two)
-        assert not launch._take(two, 1, tmp_path)
+        assert not launch._lock_free(two, 1, tmp_path)
     with launch.hold(two, 2, tmp_path) as both:
         assert both == two
 
@@ -150,7 +150,7 @@ def test_a_slot_is_held_by_one_and_given_back(tmp_path: Path) -> None:
 def test_who_needs_two_keeps_none_while_it_waits(tmp_path: Path) -> None:
     two = [Slot("a"), Slot("b")]
     waited = 0
-    busy = launch._take(two[1:], 1, tmp_path)
+    busy = launch._lock_free(two[1:], 1, tmp_path)
 
     def pause() -> None:
         nonlocal waited
@@ -158,7 +158,7 @@ def test_who_needs_two_keeps_none_while_it_waits(tmp_path: Path) -> None:
         with launch.hold(two[:1], 1, tmp_path):  # the other is free meanwhile
             pass
         if waited == 3:
-            launch._give_back(busy)
+            launch._release(busy)
 
     with launch.hold(two, 2, tmp_path, pause) as held:
         assert held == two
@@ -178,7 +178,7 @@ def test_a_killed_holder_gives_its_slot_back(tmp_path: Path) -> None:
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    assert not launch._take([launch.CPU], 1, tmp_path)
+    assert not launch._lock_free([launch.CPU], 1, tmp_path)
     holder.kill()
     holder.wait()
     with lock.open("a") as again:
@@ -192,8 +192,8 @@ def processors(*words: str) -> tuple[dict[str, str], list[Slot]]:
     every = [*launch.list_gpus(), launch.CPU]
     with launch._processors(config) as environment:
         for slot in every:
-            mine = launch._take([slot], 1, launch.lock_folder())
-            launch._give_back(mine)
+            mine = launch._lock_free([slot], 1, launch.lock_folder())
+            launch._release(mine)
             taken += [] if mine else [slot]
     return environment, taken
 

@@ -73,18 +73,18 @@ def test_contenders_say_whether_they_run_here(monkeypatch: pytest.MonkeyPatch) -
     rows = {row[0]: row for row in listing.contenders().rows}
     assert set(rows) == set(registry.names())
     assert rows["tbe"][3] == "yes"
-    assert rows["tt"][1:3] == (registry.label("tt"), "rank")
+    assert rows["tt"][1:3] == (registry.find("tt").label, "rank")
     assert rows["torchrec"][3].startswith("not installed: ")
     assert "0.1" in rows["fbgemm"][3]
     assert "known to work" in rows["fbgemm"][3]
 
 
 def test_groups_are_told_in_their_own_words() -> None:
-    presets = {row[0]: row[1] for row in listing.presets().rows}
+    presets = {row[0]: row[1] for row in listing.SECTIONS["presets"]().rows}
     assert set(presets) == set(configure.groups()["timing"])
     assert presets["quick"].startswith("A first look")
     assert all(presets.values())
-    assert all(text for _, text in listing.workloads().rows)
+    assert all(text for _, text in listing.SECTIONS["workloads"]().rows)
 
 
 def test_references_are_found_with_where_they_come_from(tmp_path: Path) -> None:

@@ -73,14 +73,14 @@ def test_every_class_of_the_table_is_what_the_table_says(name: str) -> None:
 
 
 def test_arms_follow_what_the_table_says() -> None:
-    assert registry.variants("tensorly") == "rank"
+    assert registry.find("tensorly").variants == "rank"
     assert {"cached_lru", "disk_lfu", "fbgemm_lru"} <= set(registry.cached())
     assert not {"tbe", "tt", "fbgemm"} & set(registry.cached())
 
 
 def test_a_contender_of_an_old_run_is_still_called_something() -> None:
-    assert registry.label("gone_since") == "gone_since"
-    assert registry.variants("gone_since") == ""
+    assert registry.facts_of("gone_since").label == "gone_since"
+    assert registry.facts_of("gone_since").variants == ""
     with pytest.raises(RegistryError, match="no contender 'gone_since'"):
         registry.find("gone_since")
 

@@ -132,7 +132,7 @@ def test_wrong_options(words: list[str], message: str, capsys: pytest.CaptureFix
         (["cases.quality.options.shares=[]"], "cases.quality.options.shares must not be empty"),
         (["cases.quality.options.share=[1]"], "cases.quality.options.share"),
         (["cases.quality.kind=qualty"], "Did you mean 'cases.quality.kind=quality'?"),
-        (["cases.quality.kind=''"], "say of which kind"),
+        (["cases.quality.kind=''"], "needs a kind that has them"),
         (["cases.quality.contenders=[plain,hased]"], "Did you mean 'hashed'?"),
     ],
 )

@@ -132,7 +132,7 @@ def test_frequent_ids_have_rows_of_their_own() -> None:
     rows = made("tt_hot")
     hot = rows.task.scaled(0.5).fewer
     ids = torch.tensor([[0, 0], [hot[0] - 1, hot[1] - 1], [hot[0], hot[1]]])
-    place = rows.places[ids + rows.starts]
+    place = rows.hot_rows[ids + rows.starts]
     assert (place[:2] >= 0).all()
     assert (place[2] == -1).all()
     own, rest = rows.hot.weights(), rows.others.weights()

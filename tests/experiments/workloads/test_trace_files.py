@@ -302,7 +302,7 @@ def test_too_short_a_trace_says_so(tmp_path: Path) -> None:
         ({"file": "missing.pt"}, "there is no file 'missing.pt'"),
         ({"columns": ["secnd"]}, "no table 'secnd'. Did you mean 'second'"),
         ({"T": 3}, "workload.T must be at most 2"),
-        ({"sizes": [1, 2, 3]}, "one entry a table: lists.csv has 2, got 3"),
+        ({"sizes": [1, 2, 3]}, "one entry per table: lists.csv has 2, got 3"),
         ({"sha256": "00"}, "another file: its sha256 is"),
         ({"format": Format.dlrm}, "not a file of torch.save"),
         ({"format": Format.parquet}, "not a parquet file|pip install pyarrow"),
