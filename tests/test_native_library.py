@@ -1,13 +1,12 @@
 """The native libraries: their symbols, how they choose code, what import does and says."""
 
-import contextlib
 import os
+import platform
 import re
 import shutil
 import struct
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import emblib
+from emblib import ops
 
 ROOT = Path(__file__).resolve().parents[1]
 ISAS = ("baseline", "avx2", "avx512")
@@ -134,20 +134,6 @@ def test_cuda_library_is_there_where_it_was_asked_for() -> None:
     assert any((Path(p) / "libemblib_cuda.so").exists() for p in emblib.__path__)
 
 
-def test_the_source_distribution_is_what_a_build_needs(tmp_path: Path) -> None:
-    build = pytest.importorskip("scikit_build_core.build")
-    with contextlib.chdir(ROOT):
-        archive = tmp_path / build.build_sdist(str(tmp_path))
-    with tarfile.open(archive) as source:
-        names = {name.partition("/")[2] for name in source.getnames()}
-    assert archive.name == f"emblib-{emblib.__version__}.tar.gz"
-    assert names >= {"pyproject.toml", "LICENSE", "csrc/schema.cpp", "emblib/__init__.py"}
-    folders = {name.partition("/")[0] for name in names if "/" in name}
-    assert folders == {"csrc", "docs", "emblib"}
-    assert not [name for name in names if name.endswith(".so")]
-    assert archive.stat().st_size < 2_000_000
-
-
 # How the kernels of an instruction set are chosen
 
 _STEP = """
@@ -195,36 +181,70 @@ def test_every_instruction_set_gives_the_same_results(tmp_path: Path) -> None:
 
 # What import does, and what it says when it cannot
 
-# Takes the editable install out of the way, so that the copy is found.
-_COPY_ONLY = """
-import sys
-sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__.lower()]
-sys.path.insert(0, {folder!r})
-"""
+
+def _refusal(monkeypatch: pytest.MonkeyPatch, library: Path | None) -> str:
+    """Return the error of an import that finds this library, or none."""
+    monkeypatch.setattr(ops, "_find", lambda name: library)
+    with pytest.raises(ImportError) as refused:
+        ops._load_library("emblib_cpu")
+    return str(refused.value)
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A folder with the Python files of the package and no native library."""
-    ignore = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(ROOT / "emblib", tmp_path / "emblib", ignore=ignore)
-    return tmp_path
+def test_a_missing_library_of_a_package_is_installed_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ops, "_SOURCE", tmp_path)
+    message = _refusal(monkeypatch, None)
+    assert message.startswith("emblib's native library libemblib_cpu.so is missing")
+    assert "`pip install --force-reinstall --no-deps emblib`" in message
 
 
-def test_missing_library_says_how_to_build_it(copy: Path) -> None:
-    done = _python(_COPY_ONLY.format(folder=str(copy)) + "import emblib")
-    assert done.returncode != 0
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: emblib's native library libemblib_cpu.so is not built")
-    assert "pip install --no-build-isolation -e ." in last
+def test_a_missing_library_of_a_source_tree_is_built_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = _refusal(monkeypatch, None)
+    assert f"source tree {ROOT}" in message
+    assert "`pip install -e .`" in message
+    assert "start Python in another folder" in message
 
 
-def test_broken_library_says_how_to_build_it(copy: Path) -> None:
-    (copy / "emblib" / "libemblib_cpu.so").write_bytes(b"not a library")
-    done = _python(_COPY_ONLY.format(folder=str(copy)) + "import emblib")
-    last = done.stderr.strip().splitlines()[-1]
-    assert "does not load with torch" in last
-    assert "Rebuild it: pip install --no-build-isolation -e ." in last
+def test_a_damaged_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "libemblib_cpu.so"
+    library.write_bytes(b"not a library")
+    monkeypatch.setattr(ops, "_SOURCE", tmp_path)
+    message = _refusal(monkeypatch, library)
+    assert f"{library} does not load with torch {torch.__version__}" in message
+    assert f"damaged or of another processor; this one is {platform.machine()}" in message
+    assert "pip install --force-reinstall" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("/lib/libm.so.6: version `GLIBC_2.38' not found (required by x.so)", "needs GLIBC_2.38"),
+        ("libstdc++.so.6: version `GLIBCXX_3.4.30' not found", "needs GLIBCXX_3.4.30"),
+        ("x.so: undefined symbol: aoti_torch_abc", "This torch lacks"),
+        ("libtorch_cpu.so: cannot open shared object file", "This torch lacks"),
+        ("x.so: wrong ELF class: ELFCLASS32", "of another processor"),
+        ("out of memory", ""),
+    ],
+)
+def test_the_cause_of_a_library_that_does_not_load_is_named(error: str, cause: str) -> None:
+    found = ops._cause(error)
+    assert cause in found
+    assert bool(found) is bool(cause)
+
+
+@pytest.mark.parametrize(
+    ("library", "advice"),
+    [(None, "EMBLIB_CUDA=ON pip install -e "), (Path("x.so"), "check the driver with nvidia-smi")],
+)
+def test_missing_cuda_kernels_are_explained(
+    library: Path | None, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_find", lambda name: library)
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
+    ops.require_kernels(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=advice):
+        ops.require_kernels(torch.device("cuda"))
 
 
 def test_old_torch_is_named() -> None:

@@ -1,5 +1,7 @@
 """Loads the native library and is the Python face of `torch.ops.emblib`: shapes and gradients."""
 
+import platform
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_BUILD_COMMAND = "pip install --no-build-isolation -e ."
+_SOURCE = _PACKAGE.parent  # of a checkout; of an installed wheel it has no csrc
 _MINIMUM_TORCH = (2, 10)
 
 
@@ -37,17 +39,41 @@ def _find(name: str) -> Path | None:
 def _load_library(name: str) -> None:
     path = _find(name)
     if path is None:
-        raise ImportError(
-            f"emblib's native library lib{name}.so is not built for this environment; "
-            f"in the emblib source tree run: {_BUILD_COMMAND}"
-        )
+        raise ImportError(f"emblib's native library lib{name}.so is missing; {_way_out()}")
     try:
         torch.ops.load_library(path)
     except OSError as error:
+        reason = str(error.__cause__ or error)  # torch wraps what the dynamic loader says
         raise ImportError(
-            f"emblib's native library {path.name} does not load with torch "
-            f"{torch.__version__}: {error}. Rebuild it: {_BUILD_COMMAND}"
+            f"emblib's native library {path} does not load with torch {torch.__version__}: "
+            f"{reason}. {_cause(reason)}{_way_out()}"
         ) from error
+
+
+def _way_out() -> str:
+    """Return what provides a library that loads: a build in a checkout, else another install."""
+    if (_SOURCE / "csrc" / "CMakeLists.txt").exists():
+        return (
+            f"emblib was imported from its source tree {_SOURCE}. Build the library in there with "
+            "`pip install -e .`, or, if emblib is installed, start Python in another folder"
+        )
+    return (
+        "Install emblib again with `pip install --force-reinstall --no-deps emblib`; add "
+        "`--no-binary emblib` to compile it on this machine (a C++20 compiler is needed)"
+    )
+
+
+def _cause(error: str) -> str:
+    """Explain what the dynamic loader complains about, where it is one of the usual reasons."""
+    if missing := re.search(r"version `((?:GLIBC|GLIBCXX|CXXABI)_[\d.]+)' not found", error):
+        libc = " ".join(platform.libc_ver())
+        return f"It was built for a newer system: it needs {missing[1]}, this one has {libc}. "
+    if "ELF" in error or "file too short" in error:
+        machine = platform.machine()
+        return f"The file is damaged or of another processor; this one is {machine}. "
+    if "undefined symbol" in error or "libtorch" in error:
+        return "This torch lacks what emblib calls: is it complete, and from PyTorch's own wheels? "
+    return ""
 
 
 _load()
@@ -55,13 +81,22 @@ _load()
 
 def require_kernels(device: torch.device) -> None:
     """Raise RuntimeError if tables cannot live on `device` because its kernels are not loaded."""
-    if device.type == "cuda" and not torch._C._dispatch_has_kernel_for_dispatch_key(
+    if device.type != "cuda" or torch._C._dispatch_has_kernel_for_dispatch_key(
         "emblib::tbe_lookup", "CUDA"
     ):
+        return
+    if _find("emblib_cuda") is not None:
         raise RuntimeError(
-            "emblib was built without its CUDA library; with nvcc on PATH run: "
-            f"EMBLIB_CUDA=ON {_BUILD_COMMAND}"
+            "emblib's CUDA library was not loaded, because torch.cuda.is_available() was False "
+            f"when emblib was imported (torch {torch.__version__}, for CUDA {torch.version.cuda}): "
+            "check the driver with nvidia-smi, and that torch is a CUDA build"
         )
+    checkout = (_SOURCE / "csrc" / "CMakeLists.txt").exists()
+    build = f"-e {_SOURCE}" if checkout else "--force-reinstall --no-deps --no-binary emblib emblib"
+    raise RuntimeError(
+        "this emblib was built without its CUDA library, as the wheels on PyPI are: take the +cu "
+        f"wheel of the same release, or, with nvcc on PATH, run: EMBLIB_CUDA=ON pip install {build}"
+    )
 
 
 def empty_table(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -313,6 +313,7 @@ class GateConfig:
     min_effect: float = 0.05  # smaller effects do not count
     max_margin: float = 0.1  # a point whose noise asks for more is not gated
     strict: bool = False  # unsure, or too noisy to gate, is exit status 4
+    instructions: bool = True  # count them with callgrind, on the CPU with one thread
     noise: str = "reports/noise"  # folder of the noise floors, one file per machine
     floor_pairs: int = 24  # pairs of processes of a noise floor
     trials: int = 200  # kind power: gates of a revision against itself

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.gate.instructions import NATIVE, TOTAL
 from experiments.gate.rules import Ruling
 from experiments.gate.verdicts import Findings, PointFinding, as_json
 from experiments.report import document, tables, text
@@ -31,6 +32,9 @@ HOW = (
     "A point that looks slower or faster is measured again with as many new pairs, and counts only "
     "if these agree, at 5 % over all such points together (Holm). The effect shown is then that of "
     "the second set, because the first was selected for its effect.",
+    "Instructions: of one call, counted by callgrind, head ÷ base and the count of head: all of "
+    "them, and those within emblib's library. They do not depend on the machine's load; over 1 % "
+    "more is a regression, unless the point is FASTER.",
     "Smallest detectable: the smallest effect that would have been called, i.e. the margin plus "
     "half the interval.",
 )
@@ -79,6 +83,13 @@ def percent(value: float | None) -> Value:
     """Format '5.2 %'."""
     finite = None if value is None or math.isinf(value) else value
     return Value.of(finite, lambda v: f"{100 * v:.3g} %")
+
+
+def counted(line: PointFinding, name: str) -> Value:
+    """Format '1.031 (2,113,402)': head ÷ base, and the count of head."""
+    sides = line.counts.get(name)
+    ratio = sides["head"] / sides["base"] if sides and sides["base"] else None
+    return Value.of(ratio, lambda v: f"{v:.4f} ({sides['head']:,.0f})" if sides else "")
 
 
 def shown_path(path: Path) -> str:
@@ -207,10 +218,12 @@ def table(lines: Sequence[PointFinding]) -> Table:
     """Return one row per compared point."""
     columns: dict[str, Callable[[tuple[PointFinding, Ruling]], Value | str]] = {
         "point": lambda x: x[0].point,
-        "verdict": lambda x: x[0].state + " (bytes or hits)" * bool(x[0].grown),
+        "verdict": lambda x: x[0].state + " (counted)" * bool(x[0].grown),
         "head ÷ base [95\u00a0%]": lambda x: ratio(x[1].effect),
         "margin": lambda x: percent(x[1].margin),
         "smallest detectable": lambda x: percent(x[1].visible),
+        "instructions": lambda x: counted(x[0], TOTAL),
+        "of them in emblib": lambda x: counted(x[0], NATIVE),
         "base": lambda x: tables.time_value(x[0].base_s),
         "head": lambda x: tables.time_value(x[0].head_s),
         "pairs": lambda x: _pairs(x[1]),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from experiments.config.schema import Config
+from experiments.gate.instructions import Counts
 from experiments.gate.points import BuildResult, Point, Setup, TakeSamples, WarmUp, WeighPoint
 from experiments.gate.rules import Evidence, Request, Rules, Stage, next_request
 from experiments.measure.process import Child, Died, Limits
@@ -224,6 +225,13 @@ class Trial:
             built = BuildResult(record["status"], record["reason"])
             self.failed.setdefault(record["point"], {})[side] = built
             self.evidence.lost.add(record["point"])
+
+    def add_counts(self, counts: Counts) -> None:
+        """Add the counted instructions to what the sides of a point need."""
+        for point, sides in counts.items():
+            weights = self.weights.setdefault(point, {})
+            for side, counted in sides.items():
+                weights[side] = {**weights.get(side, {}), **counted}
 
 
 @dataclass

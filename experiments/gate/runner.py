@@ -12,9 +12,10 @@ from typing import Any, cast
 from omegaconf import OmegaConf
 
 from experiments.config.schema import Config, UsageError
-from experiments.gate import pages, revisions, setup
+from experiments.gate import instructions, pages, revisions, setup
+from experiments.gate.instructions import Counts
 from experiments.gate.pairs import Revisions, Side, Trial, TrialRunner
-from experiments.gate.points import points_of
+from experiments.gate.points import Setup, points_of
 from experiments.gate.revisions import BuildError
 from experiments.gate.rules import Rules
 from experiments.gate.setup import Start
@@ -82,7 +83,12 @@ def _compare(
         runner = TrialRunner(
             start.config, start.device, start.points, rules, folders, store, display
         )
+        counts, reason = _count(start, folders, display)
+        store.write_json("instructions.json", counts)
+        if reason and not start.smoke:
+            facts["notices"].append(f"Instructions were not counted: {reason}.")
         runner.finish(trial)
+        trial.add_counts(counts)
     except BuildError as error:
         side = Side.base if str(error).startswith(facts["base"]) else Side.head
         return Findings(broken=str(error), broken_side=side), facts
@@ -90,6 +96,15 @@ def _compare(
         stopped = True
     results = findings(start.points, trial, rules, read_records(store.path))
     return dataclasses.replace(results, interrupted=stopped), facts
+
+
+def _count(start: Start, folders: Revisions, display: Display) -> tuple[Counts, str]:
+    """Count the instructions of all points; return the counts, and why there are none."""
+    if reason := instructions.why_not(start.config, start.device.type, smoke=start.smoke):
+        return {}, reason
+    display.say("counting instructions under valgrind, both revisions at once")
+    message = Setup(start.points, start.config, start.device.type, start.config.seed)
+    return instructions.count(message, {side.value: folders.of(side) for side in Side})
 
 
 def _notices(start: Start) -> list[str]:
@@ -124,6 +139,7 @@ def rebuild(path: Path) -> str:
     trial = Trial()
     for record in records:
         trial.remember(record)
+    trial.add_counts(read_json(path, "instructions.json"))
     results = findings(points_of(config), trial, rules, records)
     results = dataclasses.replace(results, interrupted=saved["status"] == 130)
     facts = {k: v for k, v in saved.items() if k not in DERIVED}

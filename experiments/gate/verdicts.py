@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from experiments.gate.instructions import NATIVE, TOTAL
 from experiments.gate.pairs import Side, Trial, seconds_of
 from experiments.gate.points import BuildResult, Point
 from experiments.gate.rules import CHANGES, Rules, Ruling, decide
@@ -17,6 +18,7 @@ from experiments.timing.statistics import LEAST_PROCESSES, Verdict
 
 PEAK_SHARE, PEAK_BYTES = (0.01, 16 << 20)  # what peak memory may grow by: it is not exact
 HIT_RATE_CHANGE = 0.005
+INSTRUCTIONS_SHARE = 0.01  # what counted instructions may grow by: Python's share is not exact
 BROKEN = ("error", "wrong", "timeout", "oom")
 
 FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
@@ -35,10 +37,11 @@ class PointFinding:
     head_s: float = math.nan
     grown: Sequence[str] = ()  # deterministic numbers that became worse
     shrunk: Sequence[str] = ()
+    counts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # name -> side -> value
 
     @property
     def regression(self) -> bool:
-        """Return whether it is slower, confirmed, or needs more bytes, or has fewer hits."""
+        """Return whether it is slower, confirmed, or a counted number became worse."""
         return self.state == Verdict.SLOWER.value or bool(self.grown)
 
 
@@ -127,7 +130,19 @@ def _judged(point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record
     base, head = (statistics.median(t) if t else math.nan for t in times)
     reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
     state = ruling.verdict.value
-    return PointFinding(point.name, point.words, state, reason, ruling, base, head, grown, shrunk)
+    if ruling.verdict is Verdict.FASTER:  # more instructions that take less time are no regression
+        grown, more = (
+            [x for x in grown if ("instructions" in x) is more] for more in (False, True)
+        )
+        shrunk = [*shrunk, *more]
+    counts = {
+        key: {side: weight[key] for side, weight in weights.items()}
+        for key in (TOTAL, NATIVE)
+        if len(weights) == 2 and all(key in weight for weight in weights.values())
+    }
+    return PointFinding(
+        point.name, point.words, state, reason, ruling, base, head, grown, shrunk, counts
+    )
 
 
 def advice(ruling: Ruling) -> str:
@@ -151,6 +166,10 @@ def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[
         elif key == "peak_bytes":
             slack = PEAK_SHARE * before + PEAK_BYTES
             grown, shrunk = after > before + slack, after < before - slack
+        elif key in (TOTAL, NATIVE):
+            slack = INSTRUCTIONS_SHARE * before
+            grown, shrunk = after > before + slack, after < before - slack
+            text = f"{key.replace('_', ' ')} {before:,.0f} → {after:,.0f} ({after / before:.3f}×)"
         else:
             grown, shrunk = after > before, after < before
         worse += [text] * grown

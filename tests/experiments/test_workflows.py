@@ -19,10 +19,18 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
 SOURCED = ("compiler.sh", "gpu.sh", "lib.sh")
 # The only expressions a command or its variables may see: set by GitHub or by people who may push.
 TRUSTED = re.compile(
-    r"github\.(sha|ref|repository|event_name|event\.pull_request\.number|event\.label\.name)"
+    r"github\.(sha|ref_type|ref|repository|event_name|event\.(pull_request\.number|label\.name))"
     r"|inputs\.\w+|matrix\.\w+|vars\.\w+|needs\.\w+\.result|hashFiles\('[^']*'\)"
     r"|'[^']*'|&&|\|\||==|!=|[()!]|always|\s+"
 )
+# The jobs that may write, each to one thing, and none of them runs code of a pull request.
+WRITERS = {
+    ("docs", "deploy"): {"pages": "write", "id-token": "write"},
+    ("gpu-perf", "pages"): {"pages": "write", "id-token": "write"},
+    ("packages", "publish"): {"id-token": "write"},
+    ("packages", "release"): {"contents": "write"},
+}
+MEASURES = re.compile(r"scripts/(gate|smoke_test|nightly|dependency_test)\.sh")  # revisions
 
 pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="a copy without workflows")
 
@@ -54,6 +62,10 @@ def test_nothing_runs_with_the_rights_of_the_repository_on_the_code_of_a_fork(pa
     assert not {"pull_request_target", "workflow_run", "issue_comment"} & set(workflow["on"])
     assert workflow["permissions"] == {"contents": "read"}
     assert "secrets." not in path.read_text()
+    for name, job in workflow["jobs"].items():
+        assert job.get("permissions") == WRITERS.get((path.stem, name))
+        if "contents" in job.get("permissions", {}):
+            assert job["if"] == "github.event_name == 'push' && github.ref_type == 'tag'"
 
 
 @pytest.mark.parametrize(("path", "job"), jobs())
@@ -66,7 +78,7 @@ def test_a_job_ends_and_its_actions_have_versions(path: Path, job: dict[str, Any
     for step in job["steps"]:
         if step.get("uses", "").startswith("actions/checkout"):
             assert step["with"]["persist-credentials"] is False
-            if path.stem != "ci":
+            if MEASURES.search(" ".join(commands(job))):
                 assert step["with"]["fetch-depth"] == 0  # the gate needs the base's commit
 
 
@@ -75,6 +87,8 @@ def test_expressions_never_become_part_of_a_command(path: Path, job: dict[str, A
     for command in commands(job):
         assert "${{" not in command, "give it through env: its text would be run"
     shown = yaml.safe_dump([job.get("if", ""), job.get("concurrency", ""), job["steps"]], width=999)
+    if job.get("permissions") == {"contents": "write"}:
+        shown = shown.replace("GH_TOKEN: ${{ github.token }}", "")  # of the release
     expressions = re.findall(r"\$\{\{(.*?)\}\}", shown)
     for expression in [*expressions, str(job.get("if", ""))]:
         assert not TRUSTED.sub("", expression.replace("''", "'")), expression
@@ -93,7 +107,7 @@ def test_what_a_job_calls_exists(path: Path, job: dict[str, Any]) -> None:
     for command in commands(job):
         for script in re.findall(r"(?:\.ci|scripts)/[\w.]+", command):
             assert (ROOT / script).is_file()
-            assert "bash" in command or (ROOT / script).stat().st_mode & 0o111, (
+            assert re.search("bash|python", command) or (ROOT / script).stat().st_mode & 0o111, (
                 f"{script}: chmod +x"
             )
         assert set(re.findall(r"\bmake ([a-z-]+)", command)) <= targets
@@ -105,7 +119,10 @@ def test_what_a_job_calls_exists(path: Path, job: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("path", "job"), jobs())
 def test_own_runners_are_asked_for_and_given_back(path: Path, job: dict[str, Any]) -> None:
     if "self-hosted" not in job["runs-on"]:
-        assert job["runs-on"] == "ubuntu-latest"
+        runners = {job["runs-on"]}
+        if runners == {"${{ matrix.runner }}"}:
+            runners = {entry["runner"] for entry in job["strategy"]["matrix"]["include"]}
+        assert runners <= {"ubuntu-latest", "ubuntu-24.04-arm"}
         return
     assert job["runs-on"] == ["self-hosted", "gpu", "bench"]
     assert "vars.GPU_RUNNERS == 'yes'" in job["if"]  # else jobs of forks wait for a day
@@ -142,6 +159,22 @@ def test_no_pull_request_reaches_a_gpu() -> None:
             ["bash", "-c", check["run"]], env={"COMMIT": commit}, capture_output=True
         )
         assert (done.returncode == 0) is allowed, commit
+
+
+def test_one_workflow_publishes_the_site() -> None:
+    build = load(ROOT / ".github/workflows/docs.yml")["jobs"]["build"]
+    nightly = load(ROOT / ".github/workflows/gpu-perf.yml")["jobs"]
+    assert build["if"] == "vars.DOCS_PAGES == 'yes' && vars.GPU_PAGES != 'yes'"
+    assert "vars.GPU_PAGES == 'yes'" in nightly["pages"]["if"]
+    assert "make docs" in " ".join(commands(nightly["nightly"]))
+
+
+def test_a_tested_package_is_the_published_one() -> None:
+    jobs = load(ROOT / ".github/workflows/packages.yml")["jobs"]
+    assert jobs["publish"]["needs"] == "release"
+    assert set(jobs["release"]["needs"]) == {"sdist", "test"}
+    built = {entry["name"] for entry in jobs["wheel"]["strategy"]["matrix"]["include"]}
+    assert {entry["wheel"] for entry in jobs["test"]["strategy"]["matrix"]["include"]} == built
 
 
 def test_advice_blocks_nothing_and_says_its_verdict() -> None:
