@@ -18,8 +18,8 @@ import pytest
 
 from tests import nightly
 
-# Files with twenty seconds of processor time or more, that of their builds included: the longest start
-# first, so that no process is alone with one at the end.
+# Files with twenty seconds of processor time or more, that of their builds included: the longest
+# start first, so that no process is alone with one at the end.
 LONG = {
     "pretend/test_short_set.py": 200,
     "simt/test_compile.py": 55,
