@@ -46,7 +46,8 @@ run: native ## time tensor-train tables against dense tables, write a report (AR
 test: export PYTHONDONTWRITEBYTECODE =
 test: native ## the whole test suite, slow tests last (ARGS="-k lookup"; FILES=path: the tests of a file)
 	@tests=$$($(if $(FILES),$(BIN)/python scripts/tests_of.py $(FILES),true)) && \
-	  $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $$tests $(ARGS)
+	  $(BIN)/python -m pytest -q -n $(WORKERS) --maxschedchunk 1 \
+	  -o console_output_style=classic $$tests $(ARGS)
 
 quick: $(STATE)/native ## linters, house rules and tests of what differs from the last commit, in about a minute
 	@scripts/quick.sh $(BIN) $(ARGS)

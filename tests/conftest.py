@@ -15,6 +15,8 @@ import torch
 
 from tests import nightly
 
+pytest_plugins = ["tests.whole_files"]
+
 # With "cuda:1" the current device is another: code without a device guard fails.
 CUDA = os.environ.get("EMBLIB_TEST_CUDA", "cuda")
 DEVICES = ["cpu", *([CUDA] if torch.cuda.is_available() else [])]
@@ -68,31 +70,6 @@ def thread_counts() -> list[int]:
     torch.set_num_threads(before)
 
 
-# Files with twenty seconds of processor time or more, that of their builds included. Processes that
-# share the tests get whole files: the longest first among these, that none is alone with one at
-# the end.
-LONG = {
-    "pretend/test_short_set.py": 200,
-    "experiments/run/test_runner.py": 60,
-    "simt/test_compile.py": 55,
-    "experiments/compare/test_published.py": 40,
-    "experiments/measure/test_sharding.py": 40,
-    "experiments/report/test_pages.py": 40,
-    "sharding/test_sharded_checkpoints.py": 40,
-    "tables/test_compile.py": 35,
-    "simt/test_grouping.py": 30,
-    "contracts/test_contracts.py": 30,
-    "experiments/kinds/test_quality.py": 25,
-    "experiments/results/test_store.py": 25,
-    "tables/test_disk.py": 25,
-    "dynamic/test_interrupts.py": 20,
-    "experiments/measure/test_cache.py": 20,
-    "fuzz/test_fuzz.py": 20,
-    "sharding/test_failures.py": 20,
-    "test_native_library.py": 20,
-}
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Import the tests of a session without garbage collection; they exist until its end."""
@@ -141,9 +118,7 @@ def _same_torch_state() -> Iterator[None]:
     assert _torch_state() == before
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests run last, so that a mistake shows soon."""
     nightly.mark(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: -LONG.get(nightly.name_of(item.path), 1000))

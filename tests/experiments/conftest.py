@@ -9,11 +9,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments import configure
+from experiments.measure import process
 from experiments.paths import ROOT
 
 # As run.py does, before anything loads OpenMP or starts the fork server.
@@ -102,3 +105,19 @@ def smoke_runs(
     runs = SmokeRuns((base if worker_id == "master" else base.parent) / "smoke_runs")
     yield runs
     runs.host.close()
+
+
+@pytest.fixture(scope="module")
+def loaded_fork_server() -> Iterator[None]:
+    """Start children from a server that has emblib and the harness loaded.
+
+    Else each child of a run imports both: most of the time of a small one. Only for files in which
+    all children load this emblib; the server ends with the file.
+    """
+    server: Any = forkserver._forkserver
+    server._stop()
+    process._context()
+    server.set_forkserver_preload([*server._preload_modules, "experiments.run.worker"])
+    server.ensure_running()
+    yield
+    server._stop()

@@ -67,7 +67,7 @@ SHORT = (
 # What their ranks do includes collectives of every kind of sharding, DDP and fully_shard.
 SHORT_RANKS = (
     "tests/sharding/test_worlds.py::test_results_by_rank",
-    "tests/sharding/test_sharded.py::test_every_plan[sum-mixed-2]",
+    "tests/sharding/test_sharded.py::test_every_plan[mixed-sum-2]",
     "tests/sharding/test_pipelines.py::test_results_of_the_plain_loop[copies]",
     "tests/sharding/test_pipelines.py::test_results_of_the_plain_loop[fully sharded]",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -15,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.simt.library import HEADERS, ROOT
+from tests.compile_cache import ROOT, files_of, kept
 
 NVCC = shutil.which("nvcc")
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -55,7 +54,7 @@ class Compiled:
 
 @cache
 def compiled_kernels(architecture: str) -> tuple[Compiled, ...]:
-    """Compile the sources hot_*.cu, or read what was kept of that in build/simt."""
+    """Compile the sources hot_*.cu, or read what the cache has of that."""
     sources = sorted(Path(__file__).parent.glob("hot_*.cu"))
     return tuple(kernel for source in sources for kernel in _kernels_of(source, architecture))
 
@@ -74,22 +73,29 @@ def blackwell_kernels() -> tuple[Compiled, ...]:
 
 def _kernels_of(source: Path, architecture: str) -> list[Compiled]:
     tool = cuobjdump()
-    files = (source, Path(__file__), *HEADERS)
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files) + bytes([tool is None]))
+    files = [Path(__file__), *files_of(source, [ROOT / "csrc"])]
+    words = [architecture, nvcc_release(), str(tool is None)]
+    record = kept(f"compiled-{source.stem}", ".json", words, files)
+    if record.exists():
+        return [Compiled(**kernel) for kernel in json.loads(record.read_text())]
     folder = ROOT / "build" / "simt"
-    stem = f"compiled-{source.stem}-{architecture}"
-    kept = folder / f"{stem}-{digest.hexdigest()[:16]}.json"
-    if kept.exists():
-        return [Compiled(**kernel) for kernel in json.loads(kept.read_text())]
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / f"{source.stem}-{architecture}.fatbin"
     log = _compile(source, output, [architecture])
     sass = "" if tool is None else _sass(tool, output)
     kernels = _parse(log, sass)
-    for old in folder.glob(f"{stem}-*.json"):
-        old.unlink()
-    kept.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
+    record.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
     return kernels
+
+
+@cache
+def nvcc_release() -> str:
+    """Return the version of the compiler, e.g. 13.0.88."""
+    assert NVCC is not None
+    said = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"\bV([\d.]+)", said)
+    assert found is not None
+    return found[1]
 
 
 def _compile(source: Path, output: Path, architectures: Sequence[str]) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 from experiments.kernel_times import GATHER_TB_S, SHAPES, Shape, model_us
 from tests.pretend.test_hash_launches import BUDGETS
 from tests.pretend.test_tbe_launches import STEPS
 from tests.pretend.test_tt_launches import BUDGET as TRAINS
-from tests.simt.compiled import ARCHITECTURES, NVCC, Compiled, compiled_kernels, cuobjdump
+from tests.simt.compiled import (
+    ARCHITECTURES,
+    Compiled,
+    compiled_kernels,
+    cuobjdump,
+    nvcc_release,
+)
 from tests.simt.tt_model import byte_table, loop_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_performance.md"
@@ -184,15 +189,6 @@ def recorded_tensor_part() -> str:
 def tensor_part() -> str:
     """Return what it should say."""
     return "".join(page().partition(_TENSOR)[1:])
-
-
-def nvcc_release() -> str:
-    """Return the version of the compiler, e.g. 13.0.88."""
-    assert NVCC is not None
-    said = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"\bV([\d.]+)", said)
-    assert found is not None
-    return found[1]
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from tests.simt.compiled import (
     blackwell_kernels,
     compiled_kernels,
     cuobjdump,
+    nvcc_release,
 )
 from tests.simt.performance_page import (
     COMMAND,
     PAGE,
     cells,
-    nvcc_release,
     recorded,
     recorded_tensor_part,
     tensor_part,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.simt.library import COMPILER, build
+from tests.compile_cache import COMPILER
+from tests.simt.library import build
 
 HERE = Path(__file__).parent
 VARIANT = "EMBLIB_SIMT_VARIANT"

@@ -30,9 +30,11 @@ SMALL = (
     "options.timed_steps=3",
 )
 
+pytestmark = pytest.mark.usefixtures("loaded_fork_server")
+
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, loaded_fork_server: None) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     assert cli.main([*SMALL, f"report.folder={folder}"]) == 0
     (path,) = (folder / "quality").iterdir()

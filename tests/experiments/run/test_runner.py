@@ -22,6 +22,8 @@ from experiments.results import identity
 from experiments.results.store import Record, RunStore, read_json, read_records
 from experiments.run import runner, worker
 
+pytestmark = pytest.mark.usefixtures("loaded_fork_server")
+
 ONE_CELL = (
     *("+experiment=tbe_vs_torch", "timing=smoke", "device=cpu", "report=tables"),
     "timing.max_cells=1",

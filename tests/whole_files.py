@@ -1,0 +1,121 @@
+"""Processes that share the tests collect only the files that they run.
+
+pytest-xdist wants all processes to collect the same tests, so that each imports every file of
+tests: a quarter of a minute of processor time each, before the first test runs. Here a process
+collects one item per file without importing it. The controller hands these out, and a process that
+gets one imports the file, collects its tests and runs them, with the reports of each.
+
+Where words of the command line name tests of a file (`file.py::test`), files are collected as
+always.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests import nightly
+
+# Files with twenty seconds of processor time or more, that of their builds included: the longest
+# start first, so that no process is alone with one at the end.
+LONG = {
+    "pretend/test_short_set.py": 200,
+    "simt/test_compile.py": 55,
+    "experiments/run/test_runner.py": 55,
+    "sharding/test_sharded_checkpoints.py": 50,
+    "sharding/test_sharded.py": 50,
+    "experiments/kinds/test_quality.py": 45,
+    "experiments/report/test_pages.py": 40,
+    "experiments/measure/test_sharding.py": 40,
+    "sharding/test_shared_shards.py": 35,
+    "tables/test_compile.py": 35,
+    "ops/test_rounding.py": 30,
+    "ops/test_scaled_gradients.py": 30,
+    "simt/test_grouping.py": 30,
+    "contracts/test_contracts.py": 30,
+    "sharding/test_tensor_train.py": 25,
+    "experiments/results/test_store.py": 25,
+    "tables/test_disk.py": 25,
+    "dynamic/test_interrupts.py": 20,
+    "dynamic/test_row_store.py": 20,
+    "experiments/measure/test_cache.py": 20,
+    "fuzz/test_fuzz.py": 20,
+    "sharding/test_failures.py": 20,
+    "storage/test_cached_train.py": 20,
+    "test_native_library.py": 20,
+}
+
+
+class LazyFile(pytest.File):
+    """A file of tests as one item."""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        """Yield the item that stands for the tests of the file."""
+        file = WholeFile.from_parent(self, name=self.name)
+        file.add_marker(pytest.mark.timeout(0))  # each of its tests has a limit of its own
+        yield file
+
+
+class WholeFile(pytest.Item):
+    """The tests of a file, collected and run when the controller asks for them."""
+
+    def runtest(self) -> None:
+        """Refuse to run as one test."""
+        raise NotImplementedError
+
+    def run(self, nextitem: pytest.Item | None) -> None:
+        """Run the tests; the last may share fixtures with `nextitem`, which follows here."""
+        session, position = self.session, self.session.items.index(self)
+        tests = self._tests()
+        for test, following in pairwise([*tests, nextitem]):
+            if test is None or session.shouldfail or session.shouldstop:
+                break
+            # pytest-xdist compares the test of a report with the item at this index.
+            session.items[position] = test
+            self.config.hook.pytest_runtest_protocol(item=test, nextitem=following)
+        session.items[position] = self
+        if not tests:
+            # The last test that ran left open what it would have shared with a test of this file.
+            session._setupstate.teardown_exact(nextitem)
+
+    def _tests(self) -> list[pytest.Item]:
+        assert self.parent is not None
+        # As in the collection of all tests (conftest.py): what is imported exists until the end.
+        gc.disable()
+        try:
+            module = pytest.Module.from_parent(self.parent.parent, path=self.path)
+            tests = list(self.session.genitems(module))
+        finally:
+            gc.enable()
+        self.config.hook.pytest_collection_modifyitems(
+            session=self.session, config=self.config, items=tests
+        )
+        return tests
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> LazyFile | None:
+    """Collect a file as one item in a process that shares the tests with others."""
+    config = parent.config
+    if not hasattr(config, "workerinput") or any("::" in word for word in config.args):
+        return None
+    return LazyFile.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Sort whole files, the longest first; names and marks select tests when a file runs."""
+    files = [item for item in items if isinstance(item, WholeFile)]
+    items[:] = [item for item in items if not isinstance(item, WholeFile)]
+    yield
+    items += sorted(files, key=lambda file: -LONG.get(nightly.name_of(file.path), 0))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run the tests of a whole file."""
+    if not isinstance(item, WholeFile):
+        return None
+    item.run(nextitem)
+    return True
