@@ -85,8 +85,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         feature_tables: the table of each feature; by default feature i reads table i.
         init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
             rows the standard deviation 1/sqrt(3 * rows), that of a dense table's uniform start.
-            FBTT-Embedding's five, with the scales that they have there, are "fbtt:uniform",
-            "fbtt:naive-uniform", "fbtt:normal", "fbtt:approx-uniform" and "fbtt:approx-normal".
+            "positive_uniform", "unscaled_uniform", "unscaled_normal", "saw_tooth" and
+            "unscaled_sampled_gaussian" are FBTT-Embedding's, with its scales, to compare runs.
         precision: dtypes of cores (`weights`), output and optimizer state, how updates of cores are
             rounded, and how exact products are on a GPU (`matmul`); rows and sums are float32 in
             any case. On the CPU products are float32 whatever `matmul` says, which is logged.
